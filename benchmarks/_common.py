@@ -342,7 +342,7 @@ def tokenizer_folder(scratch: Path, texts: Sequence[str]) -> Path:
     found = gpt2_tokenizer()
     if found is not None:
         return found
-    from easypipe.transforms.bpe import train_bpe
+    from easypipe.transforms.tokenizer.bpe import train_bpe
 
     return train_bpe(texts, 32_000, [], scratch / "tokenizer")
 

@@ -30,9 +30,9 @@ from easypipe import (
     Pipeline,
     PipelineConfig,
 )
+from easypipe.cache.manifest import Counts, Manifest, Part, TokenizerIdentity, write_manifest
+from easypipe.cache.reader import TokenCache, cache_schema
 from easypipe.core.protocols import ShardedDataSource
-from easypipe.sources.cache import TokenCache, cache_schema
-from easypipe.sources.manifest import Counts, Manifest, Part, TokenizerIdentity, write_manifest
 
 VOCAB, EOS = 50_257, 50_256
 PART_BYTES = 4 << 20

@@ -88,8 +88,8 @@ def easypipe(preset: Preset, options: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from easypipe.train.config import CheckpointConfig, OptimizerConfig, TrainingConfig
-    from easypipe.train.metrics import read_metrics
-    from easypipe.train.peak import peak_flops
+    from easypipe.train.metrics.log import read_metrics
+    from easypipe.train.metrics.peak import peak_flops
     from easypipe.train.trainer import Trainer
 
     class Rows:
@@ -141,7 +141,7 @@ def easypipe(preset: Preset, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_config(preset: Preset, remat: str) -> Any:
-    from easypipe.train.model import ModelConfig
+    from easypipe.train.model.decoder import ModelConfig
 
     return ModelConfig(
         vocab_size=preset.vocab,
@@ -347,7 +347,7 @@ def main() -> None:
     if options.child:
         return child(options.child, preset, options)
 
-    from easypipe.train.flops import palm_flops_per_step
+    from easypipe.train.model.flops import palm_flops_per_step
 
     tokens = preset.batch * preset.length
     report = Report("gpu_train", "tokens/s")

@@ -115,7 +115,7 @@ def planned(report: Report, documents: int) -> dict[str, float]:
 
 
 def opened(report: Report, parts: int) -> dict[str, float]:
-    from easypipe.sources.cache import TokenCache
+    from easypipe.cache.reader import TokenCache
     from first_batch import sparse_cache
 
     with tempfile.TemporaryDirectory() as folder:

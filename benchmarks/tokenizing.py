@@ -163,7 +163,7 @@ def encode_alone(
 
 @functools.cache
 def _engine(path: str, number: int) -> Any:
-    from easypipe.transforms.fast import FastEngine
+    from easypipe.transforms.tokenizer.fast import FastEngine
 
     return FastEngine(Path(path).read_text(encoding="utf-8"))
 
@@ -387,7 +387,7 @@ def floor(options: Any) -> None:
     """Processor seconds of user and kernel, all threads: the sum of the parts is what no
     arrangement of them can pass.
     """
-    from easypipe.stages.shard_writer import open_writer
+    from easypipe.save.shard_writer import open_writer
 
     report = Report("tokenizing_floor", "s")
     with tempfile.TemporaryDirectory() as folder:

@@ -42,9 +42,9 @@ from _common import (
 from _plain_decoder import descend, make_step
 from easypipe.train import state as states
 from easypipe.train.config import CheckpointConfig, OptimizerConfig, TrainingConfig
-from easypipe.train.loss import LossOutput, loss_sums
-from easypipe.train.model import ModelConfig
-from easypipe.train.optim import make_optimizer
+from easypipe.train.losses.loss import LossOutput, loss_sums
+from easypipe.train.model.decoder import ModelConfig
+from easypipe.train.optim.optimizers import make_optimizer
 from easypipe.train.trainer import Trainer
 
 QUICKSTART = ModelConfig(

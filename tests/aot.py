@@ -19,8 +19,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from easypipe.core.errors import ConfigError
-from easypipe.train.hlo import BYTES, arrays, result
-from easypipe.train.topology import topology
+from easypipe.train.plan.hlo import BYTES, arrays, result
+from easypipe.train.plan.topology import topology
 
 # at least four devices each
 GENERATIONS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from easypipe.transforms.bpe import train_bpe
+from easypipe.transforms.tokenizer.bpe import train_bpe
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 needs_shared = pytest.mark.skipif(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from easypipe.cache.reader import Buffers, cache_schema
 from easypipe.core.config import digest
 from easypipe.core.schema import (
     IGNORE,
@@ -20,12 +21,11 @@ from easypipe.core.schema import (
     SEGMENT_IDS,
     token_dtype,
 )
-from easypipe.loader.rows import PlannedRows
+from easypipe.loader.rows.planned import PlannedRows
 from easypipe.plan.mix import integer_weights
 from easypipe.plan.order import OrderSpec
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec
-from easypipe.sources.cache import Buffers, cache_schema
 
 EOS, PAD = 1, 0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from easypipe import DatasetConfig, PipelineConfig
-from easypipe.transforms.bpe import train_bpe
+from easypipe.transforms.tokenizer.bpe import train_bpe
 
 WORDS = [
     "the",

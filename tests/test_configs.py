@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import easypipe
+from easypipe.compat.classify import ClassifyConfig
 from easypipe.core.config import from_dict, load_yaml
-from easypipe.faces.classify import ClassifyConfig
 from easypipe.run import RunConfig
 
 CONFIGS = Path(__file__).parents[1] / "configs"

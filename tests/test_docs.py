@@ -42,7 +42,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     use its files.
     """
     from easypipe.cli.project import TOKENIZER, VOCAB_SIZE, training_texts, write_project
-    from easypipe.transforms.bpe import train_bpe
+    from easypipe.transforms.tokenizer.bpe import train_bpe
 
     folder = tmp_path_factory.mktemp("docs") / "easypipe-quickstart"
     write_project(folder)
@@ -88,7 +88,7 @@ def test_python_blocks_run(
     "page", [page for page in PAGES if blocks(page, "yaml")], ids=lambda page: page.name
 )
 def test_yaml_blocks_load(page: Path) -> None:
-    from easypipe.faces.data_pipeline import DataPipelineConfig
+    from easypipe.compat.data_pipeline import DataPipelineConfig
     from easypipe.run import RunConfig
 
     for line, text in blocks(page, "yaml"):

@@ -18,7 +18,7 @@ from easypipe.cli import main
 from easypipe.core.config import to_dict
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
 from easypipe.loader.explain import ExplainedBatch
-from easypipe.loader.stored import StoredRows
+from easypipe.loader.rows.stored import StoredRows
 from easypipe.plan.windows import MARK_EVERY
 from laws import assert_same_batch
 from loader_support import MemoryCache, plan_rows, some_docs
@@ -203,7 +203,7 @@ def test_changed_rows_and_no_tokenizer() -> None:
 def test_checkpoints_are_kept_so_that_the_next_process_starts_near(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("easypipe.stages.mixture.window_docs", lambda *_: 8)
+    monkeypatch.setattr("easypipe.stages.mix.mixture.window_docs", lambda *_: 8)
     options = {"pack": {"seq_length": 32}, "mix": {"weights": {"code": 0.7, "docs": 0.3}}}
     loader = build(tmp_path, **options).build()
     far = loader.explain(2000)
@@ -288,7 +288,7 @@ def test_streaming_is_refused_with_a_reason(
 def test_a_plan_leaves_checkpoints_for_explain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("easypipe.stages.mixture.window_docs", lambda *_: 8)
+    monkeypatch.setattr("easypipe.stages.mix.mixture.window_docs", lambda *_: 8)
     pipeline = build(tmp_path, pack={"seq_length": 32}, mix={"weights": {"code": 0.7, "docs": 0.3}})
     pipeline.plan(500)
     [kept] = (tmp_path / "cache" / "plans").glob("*.json")

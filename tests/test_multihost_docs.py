@@ -16,7 +16,7 @@ import yaml
 from easypipe.cli.app import app
 from easypipe.core.config import apply_overrides, from_dict
 from easypipe.train.config import TrainingConfig
-from easypipe.train.distributed import VARIABLES
+from easypipe.train.parallel.distributed import VARIABLES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "multihost.md").read_text(encoding="utf-8")
 SCRIPTS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

@@ -27,13 +27,13 @@ from easypipe import (
     SaveStageConfig,
     TokenizeStageConfig,
 )
+from easypipe.compat.classify import ClassifyConfig
+from easypipe.compat.data_pipeline import DataPipelineConfig
 from easypipe.core.config import is_config
 from easypipe.core.schema import INPUT_IDS, OutputSchema, TaskSpec
-from easypipe.faces.classify import ClassifyConfig
-from easypipe.faces.data_pipeline import DataPipelineConfig
 from easypipe.pipeline import PipelineConfig
 from easypipe.run import RunConfig
-from easypipe.stages.stream import KNOWN
+from easypipe.stages.load.stream import KNOWN
 from option_effects import OPTIONS
 from pipelines import config, jsonl, texts
 

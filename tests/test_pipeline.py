@@ -41,7 +41,7 @@ from easypipe import (
 from easypipe.core.config import to_dict
 from easypipe.core.protocols import PipelineContext, ProgressEvent, ShardedDataSource
 from easypipe.core.schema import INPUT_IDS
-from easypipe.stages.saved import SavedSource
+from easypipe.save.saved import SavedSource
 from pipelines import config, jsonl, texts, tokenizer, two_datasets
 
 MIX = MixStageConfig(weights={"code": 0.7, "docs": 0.3}, stop_strategy="all_exhausted")

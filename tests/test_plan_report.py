@@ -26,8 +26,8 @@ from easypipe import (
 from easypipe.cli import main
 from easypipe.core.config import to_dict
 from easypipe.core.schema import SEGMENT_IDS
-from easypipe.stages.plan_report import PlanReport
-from easypipe.train import plot
+from easypipe.stages.reports.plan_report import PlanReport
+from easypipe.train.metrics import plot
 from pipelines import config, jsonl, texts
 
 

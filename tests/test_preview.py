@@ -27,7 +27,7 @@ from easypipe import (
 )
 from easypipe.cli import main
 from easypipe.core.errors import ConfigError, StageOrderError
-from easypipe.transforms.columns import Rename
+from easypipe.transforms.columns.columns import Rename
 from pipelines import config, jsonl, texts, tokenizer
 
 TEMPLATE = (

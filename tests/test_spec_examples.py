@@ -34,9 +34,9 @@ from easypipe import (
     train_bpe,
 )
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedDataSource
-from easypipe.sources.jsonlines import JsonShardedSource
-from easypipe.sources.parquet import ParquetShardedSource
-from easypipe.stages.tokenize import TokenizedShardedSource
+from easypipe.sources.formats.jsonlines import JsonShardedSource
+from easypipe.sources.formats.parquet import ParquetShardedSource
+from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from pipelines import jsonl, texts
 
 TOKENIZERS = {

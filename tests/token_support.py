@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.protocols import Shard
-from easypipe.transforms.bpe import train_bpe
-from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer.bpe import train_bpe
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from strategies import HOSTILE
 
 TOKENIZERS = ("gpt2", "mistral_v1", "olmo_neox", "torchtitan_tiny")

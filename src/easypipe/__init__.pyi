@@ -1,5 +1,32 @@
 """What `import easypipe` exports, for type checkers and editors; __init__.py loads the same names when they are first used."""
 
+from easypipe.cache.reader import TokenCache
+from easypipe.compat.classify import ClassifyConfig
+from easypipe.compat.collators import (
+    create_causal_lm_collate,
+    create_collate_fn,
+    create_seq2seq_collate,
+)
+from easypipe.compat.data_module import DataModuleProtocol, UniversalDataModule
+from easypipe.compat.data_pipeline import DataPipeline, DataPipelineConfig
+from easypipe.compat.datasets import (
+    PreprocessedDataset,
+    StreamingPreprocessedDataset,
+    create_preprocessed_dataset,
+)
+from easypipe.compat.images import ImagesConfig
+from easypipe.compat.language import LanguageModelingDataCollator
+from easypipe.compat.loaders import DataLoaderBuilder, DataLoaderConfig, DataLoaderFactory
+from easypipe.compat.masking import create_masked_lm_collate
+from easypipe.compat.registry import CollatorRegistry
+from easypipe.compat.small_transformer import (
+    BPETokenizer,
+    TransformerDataset,
+    create_dataloaders,
+    train_tokenizer,
+)
+from easypipe.compat.trainer import Trainer
+from easypipe.compat.vision import VisionDataCollator, create_vision_collate
 from easypipe.core.errors import (
     BudgetError,
     CacheError,
@@ -28,32 +55,8 @@ from easypipe.core.protocols import (
 )
 from easypipe.core.result import Err, Ok, Result
 from easypipe.core.schema import OutputSchema, TaskSpec
-from easypipe.faces.classify import ClassifyConfig
-from easypipe.faces.collators import (
-    create_causal_lm_collate,
-    create_collate_fn,
-    create_seq2seq_collate,
-)
-from easypipe.faces.data_module import DataModuleProtocol, UniversalDataModule
-from easypipe.faces.data_pipeline import DataPipeline, DataPipelineConfig
-from easypipe.faces.datasets import (
-    PreprocessedDataset,
-    StreamingPreprocessedDataset,
-    create_preprocessed_dataset,
-)
-from easypipe.faces.images import ImagesConfig
-from easypipe.faces.language import LanguageModelingDataCollator
-from easypipe.faces.loaders import DataLoaderBuilder, DataLoaderConfig, DataLoaderFactory
-from easypipe.faces.masking import create_masked_lm_collate
-from easypipe.faces.micro import (
-    BPETokenizer,
-    TransformerDataset,
-    create_dataloaders,
-    train_tokenizer,
-)
-from easypipe.faces.registry import CollatorRegistry
-from easypipe.faces.trainer import Trainer
-from easypipe.faces.vision import VisionDataCollator, create_vision_collate
+from easypipe.discovery.discover import discover
+from easypipe.discovery.findings import Discovery
 from easypipe.jobs import tokenize_and_save
 from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.explain import ExplainedBatch
@@ -62,47 +65,51 @@ from easypipe.loader.state import LoaderState
 from easypipe.pipeline import Pipeline, create_pipeline
 from easypipe.previews.samples import Preview, preview
 from easypipe.run import RunConfig
-from easypipe.sources.arrow import ArrowShardedSource
-from easypipe.sources.cache import TokenCache
-from easypipe.sources.csv import CsvShardedSource
-from easypipe.sources.hub import HuggingFaceShardedSource
-from easypipe.sources.jsonlines import JsonShardedSource
-from easypipe.sources.megatron import write_megatron
-from easypipe.sources.memory import InMemoryShardedSource
-from easypipe.sources.parquet import ParquetShardedSource
-from easypipe.sources.tokens import TokenFilesConfig
-from easypipe.sources.txt import TextShardedSource
+from easypipe.save.saved import load_saved
+from easypipe.save.stage import SaveReport, SaveStageConfig
+from easypipe.sources.external.megatron import write_megatron
+from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.sources.external.token_files import TokenFilesConfig
+from easypipe.sources.formats.arrow import ArrowShardedSource
+from easypipe.sources.formats.csv import CsvShardedSource
+from easypipe.sources.formats.jsonlines import JsonShardedSource
+from easypipe.sources.formats.parquet import ParquetShardedSource
+from easypipe.sources.formats.txt import TextShardedSource
+from easypipe.sources.hub.source import HuggingFaceShardedSource
 from easypipe.stages.config import OrderConfig, PipelineConfig
-from easypipe.stages.discover import discover
-from easypipe.stages.discovery import Discovery
-from easypipe.stages.interleave import InterleavedSource, block_mixture_interleave
-from easypipe.stages.mix import MixedShardedSource, MixStageConfig
-from easypipe.stages.pack import PackedShardedSource, PackStageConfig
-from easypipe.stages.plan_report import PlanReport
-from easypipe.stages.save import SaveReport, SaveStageConfig
-from easypipe.stages.saved import load_saved
-from easypipe.stages.schedule import WeightSchedulePoint, WeightScheduler
-from easypipe.stages.source import DatasetConfig
-from easypipe.stages.tokenize import TokenizedShardedSource, TokenizeStageConfig
+from easypipe.stages.mix.schedule import WeightSchedulePoint, WeightScheduler
+from easypipe.stages.mix.stage import MixedShardedSource, MixStageConfig
+from easypipe.stages.pack.stage import PackedShardedSource, PackStageConfig
+from easypipe.stages.reports.plan_report import PlanReport
+from easypipe.stages.source.interleave import InterleavedSource, block_mixture_interleave
+from easypipe.stages.source.stage import DatasetConfig
+from easypipe.stages.tokenize.stage import TokenizedShardedSource, TokenizeStageConfig
 from easypipe.stages.verify import Verification, verify
-from easypipe.train.checkpoint_manager import CheckpointManager
-from easypipe.train.classifier_config import ClassifierConfig
+from easypipe.train.checkpoint.manager import CheckpointManager
 from easypipe.train.config import OptimizerConfig, TrainingConfig
-from easypipe.train.lora_config import LoraConfig
-from easypipe.train.model import Decoder, ModelConfig
-from easypipe.train.models.config import PretrainedConfig
+from easypipe.train.model.classifier_config import ClassifierConfig
+from easypipe.train.model.decoder import Decoder, ModelConfig
+from easypipe.train.model.lora_config import LoraConfig
+from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.trainer import TrainResult
-from easypipe.transforms.bpe import train_bpe
-from easypipe.transforms.columns import Combine, Drop, Extract, FilterNonEmpty, Rename, Select
-from easypipe.transforms.conversation import Chat
-from easypipe.transforms.expand import Expand
-from easypipe.transforms.fill_in_the_middle import FillInTheMiddle
-from easypipe.transforms.functions import Filter, Map
-from easypipe.transforms.lengths import LengthPolicy
-from easypipe.transforms.prompt_engine import PromptEngine
-from easypipe.transforms.prompts import FewShotConfig, PromptConfig
-from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from easypipe.transforms.transformed import TransformedSource
+from easypipe.transforms.columns.columns import (
+    Combine,
+    Drop,
+    Extract,
+    FilterNonEmpty,
+    Rename,
+    Select,
+)
+from easypipe.transforms.columns.conversation import Chat
+from easypipe.transforms.columns.expand import Expand
+from easypipe.transforms.columns.functions import Filter, Map
+from easypipe.transforms.columns.transformed import TransformedSource
+from easypipe.transforms.prompt.config import FewShotConfig, PromptConfig
+from easypipe.transforms.prompt.engine import PromptEngine
+from easypipe.transforms.prompt.fill_in_the_middle import FillInTheMiddle
+from easypipe.transforms.tokenizer.bpe import train_bpe
+from easypipe.transforms.tokenizer.lengths import LengthPolicy
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 
 __version__: str
 

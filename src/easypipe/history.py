@@ -24,7 +24,7 @@ from easypipe.loader.steps import Begin
 from easypipe.loader.streaming import StreamLoader
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
-from easypipe.stages.plan_report import PlanReport, joined
+from easypipe.stages.reports.plan_report import PlanReport, joined
 from easypipe.train.record import FINGERPRINTS, RECORD, read_changes, read_kept
 
 log = logging.getLogger("easypipe")

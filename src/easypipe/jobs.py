@@ -11,21 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from easypipe.cache.location import cache_folder
 from easypipe.core.config import from_dict, is_config
 from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.core.ledger import Ledger
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.pipeline import Pipeline
-from easypipe.stages.caching import cache_folder
+from easypipe.save.stage import SaveReport, SaveStageConfig
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.recipes import recall, recall_saved
-from easypipe.stages.save import SaveReport, SaveStageConfig
-from easypipe.stages.source import DatasetConfig, SourceStage
-from easypipe.stages.tokenize import TokenizeStageConfig
+from easypipe.stages.source.stage import DatasetConfig, SourceStage
+from easypipe.stages.tokenize.stage import TokenizeStageConfig
 from easypipe.stages.verify import Verification, cache_folder_of, place_of, verify
-from easypipe.train.models.config import PretrainedConfig
-from easypipe.transforms.tokenizer import TokenizerConfig
+from easypipe.train.model.pretrained.config import PretrainedConfig
+from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig
 
 log = logging.getLogger("easypipe")
 

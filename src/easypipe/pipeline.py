@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
+from easypipe.cache.location import cache_folder
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.core.ledger import Ledger
@@ -29,24 +30,27 @@ from easypipe.core.random import draw_seed
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.steps import Begin
 from easypipe.loader.streaming import StreamLoader
-from easypipe.sources.objects import is_dataset_object, open_object
-from easypipe.stages.books import ledger_of
-from easypipe.stages.caching import cache_folder
+from easypipe.save.stage import SaveReport, SaveStage, SaveStageConfig
+from easypipe.sources.external.objects import is_dataset_object, open_object
 from easypipe.stages.config import PipelineConfig
-from easypipe.stages.load import LoadStage
-from easypipe.stages.mix import MixStage, MixStageConfig
-from easypipe.stages.pack import PackStage, PackStageConfig
-from easypipe.stages.plan_report import PlanReport, is_prepared, plan_report
-from easypipe.stages.prompt_rows import PromptForm
+from easypipe.stages.load.stage import LoadStage
+from easypipe.stages.load.stream import no_plan, require_streamable
+from easypipe.stages.mix.stage import MixStage, MixStageConfig
+from easypipe.stages.pack.stage import PackStage, PackStageConfig
 from easypipe.stages.recipes import remember
 from easypipe.stages.repair import Verification, repair
-from easypipe.stages.save import SaveReport, SaveStage, SaveStageConfig
-from easypipe.stages.shares import warning_of_weights
-from easypipe.stages.source import DatasetConfig, SourceStage
-from easypipe.stages.stream import no_plan, require_streamable
-from easypipe.stages.tokenize import TokenizedShardedSource, TokenizeStage, TokenizeStageConfig
-from easypipe.stages.transform import TransformStage
-from easypipe.transforms.tokenizer import TokenizerConfig
+from easypipe.stages.reports.ledger import ledger_of
+from easypipe.stages.reports.plan_report import PlanReport, is_prepared, plan_report
+from easypipe.stages.reports.shares import warning_of_weights
+from easypipe.stages.source.stage import DatasetConfig, SourceStage
+from easypipe.stages.source.transform import TransformStage
+from easypipe.stages.tokenize.prompt_rows import PromptForm
+from easypipe.stages.tokenize.stage import (
+    TokenizedShardedSource,
+    TokenizeStage,
+    TokenizeStageConfig,
+)
+from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig
 
 log = logging.getLogger("easypipe")
 T = TypeVar("T")

@@ -20,21 +20,21 @@ from easypipe.jobs import Prepared, prepare_data, with_hold_outs, with_tokenizer
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.streaming import StreamLoader
 from easypipe.pipeline import Pipeline, PipelineConfig
-from easypipe.stages.tokens import TokenInfo, holds_pairs, token_info, trained_turns
-from easypipe.train.aot import StepPlan, plan_step
+from easypipe.stages.tokenize.tokens import TokenInfo, holds_pairs, token_info, trained_turns
 from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import TrainingConfig, told
-from easypipe.train.distributed import initialize, shared_seed
 from easypipe.train.events import TrainListener, unheard
-from easypipe.train.mesh import check_batch_size, check_row_length, checked_mesh, make_mesh
-from easypipe.train.model import ModelConfig
-from easypipe.train.models.config import PretrainedConfig
-from easypipe.train.models.load import find_pretrained
-from easypipe.train.plot import plot_run
+from easypipe.train.metrics.plot import plot_run
+from easypipe.train.model.decoder import ModelConfig
+from easypipe.train.model.pretrained.config import PretrainedConfig
+from easypipe.train.model.pretrained.load import find_pretrained
+from easypipe.train.parallel.distributed import initialize, shared_seed
+from easypipe.train.parallel.mesh import check_batch_size, check_row_length, checked_mesh, make_mesh
+from easypipe.train.plan.aot import StepPlan, plan_step
 from easypipe.train.record import LEDGER, PLAN, recorded_seed, write_kept
 from easypipe.train.trainer import Engine, TrainResult
-from easypipe.transforms.chat import Turns
-from easypipe.transforms.tokenizer import Tokenizer, load_tokenizer
+from easypipe.transforms.chat.render import Turns
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("easypipe")
 

@@ -15,7 +15,7 @@ from easypipe import ConfigError, __version__
 from easypipe.cli import main
 from easypipe.core.config import to_dict
 from easypipe.core.errors import LedgerError
-from easypipe.stages.saved import MANIFEST
+from easypipe.save.saved import MANIFEST
 from pipelines import config, tokenizer
 
 

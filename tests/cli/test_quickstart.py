@@ -21,7 +21,7 @@ import yaml
 from easypipe import ConfigError
 from easypipe.cli.project import MARKER, standard_library, training_texts, write_project
 from easypipe.core import storage
-from easypipe.stages.saved import MANIFEST
+from easypipe.save.saved import MANIFEST
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(message)s"
 logging.getLogger("numba").setLevel(logging.WARNING)
 import numpy as np
 from easypipe.plan.pack import PackSpec, pack_window
-from easypipe.sources.scanners import BLANK, flag_blank
-from easypipe.sources.records import frozen
+from easypipe.sources.formats.scanners import BLANK, flag_blank
+from easypipe.sources.formats.records import frozen
 flags = np.zeros(1, np.uint8)
 flag_blank(frozen(b"  "), np.zeros(1, np.int64), np.full(1, 2), flags)
 assert flags[0] == BLANK

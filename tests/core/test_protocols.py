@@ -11,8 +11,8 @@ import pytest
 import easypipe
 from easypipe.core.errors import SourceError
 from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource
+from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.limit import LimitedSource
-from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
 
 

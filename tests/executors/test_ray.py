@@ -23,12 +23,12 @@ from easypipe import (
     SaveStageConfig,
     SourceError,
 )
+from easypipe.cache.location import CacheConfig
 from easypipe.core.protocols import ProgressEvent
 from easypipe.executors.ray import prepare_on_ray
 from easypipe.pipeline import _Remade
-from easypipe.stages.caching import CacheConfig
-from easypipe.stages.source import SourceStage
-from easypipe.stages.tokenize import TokenizeStage, TokenizeStageConfig
+from easypipe.stages.source.stage import SourceStage
+from easypipe.stages.tokenize.stage import TokenizeStage, TokenizeStageConfig
 from stores import Store
 from token_support import small_tokenizer_folder, texts
 

@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 import laws
 from easypipe import ClassifyConfig, ConfigError, SourceError, TaskSpec, UniversalDataModule
 from easypipe.cli import main
+from easypipe.compat import classify
+from easypipe.compat.images import Images, ImagesConfig
 from easypipe.core.config import from_dict, load_yaml
-from easypipe.faces import classify
-from easypipe.faces.images import Images, ImagesConfig
 from easypipe.train import trainer as engine
 from easypipe.train.finished import load_trained
 from loader_processes import free_port

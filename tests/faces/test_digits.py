@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from easypipe import TaskSpec, Trainer, TrainingConfig, UniversalDataModule
-from easypipe.train.loss import classification_sums
+from easypipe.train.losses.loss import classification_sums
 
 datasets = pytest.importorskip("sklearn.datasets")
 

@@ -25,8 +25,8 @@ from easypipe import (
     TokenizerConfig,
     train_bpe,
 )
+from easypipe.compat.data_pipeline import DataPipelineConfig
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.faces.data_pipeline import DataPipelineConfig
 from easypipe.loader.streaming import StreamLoader
 from hub_mirror import hub_mirror, publish  # noqa: F401  (a fixture)
 from laws import assert_exact_resume, assert_one_way
@@ -316,7 +316,7 @@ def test_what_only_data_can_tell_is_err_of_get_dataloader() -> None:
 
 def test_bugs_are_not_err(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = DataPipeline.from_config(values()).unwrap()
-    monkeypatch.setattr("easypipe.faces.data_pipeline.text_loader", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("easypipe.compat.data_pipeline.text_loader", lambda *a, **k: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         pipeline.get_dataloader("train")
 

@@ -206,7 +206,7 @@ def test_a_streams_ranks_and_workers_share_its_rows(
     for rank in range(2):
         for worker in range(3):
             monkeypatch.setattr(
-                "easypipe.faces.datasets.torch_worker", lambda worker=worker: (worker, 3)
+                "easypipe.compat.datasets.torch_worker", lambda worker=worker: (worker, 3)
             )
             shard = StreamingPreprocessedDataset(
                 Stream(ROWS), engine, buffer_size=4, rank=rank, world_size=2

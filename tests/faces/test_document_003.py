@@ -31,10 +31,10 @@ from easypipe import (
     load_tokenizer,
     train_tokenizer,
 )
+from easypipe.compat.small_transformer import seed_of_epoch
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.schema import IGNORE
-from easypipe.faces.micro import seed_of_epoch
-from easypipe.train.model import Decoder, ModelConfig
+from easypipe.train.model.decoder import Decoder, ModelConfig
 from laws import assert_exact_resume, assert_one_way
 from pipelines import jsonl, texts
 from strategies import examples

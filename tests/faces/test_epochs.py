@@ -31,8 +31,8 @@ from easypipe import (
     create_masked_lm_collate,
 )
 from easypipe.core.errors import ConfigError, StateError
-from easypipe.loader.items import ItemRows
 from easypipe.loader.loader import LoadStageConfig
+from easypipe.loader.rows.items import ItemRows
 from easypipe.loader.streaming import StreamLoader
 from laws import assert_same_batches
 from pipelines import jsonl, texts, tokenizer

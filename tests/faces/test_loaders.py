@@ -25,11 +25,11 @@ from easypipe import (
     create_causal_lm_collate,
     create_masked_lm_collate,
 )
+from easypipe.compat.loaders import text_loader
+from easypipe.compat.registry import CollatorRegistry
 from easypipe.core.errors import ConfigError, StateError
-from easypipe.faces.loaders import text_loader
-from easypipe.faces.registry import CollatorRegistry
-from easypipe.loader.items import ForwardRows, ItemRows
 from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.rows.items import ForwardRows, ItemRows
 from laws import assert_exact_resume, assert_no_new_threads, assert_same_batch, assert_same_batches
 from pipelines import config, texts, tokenizer
 from strategies import examples

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from easypipe import CollatorRegistry, TaskSpec
+from easypipe.compat.collators import default_collate
 from easypipe.core.errors import ConfigError
-from easypipe.faces.collators import default_collate
 from pipelines import tokenizer
 
 TOKENS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]

@@ -18,9 +18,9 @@ from easypipe import (
     TokenizerConfig,
     create_collate_fn,
 )
+from easypipe.compat.data_pipeline import TokenizerSection
 from easypipe.core.errors import ConfigError
-from easypipe.faces.data_pipeline import TokenizerSection
-from easypipe.transforms.tokenizer_options import with_options
+from easypipe.transforms.tokenizer.options import with_options
 from pipelines import tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "faces.md"

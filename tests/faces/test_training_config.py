@@ -25,7 +25,7 @@ from easypipe import (
 from easypipe.core.config import from_dict, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.train.events import Callback, TrainEvent
-from easypipe.train.metrics import read_metrics
+from easypipe.train.metrics.log import read_metrics
 from pipelines import texts, tokenizer
 from train.runs import Tiny
 

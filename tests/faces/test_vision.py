@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from easypipe import create_vision_collate
+from easypipe.compat.collators import create_causal_lm_collate
+from easypipe.compat.vision import PRESETS, MultimodalCollator
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.faces.collators import create_causal_lm_collate
-from easypipe.faces.vision import PRESETS, MultimodalCollator
 
 Image = pytest.importorskip("PIL.Image")
 

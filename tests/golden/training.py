@@ -20,7 +20,7 @@ from easypipe.train.config import (
     PreferenceConfig,
     TrainingConfig,
 )
-from easypipe.train.model import ModelConfig
+from easypipe.train.model.decoder import ModelConfig
 from golden.batches import CACHED, load
 from golden.cases import golden, is_to_be_kept
 

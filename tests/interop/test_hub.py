@@ -21,8 +21,8 @@ from easypipe import (
     load_saved,
 )
 from easypipe.core.config import digest, to_dict
-from easypipe.stages.card import CARD, HUB_CARD, YAML
-from easypipe.stages.saved import MANIFEST, SavedSource
+from easypipe.save.card import CARD, HUB_CARD, YAML
+from easypipe.save.saved import MANIFEST, SavedSource
 from hub_server import Hub
 from pipelines import config
 

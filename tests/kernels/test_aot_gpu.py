@@ -18,11 +18,11 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from aot import Program, array, check_collectives
-from easypipe.kernels.api import LossSharding, fused_linear_cross_entropy
-from easypipe.train.attention import attend
-from easypipe.train.hlo import arrays
-from easypipe.train.model_config import TRITON_WIDTHS
-from easypipe.train.topology import topology
+from easypipe.kernels.loss.api import LossSharding, fused_linear_cross_entropy
+from easypipe.train.model.attention import attend
+from easypipe.train.model.config import TRITON_WIDTHS
+from easypipe.train.plan.hlo import arrays
+from easypipe.train.plan.topology import topology
 
 INSTALLED = {distribution.name for distribution in importlib.metadata.distributions()}
 PLUGIN = next((version for version in (13, 12) if f"jax-cuda{version}-plugin" in INSTALLED), None)

@@ -15,8 +15,8 @@ import jax
 import pytest
 
 from aot import GENERATIONS, Program, array, check_collectives, compiled, tpu_mesh
-from easypipe.kernels.api import LossSharding, fused_linear_cross_entropy
-from easypipe.kernels.choice import CHUNK_TOKENS
+from easypipe.kernels.loss.api import LossSharding, fused_linear_cross_entropy
+from easypipe.kernels.loss.choice import CHUNK_TOKENS
 
 ALL = os.environ.get("EASYPIPE_AOT") == "all"
 GIB = 1 << 30

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.errors import ConfigError
-from easypipe.kernels import chunked, reference
-from easypipe.kernels.api import (
+from easypipe.kernels.loss import chunked, reference
+from easypipe.kernels.loss.api import (
     fused_cross_entropy,
     fused_linear_cross_entropy,
     sequence_log_probs,
     token_log_probs,
 )
-from easypipe.kernels.stats import Cotangents, Inputs, Objective
+from easypipe.kernels.loss.stats import Cotangents, Inputs, Objective
 from loss_support import IGNORE, Case, case, oracle
 from strategies import examples
 

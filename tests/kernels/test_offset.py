@@ -9,10 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from easypipe.kernels import chunked, pallas_gpu, pallas_tpu, reference, rows
-from easypipe.kernels.api import fused_cross_entropy, fused_linear_cross_entropy, token_log_probs
-from easypipe.kernels.pallas_gpu_rows import RowBlock
-from easypipe.kernels.stats import (
+from easypipe.kernels.loss import chunked, pallas_gpu, pallas_tpu, reference, rows
+from easypipe.kernels.loss.api import (
+    fused_cross_entropy,
+    fused_linear_cross_entropy,
+    token_log_probs,
+)
+from easypipe.kernels.loss.pallas_gpu_rows import RowBlock
+from easypipe.kernels.loss.stats import (
     Inputs,
     LogitStats,
     Objective,

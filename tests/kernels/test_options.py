@@ -15,14 +15,14 @@ import pytest
 from jax.experimental import pallas
 
 from easypipe.core.errors import ConfigError
-from easypipe.kernels import choice, chunked
-from easypipe.kernels.api import (
+from easypipe.kernels.loss import choice, chunked
+from easypipe.kernels.loss.api import (
     LossSharding,
     fused_cross_entropy,
     fused_linear_cross_entropy,
     token_log_probs,
 )
-from easypipe.train import attention
+from easypipe.train.model import attention
 
 HIDDEN, HEAD, LABELS = jnp.ones((8, 6)), jnp.ones((6, 19)), jnp.zeros(8, jnp.int32)
 

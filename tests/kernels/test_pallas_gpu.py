@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from easypipe.kernels import pallas_gpu, reference, rows
-from easypipe.kernels.pallas_gpu_rows import RowBlock
-from easypipe.kernels.stats import Cotangents, Inputs, Objective, loss_cotangents
+from easypipe.kernels.loss import pallas_gpu, reference, rows
+from easypipe.kernels.loss.pallas_gpu_rows import RowBlock
+from easypipe.kernels.loss.stats import Cotangents, Inputs, Objective, loss_cotangents
 
 # slabs of 8 tokens or columns, groups of 128 tokens, rows in several steps
 SMALL = {"slab_mib": 0, "row_columns": 64}

@@ -13,9 +13,9 @@ import pytest
 
 from easypipe.cli.app import run
 from easypipe.core.errors import ConfigError
-from easypipe.kernels import choice, pallas_gpu, pallas_tpu, tune, tuning
-from easypipe.kernels.api import fused_linear_cross_entropy
-from easypipe.kernels.pallas_tpu_blocks import (
+from easypipe.kernels.loss import choice, pallas_gpu, pallas_tpu
+from easypipe.kernels.loss.api import fused_linear_cross_entropy
+from easypipe.kernels.loss.pallas_tpu_blocks import (
     DEVICES,
     LANES,
     RESERVED,
@@ -33,8 +33,10 @@ from easypipe.kernels.pallas_tpu_blocks import (
     plan_blocks,
     sizes_of,
 )
-from easypipe.kernels.stats import Inputs
-from easypipe.kernels.tuning import (
+from easypipe.kernels.loss.stats import Inputs
+from easypipe.kernels.tuning import measure as tune
+from easypipe.kernels.tuning import table as tuning
+from easypipe.kernels.tuning.table import (
     Entry,
     blocks_for,
     bucket,

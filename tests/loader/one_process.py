@@ -28,9 +28,9 @@ if count > 1:
 from easypipe import MixStageConfig, PackStageConfig, Pipeline, PipelineConfig  # noqa: E402
 from easypipe.loader.collate import CollateConfig  # noqa: E402
 from easypipe.loader.loader import Loader, LoadStageConfig  # noqa: E402
-from easypipe.loader.rows import PlannedRows  # noqa: E402
+from easypipe.loader.rows.planned import PlannedRows  # noqa: E402
 from easypipe.loader.state import LoaderState  # noqa: E402
-from easypipe.transforms.functions import Filter  # noqa: E402
+from easypipe.transforms.columns.functions import Filter  # noqa: E402
 from pipelines import two_datasets  # noqa: E402
 
 assert jax.process_count() == count

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from easypipe.cache import mapping
+from easypipe.cache.reader import TokenCache
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.loader import Loader, LoadStageConfig
-from easypipe.sources import mapping
-from easypipe.sources.cache import TokenCache
-from easypipe.sources.memory import InMemoryShardedSource
+from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.stages.cache_writer import prepare
-from easypipe.transforms.bpe import train_bpe
-from easypipe.transforms.tokenizer import load_tokenizer
+from easypipe.transforms.tokenizer.bpe import train_bpe
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from laws import assert_exact_resume, assert_labels, assert_rows_well_formed, assert_same_batches
 from loader_support import plan_rows
 from token_support import ShardedTexts

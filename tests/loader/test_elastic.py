@@ -30,7 +30,7 @@ def test_any_number_of_processes_sees_the_same_batches_and_reads_only_its_rows(t
     """Real processes of jax.distributed with 12 devices in all; slots are split too in some of the
     layouts.
     """
-    from easypipe.transforms.bpe import train_bpe
+    from easypipe.transforms.tokenizer.bpe import train_bpe
 
     two_datasets(tmp_path / "data")
     train_bpe(texts(200), 320, [], tmp_path / "tokenizer")

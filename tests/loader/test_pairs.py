@@ -19,7 +19,7 @@ from easypipe.core.schema import (
 )
 from easypipe.loader.collate import collate
 from easypipe.loader.explain import explain_rows
-from easypipe.loader.targets import count_targets
+from easypipe.loader.rows.targets import count_targets
 from loader_support import EOS, MemoryCache, plan_rows
 from strategies import examples
 

@@ -7,7 +7,7 @@ from easypipe.core.errors import ConfigError, SourceError, StateError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_IDS
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.row_transforms import MappedRows
-from easypipe.loader.stored import StoredRows
+from easypipe.loader.rows.stored import StoredRows
 from laws import (
     assert_exact_resume,
     assert_labels,

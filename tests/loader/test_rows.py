@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from easypipe.core.errors import CacheError, PlanError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import BATCH_COLUMNS, collate
-from easypipe.loader.rows import PlannedRows
-from easypipe.loader.targets import count_targets
+from easypipe.loader.rows.planned import PlannedRows
+from easypipe.loader.rows.targets import count_targets
 from laws import assert_contiguous, assert_labels, assert_rows_by_number, assert_rows_well_formed
 from loader_support import EOS, PAD, MemoryCache, plan_rows, slow_labels, slow_rows, some_docs
 from strategies import examples

@@ -24,7 +24,7 @@ from easypipe.core.schema import (
 )
 from easypipe.loader.collate import CollateConfig, collate
 from easypipe.loader.loader import Loader, LoadStageConfig
-from easypipe.loader.stored import StoredRows
+from easypipe.loader.rows.stored import StoredRows
 from laws import (
     assert_exact_resume,
     assert_rows_well_formed,

@@ -53,12 +53,12 @@ from easypipe.loader.state import LoaderState
 from easypipe.loader.streaming import StreamLoader, default_streams
 from easypipe.loader.streaming_read import Place
 from easypipe.loader.streaming_state import StreamState
-from easypipe.sources.forward import ForwardSource, open_forward
+from easypipe.sources.formats.forward import ForwardSource, open_forward
 from easypipe.sources.limit import LimitedSource
 from easypipe.sources.open import open_files
-from easypipe.stages.stream import ForwardDocuments
-from easypipe.stages.tokenize import TokenizedShardedSource
-from easypipe.transforms.tokenizer import TokenizerConfig, load_tokenizer
+from easypipe.stages.load.stream import ForwardDocuments
+from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig, load_tokenizer
 from laws import (
     assert_conserved,
     assert_exact_resume,

@@ -11,8 +11,8 @@ import pytest
 
 from easypipe import DatasetConfig, Pipeline, PipelineConfig
 from easypipe.core.errors import SourceError
+from easypipe.sources.external.token_files import TokenFilesConfig
 from easypipe.sources.open import open_files
-from easypipe.sources.tokens import TokenFilesConfig
 from laws import assert_stateless_reads
 
 array_record_module = pytest.importorskip(

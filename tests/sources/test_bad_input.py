@@ -18,11 +18,11 @@ import zstandard
 
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.sources.csv import CsvShardedSource
-from easypipe.sources.jsonlines import JsonShardedSource
+from easypipe.sources.formats.csv import CsvShardedSource
+from easypipe.sources.formats.jsonlines import JsonShardedSource
+from easypipe.sources.formats.parquet import ParquetShardedSource
+from easypipe.sources.formats.txt import TextShardedSource
 from easypipe.sources.open import open_files
-from easypipe.sources.parquet import ParquetShardedSource
-from easypipe.sources.txt import TextShardedSource
 
 TABLE = pa.table({"text": ["some text"] * 2000, "n": range(2000)})
 

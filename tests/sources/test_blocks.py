@@ -13,15 +13,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from easypipe.cache import mapping
+from easypipe.cache.blocks import BLOCK, INDEX, note_documents
+from easypipe.cache.reader import TokenCache
 from easypipe.core.errors import CacheError
-from easypipe.loader.documents import gather_documents
-from easypipe.loader.rows import PlannedRows
+from easypipe.loader.rows.documents import gather_documents
+from easypipe.loader.rows.planned import PlannedRows
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec
-from easypipe.sources import mapping
-from easypipe.sources.blocks import BLOCK, INDEX, note_documents
-from easypipe.sources.cache import TokenCache
-from easypipe.sources.memory import InMemoryShardedSource
+from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.stages.cache_writer import prepare
 from token_support import small_tokenizer
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from easypipe.cache import mapping
+from easypipe.cache.reader import Buffers, TokenCache
 from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.errors import CacheError, MissingFileError, SourceError
-from easypipe.sources import mapping
-from easypipe.sources.cache import Buffers, TokenCache
 from easypipe.stages.cache_writer import prepare
 from laws import assert_stateless_reads
 from token_support import ShardedTexts, small_tokenizer, texts

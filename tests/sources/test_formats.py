@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from easypipe import DatasetConfig, Pipeline
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.sources import parquet, records, streams
-from easypipe.sources.arrow import ArrowShardedSource
+from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.sources.formats import parquet, records, streams
+from easypipe.sources.formats.arrow import ArrowShardedSource
 from easypipe.sources.limit import LimitedSource
-from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
 from laws import assert_stateless_reads
 from pipelines import config

@@ -20,8 +20,8 @@ from easypipe import DatasetConfig, Pipeline, PipelineConfig
 from easypipe.core import remote
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.core.protocols import ShardedSource
-from easypipe.sources.hub import HuggingFaceShardedSource, parse_hub_name
-from easypipe.sources.hub_layout import choose_files
+from easypipe.sources.hub.layout import choose_files
+from easypipe.sources.hub.source import HuggingFaceShardedSource, parse_hub_name
 from easypipe.sources.open import open_files
 from hub_mirror import MAIN, hub_mirror, publish  # noqa: F401  (a fixture)
 from laws import assert_stateless_reads

@@ -17,7 +17,7 @@ import zstandard
 from easypipe.core import storage
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.sources import records, streams
+from easypipe.sources.formats import records, streams
 from easypipe.sources.open import open_files
 
 ROWS = 6000

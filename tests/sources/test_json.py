@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.sources import jsonkeys, records
-from easypipe.sources.jsonlines import JsonShardedSource
-from easypipe.sources.jsontypes import merge_json
+from easypipe.sources.formats import jsonkeys, records
+from easypipe.sources.formats.jsonlines import JsonShardedSource
+from easypipe.sources.formats.jsontypes import merge_json
 from easypipe.sources.schemas import JSON
 from laws import assert_stateless_reads
 from strategies import examples

@@ -14,7 +14,7 @@ import pytest
 
 from easypipe import DatasetConfig, Pipeline, PromptConfig
 from easypipe.core.errors import SourceError
-from easypipe.sources.jsonlines import JsonShardedSource
+from easypipe.sources.formats.jsonlines import JsonShardedSource
 from easypipe.sources.open import open_files
 from easypipe.sources.schemas import JSON
 from laws import assert_stateless_reads

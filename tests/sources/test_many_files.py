@@ -10,9 +10,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from easypipe.sources.cache import TokenCache
-from easypipe.sources.manifest import write_manifest
-from easypipe.sources.memory import InMemoryShardedSource
+from easypipe.cache.manifest import write_manifest
+from easypipe.cache.reader import TokenCache
+from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.stages.cache_writer import prepare
 from token_support import small_tokenizer
 
@@ -22,7 +22,7 @@ FILES = 200
 PROGRAM = """
 import ctypes, sys
 from easypipe import EasypipeError
-from easypipe.sources.cache import TokenCache
+from easypipe.cache.reader import TokenCache
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

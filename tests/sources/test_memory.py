@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from easypipe.core.errors import ConfigError, SourceError
+from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.limit import LimitedSource
-from easypipe.sources.memory import InMemoryShardedSource
 
 
 def test_shapes_of_rows() -> None:

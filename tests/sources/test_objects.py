@@ -14,9 +14,9 @@ import pytest
 from easypipe import DatasetConfig, Pipeline, PipelineConfig
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.sources.objects import is_dataset_object, open_object
+from easypipe.sources.external.objects import is_dataset_object, open_object
+from easypipe.sources.external.saved_datasets import is_saved_dataset, saved_dataset_files
 from easypipe.sources.open import open_files
-from easypipe.sources.saved_datasets import is_saved_dataset, saved_dataset_files
 from laws import assert_stateless_reads
 
 ROWS = [{"text": f"row {i}", "n": i, "list": [i, None]} for i in range(100)]

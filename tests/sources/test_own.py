@@ -26,8 +26,8 @@ from easypipe import (
     block_mixture_interleave,
 )
 from easypipe.core.errors import ConfigError, SourceError, StageOrderError
-from easypipe.sources.objects import open_object
-from easypipe.sources.own import BLOCK_ROWS
+from easypipe.sources.external.objects import open_object
+from easypipe.sources.external.own import BLOCK_ROWS
 from laws import assert_conserved, assert_exact_resume, assert_same_batches, assert_stateless_reads
 from pipelines import config, texts
 

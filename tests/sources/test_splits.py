@@ -17,7 +17,7 @@ import pipelines
 from easypipe import DatasetConfig, Pipeline
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.protocols import ShardedSource
-from easypipe.sources.memory import InMemoryShardedSource
+from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.splits import PartialSource, parse_split
 from laws import assert_stateless_reads
 from strategies import examples

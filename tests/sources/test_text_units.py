@@ -16,7 +16,7 @@ from easypipe import DatasetConfig, Pipeline, PipelineConfig, SaveStageConfig
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.jobs import chain
-from easypipe.sources import records
+from easypipe.sources.formats import records
 from easypipe.sources.open import open_files
 from laws import assert_stateless_reads
 from strategies import examples, row_cuts

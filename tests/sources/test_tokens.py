@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.sources import records
-from easypipe.sources.megatron import write_megatron
-from easypipe.sources.memory import InMemoryShardedSource
+from easypipe.sources.external.megatron import write_megatron
+from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.sources.external.token_files import TokenFilesConfig
+from easypipe.sources.formats import records
 from easypipe.sources.open import open_files
-from easypipe.sources.tokens import TokenFilesConfig
 from laws import assert_stateless_reads
 from strategies import examples, row_cuts
 

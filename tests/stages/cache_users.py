@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from easypipe.stages.cache_writer import prepare
-from easypipe.transforms.tokenizer import load_tokenizer
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from token_support import CountingTokenizer, WithIdentity, texts
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from easypipe.core import storage
 from easypipe.stages.cache_writer import prepare
-from easypipe.transforms.tokenizer import load_tokenizer
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from token_support import WithIdentity, texts
 
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import stores  # noqa: F401  (settings that gcsfs reads when it is imported)
-from easypipe.sources.cache_folder import RemoteFolder
+from easypipe.cache.folder import RemoteFolder
 from easypipe.stages.cache_writer import prepare
-from easypipe.transforms.tokenizer import load_tokenizer
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from token_support import WithIdentity, texts
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from easypipe import (
     TokenizerConfig,
 )
 from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASK
-from easypipe.stages.tokens import require_documents
+from easypipe.stages.tokenize.tokens import require_documents
 from pipelines import config, tokenizer
 
 PACK = PackStageConfig(seq_length=16)

@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.errors import TokenizerError
-from easypipe.stages import token_rows
-from easypipe.stages.text_rows import Texts
-from easypipe.stages.token_rows import (
+from easypipe.stages.tokenize import token_rows
+from easypipe.stages.tokenize.text_rows import Texts
+from easypipe.stages.tokenize.token_rows import (
     PIECE_BYTES,
     WHOLE_BYTES,
     encode_spans,
     encode_texts,
     sample_of,
 )
-from easypipe.transforms import fast
-from easypipe.transforms.tokenizer import Tokenizer
+from easypipe.transforms.tokenizer import fast
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 from strategies import examples
 from token_support import small_tokenizer
 

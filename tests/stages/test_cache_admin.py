@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from easypipe import CacheError, ConfigError, Pipeline, StallError, TokenCache
+from easypipe.cache.folder import RemoteFolder
 from easypipe.cli import cache as cache_commands
 from easypipe.cli import main
 from easypipe.core import locks
-from easypipe.sources.cache_folder import RemoteFolder
 from easypipe.stages import cache_admin
 from easypipe.stages.cache_admin import clear_cache, list_cache
 from easypipe.stages.cache_writer import prepare

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given
 
 import strategies
+from easypipe.cache.ranges import cut
+from easypipe.cache.reader import TokenCache
 from easypipe.core import storage
 from easypipe.core.errors import BudgetError, ConfigError, SourceError, StorageError, TokenizerError
 from easypipe.core.protocols import ProgressEvent, Shard
-from easypipe.sources.cache import TokenCache
-from easypipe.sources.memory import InMemoryShardedSource
+from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
 from easypipe.stages import cache_writer
 from easypipe.stages.cache_writer import prepare
-from easypipe.stages.ranges import cut
 from laws import assert_conserved, assert_no_new_threads, assert_stateless_reads
 from strategies import examples
 from token_support import (
@@ -109,7 +109,7 @@ def test_special_tokens_and_truncation_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.shared
 def test_bos_is_counted_and_eos_is_seen(tmp_path: Path, shared_data: Path) -> None:
-    from easypipe.transforms.tokenizer import load_tokenizer
+    from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "mistral_v1"))
     cache = prepare(
@@ -338,7 +338,7 @@ def test_two_at_once_do_no_harm(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from easypipe.stages.cache_writer import prepare\n"
-        "from easypipe.transforms.tokenizer import load_tokenizer\n"
+        "from easypipe.transforms.tokenizer.tokenizer import load_tokenizer\n"
         "from token_support import WithIdentity, texts\n"
         "source = WithIdentity(*(texts(60, seed=s) for s in range(4)))\n"
         "cache = prepare(source, load_tokenizer(sys.argv[1]), dataset='d', cache_dir=Path(sys.argv[2]))\n"
@@ -495,7 +495,7 @@ def test_what_a_file_refuses_is_quarantined_as_it_stands_there(tmp_path: Path) -
 
 @pytest.mark.shared
 def test_a_text_without_tokens_is_a_bad_row(tmp_path: Path, shared_data: Path) -> None:
-    from easypipe.transforms.tokenizer import load_tokenizer
+    from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
     # drops what it does not know
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "torchtitan_tiny"))
@@ -589,7 +589,7 @@ def test_an_error_on_a_worker_keeps_its_place_and_leaves_no_thread(tmp_path: Pat
 def test_a_backend_that_errs_is_found_by_the_audit_and_not_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from easypipe.transforms.fast import FastEngine
+    from easypipe.transforms.tokenizer.fast import FastEngine
 
     class Errs(FastEngine):
         def encode(self, column):
@@ -599,7 +599,7 @@ def test_a_backend_that_errs_is_found_by_the_audit_and_not_used_again(
                 ids[:] = ids ^ 1
             return offsets, ids
 
-    monkeypatch.setattr("easypipe.transforms.tokenizer.engine_of", Errs)
+    monkeypatch.setattr("easypipe.transforms.tokenizer.tokenizer.engine_of", Errs)
     monkeypatch.setattr(cache_writer, "SAMPLE_ROWS", 8)
     source = WithIdentity(texts(15), texts(40, seed=1), cuts=40)
     with pytest.raises(

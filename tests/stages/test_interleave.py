@@ -21,7 +21,7 @@ from easypipe import (
 )
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import INPUT_IDS, SOURCE
-from easypipe.sources.memory import InMemoryShardedSource
+from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
 from pipelines import config, texts, tokenizer
 

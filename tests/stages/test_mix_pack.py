@@ -31,8 +31,8 @@ from easypipe import (
 from easypipe.core.errors import PlanError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, SOURCE
 from easypipe.plan.window import Planner
-from easypipe.stages.mix import block_weights
-from easypipe.transforms.bpe import train_bpe
+from easypipe.stages.mix.stage import block_weights
+from easypipe.transforms.tokenizer.bpe import train_bpe
 from pipelines import config, jsonl, texts, tokenizer, two_datasets
 from strategies import examples
 
@@ -158,7 +158,7 @@ def test_the_first_batch_needs_one_window_however_many_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oversize: str
 ) -> None:
     """All are looked at before it only where a document that is longer than a row is an error."""
-    monkeypatch.setattr("easypipe.stages.mixture.window_docs", lambda *_: 8)
+    monkeypatch.setattr("easypipe.stages.mix.mixture.window_docs", lambda *_: 8)
     planned: list[int] = []
     window = Planner.window
     monkeypatch.setattr(

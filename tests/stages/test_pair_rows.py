@@ -26,10 +26,10 @@ from easypipe import (
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_BREAK, SEGMENT_IDS
 from easypipe.stages.config import MixStageConfig
-from easypipe.stages.tokenize import TokenizedShardedSource
-from easypipe.transforms.lengths import LengthPolicy
-from easypipe.transforms.prompt_engine import PromptEngine
-from easypipe.transforms.prompts import PromptConfig
+from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.transforms.prompt.config import PromptConfig
+from easypipe.transforms.prompt.engine import PromptEngine
+from easypipe.transforms.tokenizer.lengths import LengthPolicy
 from pipelines import jsonl
 from strategies import examples
 

@@ -41,8 +41,8 @@ from easypipe import (
 )
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_IDS
-from easypipe.stages.tokenize import TokenizedShardedSource
-from easypipe.transforms.chat import ChatTemplate, HostileTemplateError
+from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.transforms.chat.render import ChatTemplate, HostileTemplateError
 from pipelines import jsonl
 from strategies import examples
 

@@ -29,15 +29,15 @@ from easypipe import (
     PipelineConfig,
     StorageError,
 )
+from easypipe.cache.blocks import BLOCK
+from easypipe.cache.folder import RemoteFolder
+from easypipe.cache.location import CacheConfig, cache_folder
+from easypipe.cache.reader import TokenCache
 from easypipe.core import remote, storage
-from easypipe.loader.documents import gather_documents
+from easypipe.loader.rows.documents import gather_documents
 from easypipe.pipeline import _Remade
-from easypipe.sources.blocks import BLOCK
-from easypipe.sources.cache import TokenCache
-from easypipe.sources.cache_folder import RemoteFolder
 from easypipe.stages.cache_writer import pending, prepare, prepare_part
-from easypipe.stages.caching import CacheConfig, cache_folder
-from easypipe.transforms.tokenizer import load_tokenizer
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from laws import assert_same_batches, assert_stateless_reads
 from pipelines import config, tokenizer
 from stores import SECRET, Store, faulty

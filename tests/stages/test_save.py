@@ -48,14 +48,14 @@ from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.config import digest
 from easypipe.core.protocols import Shard
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
-from easypipe.sources.memory import InMemoryShardedSource
-from easypipe.stages import sizes
-from easypipe.stages.card import CARD, HUB_CARD, YAML, public_name, size_category
-from easypipe.stages.layout import default_shard_bytes, edges_by_bytes, edges_by_size
-from easypipe.stages.save import parse_bytes
-from easypipe.stages.saved import MANIFEST, SavedSource, schema_to_text
-from easypipe.stages.shard_writer import CODECS, Compression
-from easypipe.stages.write_folder import SavedFolder
+from easypipe.save import sizes
+from easypipe.save.card import CARD, HUB_CARD, YAML, public_name, size_category
+from easypipe.save.layout import default_shard_bytes, edges_by_bytes, edges_by_size
+from easypipe.save.saved import MANIFEST, SavedSource, schema_to_text
+from easypipe.save.shard_writer import CODECS, Compression
+from easypipe.save.stage import parse_bytes
+from easypipe.save.write_folder import SavedFolder
+from easypipe.sources.external.memory import InMemoryShardedSource
 from pipelines import config, jsonl, texts, tokenizer
 from stores import SECRET, Store
 
@@ -962,7 +962,7 @@ def test_what_is_saved_is_not_tokenized_twice(
     pipeline = Pipeline(config(tmp_path, datasets=datasets), progress=events.append)
     with (
         caplog.at_level("INFO", logger="easypipe"),
-        mock.patch("easypipe.stages.tokenize.load_tokenizer", side_effect=AssertionError),
+        mock.patch("easypipe.stages.tokenize.stage.load_tokenizer", side_effect=AssertionError),
     ):
         pipeline.source().tokenize().pack(PackStageConfig(seq_length=64)).save(
             SaveStageConfig(output_dir=tmp_path / "packed")

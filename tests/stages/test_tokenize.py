@@ -12,10 +12,14 @@ from hypothesis import given
 import strategies
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.protocols import PipelineContext, ScanningSource
-from easypipe.sources.memory import InMemoryShardedSource
-from easypipe.stages.source import DatasetConfig
-from easypipe.stages.tokenize import TokenizedShardedSource, TokenizeStage, TokenizeStageConfig
-from easypipe.transforms.tokenizer import TokenizerConfig
+from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.stages.source.stage import DatasetConfig
+from easypipe.stages.tokenize.stage import (
+    TokenizedShardedSource,
+    TokenizeStage,
+    TokenizeStageConfig,
+)
+from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig
 from laws import assert_stateless_reads
 from strategies import examples
 from token_support import (

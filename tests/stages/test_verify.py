@@ -17,17 +17,17 @@ import pytest
 import yaml
 
 from easypipe import ConfigError, MissingFileError, Pipeline, StorageError
+from easypipe.cache.reader import TokenCache
 from easypipe.cli import main
 from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.config import to_dict
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.storage import TEMPORARY
 from easypipe.jobs import repair_as_made
-from easypipe.sources.cache import TokenCache
-from easypipe.stages.saved import MANIFEST
-from easypipe.stages.tokenize import TokenizedShardedSource
+from easypipe.save.saved import MANIFEST
+from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.stages.verify import _contents, verify
-from easypipe.transforms.functions import Filter
+from easypipe.transforms.columns.functions import Filter
 from pipelines import config, jsonl, tokenizer
 from stores import Store
 

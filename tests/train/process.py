@@ -2,7 +2,7 @@
 a line of JSON:
 
 {"name", "mesh", "steps", "every", "signal": [process, step] or null}. They train the same model,
-one job after the other; the exit code is that of the last one. VARIABLES of train/distributed.py
+one job after the other; the exit code is that of the last one. VARIABLES of train/parallel/distributed.py
 say who the others are.
 """
 
@@ -18,9 +18,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from easypipe.train import initialize
-from easypipe.train.axes import TOKEN_AXES
 from easypipe.train.config import CheckpointConfig
-from easypipe.train.mesh import make_mesh
+from easypipe.train.parallel.axes import TOKEN_AXES
+from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.signals import Interrupted
 from easypipe.train.trainer import Trainer
 from train.runs import Arithmetic, Tiny, settings

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from easypipe.train.axes import partitioned
 from easypipe.train.config import CheckpointConfig, OptimizerConfig, TrainingConfig
 from easypipe.train.events import TrainEvent
-from easypipe.train.meter import RATES
+from easypipe.train.metrics.meter import RATES
+from easypipe.train.parallel.axes import partitioned
 from easypipe.train.signals import Interrupted
 from easypipe.train.trainer import Trainer
 

@@ -16,9 +16,9 @@ import pytest
 
 from aot import array, compiled, tpu_mesh
 from easypipe.core.errors import ConfigError
-from easypipe.train import attention
-from easypipe.train.attention import attend, choose
-from easypipe.train.model import ModelConfig
+from easypipe.train.model import attention
+from easypipe.train.model.attention import attend, choose
+from easypipe.train.model.decoder import ModelConfig
 
 ALL = os.environ.get("EASYPIPE_AOT") == "all"  # nox -s aot_tpu
 FUSED = ("splash", "triton")

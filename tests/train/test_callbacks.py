@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from easypipe.train.events import Callback
-from easypipe.train.mesh import make_mesh
-from easypipe.train.metrics import read_metrics
+from easypipe.train.metrics.log import read_metrics
+from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.trainer import Trainer
 from train.runs import Arithmetic, Tiny, numbers, settings
 

@@ -15,7 +15,7 @@ from easypipe import verify
 from easypipe.cli import main
 from easypipe.core import storage
 from easypipe.core.errors import StateError, StorageError
-from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint
+from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint
 
 ARRAYS = {"params/w": np.arange(300, dtype=np.float32).reshape(20, 15), "step": np.int32(7)}
 ABSTRACT = {

@@ -17,9 +17,9 @@ from easypipe import DatasetConfig, Decoder, ModelConfig, Trainer, train_bpe
 from easypipe.cli import main
 from easypipe.train import save_pretrained
 from easypipe.train.finished import load_trained
-from easypipe.transforms.chat import load_chat_template, turns_of
-from easypipe.transforms.prompt_templates import CHAT_TEMPLATES
-from easypipe.transforms.tokenizer import load_tokenizer
+from easypipe.transforms.chat.render import load_chat_template, turns_of
+from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from pipelines import texts
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

@@ -32,10 +32,10 @@ from easypipe import (
 from easypipe.cli.app import run as command
 from easypipe.train import load_pretrained
 from easypipe.train.finished import load_trained
-from easypipe.train.lora import merge_lora
-from easypipe.train.models.files import WeightFiles
-from easypipe.train.models.peft import load_adapters, save_adapters
-from easypipe.transforms.tokenizer import load_tokenizer
+from easypipe.train.model.lora import merge_lora
+from easypipe.train.model.pretrained.files import WeightFiles
+from easypipe.train.model.pretrained.peft import load_adapters, save_adapters
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from pipelines import texts
 from train.hf_support import CONFIGS, tensors, token_ids, write_model
 from train.runs import Arithmetic, settings

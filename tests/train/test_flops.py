@@ -8,7 +8,8 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easypipe.train.flops import (
+from easypipe.train.model.decoder import Decoder, ModelConfig, param_count, positions
+from easypipe.train.model.flops import (
     flops_from_sums,
     flops_per_step,
     matmul_params,
@@ -16,7 +17,6 @@ from easypipe.train.flops import (
     segment_sums,
     windows,
 )
-from easypipe.train.model import Decoder, ModelConfig, param_count, positions
 from strategies import examples
 
 CONFIG = ModelConfig(

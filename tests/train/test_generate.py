@@ -8,8 +8,8 @@ from flax import nnx
 
 from easypipe.core.errors import ConfigError
 from easypipe.train import load_pretrained
-from easypipe.train.generate import generate
-from easypipe.train.model import Decoder, ModelConfig
+from easypipe.train.model.decoder import Decoder, ModelConfig
+from easypipe.train.model.generate import generate
 from train.hf_support import CONFIGS, tensors, write_model
 
 VOCAB = 31

@@ -19,10 +19,10 @@ from safetensors.numpy import load_file, save_file
 
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StateError
 from easypipe.train import load_pretrained, save_pretrained
-from easypipe.train.loss import loss_sums
-from easypipe.train.mesh import make_mesh
-from easypipe.train.model import Decoder, ModelConfig, RopeScaling, param_count
-from easypipe.train.models.families import from_hf, to_hf
+from easypipe.train.losses.loss import loss_sums
+from easypipe.train.model.decoder import Decoder, ModelConfig, RopeScaling, param_count
+from easypipe.train.model.pretrained.families import from_hf, to_hf
+from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.trainer import Trainer
 from train.hf_support import CONFIGS, GOLDENS, SHOWN, VOCAB, shapes, tensors, token_ids, write_model
 from train.runs import Arithmetic, settings
@@ -492,8 +492,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from easypipe.train import load_pretrained, save_pretrained
-from easypipe.train.mesh import make_mesh
-from easypipe.train.models.files import WeightFiles
+from easypipe.train.parallel.mesh import make_mesh
+from easypipe.train.model.pretrained.files import WeightFiles
 
 read = {}
 plain = WeightFiles.read

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.schema import IGNORE
-from easypipe.train.loss import loss_sums
-from easypipe.train.model import Decoder, ModelConfig
+from easypipe.train.losses.loss import loss_sums
+from easypipe.train.model.decoder import Decoder, ModelConfig
 from strategies import examples
 
 VOCAB, LENGTH = 53, 24

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from easypipe.train.metrics import read_metrics
+from easypipe.train.metrics.log import read_metrics
 from train.runs import numbers
 
 PROGRAM = Path(__file__).with_name("runs.py")

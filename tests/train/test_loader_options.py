@@ -14,8 +14,8 @@ from easypipe.core.config import apply_overrides, from_dict
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.train.config import TrainingConfig
-from easypipe.train.mesh import make_mesh
-from easypipe.train.metrics import read_metrics
+from easypipe.train.metrics.log import read_metrics
+from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.trainer import Trainer
 from loader_support import MemoryCache, plan_rows, some_docs
 from train.runs import Tiny, numbers, settings

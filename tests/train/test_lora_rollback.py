@@ -33,11 +33,11 @@ def measure(folder: Path) -> dict[str, Any]:
 
     from easypipe import LoadStageConfig, PackStageConfig, Pipeline
     from easypipe.train.config import CheckpointConfig, SpikeConfig
-    from easypipe.train.lora_config import LoraConfig
-    from easypipe.train.metrics import read_metrics
-    from easypipe.train.model import ModelConfig
+    from easypipe.train.metrics.log import read_metrics
+    from easypipe.train.model.decoder import ModelConfig
+    from easypipe.train.model.lora_config import LoraConfig
     from easypipe.train.trainer import Trainer
-    from easypipe.transforms.tokenizer import load_tokenizer
+    from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
     from pipelines import config, tokenizer
     from train.runs import numbers, settings
 

@@ -37,13 +37,13 @@ def measure(folder: Path) -> dict:
     from easypipe.core.errors import EasypipeError
     from easypipe.run import RunConfig, prepare
     from easypipe.train import state as states
-    from easypipe.train.axes import partitioned
     from easypipe.train.config import CheckpointConfig
-    from easypipe.train.loss import loss_sums
-    from easypipe.train.mesh import check_batch_size, make_mesh, place_batch
-    from easypipe.train.mesh_config import PRESETS, mesh_config
-    from easypipe.train.metrics import read_metrics
-    from easypipe.train.model import Decoder, ModelConfig
+    from easypipe.train.losses.loss import loss_sums
+    from easypipe.train.metrics.log import read_metrics
+    from easypipe.train.model.decoder import Decoder, ModelConfig
+    from easypipe.train.parallel.axes import partitioned
+    from easypipe.train.parallel.config import PRESETS, mesh_config
+    from easypipe.train.parallel.mesh import check_batch_size, make_mesh, place_batch
     from easypipe.train.trainer import Trainer
     from pipelines import config
     from train.runs import Arithmetic, Tiny, settings
@@ -376,7 +376,7 @@ def test_a_module_made_elsewhere_is_laid_out(saw):
         ),
         (
             "axes",
-            "mesh: has no axis fsdp, sequence, tensor (have: data). Make it with easypipe.train.mesh.make_mesh.",
+            "mesh: has no axis fsdp, sequence, tensor (have: data). Make it with easypipe.train.parallel.mesh.make_mesh.",
         ),
         (
             "placed",

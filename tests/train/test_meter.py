@@ -12,12 +12,12 @@ import pytest
 from flax import nnx
 
 from easypipe.train import trainer as trainers
-from easypipe.train.flops import flops_per_step, palm_flops_per_step
-from easypipe.train.loss import loss_sums
-from easypipe.train.mesh import make_mesh
-from easypipe.train.meter import peak_memory
-from easypipe.train.metrics import read_metrics
-from easypipe.train.model import ModelConfig
+from easypipe.train.losses.loss import loss_sums
+from easypipe.train.metrics.log import read_metrics
+from easypipe.train.metrics.meter import peak_memory
+from easypipe.train.model.decoder import ModelConfig
+from easypipe.train.model.flops import flops_per_step, palm_flops_per_step
+from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.trainer import Trainer
 from train.runs import LENGTH, ROWS, Arithmetic, Tiny, settings
 

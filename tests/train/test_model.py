@@ -16,8 +16,8 @@ from flax import nnx
 
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError
-from easypipe.train.loss import loss_sums
-from easypipe.train.model import Decoder, ModelConfig, param_count, positions
+from easypipe.train.losses.loss import loss_sums
+from easypipe.train.model.decoder import Decoder, ModelConfig, param_count, positions
 
 TINY = ModelConfig(
     vocab_size=61,
@@ -253,10 +253,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 from easypipe.core.errors import ConfigError
-from easypipe.train.generate import generate
-from easypipe.train.loss import loss_sums
-from easypipe.train.mesh import make_mesh
-from easypipe.train.model import Decoder, ModelConfig
+from easypipe.train.model.generate import generate
+from easypipe.train.losses.loss import loss_sums
+from easypipe.train.parallel.mesh import make_mesh
+from easypipe.train.model.decoder import Decoder, ModelConfig
 
 config = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=TIED)
 rng = np.random.default_rng(0)

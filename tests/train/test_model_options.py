@@ -14,8 +14,8 @@ from flax import nnx
 
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError
-from easypipe.train.generate import generate
-from easypipe.train.model import Decoder, ModelConfig
+from easypipe.train.model.decoder import Decoder, ModelConfig
+from easypipe.train.model.generate import generate
 
 TINY = ModelConfig(
     vocab_size=61,

@@ -21,8 +21,8 @@ from easypipe.train.callbacks.heartbeat import Heartbeat, HeartbeatConfig
 from easypipe.train.callbacks.profile import ProfileConfig, ProfilerWindow
 from easypipe.train.config import CheckpointConfig, TrainingConfig
 from easypipe.train.events import TrainEvent
-from easypipe.train.mesh import make_mesh
-from easypipe.train.metrics import read_metrics
+from easypipe.train.metrics.log import read_metrics
+from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.record import read_kept
 from easypipe.train.trainer import Trainer
 from train.runs import Arithmetic, Tiny, settings

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from easypipe.train.optim import make_optimizer
-from easypipe.train.optim_config import DEFAULTS, OptimizerConfig
-from easypipe.train.schedules import make_schedule
+from easypipe.train.optim.config import DEFAULTS, OptimizerConfig
+from easypipe.train.optim.optimizers import make_optimizer
+from easypipe.train.optim.schedules import make_schedule
 
 STEPS, WARMUP = 12, 4
 

@@ -23,13 +23,13 @@ from flax import nnx
 
 from easypipe.core.errors import ConfigError
 from easypipe.train import state as states
-from easypipe.train.axes import partitioned
 from easypipe.train.config import CheckpointConfig
-from easypipe.train.mesh import make_mesh
-from easypipe.train.metrics import read_metrics
-from easypipe.train.optim import make_optimizer
-from easypipe.train.optim_config import DEFAULTS, OptimizerConfig, ParameterGroup
-from easypipe.train.schedules import make_schedule
+from easypipe.train.metrics.log import read_metrics
+from easypipe.train.optim.config import DEFAULTS, OptimizerConfig, ParameterGroup
+from easypipe.train.optim.optimizers import make_optimizer
+from easypipe.train.optim.schedules import make_schedule
+from easypipe.train.parallel.axes import partitioned
+from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.trainer import Trainer
 
 if __name__ != "__main__":

@@ -19,9 +19,9 @@ from easypipe import Trainer
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE
 from easypipe.train.events import Callback
-from easypipe.train.loss import RECORDED, LossOutput
-from easypipe.train.mesh import make_mesh
-from easypipe.train.metrics import read_metrics
+from easypipe.train.losses.loss import RECORDED, LossOutput
+from easypipe.train.metrics.log import read_metrics
+from easypipe.train.parallel.mesh import make_mesh
 from pipelines import jsonl, texts, tokenizer
 from train.runs import Arithmetic, Tiny, settings
 

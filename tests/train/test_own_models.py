@@ -16,9 +16,9 @@ import pytest
 from flax import nnx
 
 from easypipe.core.errors import ConfigError
-from easypipe.train.loss import logits_loss_sums, loss_sums
-from easypipe.train.mesh import make_mesh
-from easypipe.train.model import Decoder, ModelConfig
+from easypipe.train.losses.loss import logits_loss_sums, loss_sums
+from easypipe.train.model.decoder import Decoder, ModelConfig
+from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.trainer import Trainer
 from train.runs import VOCAB, Arithmetic, settings
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.plan.pack import STRATEGIES
-from easypipe.train.model import Decoder, ModelConfig
+from easypipe.train.model.decoder import Decoder, ModelConfig
 from loader_support import MemoryCache, plan_rows, some_docs
 
 SLOTS, VOCAB, ROWS = 24, 60, 48

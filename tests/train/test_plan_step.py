@@ -15,13 +15,13 @@ from easypipe import run as runs
 from easypipe.cli.app import app
 from easypipe.core.errors import ConfigError, PlacementError
 from easypipe.run import RunConfig
-from easypipe.train.aot import plan_step
 from easypipe.train.config import TrainingConfig
-from easypipe.train.flops import flops_per_step, palm_flops_per_step
-from easypipe.train.hlo import read
-from easypipe.train.model import ModelConfig
-from easypipe.train.peak import known_device
-from easypipe.train.topology import topology
+from easypipe.train.metrics.peak import known_device
+from easypipe.train.model.decoder import ModelConfig
+from easypipe.train.model.flops import flops_per_step, palm_flops_per_step
+from easypipe.train.plan.aot import plan_step
+from easypipe.train.plan.hlo import read
+from easypipe.train.plan.topology import topology
 
 SHAPE = {
     "vocab_size": 512,

@@ -19,11 +19,11 @@ from easypipe.core.config import from_dict
 from easypipe.core.errors import StateError
 from easypipe.history import spans_of
 from easypipe.loader.loader import Loader, LoadStageConfig
-from easypipe.train.checkpoint import Checkpoints
+from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.config import SpikeConfig, TrainingConfig
-from easypipe.train.mesh import make_mesh
+from easypipe.train.metrics.report import page, write_report
+from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.record import read_kept, write_changes, write_kept, write_versions
-from easypipe.train.report import page, write_report
 from easypipe.train.trainer import Trainer
 from loader_support import MemoryCache, plan_rows, some_docs
 from train.runs import Tiny, settings

@@ -29,7 +29,7 @@ from easypipe.cli import main
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.run import RunConfig, train
 from easypipe.train import load_pretrained, save_pretrained
-from easypipe.train.loss import loss_sums
+from easypipe.train.losses.loss import loss_sums
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"

@@ -100,10 +100,10 @@ def test_a_configuration_survives_the_trip_through_plain_values():
 
 
 def test_options_are_what_runs():
-    from easypipe.kernels.api import Implementation, Rule
-    from easypipe.train.optim import DIRECTIONS
-    from easypipe.train.optim_config import DEFAULTS
-    from easypipe.train.schedules import MAIN
+    from easypipe.kernels.loss.api import Implementation, Rule
+    from easypipe.train.optim.config import DEFAULTS
+    from easypipe.train.optim.optimizers import DIRECTIONS
+    from easypipe.train.optim.schedules import MAIN
 
     assert get_args(get_type_hints(OptimizerConfig)["name"]) == tuple(DEFAULTS)
     assert {*DIRECTIONS, "prodigy"} == set(DEFAULTS)

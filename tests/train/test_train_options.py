@@ -11,8 +11,8 @@ from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError
 from easypipe.train import state as states
 from easypipe.train.config import LossConfig
-from easypipe.train.mesh import make_mesh, place_batch
-from easypipe.train.model import Decoder, ModelConfig
+from easypipe.train.model.decoder import Decoder, ModelConfig
+from easypipe.train.parallel.mesh import make_mesh, place_batch
 from easypipe.train.trainer import Trainer
 from train.runs import Arithmetic, Tiny, settings
 

@@ -13,12 +13,12 @@ import pytest
 from flax import nnx
 
 from easypipe.core.errors import ConfigError, PlacementError, StateError, TrainError
-from easypipe.train.checkpoint import differences
+from easypipe.train.checkpoint.checkpoint import differences
 from easypipe.train.config import CheckpointConfig, OptimizerConfig
-from easypipe.train.loss import loss_sums
-from easypipe.train.mesh import make_mesh
-from easypipe.train.metrics import read_metrics
-from easypipe.train.model import ModelConfig
+from easypipe.train.losses.loss import loss_sums
+from easypipe.train.metrics.log import read_metrics
+from easypipe.train.model.decoder import ModelConfig
+from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.signals import Interrupted
 from easypipe.train.trainer import Trainer
 from train.runs import LENGTH, ROWS, Arithmetic, Tiny, numbers, settings

@@ -12,13 +12,13 @@ import pytest
 
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, StateError, TrainError
-from easypipe.train import checkpoint
 from easypipe.train import state as states
-from easypipe.train.checkpoint import Checkpoints
+from easypipe.train.checkpoint import checkpoint
+from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.config import CheckpointConfig, OptimizerConfig, SpikeConfig, TrainingConfig
-from easypipe.train.mesh import make_mesh, place_batch
-from easypipe.train.metrics import read_metrics
-from easypipe.train.report import write_report
+from easypipe.train.metrics.log import read_metrics
+from easypipe.train.metrics.report import write_report
+from easypipe.train.parallel.mesh import make_mesh, place_batch
 from easypipe.train.trainer import Trainer
 from easypipe.train.watch import Watch
 from train.runs import Arithmetic, Tiny, numbers, settings

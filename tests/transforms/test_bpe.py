@@ -6,9 +6,9 @@ import pyarrow as pa
 import pytest
 
 from easypipe.core.errors import ConfigError, TokenizerError
-from easypipe.transforms.bpe import END_OF_TEXT, train_bpe
-from easypipe.transforms.proof import torture
-from easypipe.transforms.tokenizer import load_tokenizer
+from easypipe.transforms.tokenizer.bpe import END_OF_TEXT, train_bpe
+from easypipe.transforms.tokenizer.proof import torture
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from token_support import texts
 
 

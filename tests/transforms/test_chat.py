@@ -22,17 +22,17 @@ from chat_support import (
     talk,
 )
 from easypipe.core.errors import ConfigError, TokenizerError
-from easypipe.transforms.chat import (
+from easypipe.transforms.chat.pool import close_workers
+from easypipe.transforms.chat.render import (
     ChatTemplate,
     HostileTemplateError,
     Refused,
     Rendered,
     load_chat_template,
 )
-from easypipe.transforms.chat_pool import close_workers
-from easypipe.transforms.prompt_templates import CHAT_TEMPLATES
-from easypipe.transforms.prompts import PromptConfig
-from easypipe.transforms.tokenizer import load_tokenizer
+from easypipe.transforms.prompt.config import PromptConfig
+from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from strategies import examples
 
 CLOSERS = (
@@ -557,7 +557,7 @@ def test_the_sandbox_gives_what_that_of_jinja2_gives(value: Any, name: str) -> N
     from jinja2.runtime import LoopContext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    from easypipe.transforms.chat_sandbox import _Sandbox
+    from easypipe.transforms.chat.sandbox import _Sandbox
 
     def seen(environment: ImmutableSandboxedEnvironment, thing: Any) -> Any:
         found = environment.getattr(thing, name)
@@ -627,7 +627,7 @@ def test_answers_much_longer_than_what_was_asked() -> None:
 
 
 def test_a_worker_sees_no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from easypipe.transforms import chat_pool
+    from easypipe.transforms.chat import pool as chat_pool
 
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     close_workers()

@@ -20,13 +20,20 @@ import laws
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.protocols import ScanningSource, Transform
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.sources.memory import InMemoryShardedSource
-from easypipe.transforms.base import Chain
-from easypipe.transforms.columns import Combine, Drop, Extract, FilterNonEmpty, Rename, Select
-from easypipe.transforms.expand import Expand
-from easypipe.transforms.functions import Filter, Map
-from easypipe.transforms.transformed import TransformedSource
-from easypipe.transforms.types import parse_type
+from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.transforms.columns.base import Chain
+from easypipe.transforms.columns.columns import (
+    Combine,
+    Drop,
+    Extract,
+    FilterNonEmpty,
+    Rename,
+    Select,
+)
+from easypipe.transforms.columns.expand import Expand
+from easypipe.transforms.columns.functions import Filter, Map
+from easypipe.transforms.columns.transformed import TransformedSource
+from easypipe.transforms.columns.types import parse_type
 from strategies import examples, row_cuts, texts
 
 

@@ -13,8 +13,8 @@ import laws
 from chat_support import MARKED, chat_tokenizer
 from easypipe import Chat, FilterNonEmpty, Rename
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
-from easypipe.sources.memory import InMemoryShardedSource
-from easypipe.transforms.transformed import TransformedSource
+from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.transforms.columns.transformed import TransformedSource
 from strategies import examples, row_cuts
 
 

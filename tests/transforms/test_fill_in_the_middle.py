@@ -25,7 +25,7 @@ from easypipe import (
 )
 from easypipe.core.errors import TokenizerError
 from easypipe.core.schema import INPUT_IDS
-from easypipe.transforms.bpe import train_bpe
+from easypipe.transforms.tokenizer.bpe import train_bpe
 from strategies import examples
 
 TOKENS = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"]

@@ -17,7 +17,7 @@ from easypipe import (
     PipelineConfig,
     load_tokenizer,
 )
-from easypipe.transforms.bpe import train_bpe
+from easypipe.transforms.tokenizer.bpe import train_bpe
 
 
 def _bpe(folder: Path, vocabulary: dict[str, int], **options: Any) -> str:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import strategies
 from chat_support import SHARED, chat_tokenizer, needs_shared
 from easypipe.core.errors import TokenizerError
-from easypipe.transforms import proof
-from easypipe.transforms.masked import (
+from easypipe.transforms.tokenizer import proof
+from easypipe.transforms.tokenizer.masked import (
     MASKED_END,
     NO_END,
     TRAINED_END,
@@ -22,7 +22,7 @@ from easypipe.transforms.masked import (
     has_target,
     token_mask,
 )
-from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from strategies import examples
 from token_support import small_tokenizer
 

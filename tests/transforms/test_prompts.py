@@ -37,9 +37,9 @@ from easypipe import (
 )
 from easypipe.core.config import from_dict
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
-from easypipe.stages.tokenize import TokenizedShardedSource
-from easypipe.transforms.chat import HostileTemplateError
-from easypipe.transforms.prompt_templates import CHAT_TEMPLATES
+from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.transforms.chat.render import HostileTemplateError
+from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from pipelines import jsonl
 from strategies import examples
 

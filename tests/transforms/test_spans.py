@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chat_support import CHATML, MARKED, REASONING, SHARED, needs_shared
-from easypipe.transforms.chat import ChatTemplate, Refused, Rendered
-from easypipe.transforms.chat_sandbox import Template
-from easypipe.transforms.chat_spans import Spans, UnprovenError
-from easypipe.transforms.masked import TRAINED_END
-from easypipe.transforms.prompt_templates import CHAT_TEMPLATES
+from easypipe.transforms.chat.render import ChatTemplate, Refused, Rendered
+from easypipe.transforms.chat.sandbox import Template
+from easypipe.transforms.chat.spans import Spans, UnprovenError
+from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
+from easypipe.transforms.tokenizer.masked import TRAINED_END
 from strategies import examples
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}

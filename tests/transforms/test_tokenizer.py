@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 import strategies
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.core.schema import token_dtype
-from easypipe.transforms import fast, proof
-from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer import fast, proof
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from strategies import examples
 from token_support import FAST, TOKENIZERS, small_tokenizer, small_tokenizer_folder, texts
 
@@ -283,7 +283,7 @@ def test_a_difference_on_hostile_text_falls_back_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(WrongEngine, "poison", "don't")
-    monkeypatch.setattr("easypipe.transforms.tokenizer.engine_of", WrongEngine)
+    monkeypatch.setattr("easypipe.transforms.tokenizer.tokenizer.engine_of", WrongEngine)
     tokenizer = small_tokenizer()
     assert tokenizer.backend.name == "tokenizers"
     assert "differs from `tokenizers` at token 0 of " in tokenizer.backend.why
@@ -301,7 +301,7 @@ def test_a_difference_on_hostile_text_falls_back_with_a_warning(
 def test_a_difference_on_the_data_falls_back_and_is_remembered(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("easypipe.transforms.tokenizer.engine_of", WrongEngine)
+    monkeypatch.setattr("easypipe.transforms.tokenizer.tokenizer.engine_of", WrongEngine)
     tokenizer = small_tokenizer()
     assert tokenizer.prove(pa.array(["fine"]), of="dataset d", memo=tmp_path).name == "gigatoken"
     assert (
@@ -397,7 +397,7 @@ def test_what_looks_like_a_path_is_never_looked_up(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "easypipe.transforms.tokenizer_files._from_hub", lambda name: pytest.fail("asked the Hub")
+        "easypipe.transforms.tokenizer.files._from_hub", lambda name: pytest.fail("asked the Hub")
     )
     with pytest.raises(TokenizerError) as caught:
         load_tokenizer(name)
@@ -464,7 +464,7 @@ def test_truncation_and_padding_inside_the_file_have_no_effect(tmp_path: Path) -
 
 def test_a_hub_name_without_network(tmp_path: Path) -> None:
     code = (
-        "from easypipe.transforms.tokenizer import load_tokenizer, TokenizerError\n"
+        "from easypipe.transforms.tokenizer.tokenizer import load_tokenizer, TokenizerError\n"
         "try: load_tokenizer('nobody/private-tokenizer')\n"
         "except TokenizerError as error: print(error)\n"
     )

@@ -11,9 +11,9 @@ import typer
 from easypipe.cli.plan import AsJson
 from easypipe.cli.show import console
 from easypipe.core.errors import ConfigError
-from easypipe.stages.discover import discover as look
-from easypipe.stages.discovery import Discovery
-from easypipe.stages.proposal import Proposal
+from easypipe.discovery.discover import discover as look
+from easypipe.discovery.findings import Discovery
+from easypipe.discovery.proposal import Proposal
 
 # exit code: all that was found is printed, but of some part no config, as columns or roles are to
 # be decided first

@@ -34,7 +34,7 @@ def export(
     """Write the model of RUN to OUT, with its tokenizer, for transformers."""
     from easypipe.train import save_pretrained  # jax, only where a model is read
     from easypipe.train.finished import load_trained
-    from easypipe.train.models.peft import save_adapters
+    from easypipe.train.model.pretrained.peft import save_adapters
 
     trained = load_trained(run, step)
     if adapters:

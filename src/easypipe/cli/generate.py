@@ -51,8 +51,8 @@ def generate(
     """Write on from each PROMPT with the model of a run, or a published one, to what ends a turn or
     a text.
     """
-    from easypipe.train.generate import generate as write  # jax
-    from easypipe.transforms.tokenizer import load_tokenizer
+    from easypipe.train.model.generate import generate as write  # jax
+    from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
     decoder, own, ends = _load(model, step, dtype)
     name = tokenizer or own
@@ -82,10 +82,10 @@ def generate(
 def _load(name: str, step: int | None, dtype: Any) -> tuple[Any, str | None, tuple[int, ...]]:
     """The model, the name of its tokenizer, and the tokens that end what it writes."""
     from easypipe.train import load_pretrained
-    from easypipe.train.checkpoint_files import CHECKPOINTS
+    from easypipe.train.checkpoint.files import CHECKPOINTS
     from easypipe.train.finished import load_trained
-    from easypipe.train.models.config import PretrainedConfig
-    from easypipe.train.models.files import end_tokens
+    from easypipe.train.model.pretrained.config import PretrainedConfig
+    from easypipe.train.model.pretrained.files import end_tokens
 
     if (Path(name).expanduser() / CHECKPOINTS).is_dir():
         trained = load_trained(name, step)

@@ -37,7 +37,8 @@ def tune_(
 
     Block sizes that give other values than the reference are not timed.
     """
-    from easypipe.kernels import tune, tuning  # jax is imported by what needs it
+    from easypipe.kernels.tuning import measure as tune
+    from easypipe.kernels.tuning import table as tuning
 
     def show(trial: tune.Trial) -> None:
         sizes = ", ".join(f"{name} {size}" for name, size in trial.blocks.items())
@@ -58,7 +59,7 @@ def table_(table: Table = None) -> None:
     """Show the block sizes that are known: those of a table, else the user's and then easypipe's
     own.
     """
-    from easypipe.kernels import tuning
+    from easypipe.kernels.tuning import table as tuning
 
     own = tuning.user_table()
     entries = (

@@ -17,9 +17,9 @@ from easypipe.core.protocols import ProgressListener, silent
 from easypipe.history import plan_of_run
 
 if TYPE_CHECKING:
-    from easypipe.faces.classify import ClassifyPlan
-    from easypipe.stages.plan_report import PlanReport
-    from easypipe.train.aot import StepPlan
+    from easypipe.compat.classify import ClassifyPlan
+    from easypipe.stages.reports.plan_report import PlanReport
+    from easypipe.train.plan.aot import StepPlan
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -80,7 +80,7 @@ def plan(
 def _images_plan(
     config: Path, overrides: list[str], steps: int | None, topology: str | None
 ) -> ClassifyPlan:
-    from easypipe.faces import classify  # jax
+    from easypipe.compat import classify
 
     if topology is not None:
         raise ConfigError(

@@ -51,7 +51,7 @@ def train_tokenizer(folder: Path) -> None:
     """Trains the project's tokenizer where it is not there yet."""
     if (folder / TOKENIZER / "tokenizer.json").exists():  # written last, in one piece
         return
-    from easypipe.transforms.bpe import train_bpe
+    from easypipe.transforms.tokenizer.bpe import train_bpe
 
     with console.status(f"training a byte-level BPE tokenizer with {VOCAB_SIZE:,} tokens"):
         train_bpe(training_texts(folder), VOCAB_SIZE, [], folder / TOKENIZER)

@@ -25,6 +25,6 @@ def report(
     """Write one page of HTML about a run: curves, evaluations, roll-backs, mixture, ledger,
     versions, configuration. Needs no network.
     """
-    from easypipe.train.report import write_report
+    from easypipe.train.metrics.report import write_report
 
     console.print(f"report: {write_report(run, out).absolute()}", highlight=False, soft_wrap=True)

@@ -23,7 +23,7 @@ from rich.table import Table
 from easypipe.core.ledger import Ledger
 from easypipe.core.progress import Pace
 from easypipe.core.protocols import ProgressEvent, ProgressListener
-from easypipe.stages.save import SaveReport
+from easypipe.save.stage import SaveReport
 from easypipe.train.events import TrainEvent, TrainListener
 
 console = Console()

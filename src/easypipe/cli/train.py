@@ -47,7 +47,7 @@ def train(
 
 
 def _train_classifier(config: Path, overrides: list[str]) -> None:
-    from easypipe.faces import classify
+    from easypipe.compat import classify
 
     run = classify.ClassifyConfig.load(config, overrides)
     with training() as heard:
@@ -62,7 +62,7 @@ def load(config: Path, overrides: list[str]) -> RunConfig:
 
 def run_training(run: RunConfig) -> TrainResult:
     from easypipe import run as runs
-    from easypipe.train.distributed import initialize, is_first
+    from easypipe.train.parallel.distributed import initialize, is_first
 
     initialize(run.train.distributed)
     # one terminal, and what several processes have to say is the same
@@ -75,7 +75,7 @@ def run_training(run: RunConfig) -> TrainResult:
 
 
 def show_result(run: RunConfig, result: TrainResult, samples: int, prompt: str = "") -> None:
-    from easypipe.train.distributed import several
+    from easypipe.train.parallel.distributed import several
 
     show_measured(result)
     if samples and not several():
@@ -109,8 +109,8 @@ def sample(run: RunConfig, result: TrainResult, count: int, prompt: str = "") ->
     """Short texts by the model, each begun with `prompt`; without one with the end-of-text token,
     behind which documents begin.
     """
-    from easypipe.train.generate import generate
-    from easypipe.transforms.tokenizer import load_tokenizer
+    from easypipe.train.model.generate import generate
+    from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
     name = result.tokenizer
     if name is None:

@@ -200,7 +200,7 @@ def scan(source: ShardedSource, shard: int, start: int, stop: int) -> Scan:
 
 
 class Transform(Protocol):
-    """RecordBatch → RecordBatch, row by row. easypipe.transforms.base.ColumnTransform is the base
+    """RecordBatch → RecordBatch, row by row. easypipe.transforms.columns.base.ColumnTransform is the base
     of those that compose with `>>`.
 
     Law: `t(a ++ b) == t(a) ++ t(b)` for any two batches of one schema. ROW_NUMBER, where a batch

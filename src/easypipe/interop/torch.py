@@ -14,8 +14,8 @@ import numpy as np
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.interop.workers import torch_worker
 from easypipe.loader.epochs import Passes
-from easypipe.loader.items import ForwardRows
 from easypipe.loader.loader import Loader
+from easypipe.loader.rows.items import ForwardRows
 from easypipe.loader.streaming import StreamLoader
 
 try:

@@ -9,13 +9,13 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "LossSharding": "easypipe.kernels.choice",
-    "LossWithTokens": "easypipe.kernels.api",
-    "TokenStats": "easypipe.kernels.api",
-    "fused_cross_entropy": "easypipe.kernels.api",
-    "fused_linear_cross_entropy": "easypipe.kernels.api",
-    "sequence_log_probs": "easypipe.kernels.api",
-    "token_log_probs": "easypipe.kernels.api",
+    "LossSharding": "easypipe.kernels.loss.choice",
+    "LossWithTokens": "easypipe.kernels.loss.api",
+    "TokenStats": "easypipe.kernels.loss.api",
+    "fused_cross_entropy": "easypipe.kernels.loss.api",
+    "fused_linear_cross_entropy": "easypipe.kernels.loss.api",
+    "sequence_log_probs": "easypipe.kernels.loss.api",
+    "token_log_probs": "easypipe.kernels.loss.api",
 }
 
 __all__ = [*_HOMES]

@@ -1,6 +1,6 @@
 """What `import easypipe.kernels` exports, for type checkers and editors; __init__.py loads it when it is first used."""
 
-from easypipe.kernels.api import (
+from easypipe.kernels.loss.api import (
     LossWithTokens,
     TokenStats,
     fused_cross_entropy,
@@ -8,7 +8,7 @@ from easypipe.kernels.api import (
     sequence_log_probs,
     token_log_probs,
 )
-from easypipe.kernels.choice import LossSharding
+from easypipe.kernels.loss.choice import LossSharding
 
 __all__ = [
     "LossSharding",

@@ -26,7 +26,7 @@ from easypipe.core.schema import (
     POSITION_IDS,
     SEGMENT_IDS,
 )
-from easypipe.transforms.tokenizer_config import PaddingSide, check_padding
+from easypipe.transforms.tokenizer.config import PaddingSide, check_padding
 
 ALIGNMENT_BYTES = 64  # what JAX asks of host memory that it is to use without a copy
 BATCH_COLUMNS = (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS)

@@ -15,8 +15,8 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.random import fold
 from easypipe.loader.loader import Loader
 from easypipe.loader.options import LoadStageConfig
-from easypipe.loader.ranks import PassRows
 from easypipe.loader.row_transforms import RowTransform
+from easypipe.loader.rows.ranks import PassRows
 from easypipe.loader.state import LoaderState
 from easypipe.loader.streaming import StreamLoader
 

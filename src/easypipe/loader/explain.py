@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from easypipe.core.errors import ConfigError, PlanError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
 from easypipe.core.text import visible
-from easypipe.loader.ranks import RenumberedRows
 from easypipe.loader.row_transforms import MappedRows
-from easypipe.loader.rows import PlannedRows, Rows
-from easypipe.loader.stored import StoredRows
+from easypipe.loader.rows.planned import PlannedRows, Rows
+from easypipe.loader.rows.ranks import RenumberedRows
+from easypipe.loader.rows.stored import StoredRows
 from easypipe.plan.explain import explain_row
 
 

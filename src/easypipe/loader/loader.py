@@ -24,9 +24,9 @@ from easypipe.loader.options import LoadStageConfig
 from easypipe.loader.order import ReadingOrder
 from easypipe.loader.placement import Placement, local_mesh, make_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher
-from easypipe.loader.ranks import RankRows
 from easypipe.loader.row_transforms import MappedRows, RowTransform, transforms_of
-from easypipe.loader.rows import Rows
+from easypipe.loader.rows.planned import Rows
+from easypipe.loader.rows.ranks import RankRows
 from easypipe.loader.state import LoaderState
 from easypipe.loader.steps import Steps
 

@@ -17,7 +17,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.random import fold
 from easypipe.loader.collate import CollateConfig, alone_widths
 from easypipe.loader.options import LoadStageConfig
-from easypipe.loader.rows import Rows
+from easypipe.loader.rows.planned import Rows
 from easypipe.plan.order import permute
 
 KEPT_WINDOWS = 4  # whose order is kept: threads make batches of two, where one window ends

@@ -15,8 +15,8 @@ from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.random import fold
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import collate
-from easypipe.loader.ranks import RenumberedRows
-from easypipe.loader.rows import Rows
+from easypipe.loader.rows.planned import Rows
+from easypipe.loader.rows.ranks import RenumberedRows
 
 CHANGEABLE = (INPUT_IDS, LOSS_MASK)
 

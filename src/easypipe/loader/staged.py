@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from easypipe.cache.reader import TokenCache
 from easypipe.plan.windows import Window
-from easypipe.sources.cache import TokenCache
 
 
 @contextlib.contextmanager

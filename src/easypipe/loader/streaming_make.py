@@ -27,9 +27,9 @@ from easypipe.loader.collate import (
     shift_labels,
     with_asked,
 )
-from easypipe.loader.gather import NO_CHECKS, Tables, eos_ids, write_rows
-from easypipe.loader.look_ahead import join_segments, last_labels
 from easypipe.loader.placement import Placement
+from easypipe.loader.rows.gather import NO_CHECKS, Tables, eos_ids, write_rows
+from easypipe.loader.rows.look_ahead import join_segments, last_labels
 from easypipe.loader.steps import Steps
 from easypipe.loader.streaming_books import Books
 from easypipe.loader.streaming_pool import ReadPool

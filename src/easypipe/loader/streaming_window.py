@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, PlanError
 from easypipe.core.random import child, fold
-from easypipe.loader.gather import Tables
+from easypipe.loader.rows.gather import Tables
 from easypipe.loader.streaming_books import Books
 from easypipe.loader.streaming_draw import Drawer, Drawn, placed_tokens
 from easypipe.loader.streaming_pool import ReadPool

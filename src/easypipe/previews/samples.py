@@ -24,13 +24,13 @@ from easypipe.jobs import chain
 from easypipe.loader.explain import ExplainedRow, Segment, Span
 from easypipe.loader.loader import LoadStageConfig
 from easypipe.pipeline import Pipeline
-from easypipe.stages.books import ledger_of
+from easypipe.save.stage import SaveStage
 from easypipe.stages.config import PipelineConfig
-from easypipe.stages.load import LoadStage
-from easypipe.stages.save import SaveStage
-from easypipe.stages.source import SourceStage
-from easypipe.stages.tokenize import TokenizedShardedSource
-from easypipe.transforms.messages import values_of
+from easypipe.stages.load.stage import LoadStage
+from easypipe.stages.reports.ledger import ledger_of
+from easypipe.stages.source.stage import SourceStage
+from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.transforms.chat.messages import values_of
 
 FIRST_ROWS = 200  # of each dataset, from which samples are made
 KEPT = ("written", "stored", "targets", "masked")  # outcomes that lose nothing

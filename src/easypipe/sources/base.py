@@ -26,8 +26,8 @@ from easypipe.core.errors import ConfigError, SchemaError, SourceError, did_you_
 from easypipe.core.protocols import Reject, Scan, Shard, ShardedDataSource
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.files import DataFiles, FileRef, resolve
+from easypipe.sources.formats.records import Found
 from easypipe.sources.partitions import constant, partition_schema
-from easypipe.sources.records import Found
 from easypipe.sources.schemas import column, has_strings, reconcile
 
 OnError = Literal["error", "skip", "quarantine"]

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean
-from easypipe.sources.arrayrecord import ArrayRecordShardedSource
-from easypipe.sources.arrow import ArrowShardedSource
 from easypipe.sources.base import FileSource, OnError
-from easypipe.sources.csv import CsvShardedSource
+from easypipe.sources.external.token_files import TokenFilesConfig, TokenShardedSource
 from easypipe.sources.files import COMPRESSIONS, EXTENSIONS, DataFiles, format_of, resolve
-from easypipe.sources.jsonlines import JsonShardedSource
-from easypipe.sources.parquet import ParquetShardedSource
+from easypipe.sources.formats.arrayrecord import ArrayRecordShardedSource
+from easypipe.sources.formats.arrow import ArrowShardedSource
+from easypipe.sources.formats.csv import CsvShardedSource
+from easypipe.sources.formats.jsonlines import JsonShardedSource
+from easypipe.sources.formats.parquet import ParquetShardedSource
+from easypipe.sources.formats.txt import TextShardedSource, TextUnit
 from easypipe.sources.refs import TOKEN_EXTENSIONS
-from easypipe.sources.tokens import TokenFilesConfig, TokenShardedSource
-from easypipe.sources.txt import TextShardedSource, TextUnit
 
 # compressions and archives that people have
 UNREAD = (".xz", ".lzma", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".br", ".rar")

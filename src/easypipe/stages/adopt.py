@@ -15,6 +15,11 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from easypipe.cache.blocks import TokenStamp
+from easypipe.cache.folder import CacheFolder
+from easypipe.cache.manifest import FORMAT, Counts, Manifest, Part, TokenizerIdentity
+from easypipe.cache.ranges import Range, ranges_of
+from easypipe.cache.reader import TokenCache, cache_schema
 from easypipe.core import locks
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, MissingFileError, SourceError, place
@@ -35,14 +40,9 @@ from easypipe.core.schema import (
     SEGMENT_IDS,
     token_dtype,
 )
-from easypipe.loader.stored import decode
-from easypipe.sources.blocks import TokenStamp
-from easypipe.sources.cache import TokenCache, cache_schema
-from easypipe.sources.cache_folder import CacheFolder
-from easypipe.sources.manifest import FORMAT, Counts, Manifest, Part, TokenizerIdentity
-from easypipe.stages.ranges import Range, ranges_of
-from easypipe.stages.saved import TokenInfo
-from easypipe.stages.token_rows import ends_closed, ends_with
+from easypipe.loader.rows.stored import decode
+from easypipe.save.saved import TokenInfo
+from easypipe.stages.tokenize.token_rows import ends_closed, ends_with
 
 log = logging.getLogger("easypipe")
 

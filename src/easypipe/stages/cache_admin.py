@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from easypipe.cache.folder import CacheFolder, folder_of
+from easypipe.cache.manifest import Manifest, read_manifest
+from easypipe.cache.ranges import read_record
 from easypipe.core import locks, storage
 from easypipe.core.errors import CacheError, ConfigError, EasypipeError, did_you_mean
 from easypipe.core.tree import Found, files_below
-from easypipe.sources.cache_folder import CacheFolder, folder_of
-from easypipe.sources.manifest import Manifest, read_manifest
-from easypipe.stages.ranges import read_record
 from easypipe.stages.recipes import FOLDER as CONFIGS
 
 YOUNG_S = 86_400.0

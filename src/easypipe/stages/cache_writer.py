@@ -3,7 +3,7 @@ manifest is written last.
 
 Whatever was committed is used again: a range whose file did not change is not read, one whose text
 did not change is not tokenized. A process that is killed leaves committed ranges behind, and the
-next one goes on from there. Layout: sources/manifest.py.
+next one goes on from there. Layout: cache/manifest.py.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ from typing import Any, Required, TypedDict, Unpack
 import pyarrow as pa
 from xxhash import xxh3_128_hexdigest
 
+from easypipe.cache.blocks import TokenStamp, block_sums
+from easypipe.cache.folder import STATS, CacheFolder, folder_of
+from easypipe.cache.manifest import FORMAT, Manifest, TokenizerIdentity
+from easypipe.cache.ranges import Range, Record, ranges_of, read_record, record_path, write_record
+from easypipe.cache.reader import TokenCache
 from easypipe.core import locks, storage
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, ConfigError, MissingFileError, StorageError
@@ -39,16 +44,11 @@ from easypipe.core.protocols import (
     silent,
 )
 from easypipe.sources.base import innermost
-from easypipe.sources.blocks import TokenStamp, block_sums
-from easypipe.sources.cache import TokenCache
-from easypipe.sources.cache_folder import STATS, CacheFolder, folder_of
-from easypipe.sources.manifest import FORMAT, Manifest, TokenizerIdentity
-from easypipe.stages.forms import RowForm, TextForm
-from easypipe.stages.ranges import Range, Record, ranges_of, read_record, record_path, write_record
-from easypipe.stages.text_rows import raw_row
-from easypipe.stages.token_rows import Documents, documents_hash, sample_of
-from easypipe.stages.totals import OnError, Totals
-from easypipe.transforms.tokenizer import Tokenizer
+from easypipe.stages.tokenize.encoders import RowForm, TextForm
+from easypipe.stages.tokenize.text_rows import raw_row
+from easypipe.stages.tokenize.token_rows import Documents, documents_hash, sample_of
+from easypipe.stages.tokenize.totals import OnError, Totals
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("easypipe")
 

@@ -9,17 +9,17 @@ from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
+from easypipe.cache.location import CacheConfig, check_cache
 from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError
 from easypipe.loader.loader import LoadStageConfig
-from easypipe.stages.caching import CacheConfig, check_cache
-from easypipe.stages.mix import MixStageConfig
-from easypipe.stages.pack import PackStageConfig
-from easypipe.stages.save import SaveStageConfig
-from easypipe.stages.source import DatasetConfig, no_datasets
-from easypipe.stages.stream import problems_of
-from easypipe.stages.tokenize import TokenizeStageConfig
-from easypipe.transforms.tokenizer import TokenizerConfig
+from easypipe.save.stage import SaveStageConfig
+from easypipe.stages.load.stream import problems_of
+from easypipe.stages.mix.stage import MixStageConfig
+from easypipe.stages.pack.stage import PackStageConfig
+from easypipe.stages.source.stage import DatasetConfig, no_datasets
+from easypipe.stages.tokenize.stage import TokenizeStageConfig
+from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig
 
 
 @config

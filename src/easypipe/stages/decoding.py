@@ -9,10 +9,10 @@ import functools
 from easypipe.core.errors import TokenizerError
 from easypipe.core.protocols import ShardedSource
 from easypipe.loader.explain import Decoder, Decodes
-from easypipe.stages.mix import MixedShardedSource
-from easypipe.stages.pack import PackedShardedSource
-from easypipe.stages.tokens import token_info, tokenizer_of
-from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from easypipe.stages.mix.stage import MixedShardedSource
+from easypipe.stages.pack.stage import PackedShardedSource
+from easypipe.stages.tokenize.tokens import token_info, tokenizer_of
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 
 
 def decoder_of(source: ShardedSource) -> Decoder:

@@ -19,15 +19,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from easypipe.cache.folder import CacheFolder
 from easypipe.core import storage
 from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import CODE_KEYS, to_dict
 from easypipe.core.errors import ConfigError, EasypipeError, StorageError
 from easypipe.core.protocols import BaseStage, PipelineContext
 from easypipe.core.remote import public_url
-from easypipe.sources.cache_folder import CacheFolder
-from easypipe.stages import saved
-from easypipe.stages.folder import prefix_of
+from easypipe.save import saved
+from easypipe.save.folder import prefix_of
 
 FOLDER = "configs"
 KEYS = ("config", "stages", "folder", "unknown")

@@ -16,21 +16,21 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from easypipe.cache.folder import CacheFolder
+from easypipe.cache.manifest import parse_manifest, read_manifest
 from easypipe.core import storage
 from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
-from easypipe.sources.cache_folder import CacheFolder
-from easypipe.sources.manifest import parse_manifest, read_manifest
-from easypipe.stages import saved
+from easypipe.save import saved
+from easypipe.save.stage import SaveStage
+from easypipe.save.write_folder import write_folder
 from easypipe.stages.adopt import AdoptedTokens
-from easypipe.stages.mix import MixedShardedSource
-from easypipe.stages.pack import PackedShardedSource
-from easypipe.stages.save import SaveStage
-from easypipe.stages.tokenize import TokenizedShardedSource
-from easypipe.stages.tokens import Documents, require_documents
+from easypipe.stages.mix.stage import MixedShardedSource
+from easypipe.stages.pack.stage import PackedShardedSource
+from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.stages.tokenize.tokens import Documents, require_documents
 from easypipe.stages.verify import Verification, cache_folder_of, place_of, verify
-from easypipe.stages.write_folder import write_folder
 
 log = logging.getLogger("easypipe")
 

@@ -16,19 +16,19 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from easypipe.cache.folder import CacheFolder
+from easypipe.cache.location import CacheConfig, cache_folder
+from easypipe.cache.manifest import Manifest, Part, read_manifest
+from easypipe.cache.ranges import Record, read_record
+from easypipe.cache.reader import cache_schema
 from easypipe.core import storage
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, EasypipeError, MissingFileError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SEGMENT_IDS
-from easypipe.sources.cache import cache_schema
-from easypipe.sources.cache_folder import CacheFolder
-from easypipe.sources.manifest import Manifest, Part, read_manifest
-from easypipe.stages import saved
-from easypipe.stages.caching import CacheConfig, cache_folder
+from easypipe.save import saved
+from easypipe.save.folder import RUN
 from easypipe.stages.decoding import same_tokenizer_again
-from easypipe.stages.folder import RUN
-from easypipe.stages.ranges import Record, read_record
-from easypipe.train import checkpoint_files
+from easypipe.train.checkpoint import files as checkpoint_files
 
 BATCH_ROWS = 4096
 CHECKPOINT = "checkpoint"

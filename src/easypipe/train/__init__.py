@@ -10,9 +10,9 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "initialize": "easypipe.train.distributed",
-    "load_pretrained": "easypipe.train.models.load",
-    "save_pretrained": "easypipe.train.models.save",
+    "initialize": "easypipe.train.parallel.distributed",
+    "load_pretrained": "easypipe.train.model.pretrained.load",
+    "save_pretrained": "easypipe.train.model.pretrained.save",
 }
 
 __all__ = [*_HOMES]

@@ -11,7 +11,13 @@ from typing import Any
 
 from easypipe.core.errors import ConfigError, StateError, did_you_mean
 from easypipe.core.protocols import BatchLoader
-from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, differences, key_paths, listed
+from easypipe.train.checkpoint.checkpoint import (
+    Checkpoints,
+    DamagedCheckpoint,
+    differences,
+    key_paths,
+    listed,
+)
 from easypipe.train.config import TrainingConfig
 from easypipe.train.events import Callback
 

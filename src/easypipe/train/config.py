@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from easypipe.core.config import ListOf, config, was_given
 from easypipe.core.errors import ConfigError
 from easypipe.train.callbacks.config import CallbacksConfig
-from easypipe.train.distributed_config import DistributedConfig
-from easypipe.train.lora_config import LoraConfig
-from easypipe.train.mesh_config import MeshConfig, mesh_config
-from easypipe.train.optim_config import OptimizerConfig, check_warmup
+from easypipe.train.model.lora_config import LoraConfig
+from easypipe.train.optim.config import OptimizerConfig, check_warmup
+from easypipe.train.parallel.config import MeshConfig, mesh_config
+from easypipe.train.parallel.distributed_config import DistributedConfig
 
 
 @config
 class LossConfig:
-    """Cross entropy, as kernels/api.py computes it."""
+    """Cross entropy, as kernels/loss/api.py computes it."""
 
     z_loss: float = 0.0  # weight of the squared log-partition (PaLM); keeps logits near zero
     # what every target shares evenly with the whole vocabulary; `nll` is without it

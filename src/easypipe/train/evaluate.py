@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from easypipe.core.errors import ConfigError, TrainError
 from easypipe.core.protocols import BatchLoader
-from easypipe.train.mesh import batch_shards, check_batch_size, place_batch
-from easypipe.train.metrics import perplexity
+from easypipe.train.metrics.log import perplexity
+from easypipe.train.parallel.mesh import batch_shards, check_batch_size, place_batch
 from easypipe.train.state import TrainState
 from easypipe.train.step import EvalStep
 

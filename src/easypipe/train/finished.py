@@ -14,18 +14,18 @@ from jax.sharding import Mesh
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, MissingFileError, StateError
 from easypipe.train import state as states
-from easypipe.train.checkpoint import Checkpoints
-from easypipe.train.checkpoint_files import CHECKPOINTS
-from easypipe.train.classifier_config import ClassifierConfig
+from easypipe.train.checkpoint.checkpoint import Checkpoints
+from easypipe.train.checkpoint.files import CHECKPOINTS
 from easypipe.train.config import TrainingConfig
-from easypipe.train.lora import fingerprint
-from easypipe.train.mesh import make_mesh
-from easypipe.train.model import ModelConfig
-from easypipe.train.models.config import PretrainedConfig
-from easypipe.train.models.load import Pretrained
-from easypipe.train.models.save import Seen
-from easypipe.train.optim import Optimizer, make_optimizer
-from easypipe.train.origin import Model, Origin, from_pretrained, origin_of
+from easypipe.train.model.classifier_config import ClassifierConfig
+from easypipe.train.model.decoder import ModelConfig
+from easypipe.train.model.lora import fingerprint
+from easypipe.train.model.pretrained.config import PretrainedConfig
+from easypipe.train.model.pretrained.load import Pretrained
+from easypipe.train.model.pretrained.origin import Model, Origin, from_pretrained, origin_of
+from easypipe.train.model.pretrained.save import Seen
+from easypipe.train.optim.optimizers import Optimizer, make_optimizer
+from easypipe.train.parallel.mesh import make_mesh
 
 
 @dataclass(frozen=True, kw_only=True)

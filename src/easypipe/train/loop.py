@@ -13,10 +13,10 @@ import jax
 
 from easypipe.core.errors import EasypipeError, TrainError
 from easypipe.train import state as states
-from easypipe.train.checkpoint import Checkpoints
+from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.checks import has_passes
-from easypipe.train.mesh import place_batch
-from easypipe.train.metrics import MetricsFile, Record
+from easypipe.train.metrics.log import MetricsFile, Record
+from easypipe.train.parallel.mesh import place_batch
 from easypipe.train.signals import Interrupted, StopSignals
 from easypipe.train.state import TrainState
 from easypipe.train.watch import Watch

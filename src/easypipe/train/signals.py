@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from easypipe.core.errors import TrainError
-from easypipe.train.distributed import Largest
+from easypipe.train.parallel.distributed import Largest
 
 
 class Interrupted(TrainError):

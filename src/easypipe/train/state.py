@@ -19,10 +19,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from easypipe.core.errors import ConfigError, did_you_mean
-from easypipe.train.axes import rules as rules_here
-from easypipe.train.axes import under
-from easypipe.train.mesh_config import RULES, Axes, axes_of
-from easypipe.train.optim import Optimizer
+from easypipe.train.optim.optimizers import Optimizer
+from easypipe.train.parallel.axes import rules as rules_here
+from easypipe.train.parallel.axes import under
+from easypipe.train.parallel.config import RULES, Axes, axes_of
 
 Arrays = dict[str, jax.Array]
 Path = tuple[Any, ...]

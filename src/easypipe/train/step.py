@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import optax
 
 from easypipe.core.errors import ConfigError
-from easypipe.train.axes import TOKEN_AXES, constrain
-from easypipe.train.flops import segment_sums
-from easypipe.train.loss import AsSums, LossFn, LossOutput
-from easypipe.train.optim import Optimizer
+from easypipe.train.losses.loss import AsSums, LossFn, LossOutput
+from easypipe.train.model.flops import segment_sums
+from easypipe.train.optim.optimizers import Optimizer
+from easypipe.train.parallel.axes import TOKEN_AXES, constrain
 from easypipe.train.state import ModelLayout, TrainState, abstract_state, gradient_places, shardings
 
 MORE = "more/"  # before the names of what a loss tells besides

@@ -27,8 +27,8 @@ from easypipe.core.protocols import BatchLoader
 from easypipe.train import state as states
 from easypipe.train.callbacks.make import make_callbacks
 from easypipe.train.callbacks.metric import Known
-from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, differences, listed
-from easypipe.train.checkpoint_files import CHECKPOINTS
+from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint, differences, listed
+from easypipe.train.checkpoint.files import CHECKPOINTS
 from easypipe.train.checks import (
     ENDED,
     IF_THERE,
@@ -48,29 +48,29 @@ from easypipe.train.checks import (
 from easypipe.train.config import TrainingConfig
 from easypipe.train.evaluate import HeldOut, held_out
 from easypipe.train.events import Callback, Control, TrainEvent, TrainListener, unheard
-from easypipe.train.flops import adapter_flops, flops_from_sums, palm_flops_per_step, windows
 from easypipe.train.loop import Loop
-from easypipe.train.lora import fingerprint
-from easypipe.train.loss import LossFn, LossOutput, default_loss
-from easypipe.train.memory import out_of_memory
-from easypipe.train.mesh import check_batch_size, checked_mesh, make_mesh
-from easypipe.train.mesh_config import mesh_config
-from easypipe.train.meter import Meter
-from easypipe.train.metrics import MetricsFile, Record
-from easypipe.train.models.files import short
-from easypipe.train.models.save import Seen, save_pretrained
-from easypipe.train.optim import Optimizer, make_optimizer
-from easypipe.train.optim_config import OptimizerConfig
-from easypipe.train.origin import Model, origin_of
-from easypipe.train.peak import peak_flops
-from easypipe.train.plot import plot_run
-from easypipe.train.preference import Reference, preference_loss
+from easypipe.train.losses.loss import LossFn, LossOutput, default_loss
+from easypipe.train.losses.preference import Reference, preference_loss
+from easypipe.train.metrics.log import MetricsFile, Record
+from easypipe.train.metrics.memory import out_of_memory
+from easypipe.train.metrics.meter import Meter
+from easypipe.train.metrics.peak import peak_flops
+from easypipe.train.metrics.plot import plot_run
+from easypipe.train.model.flops import adapter_flops, flops_from_sums, palm_flops_per_step, windows
+from easypipe.train.model.lora import fingerprint
+from easypipe.train.model.pretrained.files import short
+from easypipe.train.model.pretrained.origin import Model, origin_of
+from easypipe.train.model.pretrained.save import Seen, save_pretrained
+from easypipe.train.optim.config import OptimizerConfig
+from easypipe.train.optim.optimizers import Optimizer, make_optimizer
+from easypipe.train.optim.schedules import make_schedule
+from easypipe.train.parallel.config import mesh_config
+from easypipe.train.parallel.mesh import check_batch_size, checked_mesh, make_mesh
 from easypipe.train.record import write_changes, write_config, write_fingerprints, write_versions
-from easypipe.train.schedules import make_schedule
 from easypipe.train.signals import StopSignals
 from easypipe.train.step import make_eval_step, make_train_step
 from easypipe.train.watch import Watch
-from easypipe.transforms.chat import Turns
+from easypipe.transforms.chat.render import Turns
 
 logger = logging.getLogger("easypipe")
 
@@ -122,7 +122,7 @@ class Engine:
     and labels, Int32[B, S], and segment_ids and position_ids where rows are packed. A batch is the
     batch of one optimizer step.
     loss: a function of (module, batch) that gives a mean over the batch's targets, such a mean and
-    further ones by name, or a LossOutput of sums (see easypipe.train.loss.AsSums); default:
+    further ones by name, or a LossOutput of sums (see easypipe.train.losses.loss.AsSums); default:
     `loss_sums`, for modules that have Decoder's `hidden` and `lm_head`; for others, which give
     logits when they are called, `logits_loss_sums`.
     run_config: the resolved configuration of the whole run, kept in every checkpoint for whoever

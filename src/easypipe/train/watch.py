@@ -15,7 +15,7 @@ from typing import Any
 
 from easypipe.core.errors import TrainError
 from easypipe.train.config import TrainingConfig
-from easypipe.train.metrics import Record
+from easypipe.train.metrics.log import Record
 
 logger = logging.getLogger("easypipe")
 

@@ -1,0 +1,1 @@
+"""The token cache: documents as token ids in memory-mapped files."""

@@ -1,0 +1,214 @@
+"""Checksums of token files, block by block, so that a damaged one is found before its tokens reach
+a batch.
+
+block   BLOCK bytes of a token file, the last one fewer
+index   blocks with anything but tokens or masks: Arrow's own words, lengths, EOS flags, row numbers
+flag    UInt8 for each part's index and for each of its blocks, in this order: 1 once it was checked
+
+A flag is set when what it stands for was held against its checksum, at its first touch; who reads
+by address looks at the flags.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+from easypipe.cache.address import int64_at, uint8_at
+from easypipe.cache.manifest import Part
+from easypipe.core.errors import CacheError
+from easypipe.core.jit import jit
+from easypipe.core.storage import Stamp
+
+SHIFT = 16
+BLOCK = 1 << SHIFT
+INDEX = -1  # in place of the number of a block
+ROOM = 4096  # blocks that are noted at a time
+REMAKE = "`easypipe verify CACHE --repair` makes it again, or delete it and prepare the dataset again; only its rows are tokenized anew."
+
+_END = 10  # bytes behind an Arrow file's footer: its length, Int32, and the magic
+_LOW = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStamp(Stamp):
+    """What was committed. blocks: as `Part.blocks` has it."""
+
+    blocks: str = ""
+
+
+def block_sums(data: Any) -> str:
+    """The low 32 bits of the XXH3-64 of every block of `data` (bytes, a buffer or a map),
+    little-endian, in base64.
+    """
+    view = memoryview(data)
+    sums = [xxh3_64_intdigest(view[at : at + BLOCK]) & _LOW for at in range(0, len(view), BLOCK)]
+    return base64.b64encode(np.array(sums, "<u4").tobytes()).decode()
+
+
+def sums_of(part: Part, file: str) -> NDArray[np.uint32]:
+    """The checksums of a part's blocks; none where an earlier version wrote the manifest. Raises
+    CacheError where they are too few.
+    """
+    sums = np.frombuffer(base64.b64decode(part.blocks), "<u4")
+    count = -(-part.num_bytes // BLOCK)
+    if len(sums) != count and part.blocks:
+        problem = f"has {count} blocks of {BLOCK >> 10} KiB, its manifest has the checksums of {len(sums)}"
+        raise CacheError(at=file, problem=problem, fix=REMAKE)
+    return sums
+
+
+def check_fetched(data: bytes, start: int, sums: NDArray[np.uint32], file: str) -> None:
+    """Raises CacheError where one of the blocks of `data`, whose first begins at byte `start` of
+    `file`, is damaged. sums: of the file.
+    """
+    view = memoryview(data)
+    for at in range(0, len(view) if len(sums) else 0, BLOCK):
+        block = view[at : at + BLOCK]
+        if xxh3_64_intdigest(block) & _LOW != sums[(start + at) >> SHIFT]:
+            raise _damaged(start + at, len(block), file)
+
+
+def _damaged(start: int, num_bytes: int, file: str) -> CacheError:
+    problem = f"damaged: bytes {start} to {start + num_bytes} are not those that were committed"
+    return CacheError(at=file, problem=problem, fix=REMAKE)
+
+
+class BlockChecks:
+    """The flags of the parts of one token cache. Thread safe: a block that two threads touch first
+    at once is checked twice.
+    """
+
+    def __init__(self, parts: Sequence[Part], file: Callable[[int], str]) -> None:
+        """file: the path of a part, for errors."""
+        self._parts, self._file, self._lock = parts, file, threading.Lock()
+        counts = [1 + -(-part.num_bytes // BLOCK) for part in parts]
+        self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+        self._flags = np.zeros(int(self._first[-1]), np.uint8)
+        self._sums = np.zeros(len(self._flags), np.uint32)
+        self._left = len(self._flags)
+        # Where the flags of each part begin, UInt64[P]; 0 where an earlier version wrote the
+        # manifest: nothing to hold it against.
+        has = np.array([bool(part.blocks) for part in parts], np.bool_)
+        self.addresses = np.where(has, self._flags.ctypes.data + self._first[:-1], 0).astype(
+            np.uint64
+        )
+        for i in np.flatnonzero(~has).tolist():
+            self._done(int(self._first[i]), int(self._first[i + 1]))
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is left to check."""
+        return self._left > 0
+
+    def check_index(self, part: int, address: int, tokens: int, mask: int, id_bytes: int) -> None:
+        """address: of the mapped file; tokens, mask: of the first token and mask in it (mask 0: it
+        has none).
+
+        Raises CacheError where a block of the index is damaged.
+        """
+        at = int(self._first[part])
+        if self._flags[at]:
+            return
+        info = self._parts[part]
+        size, count = info.num_bytes, -(-info.num_bytes // BLOCK)
+        self._sums[at + 1 : at + 1 + count] = sums_of(info, self._file(part))
+        # The footer says where everything else is, so it comes first. What Arrow made of it cannot
+        # lie outside of the file.
+        self.check(part, range(count - 1, count), address)
+        footer = int.from_bytes(_bytes(address + max(size - _END, 0), 4), "little")
+        self.check(part, range(max(0, size - _END - footer) // BLOCK, count), address)
+        inside = np.zeros(count, np.bool_)
+        for start, width in ((tokens, id_bytes), (mask, 1)):
+            if start:
+                first, last = start - address, start - address + info.tokens * width
+                inside[-(-first // BLOCK) : last // BLOCK] = True
+        self.check(part, np.flatnonzero(~inside).tolist(), address)
+        self._done(at, at + 1)
+
+    def check(self, part: int, blocks: Iterable[int], address: int) -> None:
+        """Raises CacheError where one of `blocks` is damaged. The index was checked before."""
+        size, at = self._parts[part].num_bytes, int(self._first[part]) + 1
+        for block in blocks:
+            if self._flags[at + block]:
+                continue
+            start = block * BLOCK
+            stop = min(start + BLOCK, size)
+            if (
+                xxh3_64_intdigest(_bytes(address + start, stop - start)) & _LOW
+                != self._sums[at + block]
+            ):
+                raise _damaged(start, stop - start, self._file(part))
+            self._done(at + block, at + block + 1)
+
+    def _done(self, start: int, stop: int) -> None:
+        with self._lock:
+            self._left -= stop - start - int(self._flags[start:stop].sum())
+            self._flags[start:stop] = 1
+
+
+def _bytes(address: int, num_bytes: int) -> pa.Buffer:
+    """A view; good for as long as the map is there."""
+    return pa.foreign_buffer(address, num_bytes)
+
+
+# Looking at the flags inside of kernels
+
+
+@jit
+def note(checked_at, file_at, address, num_bytes, part, todo, count):
+    """Adds the blocks of `num_bytes` bytes at `address` (Int64) that nobody checked to `todo`, as
+    far as there is room.
+
+    checked_at, file_at: where the part's flags and its file begin. todo: Int64[2, n], part and
+    block. Returns the new `count`.
+    """
+    if num_bytes > 0:
+        flags, start = uint8_at(checked_at), address - np.int64(file_at)
+        for block in range(start >> SHIFT, ((start + num_bytes - 1) >> SHIFT) + 1):
+            if flags[block + 1] == 0 and count < todo.shape[1]:
+                todo[0, count], todo[1, count] = part, block
+                count += 1
+    return count
+
+
+@jit
+def note_documents(
+    docs, first_doc, ids_at, offsets_at, mask_at, file_at, checked_at, id_bytes, todo
+):
+    """`note` for tokens and masks of all of `docs` (Int64[n]) of one cache. INDEX stands for a
+    part's index, which comes first.
+    """
+    count = np.int64(0)
+    for doc in docs:
+        part = np.searchsorted(first_doc, doc, side="right") - 1
+        if checked_at[part] == 0:
+            continue
+        if uint8_at(checked_at[part])[0] == 0:
+            if count < todo.shape[1]:
+                todo[0, count], todo[1, count] = part, INDEX
+                count += 1
+            continue
+        offsets, local = int64_at(offsets_at[part]), doc - first_doc[part]
+        begin, length = offsets[local], offsets[local + 1] - offsets[local]
+        ids = np.int64(ids_at[part]) + begin * id_bytes
+        count = note(checked_at[part], file_at[part], ids, length * id_bytes, part, todo, count)
+        if mask_at[part] != 0:
+            count = note(
+                checked_at[part],
+                file_at[part],
+                np.int64(mask_at[part]) + begin,
+                length,
+                part,
+                todo,
+                count,
+            )
+    return count

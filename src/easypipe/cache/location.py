@@ -1,0 +1,172 @@
+"""Which folder keeps the tokens of a dataset: the pipeline's, its own, or one that goes with the
+process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable
+from dataclasses import field
+from pathlib import Path
+from typing import Any, Literal
+
+import platformdirs
+
+from easypipe.cache.folder import CacheFolder, RemoteFolder
+from easypipe.core import storage
+from easypipe.core.config import config, digest
+from easypipe.core.errors import ConfigError
+from easypipe.core.protocols import PipelineContext, ShardedSource
+from easypipe.core.remote import public_url
+
+log = logging.getLogger("easypipe")
+
+
+@config
+class CacheConfig:
+    """How a token cache at a URL (`s3://`, `gs://`) is reached and read. Files of this machine are
+    mapped as they are.
+
+    reading: "shards" fetches whole token files, each held against its checksum, which is right for
+    reading most of them, or neighbours
+        (`order.block_rows`); "ranges" fetches the documents that a batch has, in blocks of 64 KiB,
+        each checked.
+    staging_bytes: of fetched tokens that are kept on this machine's disk, for each process and
+    cache folder; what was not read for the
+        longest goes first.
+    staging_dir: the folder for them; None takes the system's temporary one (TMPDIR).
+    storage_options: passed to fsspec: credentials, an endpoint. Never logged, saved or part of an
+    identity.
+    """
+
+    reading: Literal["shards", "ranges"] = "shards"
+    staging_bytes: int = 16 << 30
+    staging_dir: str | Path | None = None
+    storage_options: dict[str, Any] | None = field(
+        default=None, repr=False, metadata={"secret": True}
+    )
+
+    def check(self) -> None:
+        if self.staging_bytes < 1:
+            raise ConfigError(
+                at="staging_bytes",
+                problem=f"{self.staging_bytes} is no room",
+                fix="Give at least what a batch needs.",
+            )
+
+
+class TemporaryFolder(CacheFolder):
+    """A folder below the system's temporary one (TMPDIR); removed when nobody holds this object, at
+    the latest when the process ends.
+
+    A process that is killed leaves it behind, as it does every temporary file.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Path(tempfile.mkdtemp(prefix="easypipe-uncached-")))
+        self._remove = weakref.finalize(self, shutil.rmtree, self.local, ignore_errors=True)
+
+
+def cache_folder(given: str | Path | None, options: CacheConfig | None = None) -> CacheFolder:
+    """The cache folder of a pipeline: the config's, else EASYPIPE_CACHE, else the user's.
+
+    options: for one at a URL. Raises StorageError for a protocol that is unknown.
+    """
+    chosen = given or os.environ.get("EASYPIPE_CACHE") or platformdirs.user_cache_dir("easypipe")
+    if not storage.is_remote(chosen):
+        return CacheFolder(Path(str(chosen).removeprefix("file://")).expanduser().absolute())
+    options = options or CacheConfig()
+    url = str(chosen).rstrip("/")
+    staging = (
+        None if options.staging_dir is None else Path(options.staging_dir).expanduser().absolute()
+    )
+    return RemoteFolder(
+        url,
+        _beside(url),
+        options=options.storage_options,
+        reading=options.reading,
+        staging_bytes=options.staging_bytes,
+        staging_dir=staging,
+    )
+
+
+def check_cache(
+    options: CacheConfig | None,
+    cache_dir: str | Path | None,
+    own: Iterable[str | Path | None],
+    *,
+    streaming: bool,
+) -> None:
+    """own: the datasets' cache_path. Raises ConfigError where `options` would do nothing."""
+    if options is None:
+        return
+    chosen = [cache_dir or os.environ.get("EASYPIPE_CACHE"), *own]
+    if streaming:
+        raise ConfigError(
+            at="cache", problem="has no effect: streaming keeps no tokens", fix="Leave it out."
+        )
+    if not any(place is not None and storage.is_remote(place) for place in chosen):
+        raise ConfigError(
+            at="cache",
+            problem="has no effect: no token cache is at a URL",
+            fix="Leave it out, or give cache_dir a URL.",
+        )
+
+
+def _beside(url: str) -> Path:
+    """What this machine keeps for a cache at `url`: locks, indexes, plans, verdicts on fast
+    tokenizers.
+    """
+    own = os.environ.get("EASYPIPE_CACHE")
+    root = own if own and not storage.is_remote(own) else platformdirs.user_cache_dir("easypipe")
+    return Path(root).expanduser().absolute() / "remote" / digest(public_url(url))[:16]
+
+
+def cache_folder_of(
+    dataset: Any, source: ShardedSource, context: PipelineContext, *, keep: bool | None = None
+) -> CacheFolder:
+    """Where the tokens of `dataset` (a DatasetConfig, or None) go. keep: as the stage says; None
+    where it says nothing.
+    """
+    if getattr(context.config, "streaming", False):
+        if keep:
+            name = "?" if dataset is None else dataset.name
+            log.warning(
+                "dataset %s: streaming keeps no tokens, though tokenize.cache_tokenized is True; leave it out",
+                name,
+            )
+        # of which streaming asks only what is known of a tokenizer
+        return own_folder(dataset, context)
+    enabled = keep is not False and (dataset is None or dataset.cache_enabled)
+    if not enabled:
+        return TemporaryFolder()
+    if not getattr(source, "cacheable", True):
+        name = "?" if dataset is None else dataset.name
+        log.warning(
+            "dataset %s: a function, source or tokenizer of your own has no version, so its tokens are made anew in every process",
+            name,
+        )
+        return TemporaryFolder()
+    return own_folder(dataset, context)
+
+
+def own_folder(dataset: Any, context: PipelineContext) -> CacheFolder:
+    """The dataset's cache_path, else the cache folder of the pipeline."""
+    own = None if dataset is None else dataset.cache_path
+    if own is not None:
+        return cache_folder(own, getattr(context.config, "cache", None))
+    return context.cache or CacheFolder(context.cache_dir)
+
+
+def index_folder(dataset: Any, context: PipelineContext) -> Path | None:
+    """Where indexes of line files are kept; None keeps them in memory."""
+    return own_folder(dataset, context).local / "indexes" if dataset.cache_enabled else None
+
+
+def in_folder(context: PipelineContext, folder: CacheFolder) -> PipelineContext:
+    return dataclasses.replace(context, cache_dir=folder.local, cache=folder)

@@ -1,0 +1,205 @@
+"""What a token cache holds, as one JSON file: the commit of a prepared dataset, written after
+everything that it names.
+
+cache_dir/
+  manifests/<key>.json                 this file; key = digest of the range keys
+  manifests/<key>.quarantine.jsonl     rows that were set aside, where there are any
+  ranges/<recipe>/<range key>.json     one per range of rows: the commit of that range
+  tokens/<ab>/<abcd…>.arrow            tokens, named by recipe and by the content of the text
+  proofs/<tokenizer>.json              whether the fast backend was seen to agree with the reference
+
+part    the rows `start` to `stop` of one source shard, and the file with their tokens ("" where no row was kept)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from easypipe.core.checked import checked_json, parse_checked
+from easypipe.core.errors import CacheError, DamagedFileError
+from easypipe.core.ledger import Ledger
+from easypipe.core.storage import commit_bytes, read_bytes
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Documents that came from rows `start` to `stop` of source shard `shard`."""
+
+    shard: int
+    start: int
+    stop: int
+    docs: int
+    tokens: int
+    file: str = ""  # below `tokens/`
+    num_bytes: int = 0
+    checksum: str = ""  # XXH3-128 of the file
+    # checksums of its blocks, see cache/blocks.py; "" in manifests that earlier versions wrote
+    blocks: str = ""
+    # XXH3-128 of offsets, tokens and row numbers; does not depend on the Arrow version that wrote
+    # the file
+    content: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerIdentity:
+    name: str
+    fingerprint: str
+    vocab_size: int
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Conservation of one preparation: rows + pieces = docs + rejects; encoded + added + overlap =
+    tokens + truncated.
+    """
+
+    rows: int
+    docs: int
+    rejects: Mapping[str, int] = field(default_factory=dict)
+    encoded: int = 0  # tokens of the text itself
+    added: int = 0  # special tokens around it
+    truncated: int = 0
+    tokens: int = 0  # stored
+    trained: int | None = None  # of those, targets; None where there is no loss mask
+    special: int = 0  # special strings in the texts of the documents that became special tokens ...
+    escaped: int = 0  # ... and those that became ordinary text
+    lost: int = 0  # characters of the texts that became no token
+    # documents over max_length by policy, `pieces` and `overlap` of splitting
+    lengths: Mapping[str, int] = field(default_factory=dict)
+
+    def ledger(self, dataset: str, facts: Mapping[str, Any]) -> Ledger:
+        ledger = Ledger(facts=dict(facts))
+        over = dict(self.lengths)
+        pieces, overlap = (
+            {name: over.pop(name)} if name in over else {} for name in ("pieces", "overlap")
+        )
+        ledger.add(
+            "tokenize",
+            dataset,
+            "rows",
+            into={"read": self.rows, **pieces},
+            out={"written": self.docs, **self.rejects},
+        )
+        ledger.add(
+            "tokenize",
+            dataset,
+            "tokens",
+            into={"encoded": self.encoded, "special": self.added, **overlap},
+            out={"stored": self.tokens, "truncated": self.truncated},
+        )
+        if over:
+            ledger.add(
+                "lengths",
+                dataset,
+                "documents",
+                into={"over max_length": sum(over.values())},
+                out=over,
+            )
+        if self.trained is not None:
+            out = {"targets": self.trained, "masked": self.tokens - self.trained}
+            ledger.add("loss_mask", dataset, "tokens", into={"stored": self.tokens}, out=out)
+        if self.special or self.escaped:
+            out = {"special tokens": self.special, "ordinary text": self.escaped}
+            ledger.add(
+                "tokenize",
+                dataset,
+                "special strings",
+                into={"in texts": self.special + self.escaped},
+                out=out,
+            )
+        if self.lost:
+            ledger.add(
+                "tokenize",
+                dataset,
+                "lost characters",
+                into={"in texts": self.lost},
+                out={"without a token": self.lost},
+            )
+        return ledger
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything about a token cache but the tokens."""
+
+    dataset: str
+    key: str
+    content_field: str
+    tokenizer: TokenizerIdentity
+    shard_names: tuple[str, ...]
+    shard_rows: tuple[int, ...]
+    parts: tuple[Part, ...]
+    counts: Counts
+    fingerprint: str  # of the documents: equal wherever the same text met the same tokenizer
+    loss_mask: bool = False
+    # every document is two: the second begins where its loss_mask is SEGMENT_BREAK
+    pairs: bool = False
+    quarantine: str = ""  # file beside this one ...
+    # ... and its XXH3-128; "" in manifests that earlier versions wrote
+    quarantine_checksum: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)  # seconds, bytes, backend: measured
+    format: int = FORMAT
+
+
+def manifest_json(manifest: Manifest) -> bytes:
+    return checked_json(dataclasses.asdict(manifest))
+
+
+def write_manifest(path: str | Path, manifest: Manifest) -> None:
+    commit_bytes(path, manifest_json(manifest))
+
+
+def read_manifest(path: str | Path, storage_options: dict[str, Any] | None = None) -> Manifest:
+    """Raises CacheError for another format version or a file that is no manifest, MissingFileError
+    where there is none.
+    """
+    return parse_manifest(read_bytes(path, storage_options), path)
+
+
+def parse_manifest(data: bytes, path: str | Path) -> Manifest:
+    """data: what is in the file at `path`. Raises CacheError as `read_manifest` does."""
+    try:
+        values = parse_checked(data, path, older=_KEYS)
+        check_format(values, path)
+        return Manifest(
+            **{
+                **values,
+                "tokenizer": TokenizerIdentity(**values["tokenizer"]),
+                "counts": Counts(**values["counts"]),
+                "parts": tuple(Part(**part) for part in values["parts"]),
+                "shard_names": tuple(values["shard_names"]),
+                "shard_rows": tuple(values["shard_rows"]),
+            }
+        )
+    except DamagedFileError as error:
+        raise CacheError(
+            at=str(path), problem=error.problem, fix="Delete it and prepare again."
+        ) from None
+    except (KeyError, TypeError) as error:
+        raise CacheError(
+            at=str(path),
+            problem=f"not a token cache manifest: {error}",
+            fix="Delete it and prepare again.",
+        ) from error
+
+
+_KEYS = tuple(entry.name for entry in dataclasses.fields(Manifest))
+
+
+def check_format(values: Any, path: str | Path) -> None:
+    found = values.get("format") if isinstance(values, dict) else None
+    if found != FORMAT:
+        raise CacheError(
+            at=str(path),
+            problem=f"token cache format {found!r}, this version of easypipe reads format {FORMAT}",
+            fix="Prepare the dataset again, or use the version of easypipe that wrote it.",
+        )

@@ -1,0 +1,369 @@
+"""Token files of a bucket, as memory that kernels can read: a sparse file on this machine into
+which their bytes come when asked for.
+
+part     a token file (cache/manifest.py), laid into the sparse file from a page on; its map is there from the start, its tokens are not
+index    what a part has beside tokens and masks: lengths, EOS flags, row numbers and Arrow's own words; fetched when the part is opened
+block    BLOCK bytes of a part, which have a checksum: what comes, is checked and, where it holds but tokens or masks, goes
+
+The file is unlinked as soon as it is open, so that it goes with the process, however that ends.
+`Staged.hold` brings what is asked for and keeps it while its block lasts; beyond `capacity` the
+parts that were not asked for the longest give their blocks back to the file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import sys
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from easypipe.cache.blocks import BLOCK, check_fetched, sums_of
+from easypipe.cache.manifest import Part
+from easypipe.core import storage
+from easypipe.core.errors import CacheError, MissingFileError, StorageError
+
+STRETCH = 1 << 36  # bytes of one map; a sparse file takes no room for them
+REQUESTS = 16  # under way at a time
+GUESS = 8 << 10  # bytes of Arrow's own words at either end of a file; asked again where it is more
+AGAIN = "Prepare the dataset again; only this range is tokenized anew."
+
+log = logging.getLogger("easypipe")
+
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1  # fallocate(2)
+
+
+class Staging:
+    """The sparse file, and who may stay in it. capacity: bytes of blocks. Thread safe."""
+
+    def __init__(self, folder: Path | None, capacity: int) -> None:
+        """folder: where the file is; None takes the system's temporary one. Raises StorageError
+        where it cannot be made.
+        """
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(prefix="easypipe-staged-", dir=folder, buffering=0)  # noqa: SIM115 (goes with this object)
+        except OSError as error:
+            raise StorageError(
+                at=str(folder), problem=f"cannot be written: {error}", fix="Set cache.staging_dir."
+            ) from error
+        self.capacity = capacity
+        self.used = 0
+        self.fetched_bytes = 0
+        self._size = self._stretch = 0  # bytes of parts; where the last map begins
+        self._map = memoryview(b"")
+        self._lock = threading.Lock()
+        # those that have blocks, the longest unused first
+        self._parts: OrderedDict[int, StagedPart] = OrderedDict()
+        self._warned = False
+        self.pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix="easypipe-stage")
+
+    def reserve(self, num_bytes: int) -> tuple[int, memoryview]:
+        """(offset, map) of room for a part; no disk is taken yet. Many parts share a map: a process
+        may have but so many.
+        """
+        with self._lock:
+            base, step = self._size, max(BLOCK, mmap.ALLOCATIONGRANULARITY)
+            size = -(-num_bytes // step) * step
+            if base + size > self._stretch + len(self._map):
+                length = max(STRETCH, size)
+                os.ftruncate(self._file.fileno(), base + length)
+                self._stretch, self._map = (
+                    base,
+                    memoryview(
+                        mmap.mmap(self._file.fileno(), length, access=mmap.ACCESS_READ, offset=base)
+                    ),
+                )
+            self._size += size
+            return base, self._map[base - self._stretch :][:num_bytes]
+
+    def write(self, offset: int, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            done = os.pwrite(self._file.fileno(), view, offset)
+            offset, view = offset + done, view[done:]
+        with self._lock:
+            self.fetched_bytes += len(data)
+
+    def pin(self, part: StagedPart) -> None:
+        """Keeps what is here of `part`."""
+        with self._lock:
+            part.pins += 1
+            self._parts[part.base] = part
+            self._parts.move_to_end(part.base)
+
+    def grow(self, num_bytes: int) -> None:
+        """Makes room for so many more bytes of pinned parts; fewer where it is negative."""
+        with self._lock:
+            self.used += num_bytes
+            self._shrink()
+
+    def unpin(self, part: StagedPart) -> None:
+        with self._lock:
+            part.pins -= 1
+            self._shrink()
+
+    def _shrink(self) -> None:
+        for part in list(self._parts.values()):
+            if self.used <= self.capacity:
+                return
+            if not part.pins:
+                self.used -= part.drop()
+                del self._parts[part.base]
+        if self.used > self.capacity and not self._warned:
+            self._warned = True
+            log.warning(
+                "cache.staging_bytes=%d: the batches under way need %d bytes of token files at once",
+                self.capacity,
+                self.used,
+            )
+
+    def punch(self, offset: int, length: int) -> None:
+        """Gives room back to the file system; the bytes read as zeros afterwards."""
+        if sys.platform != "linux":
+            problem = "staged tokens can only be dropped again on Linux"
+            raise StorageError(
+                at="cache.staging_bytes",
+                problem=problem,
+                fix="Raise it beyond the size of the cache.",
+            )
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+        if libc.fallocate(self._file.fileno(), _PUNCH_HOLE | _KEEP_SIZE, offset, length) != 0:
+            reason = os.strerror(ctypes.get_errno())
+            problem = f"the file system of the staging folder cannot give room back: {reason}"
+            raise StorageError(
+                at="cache.staging_dir", problem=problem, fix="Choose a folder on a local disk."
+            )
+
+
+class StagedPart:
+    """One token file. url: where it is. Its map holds the index from the start; `ranges` of tokens
+    after `fetch`.
+    """
+
+    def __init__(
+        self, staging: Staging, part: Part, url: str, options: dict[str, Any] | None
+    ) -> None:
+        """Raises CacheError where the file is gone, of another size, damaged or no token file."""
+        self.part, self.url, self.pins = part, url, 0
+        self._sums = sums_of(part, url)
+        self._staging, self._options = staging, options
+        self.base, self.map = staging.reserve(part.num_bytes)
+        self.lock = threading.Lock()
+        self.batch = self._open()
+        address = np.frombuffer(self.map, np.uint8).ctypes.data
+        lists = [column for column in self.batch.columns if pa.types.is_large_list(column.type)]
+        lengths = lists[0].buffers()[1]
+        self._bring_missing(
+            lengths.address - address, lengths.address - address + 8 * (self.batch.num_rows + 1)
+        )
+        self.offsets: NDArray[np.int64] = np.frombuffer(lengths, np.int64, self.batch.num_rows + 1)
+        values = [
+            (column.values.buffers()[1], column.type.value_type.bit_width // 8) for column in lists
+        ]
+        if not self.offsets[-1]:
+            values = []
+        # of ids, of masks: bytes into the file
+        self.starts = tuple(buffer.address - address for buffer, _ in values)
+        self.widths = tuple(width for _, width in values)
+        self.blocks = np.zeros(-(-part.num_bytes // BLOCK), np.bool_)  # that are here
+        data = [
+            (start, start + int(self.offsets[-1]) * width)
+            for start, width in zip(self.starts, self.widths, strict=True)
+        ]
+        # blocks without anything of the index: dropped
+        self._inside = [(-(-start // BLOCK), stop // BLOCK) for start, stop in data]
+        at = 0  # what lies between tokens and masks
+        for start, stop in [*data, (part.num_bytes, part.num_bytes)]:
+            self._bring_missing(at, start)
+            at = stop
+
+    def _open(self) -> pa.RecordBatch:
+        size, docs = self.part.num_bytes, self.part.docs
+        self._known: list[tuple[int, int]] = []
+        head, tail = min(size, GUESS + 8 * (docs + 1)), min(size, GUESS + 17 * docs)
+        if head + tail + BLOCK >= size:
+            self._bring(0, size)
+        else:
+            self._bring(0, head)
+            self._bring(size - tail, size)
+            at = 8  # behind the magic: schema and batch, each with its length in front
+            for _ in range(2):
+                self._bring_missing(at, min(at + 8, size))
+                at += 8 + int.from_bytes(self.map[at + 4 : at + 8], "little")
+                if at > size:
+                    raise CacheError(at=self.url, problem="is no token file", fix=AGAIN)
+                self._bring_missing(head, at)
+            footer = size - 10 - int.from_bytes(self.map[size - 10 : size - 6], "little")
+            self._bring_missing(max(0, footer), size)
+        try:
+            return (
+                pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self.map)))
+                .get_batch(0)
+                .replace_schema_metadata(None)
+            )
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise CacheError(at=self.url, problem=f"cannot be read: {error}", fix=AGAIN) from error
+
+    def _bring_missing(self, start: int, stop: int) -> None:
+        for a, b in _missing(start, stop, self._known):
+            self._bring(a, b)
+
+    def _bring(self, start: int, stop: int) -> None:
+        start, stop = start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, self.part.num_bytes)
+        try:
+            self._fetch(start, stop)
+        except MissingFileError as error:
+            raise CacheError(
+                at=error.at, problem="missing from the token cache", fix=AGAIN
+            ) from None
+        self._known.append((start, stop))
+
+    def _fetch(self, start: int, stop: int) -> None:
+        """Whole blocks."""
+        data = storage.read_range(self.url, start, stop, self._options)
+        check_fetched(data, start, self._sums, self.url)
+        self._staging.write(self.base + start, data)
+
+    def wanted(self, docs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Blocks with tokens and masks of documents `docs` of this part, ascending; Int64."""
+        first, last = self.offsets[docs], self.offsets[docs + 1]
+        full = last > first
+        found = [np.empty(0, np.int64)]
+        for start, width in zip(self.starts, self.widths, strict=True):
+            a, b = (start + first[full] * width) // BLOCK, (start + last[full] * width - 1) // BLOCK
+            count = b - a + 1
+            found.append(np.repeat(a - np.cumsum(count) + count, count) + np.arange(count.sum()))
+        return np.unique(np.concatenate(found))
+
+    def fetch_ranges(self, blocks: NDArray[np.int64]) -> list[Callable[[], None]]:
+        """Work that brings `blocks` (Int64[n], ascending, n > 0), a request for each run of
+        neighbours.
+        """
+        runs = np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1)
+        size = self.part.num_bytes
+        return [
+            lambda run=run: self._fetch(int(run[0]) * BLOCK, min((int(run[-1]) + 1) * BLOCK, size))
+            for run in runs
+        ]
+
+    def fetch_all(self) -> None:
+        """The whole file. Raises CacheError where its checksum is not the one that was
+        committed.
+        """
+        data = storage.read_range(self.url, 0, self.part.num_bytes, self._options)
+        found = xxhash.xxh3_128(data).hexdigest()
+        if found != self.part.checksum:
+            raise CacheError(
+                at=self.url,
+                problem=f"damaged: checksum {found}, committed as {self.part.checksum}",
+                fix=AGAIN,
+            )
+        self._staging.write(self.base, data)
+
+    def drop(self) -> int:
+        """Gives the room of its tokens back; returns how many bytes."""
+        for first, last in self._inside:
+            if last > first and self.blocks[first:last].any():
+                self._staging.punch(self.base + first * BLOCK, (last - first) * BLOCK)
+        freed = int(self.blocks.sum()) * BLOCK
+        self.blocks[:] = False
+        return freed
+
+
+class Staged:
+    """The parts of one token cache in a bucket. reading: "shards" brings whole parts, checked;
+    "ranges" blocks. Thread safe.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        parts: Sequence[Part],
+        urls: Sequence[str],
+        options: dict[str, Any] | None,
+        reading: Literal["shards", "ranges"],
+    ) -> None:
+        self._staging, self._whole = staging, reading == "shards"
+        work = [
+            lambda part=part, url=url: StagedPart(staging, part, url, options)
+            for part, url in zip(parts, urls, strict=True)
+        ]
+        self.parts: list[StagedPart] = _all(staging.pool, work)
+
+    @contextlib.contextmanager
+    def hold(self, number: NDArray[np.int64], docs: NDArray[np.int64]) -> Generator[None]:
+        """Tokens and masks of document `docs[i]` (Int64[n]) of part `number[i]` are in its map
+        while the block lasts.
+        """
+        held: list[StagedPart] = []
+        with contextlib.ExitStack() as locks:
+            try:
+                work: list[Callable[[], None]] = []
+                coming: list[tuple[StagedPart, NDArray[np.int64]]] = []
+                # ascending, so that two threads never wait for each other
+                for i in np.unique(number).tolist():
+                    part = self.parts[i]
+                    locks.enter_context(part.lock)
+                    self._staging.pin(part)  # before anybody looks at what is here of it
+                    held.append(part)
+                    blocks = (
+                        np.arange(part.blocks.size)
+                        if self._whole
+                        else part.wanted(docs[number == i])
+                    )
+                    absent = blocks[~part.blocks[blocks]]
+                    if absent.size:
+                        work += [part.fetch_all] if self._whole else part.fetch_ranges(absent)
+                        coming.append((part, absent))
+                self._staging.grow(sum(absent.size for _, absent in coming) * BLOCK)
+                try:
+                    _all(self._staging.pool, work)
+                # Ctrl-C as well: room that was counted is given back; what came is asked for again
+                except BaseException:
+                    self._staging.grow(-sum(absent.size for _, absent in coming) * BLOCK)
+                    raise
+                for part, absent in coming:
+                    part.blocks[absent] = True
+                locks.pop_all().close()
+                yield
+            finally:
+                for part in held:
+                    self._staging.unpin(part)
+
+
+def _all(pool: ThreadPoolExecutor, work: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Everything at once; what one raises is raised when the others have ended."""
+    running = [pool.submit(one) for one in work]
+    failures = [failure for one in running if (failure := one.exception()) is not None]
+    if failures:
+        raise failures[0]
+    return [one.result() for one in running]
+
+
+def _missing(start: int, stop: int, known: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What of `start` to `stop` is in none of `known`."""
+    gaps = [(start, stop)] if stop > start else []
+    for a, b in known:
+        gaps = [
+            piece
+            for x, y in gaps
+            for piece in ((x, min(y, a)), (max(x, b), y))
+            if piece[1] > piece[0]
+        ]
+    return gaps

@@ -1,0 +1,489 @@
+"""Rows of tokens → batches, for whoever holds rows and wants batches; `Pipeline.load()` needs none
+of these.
+
+B rows of a batch · T slots, the longest row's or `max_length`.  A row is a mapping with
+`input_ids`, and where it has them `labels` (unshifted: the id of the same place, or -100),
+`loss_mask` (1: this token is a target) and `attention_mask`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.compat.text_rows import as_tokenizer, pad_of
+from easypipe.core.errors import ConfigError, SourceError, place
+from easypipe.core.schema import (
+    ATTENTION_MASK,
+    DECODER_ATTENTION_MASK,
+    DECODER_INPUT_IDS,
+    IGNORE,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASK,
+    SEGMENT_IDS,
+    OutputSchema,
+)
+from easypipe.loader.collate import CollateConfig, collate, row_width
+
+log = logging.getLogger("easypipe")
+
+Side = Literal["right", "left"]
+Tensors = bool | Literal["np", "jax"]
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """How rows of several lengths become one rectangle, and what is handed out."""
+
+    pad_token_id: int = 0
+    label_pad_token_id: int = IGNORE
+    padding_side: Side = "right"
+    max_length: int | None = None
+    return_tensors: Tensors = True
+    schema: OutputSchema = field(default_factory=OutputSchema)
+
+    def __post_init__(self) -> None:
+        if self.padding_side not in ("right", "left"):
+            raise ConfigError(
+                at="padding_side",
+                problem=f"{self.padding_side!r} is no side",
+                have=["right", "left"],
+            )
+        if self.max_length is not None and self.max_length < 1:
+            raise ConfigError(
+                at="max_length",
+                problem=f"{self.max_length} is no row length",
+                fix="Give at least 1.",
+            )
+        check_tensors(self.return_tensors)
+
+    def width(self, lengths: Sequence[int]) -> int:
+        """Raises SourceError for a row that is longer than max_length."""
+        rule = (
+            CollateConfig()
+            if self.max_length is None
+            else CollateConfig(padding="max_length", max_length=self.max_length)
+        )
+        return row_width(np.asarray(lengths, np.int64), rule)
+
+    def laid_out(
+        self, rows: Rows, *, next_token: bool = True
+    ) -> tuple[dict[str, list[NDArray[np.int64]]], int]:
+        """(columns of each row, width of the batch). Raises what `token_columns` and `width`
+        raise.
+        """
+        columns = token_columns(rows, next_token=next_token)
+        return columns, self.width([ids.size for ids in columns[INPUT_IDS]])
+
+    def fill(self, values: Sequence[NDArray[Any]], width: int, filler: int) -> NDArray[np.int64]:
+        """Int64[B, width]."""
+        out = np.full((len(values), width), filler, np.int64)
+        for i, row in enumerate(values):  # one copy a row
+            if self.padding_side == "right":
+                out[i, : row.size] = row
+            else:
+                out[i, width - row.size :] = row
+        return out
+
+    def finish(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return handed_out(batch, self.schema, self.return_tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingCollator:
+    """See create_collate_fn."""
+
+    padding: Padding
+
+    @property
+    def recipe(self) -> Any:
+        return "padding", self.padding
+
+    def __call__(self, rows: Rows) -> dict[str, Any]:
+        """`input_ids`, `attention_mask`, `labels` Int32[B, T] (Int32[B] where a row has one label);
+        further columns as long as their row's tokens, filled with 0; others stacked.
+        """
+        rule = self.padding
+        columns, width = rule.laid_out(rows, next_token=False)
+        attended = rule.fill(columns[ATTENTION_MASK], width, 0)
+        batch: dict[str, Any] = {
+            INPUT_IDS: rule.fill(columns[INPUT_IDS], width, rule.pad_token_id),
+            ATTENTION_MASK: attended,
+        }
+        label = rows[0].get(LABELS)
+        if label is not None and np.ndim(label) == 0:
+            batch[LABELS] = stacked([row.get(LABELS) for row in rows], LABELS)
+        else:
+            labels = [
+                np.where(mask != 0, given, IGNORE)
+                for given, mask in zip(columns[LABELS], columns[LOSS_MASK], strict=True)
+            ]
+            padded = rule.fill(labels, width, IGNORE)
+            batch[LABELS] = np.where(
+                (attended == 0) | (padded == IGNORE), rule.label_pad_token_id, padded
+            )
+        return rule.finish(batch | self._others(rows, columns[INPUT_IDS], width))
+
+    def _others(self, rows: Rows, ids: Sequence[NDArray[Any]], width: int) -> dict[str, Any]:
+        others = {}
+        for name in rows[0]:
+            if name in (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK):
+                continue
+            values = [np.asarray(row.get(name)) for row in rows]
+            along = all(
+                value.ndim == 1 and value.size == own.size and value.dtype.kind in "iub"
+                for value, own in zip(values, ids, strict=True)
+            )
+            others[name] = (
+                self.padding.fill(values, width, 0)
+                if along
+                else stacked([row.get(name) for row in rows], name)
+            )
+        return others
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalLMCollator:
+    """See create_causal_lm_collate."""
+
+    padding: Padding
+
+    @property
+    def recipe(self) -> Any:
+        return "causal_lm", self.padding
+
+    def __call__(self, rows: Rows) -> dict[str, Any]:
+        rule = self.padding
+        columns, width = rule.laid_out(rows)
+        at_rest = {
+            INPUT_IDS: rule.fill(columns[INPUT_IDS], width, rule.pad_token_id),
+            SEGMENT_IDS: rule.fill(columns[SEGMENT_IDS], width, 0),
+            LOSS_MASK: rule.fill(
+                [
+                    (mask != 0) & (labels != IGNORE)
+                    for mask, labels in zip(columns[LOSS_MASK], columns[LABELS], strict=True)
+                ],
+                width,
+                0,
+            ),
+        }
+        batch: dict[str, Any] = dict(collate(at_rest, attention_mask=True))
+        if rule.label_pad_token_id != IGNORE:
+            batch[LABELS][batch[LABELS] == IGNORE] = rule.label_pad_token_id
+        return rule.finish(batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seq2SeqCollator:
+    """See create_seq2seq_collate."""
+
+    padding: Padding
+    decoder_start_token_id: int
+    max_target_length: int | None = None
+
+    @property
+    def recipe(self) -> Any:
+        return "seq2seq", self.padding, self.decoder_start_token_id, self.max_target_length
+
+    def __call__(self, rows: Rows) -> dict[str, Any]:
+        require_some(rows)
+        rule = self.padding
+        sources = [integers(row, INPUT_IDS, i) for i, row in enumerate(rows)]
+        attended = [
+            integers(row, ATTENTION_MASK, i, like=ids)
+            for i, (row, ids) in enumerate(zip(rows, sources, strict=True))
+        ]
+        targets = [integers(row, LABELS, i) for i, row in enumerate(rows)]
+        for i, target in enumerate(targets):
+            if not target.size:
+                raise SourceError(
+                    at=place(f"row {i} of the batch", column=LABELS),
+                    problem="no token to predict",
+                    fix="Leave such rows out.",
+                )
+        # a decoder starts at its first slot
+        out = Padding(
+            **{**vars(rule), "max_length": self.max_target_length, "padding_side": "right"}
+        )
+        width, out_width = (
+            rule.width([ids.size for ids in sources]),
+            out.width([ids.size for ids in targets]),
+        )
+        labels = out.fill(targets, out_width, IGNORE)
+        decoder = np.full_like(labels, rule.pad_token_id)
+        decoder[:, 0] = self.decoder_start_token_id
+        decoder[:, 1:] = np.where(labels[:, :-1] == IGNORE, rule.pad_token_id, labels[:, :-1])
+        return rule.finish(
+            {
+                INPUT_IDS: rule.fill(sources, width, rule.pad_token_id),
+                ATTENTION_MASK: rule.fill(attended, width, 0),
+                DECODER_INPUT_IDS: decoder,
+                DECODER_ATTENTION_MASK: out.fill(
+                    [np.ones_like(target) for target in targets], out_width, 0
+                ),
+                LABELS: np.where(labels == IGNORE, rule.label_pad_token_id, labels),
+            }
+        )
+
+
+def create_collate_fn(
+    pad_token_id: int = 0,
+    label_pad_token_id: int = IGNORE,
+    padding_side: Side = "right",
+    max_length: int | None = None,
+    return_tensors: Tensors = True,
+    *,
+    schema: OutputSchema | None = None,
+) -> PaddingCollator:
+    """Rows to one rectangle, labels where the tokens are: for models that shift themselves.
+    `create_causal_lm_collate` shifts.
+
+    label_pad_token_id: label of what is not trained: padding, tokens with attention_mask 0, with
+    loss_mask 0 or label -100. padding_side: where the tokens are not. max_length: the width of
+    every batch; None: of its longest row. return_tensors: NumPy arrays (True, "np"), jax Arrays
+    ("jax") or lists (False). schema: dtypes; default int32 for tokens.
+    """
+    return PaddingCollator(
+        padding=_padding(
+            pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema
+        )
+    )
+
+
+def create_causal_lm_collate(
+    pad_token_id: int = 0,
+    label_pad_token_id: int = IGNORE,
+    padding_side: Side = "right",
+    max_length: int | None = None,
+    return_tensors: Tensors = True,
+    *,
+    schema: OutputSchema | None = None,
+) -> CausalLMCollator:
+    """Rows to the batch that a Pipeline's loader makes of them: `labels[t]` is the token at t + 1
+    where that is a target, else -100.
+
+    `input_ids`, `labels`, `segment_ids`, `position_ids`, `attention_mask`, Int32[B, T]. Options as
+    create_collate_fn has them.
+    """
+    return CausalLMCollator(
+        padding=_padding(
+            pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema
+        )
+    )
+
+
+def create_seq2seq_collate(
+    pad_token_id: int | None = None,
+    label_pad_token_id: int = IGNORE,
+    padding_side: Side = "right",
+    max_length: int | None = None,
+    return_tensors: Tensors = True,
+    *,
+    decoder_start_token_id: int | None = None,
+    tokenizer: Any = None,
+    max_target_length: int | None = None,
+    schema: OutputSchema | None = None,
+) -> Seq2SeqCollator:
+    """Rows of `input_ids` (what is read) and `labels` (what is to be said) for an encoder and a
+    decoder.
+
+    `decoder_input_ids[t]` is the label at t - 1, `decoder_start_token_id` at 0; so decoders need no
+    shift of their own. Int32: `input_ids`, `attention_mask` [B, T], `decoder_input_ids`,
+    `decoder_attention_mask`, `labels` [B, U]. max_target_length: U; None: the longest.
+    tokenizer: names what is not given: its pad token (else its EOS, else 0 pads), and the token
+    that starts the decoder, which is its BOS or, where it has none, its pad token. Without a
+    tokenizer too the pad token starts, which a warning says.
+    """
+    own = None if tokenizer is None else as_tokenizer(tokenizer)
+    if pad_token_id is None:
+        pad_token_id = 0 if own is None else pad_of(own)
+    if decoder_start_token_id is None:
+        bos: int | None = None if own is None else own.bos_token_id
+        decoder_start_token_id = pad_token_id if bos is None else bos
+        if own is None:
+            log.warning(
+                "seq2seq: the pad token, %d, starts the decoder: no decoder_start_token_id or tokenizer was given",
+                pad_token_id,
+            )
+    padding = _padding(
+        pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema
+    )
+    return Seq2SeqCollator(
+        padding=padding,
+        decoder_start_token_id=decoder_start_token_id,
+        max_target_length=max_target_length,
+    )
+
+
+def default_collate(rows: Sequence[Any]) -> Any:
+    """Rows of any one kind: mappings to a dict of stacked arrays, tuples to a tuple of them, arrays
+    and numbers to one under `"data"`.
+
+    Text, and whatever NumPy makes no numbers of, becomes a list. Raises SourceError naming row and
+    column for shapes that differ.
+    """
+    require_some(rows)
+    first = rows[0]
+    if isinstance(first, Mapping):
+        for i, row in enumerate(rows):
+            if set(row) != set(first):
+                raise SourceError(
+                    at=f"row {i} of the batch",
+                    problem=f"has {sorted(row)}",
+                    have=first,
+                    fix="Give every row the same keys.",
+                )
+        return {str(name): stacked([row[name] for row in rows], str(name)) for name in first}
+    if isinstance(first, tuple):
+        return tuple(
+            stacked(list(column), str(i)) for i, column in enumerate(zip(*rows, strict=True))
+        )
+    return {"data": stacked(rows, "data")}
+
+
+def check_tensors(return_tensors: Any) -> None:
+    """Raises ConfigError for kinds of arrays that no collator makes."""
+    known = (True, False, "np", "jax")
+    if return_tensors not in known:
+        fix = "For torch tensors wrap the loader: easypipe.interop.torch.TorchBatches(loader)."
+        raise ConfigError(
+            at="return_tensors", problem=f"{return_tensors!r} is not made here", have=known, fix=fix
+        )
+
+
+def handed_out(
+    batch: Mapping[str, Any], schema: OutputSchema, return_tensors: Tensors
+) -> dict[str, Any]:
+    """The batch in the dtypes of the schema, as NumPy arrays, jax.Arrays, or lists."""
+    batch = schema.cast(batch)
+    if return_tensors == "jax":
+        from easypipe.loader.placement import on_default_device
+
+        return on_default_device(batch)
+    if return_tensors is False:
+        return {
+            name: values.tolist() if isinstance(values, np.ndarray) else values
+            for name, values in batch.items()
+        }
+    return batch
+
+
+def stacked(values: Sequence[Any], name: str) -> Any:
+    arrays = [np.asarray(value) for value in values]
+    if any(array.dtype.kind not in "biuf" for array in arrays):
+        return list(values)
+    for i, array in enumerate(arrays):
+        if array.shape != arrays[0].shape:
+            raise SourceError(
+                at=place(f"row {i} of the batch", column=name),
+                problem=f"shape {array.shape}, the first row has {arrays[0].shape}",
+                fix="Make them alike in the dataset, or give a collator that pads or resizes.",
+            )
+    return np.stack(arrays)
+
+
+def require_some(rows: Sequence[Any]) -> None:
+    if not len(rows):
+        raise SourceError(at="the batch", problem="holds no rows", fix="Give at least one.")
+
+
+def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[NDArray[np.int64]]]:
+    """input_ids, attention_mask, labels (unshifted), loss_mask and segment_ids of every row. Raises
+    SourceError naming row and column.
+
+    next_token: labels, where a row has them, are its own tokens or -100; else any, and one for the
+    whole row is passed over.
+    """
+    require_some(rows)
+    columns: dict[str, list[NDArray[np.int64]]] = {
+        name: [] for name in (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK, SEGMENT_IDS)
+    }
+    for i, row in enumerate(rows):
+        ids = integers(row, INPUT_IDS, i)
+        attended = integers(row, ATTENTION_MASK, i, like=ids)
+        columns[INPUT_IDS].append(ids)
+        columns[ATTENTION_MASK].append(attended)
+        columns[LOSS_MASK].append(integers(row, LOSS_MASK, i, like=ids))
+        columns[SEGMENT_IDS].append(integers(row, SEGMENT_IDS, i, like=ids) * (attended != 0))
+        own = row.get(LABELS)
+        labels = (
+            ids
+            if own is None or (np.ndim(own) == 0 and not next_token)
+            else integers(row, LABELS, i, like=ids)
+        )
+        wrong = np.flatnonzero((labels != ids) & (labels != IGNORE))
+        if next_token and wrong.size:
+            raise SourceError(
+                at=place(f"row {i} of the batch", column=LABELS),
+                problem=f"token {wrong[0]} has label {labels[wrong[0]]}, its id is {ids[wrong[0]]}",
+                fix="Give unshifted labels (input_ids or -100), or leave the column out.",
+            )
+        columns[LABELS].append(labels)
+    return columns
+
+
+def integers(
+    row: Mapping[str, Any], name: str, number: int, *, like: NDArray[Any] | None = None
+) -> NDArray[np.int64]:
+    """Int64[n]; ones where the row has none and `like` says how many."""
+    given = row.get(name) if isinstance(row, Mapping) else None
+    if given is None and like is not None:
+        return np.ones(like.size, np.int64)
+    at = place(f"row {number} of the batch", column=name)
+    if given is None:
+        have = list(row) if isinstance(row, Mapping) else [type(row).__name__]
+        raise SourceError(
+            at=at,
+            problem="there is none",
+            have=have,
+            fix="Tokenize the rows first: PreprocessedDataset does.",
+        )
+    values = np.asarray(given)
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "iub"):
+        raise SourceError(
+            at=at, problem=f"expected a row of integers, got {values.dtype} of shape {values.shape}"
+        )
+    if like is not None and values.size != like.size:
+        raise SourceError(
+            at=at,
+            problem=f"{values.size} values for {like.size} tokens",
+            fix="Give every token one.",
+        )
+    return values.astype(np.int64)
+
+
+def _padding(
+    pad: int,
+    label_pad: int,
+    side: Side,
+    max_length: int | None,
+    tensors: Tensors,
+    schema: OutputSchema | None,
+) -> Padding:
+    return Padding(
+        pad_token_id=pad,
+        label_pad_token_id=label_pad,
+        padding_side=side,
+        max_length=max_length,
+        return_tensors=tensors,
+        schema=schema or OutputSchema(),
+    )
+
+
+__all__ = [
+    "CausalLMCollator",
+    "Padding",
+    "PaddingCollator",
+    "Seq2SeqCollator",
+    "create_causal_lm_collate",
+    "create_collate_fn",
+    "create_seq2seq_collate",
+    "default_collate",
+]

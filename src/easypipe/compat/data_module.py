@@ -1,0 +1,277 @@
+"""UniversalDataModule: any dataset to a training and a validation loader, the collator chosen by
+the task.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.compat.datasets import PreprocessedDataset, subset
+from easypipe.compat.loaders import DataLoaderConfig, DataLoaderFactory, require_rows, text_loader
+from easypipe.compat.registry import DEFAULT, CollatorRegistry
+from easypipe.compat.text_rows import MESSAGES, TEXT, is_own, tokenizer_config
+from easypipe.compat.vision import IMAGE_COLUMNS
+from easypipe.core.errors import ConfigError
+from easypipe.core.random import draw_seed, fold
+from easypipe.core.schema import INPUT_IDS, TaskSpec
+from easypipe.loader.epochs import EpochLoader
+from easypipe.loader.loader import Loader
+from easypipe.plan.order import permute
+from easypipe.stages.source.stage import DatasetConfig
+
+log = logging.getLogger("easypipe")
+
+
+@runtime_checkable
+class DataModuleProtocol(Protocol):
+    """What has a loader to train on and one to validate on. Any class with these two methods is
+    one; none is a base of it.
+    """
+
+    def train_dataloader(self) -> Any: ...
+    def val_dataloader(self) -> Any: ...
+
+
+class Splits(NamedTuple):
+    """Rows of the training data: Int64[n] each, disjoint, together all of them; ascending."""
+
+    train: NDArray[np.int64]
+    val: NDArray[np.int64]
+
+
+class UniversalDataModule:
+    """Loaders over any map-style dataset: of `datasets`, torch's (known by what they do), tuples, a
+    list of integer arrays, or PreprocessedDataset.
+
+    train_data, val_data: the rows. val_split: the share of train_data that is validated on, drawn
+    by the seed, disjoint from what is trained on; it says nothing where val_data is given, which a
+    warning tells.
+    task_spec: chooses the collator (CollatorRegistry). None looks at the first row: tokens, `text`
+    or `messages` are text, an image column is vision, anything else is stacked as it is.
+    collate_fn: a collator of one's own, in place of all that.
+    tokenizer: of rows of text: a Tokenizer, its config, a name, or another library's with
+    `name_or_path`; `messages` go through its chat template, and the assistant's turns are trained.
+    max_length: tokens that are kept of a text. Rows without text are left out and counted, as
+    on_error="skip" does. The training loader is shuffled, every iteration the next pass in an order
+    of its own, and leaves out a last batch that is not full; the validation loader is ordered,
+    complete, and the same every time.
+    seed: of split, order and collators; None draws one, logs it, and keeps it as `seed`. Further
+    options are DataLoaderConfig's.
+    """
+
+    def __init__(
+        self,
+        train_data: Any,
+        val_data: Any = None,
+        *,
+        task_spec: TaskSpec | None = None,
+        tokenizer: Any = None,
+        batch_size: int = 32,
+        val_split: float = 0.0,
+        max_length: int | None = None,
+        seed: int | None = None,
+        collate_fn: Any = None,
+        **options: Any,
+    ) -> None:
+        if not 0 <= val_split < 1:
+            raise ConfigError(
+                at="val_split",
+                problem=f"{val_split} is no share of the rows",
+                fix="Give one from 0 up to 1.",
+            )
+        if val_data is not None and val_split:
+            log.warning("val_split=%s has no effect: val_data is given", val_split)
+        for name, data in (("train_data", train_data), ("val_data", val_data)):
+            if data is not None:
+                require_rows(data, at=name)
+        self.seed = draw_seed() if seed is None else seed
+        if seed is None:
+            log.info("data module: no seed was given, drew %d", self.seed)
+        self.val_split, self.max_length, self.tokenizer = val_split, max_length, tokenizer
+        self._train, self._val, self._collate_fn = train_data, val_data, collate_fn
+        self._passes: dict[str, int] = {}
+        self.options = DataLoaderConfig(batch_size=batch_size, seed=self.seed, **options)
+        if not len(train_data):
+            raise ConfigError(at="train_data", problem="has no rows", fix="Give it some.")
+        first = _row(train_data[0])
+        self.task_spec = task_spec or _task_of(first)
+        self._column = next(
+            (name for name in (TEXT, MESSAGES) if isinstance(first, Mapping) and name in first),
+            TEXT,
+        )
+        if (
+            self._is_plain_text
+            and tokenizer is None
+            and isinstance(first, Mapping)
+            and self._column in first
+            and INPUT_IDS not in first
+        ):
+            raise ConfigError(
+                at="tokenizer",
+                problem="the rows are text, and there is none",
+                fix="Name the tokenizer that encodes them.",
+            )
+        if (
+            tokenizer is not None
+            and task_spec is None
+            and collate_fn is None
+            and self.task_spec.modality == DEFAULT
+        ):
+            have = list(first) if isinstance(first, Mapping) else [type(first).__name__]
+            fix = f"Name the column of text {TEXT!r}, or say by task_spec what the rows are."
+            raise ConfigError(
+                at="tokenizer",
+                problem="has no effect: the rows hold no text that is known",
+                have=have,
+                fix=fix,
+            )
+        if max_length is not None and (
+            tokenizer is None or not isinstance(first, Mapping) or INPUT_IDS in first
+        ):
+            raise ConfigError(
+                at="max_length",
+                problem="cuts texts that are encoded here, and these are not",
+                fix="Leave it out.",
+            )
+        if not len(self.splits.train) or (
+            val_split and val_data is None and not len(self.splits.val)
+        ):
+            none = "train" if not len(self.splits.train) else "validate"
+            problem = f"{val_split} of {len(train_data)} rows leaves none to {none} on"
+            raise ConfigError(
+                at="val_split", problem=problem, fix="Give another share, or val_data."
+            )
+
+    @cached_property
+    def splits(self) -> Splits:
+        """Which rows of train_data are trained on, and which validated on."""
+        rows = len(self._train)
+        held_out = 0 if self._val is not None else round(rows * self.val_split)
+        order = permute(np.arange(rows), rows, fold(self.seed, "val_split"))
+        return Splits(train=np.sort(order[held_out:]), val=np.sort(order[:held_out]))
+
+    def train_dataloader(self) -> EpochLoader:
+        """A loader that begins at the pass behind the last one that a loader of this method has
+        finished.
+        """
+        train = (
+            self._train
+            if len(self.splits.train) == len(self._train)
+            else subset(self._train, self.splits.train.tolist())
+        )
+        drop_last = True if self.options.drop_last is None else self.options.drop_last
+        return self._loader(train, "train", shuffle=True, drop_last=drop_last).counted_by(
+            self._passes, "train"
+        )
+
+    def val_dataloader(self) -> Loader | None:
+        """None where nothing is held out."""
+        if self._val is None and not len(self.splits.val):
+            return None
+        val = self._val if self._val is not None else subset(self._train, self.splits.val.tolist())
+        return self._loader(
+            val, "val", shuffle=False, drop_last=False, num_epochs=1, group_by_length=None
+        ).loader(0)
+
+    def dataset_config(self, data: Any, name: str) -> DatasetConfig | None:
+        """How a Pipeline reads these rows, where they are text to be trained on and a tokenizer is
+        known; else None.
+        """
+        if not self._is_plain_text:
+            return None
+        if (
+            isinstance(data, PreprocessedDataset)
+            or self.tokenizer is None
+            or is_own(self.tokenizer)
+        ):
+            return None
+        tokenizer = tokenizer_config(
+            self.tokenizer, max_length=self.max_length, return_attention_mask=True
+        )
+        rows = [_row(row) for row in data] if isinstance(data, list | tuple) else data
+        return DatasetConfig(
+            name=name,
+            data_files=rows,
+            tokenizer=tokenizer,
+            content_field=self._column,
+            on_error="skip",
+        )
+
+    @property
+    def _is_plain_text(self) -> bool:
+        """Whether batches are the Pipeline's: easypipe's own collator of text, and no options of
+        the task's.
+        """
+        if self._collate_fn is not None:
+            return False
+        entry = CollatorRegistry.get_instance().find(self.task_spec)
+        return entry.name == "text" and entry.builtin and not self.task_spec.options
+
+    def _loader(self, data: Any, name: str, **changes: Any) -> EpochLoader:
+        options = dataclasses.replace(self.options, **changes)
+        spelled = self.dataset_config(data, name)
+        if spelled is not None:
+            options.warn_of_what_has_no_effect()
+            return text_loader(spelled, options)
+        rows = _Rows(data) if isinstance(data, list | tuple) else data
+        collate = (
+            None
+            if isinstance(data, PreprocessedDataset) and self._is_plain_text
+            else self._collator()
+        )
+        return DataLoaderFactory().create_dataloader(
+            rows, dataclasses.replace(options, collate_fn=collate), name=name
+        )
+
+    def _collator(self) -> Any:
+        if self._collate_fn is not None:
+            return self._collate_fn
+        registry = CollatorRegistry.get_instance()
+        takes = registry.find(self.task_spec).options
+        given: Mapping[str, Any] = {"tokenizer": self.tokenizer, "max_length": self.max_length}
+        chosen = {
+            key: value
+            for key, value in given.items()
+            if value is not None and (takes is None or key in takes)
+        }
+        return registry.get_collator(task_spec=self.task_spec, **chosen)
+
+
+class _Rows:
+    """A list whose arrays of integers are rows of tokens."""
+
+    def __init__(self, data: Sequence[Any]) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        return _row(self._data[index])
+
+
+def _row(row: Any) -> Any:
+    """`{"input_ids": row}` for a row that is an array of integers; any other as it is."""
+    if isinstance(row, Mapping | tuple | str | bytes):
+        return row
+    array = np.asarray(row)
+    return {INPUT_IDS: array} if array.ndim == 1 and array.dtype.kind in "iu" else row
+
+
+def _task_of(row: Any) -> TaskSpec:
+    if isinstance(row, Mapping):
+        if any(name in row for name in (INPUT_IDS, TEXT, MESSAGES)):
+            return TaskSpec.lm_tiny()
+        if any(name in row for name in IMAGE_COLUMNS):
+            return TaskSpec.vision_tiny()
+    return TaskSpec(name="rows", modality=DEFAULT, task_type="any")
+
+
+__all__ = ["DataModuleProtocol", "Splits", "UniversalDataModule"]

@@ -1,0 +1,281 @@
+"""DataPipeline: a YAML file to the loaders of its splits, every failure a Result.
+
+A thin face: the file says what `DatasetConfig(prompt=...)`, `TokenizerConfig` and
+`DataLoaderConfig` say, and the Pipeline that they make reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+from collections.abc import Mapping
+from dataclasses import field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from easypipe.compat.loaders import DataLoaderConfig, text_loader, text_stream
+from easypipe.core.config import ListOf, config, from_dict, load_yaml
+from easypipe.core.errors import ConfigError, EasypipeError, did_you_mean
+from easypipe.core.result import Err, Result, attempt
+from easypipe.loader.epochs import EpochLoader, EpochStreamLoader
+from easypipe.stages.source.stage import DatasetConfig
+from easypipe.transforms.prompt.config import PromptConfig
+from easypipe.transforms.tokenizer.lengths import LengthPolicy
+from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig
+
+VERSION = "1.0"
+
+
+@config
+class DatasetSection:
+    """Which rows.
+
+    name: of a dataset of the Hub, or a path, glob or URL of files, or a folder of `datasets`.
+    columns: those that may be read: a template that asks for others is refused, and so is a dataset
+    that lacks one. subset, revision: of a dataset of the Hub.
+    data_files: {split: path, glob or URL}, in place of what `name` holds, which then only names the
+    dataset.
+    num_rows: only the first so many rows of a split. streaming: read forward and tokenize on the
+    way, with nothing counted or kept (docs/streaming.md). storage_options: for remote files, as
+    DatasetConfig has them.
+    """
+
+    name: str
+    columns: ListOf[str] | None = None
+    subset: str | None = None
+    revision: str | None = None
+    data_files: dict[str, str] | None = None
+    num_rows: int | None = None
+    streaming: bool = False
+    storage_options: dict[str, Any] | None = field(
+        default=None, repr=False, metadata={"secret": True}
+    )
+
+    def check(self) -> None:
+        if self.columns is not None and not self.columns:
+            raise ConfigError(
+                at="columns",
+                problem="an empty list",
+                fix="Name the columns to read, or leave it out for all.",
+            )
+        for name in ("subset", "revision"):
+            if self.data_files is not None and getattr(self, name) is not None:
+                raise ConfigError(
+                    at=name, problem="has no effect beside data_files", fix="Leave it out."
+                )
+
+    def rows(self, split: str) -> dict[str, Any]:
+        """The fields of DatasetConfig that say where a split's rows are. Raises ConfigError for a
+        split that data_files does not name.
+        """
+        return {
+            "num_rows": self.num_rows,
+            "storage_options": self.storage_options,
+            **self._files(split),
+        }
+
+    def _files(self, split: str) -> dict[str, Any]:
+        if self.data_files is not None:
+            if split not in self.data_files:
+                fix = did_you_mean(split, self.data_files) or "Name it in dataset.data_files."
+                raise ConfigError(
+                    at="dataset.data_files",
+                    problem=f"no split {split!r}",
+                    have=self.data_files,
+                    fix=fix,
+                )
+            return {"data_files": self.data_files[split]}
+        if self.is_local:
+            return {"data_files": self.name, "split": split}
+        return {
+            "data_files": self.name,
+            "type": "huggingface",
+            "split": split,
+            "subset": self.subset,
+            "revision": self.revision,
+        }
+
+    @property
+    def is_local(self) -> bool:
+        """Whether `name` is a path or URL, and not a dataset of the Hub."""
+        return (
+            "://" in self.name
+            or Path(self.name).expanduser().exists()
+            or bool(Path(self.name).suffix)
+            or glob.has_magic(self.name)
+        )
+
+
+@config
+class TokenizerSection:
+    """The tokenizer, as TokenizerConfig has it.
+
+    name_or_path, max_length, truncation: as there. padding: None pads every batch to max_length
+    where there is one, else to its longest row. padding_side, pad_to_multiple_of: as there. length:
+    what becomes of samples of more than max_length tokens, as DatasetConfig has it; None keeps
+    their start. use_fast: False encodes with the reference.
+    """
+
+    name_or_path: str
+    max_length: int | None = None
+    truncation: bool = True
+    padding: Literal["longest", "max_length"] | None = None
+    padding_side: Literal["right", "left"] = "right"
+    pad_to_multiple_of: int | None = None
+    length: LengthPolicy | None = None
+    use_fast: bool = True
+
+    def check(self) -> None:
+        self.config()
+
+    def config(self) -> TokenizerConfig:
+        return TokenizerConfig(
+            name_or_path=self.name_or_path,
+            max_length=self.max_length,
+            truncation=self.truncation,
+            padding=self.padding or ("max_length" if self.max_length is not None else "longest"),
+            padding_side=self.padding_side,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            return_attention_mask=True,
+            backend="auto" if self.use_fast else "tokenizers",
+        )
+
+
+@config
+class DataPipelineConfig:
+    """The file: `type: data_module`, `version: "1.0"`, and its four sections.
+
+    type, version: these words; others are refused. dataset: which rows. tokenizer: what encodes
+    them. prompt_template: how a row becomes text, and which part is trained. dataloader: how rows
+    become batches.
+    """
+
+    type: Literal["data_module"]
+    version: str | float
+    dataset: DatasetSection
+    tokenizer: TokenizerSection
+    prompt_template: PromptConfig
+    dataloader: DataLoaderConfig = field(default_factory=DataLoaderConfig)
+
+    def check(self) -> None:
+        if str(self.version) != VERSION:
+            raise ConfigError(
+                at="version",
+                problem=f"{self.version!r} is not known",
+                have=[VERSION],
+                fix=f'Write version: "{VERSION}".',
+            )
+        if self.dataloader.collate_fn is not None:
+            raise ConfigError(
+                at="dataloader.collate_fn",
+                problem="the rows are text, which the Loader collates",
+                fix="Leave it out.",
+            )
+
+    def problems(self) -> list[ConfigError]:
+        """What is wrong between the sections; each has checked itself when it was made."""
+        problems = []
+        if self.dataset.streaming and self.dataloader.world_size > 1:
+            problem = "ranks share rows by their numbers, and a stream has none"
+            fix = "Leave dataset.streaming out, or give the loader of a Pipeline a mesh."
+            problems.append(ConfigError(at="dataloader.world_size", problem=problem, fix=fix))
+        columns, prompt = self.dataset.columns, self.prompt_template
+        wanted = {f"input_columns[{i}]": name for i, name in enumerate(prompt.inputs)}
+        if prompt.label is not None:
+            wanted["label_column"] = prompt.label
+        for at, name in wanted.items():
+            if columns is not None and name not in columns:
+                fix = did_you_mean(name, columns) or "Add it to dataset.columns."
+                problems.append(
+                    ConfigError(
+                        at=f"prompt_template.{at}",
+                        problem=f"dataset.columns has no {name!r}",
+                        have=columns,
+                        fix=fix,
+                    )
+                )
+        return problems
+
+
+class DataPipeline:
+    """`DataPipeline.from_config("pipeline_config.yaml").unwrap().get_dataloader("train",
+    shuffle=True).unwrap()`.
+
+    The constructor raises what `from_config` gives as Err, and `validate` lists it: three views of
+    one check.
+    """
+
+    def __init__(self, config: DataPipelineConfig) -> None:
+        """Raises ConfigError for the first thing that is wrong between the sections."""
+        for problem in config.problems():
+            raise problem
+        self.config = config
+        self._passes: dict[tuple[str, bool], int] = {}
+
+    @classmethod
+    def from_config(
+        cls, config: DataPipelineConfig | Mapping[str, Any] | str | Path
+    ) -> Result[Self, EasypipeError]:
+        """config: the path of a YAML file, the same as a dict, or a DataPipelineConfig."""
+        return attempt(_read, config).and_then(lambda made: attempt(cls, made))
+
+    @staticmethod
+    def validate(config: DataPipelineConfig | Mapping[str, Any] | str | Path) -> list[str]:
+        """Everything that is wrong with a config, [] where it is right. Opens no dataset and no
+        tokenizer.
+        """
+        made = attempt(_read, config)
+        return (
+            [str(made.error)]
+            if isinstance(made, Err)
+            else [str(problem) for problem in made.value.problems()]
+        )
+
+    def get_dataloader(
+        self, split: str, shuffle: bool | None = None
+    ) -> Result[EpochLoader | EpochStreamLoader, EasypipeError]:
+        """The Loader of a split: `input_ids`, `labels`, `attention_mask`, `segment_ids`,
+        `position_ids`, Int32[B, T].
+
+        Every iteration is the next pass, in an order of its own where rows are shuffled; a loader
+        begins at the pass behind the last one that a loader of this split has finished.
+        shuffle: None takes dataloader.shuffle. Tokenizes what is not in the token cache yet.
+        """
+        return attempt(self._loader, split, shuffle)
+
+    def dataset_config(self, split: str) -> DatasetConfig:
+        """How a Pipeline reads a split."""
+        sections = self.config
+        return DatasetConfig(
+            name=split.partition("[")[0],
+            prompt=sections.prompt_template,
+            tokenizer=sections.tokenizer.config(),
+            length=sections.tokenizer.length,
+            **sections.dataset.rows(split),
+        )
+
+    @cached_property
+    def options(self) -> DataLoaderConfig:
+        """The dataloader section, with the seed that was drawn where none was given."""
+        return self.config.dataloader.with_seed(drawing=True)
+
+    def _loader(self, split: str, shuffle: bool | None) -> EpochLoader | EpochStreamLoader:
+        shuffle = self.config.dataloader.shuffle if shuffle is None else shuffle
+        self.config.dataloader.warn_of_what_has_no_effect()
+        options = dataclasses.replace(
+            self.options if shuffle else self.config.dataloader, shuffle=shuffle
+        )
+        dataset, columns = self.dataset_config(split), self.config.dataset.columns
+        make = text_stream if self.config.dataset.streaming else text_loader
+        loader = make(dataset, options, columns=columns)
+        return loader.counted_by(self._passes, (split, shuffle))
+
+
+def _read(given: DataPipelineConfig | Mapping[str, Any] | str | Path) -> DataPipelineConfig:
+    if isinstance(given, str | Path):
+        given = load_yaml(given)
+    return given if isinstance(given, DataPipelineConfig) else from_dict(DataPipelineConfig, given)
+
+
+__all__ = ["DataPipeline", "DataPipelineConfig", "DatasetSection", "TokenizerSection"]

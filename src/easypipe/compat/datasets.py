@@ -1,0 +1,319 @@
+"""PreprocessedDataset and StreamingPreprocessedDataset: rows that a PromptEngine has made into
+tokens, by number or in order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.compat.collators import create_causal_lm_collate
+from easypipe.compat.text_rows import pad_of, tokenizer_config
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.random import fold
+from easypipe.core.schema import INPUT_IDS
+from easypipe.interop.workers import known_to_torch, shares_rows, torch_worker
+from easypipe.loader.rows.items import fingerprint_of
+from easypipe.loader.rows.ranks import check_rank
+from easypipe.plan.order import permute
+from easypipe.sources.external.objects import is_streamed
+from easypipe.stages.source.stage import DatasetConfig
+from easypipe.transforms.prompt.engine import PromptEngine
+
+log = logging.getLogger("easypipe")
+
+Encoded = dict[str, NDArray[Any]]
+
+
+class PreprocessedDataset:
+    """The rows of a map-style dataset as tokens: `dataset[i]` is what `prompt_engine.encode` makes
+    of row i, kept once it was made.
+
+    hf_dataset: a `datasets.Dataset`, a list of dicts, or anything that gives dicts by number.
+    cache_enabled: keep encoded rows in memory; False encodes a row each time it is asked for. A
+    loader over it (DataLoaderBuilder) reads the Pipeline's token cache instead, byte for byte the
+    same, and leaves out rows with nothing to train on, as the Pipeline does; over an engine of
+    one's own (anything whose `encode(row)` gives `input_ids`) it reads the rows. Thread safe.
+    Reading raises SourceError naming the row.
+    """
+
+    def __init__(
+        self, hf_dataset: Any, prompt_engine: PromptEngine, cache_enabled: bool = True
+    ) -> None:
+        _require_engine(prompt_engine)
+        if is_streamed(hf_dataset):
+            problem = f"{type(hf_dataset).__name__} gives no rows by number"
+            raise ConfigError(
+                at="hf_dataset",
+                problem=problem,
+                fix="Use create_preprocessed_dataset(..., streaming=True).",
+            )
+        self._data, self._engine = hf_dataset, prompt_engine
+        self._kept: dict[int, Encoded] | None = {} if cache_enabled else None
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Encoded:
+        """`input_ids` Int32[n], `loss_mask` UInt8[n]: 1 where a token is a target."""
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        if self._kept is not None and number in self._kept:
+            return dict(self._kept[number])
+        made = _encode(self._engine, self._data[number], number)
+        if self._kept is not None:
+            self._kept[number] = made
+        return dict(made)
+
+    def __iter__(self) -> Iterator[Encoded]:
+        return (self[i] for i in range(len(self)))
+
+    def select(self, indices: Iterable[int]) -> PreprocessedDataset:
+        """Some of the rows, in that order, as a dataset of their own; those that were encoded stay
+        so.
+        """
+        chosen = [int(i) for i in indices]
+        made = PreprocessedDataset(
+            subset(self._data, chosen), self._engine, cache_enabled=self._kept is not None
+        )
+        if self._kept is not None and made._kept is not None:
+            made._kept |= {
+                new: self._kept[old] for new, old in enumerate(chosen) if old in self._kept
+            }
+        return made
+
+    @property
+    def fingerprint(self) -> str:
+        return digest(fingerprint_of(self._data), _recipe(self._engine))
+
+    @property
+    def collate_fn(self) -> Any:
+        """What makes batches of its rows where no other collator is given: those of a Pipeline's
+        loader.
+        """
+        return _collator_of(self._engine)
+
+    def as_dataset_config(self) -> DatasetConfig | None:
+        """How a Pipeline reads the same rows; None where the engine is one's own."""
+        engine = self._engine
+        if type(engine) is not PromptEngine:
+            return None
+        return DatasetConfig(
+            name="dataset1",
+            data_files=self._data,
+            prompt=engine.config,
+            tokenizer=tokenizer_config(engine.tokenizer, return_attention_mask=True),
+        )
+
+
+class StreamingPreprocessedDataset:
+    """The rows of an iterable as tokens, encoded while they are read; every iteration begins at its
+    start.
+
+    buffer_size: rows that are shuffled together, block by block, keyed by the seed (0 keeps the
+    order); they are held in memory.
+    skip_errors: leave out rows that are no sample, counted by reason in `skipped`; else the first
+    one raises SourceError. rank, world_size: of every world_size neighbouring rows the one that
+    this process reads; a torch DataLoader's workers share these further, so that each row appears
+    once over all ranks and workers; a torch IterableDataset, as the streams of `datasets` are,
+    gives workers rows of their own itself. Ranks that skip rows are not equally long.
+    """
+
+    def __init__(
+        self,
+        hf_iterable: Iterable[Mapping[str, Any]],
+        prompt_engine: PromptEngine,
+        buffer_size: int = 0,
+        skip_errors: bool = False,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        _require_engine(prompt_engine)
+        if buffer_size < 0:
+            raise ConfigError(
+                at="buffer_size", problem=f"{buffer_size} rows", fix="Give 0 to keep the order."
+            )
+        check_rank(rank, world_size)
+        if iter(hf_iterable) is hf_iterable:
+            problem = (
+                f"{type(hf_iterable).__name__} can be read once, and every iteration begins anew"
+            )
+            raise ConfigError(
+                at="hf_iterable",
+                problem=problem,
+                fix="Give what makes the iterator: a dataset, or a class with __iter__.",
+            )
+        known_to_torch(StreamingPreprocessedDataset)
+        self._data, self._engine = hf_iterable, prompt_engine
+        self.buffer_size, self.skip_errors, self.seed = buffer_size, skip_errors, seed
+        self.rank, self.world_size, self.epoch = rank, world_size, 0
+        self.skipped: Counter[str] = Counter()  # of the newest iteration
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Encoded]:
+        worker, workers = torch_worker()
+        skipped = self.skipped = Counter[str]()
+        first, step = self.rank, self.world_size
+        if not shares_rows(self._data):
+            first, step = first + step * worker, step * workers
+        mine = itertools.islice(enumerate(self._data), first, None, step)
+        turn = ("epoch", self.epoch) if self.epoch else ()
+        for number, row in _shuffled(
+            mine, self.buffer_size, fold(self.seed, "stream", "shuffle", self.rank, worker, *turn)
+        ):
+            try:
+                made = _encode(self._engine, row, number)
+            except SourceError as error:
+                if not self.skip_errors:
+                    raise
+                skipped[error.problem.partition(":")[0]] += 1
+                log.debug("%s", error)
+                continue
+            yield made
+        if skipped:
+            log.warning(
+                "stream: %d rows were left out: %s", skipped.total(), dict(skipped.most_common(5))
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes later iterations those of pass `epoch`, in an order of its own; loaders call it,
+        and a torch DataLoader's user does.
+        """
+        self.epoch = epoch
+        if (passed_on := getattr(self._data, "set_epoch", None)) is not None:
+            passed_on(epoch)
+
+    def sharded(self, rank: int, world_size: int) -> StreamingPreprocessedDataset:
+        """The same for another rank."""
+        return StreamingPreprocessedDataset(
+            self._data,
+            self._engine,
+            self.buffer_size,
+            self.skip_errors,
+            self.seed,
+            rank,
+            world_size,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        shuffled = [self.buffer_size, self.seed] if self.buffer_size else []
+        return digest(fingerprint_of(self._data), _recipe(self._engine), shuffled, self.skip_errors)
+
+    @property
+    def collate_fn(self) -> Any:
+        """As PreprocessedDataset's."""
+        return _collator_of(self._engine)
+
+
+def create_preprocessed_dataset(
+    hf_dataset: Any, prompt_engine: PromptEngine, streaming: bool = False, **options: Any
+) -> PreprocessedDataset | StreamingPreprocessedDataset:
+    """A StreamingPreprocessedDataset where streaming is asked for, else a PreprocessedDataset;
+    `options` are those of the class.
+    """
+    kind = StreamingPreprocessedDataset if streaming else PreprocessedDataset
+    return kind(hf_dataset, prompt_engine, **options)
+
+
+class Subset:
+    """Some rows of a map-style dataset, in a given order."""
+
+    def __init__(self, data: Any, indices: Sequence[int]) -> None:
+        self._data, self._indices = data, np.asarray(indices, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[int(self._indices[index])]
+
+    @property
+    def fingerprint(self) -> str:
+        return digest(fingerprint_of(self._data), self._indices.tolist())
+
+
+def subset(data: Any, indices: Sequence[int]) -> Any:
+    """Rows of a dataset by its own `select`, of a list as a list, of anything else by number."""
+    if isinstance(data, list | tuple):
+        return [data[i] for i in indices]
+    return data.select(indices) if hasattr(data, "select") else Subset(data, indices)
+
+
+def _require_engine(engine: Any) -> None:
+    """Raises ConfigError for what encodes no rows."""
+    if isinstance(engine, str | bytes) or not callable(getattr(engine, "encode", None)):
+        raise ConfigError(
+            at="prompt_engine",
+            problem=f"{type(engine).__name__} encodes no rows",
+            fix='Give PromptEngine("my-tokenizer", PromptConfig()).',
+        )
+
+
+def _encode(engine: PromptEngine, row: Any, number: int) -> Encoded:
+    try:
+        return _with_ids(engine, engine.encode(row))
+    except SourceError as error:
+        raise type(error)(
+            at=f"row {number}, {error.at}" if error.at else f"row {number}",
+            problem=error.problem,
+            have=error.have,
+            fix=error.fix,
+        ) from None
+
+
+def _with_ids(engine: Any, made: Any) -> Encoded:
+    """What an engine of one's own makes of a row, in NumPy's arrays. Raises SourceError where there
+    are no tokens in it.
+    """
+    if type(engine) is PromptEngine:
+        return made
+    if not isinstance(made, Mapping) or INPUT_IDS not in made:
+        have = sorted(made) if isinstance(made, Mapping) else [type(made).__name__]
+        fix = "Let encode(row) give a dict with input_ids, and loss_mask or labels where not every token is a target."
+        raise SourceError(
+            at="", problem=f"{type(engine).__name__}.encode gave no {INPUT_IDS}", have=have, fix=fix
+        )
+    return {str(name): np.asarray(values) for name, values in made.items()}
+
+
+def _collator_of(engine: PromptEngine) -> Any:
+    return create_causal_lm_collate(pad_of(getattr(engine, "tokenizer", None)))
+
+
+def _recipe(engine: PromptEngine) -> str:
+    if type(engine) is not PromptEngine:  # of which nothing more is known
+        return digest(type(engine).__module__, type(engine).__qualname__)
+    return digest(engine.config, engine.tokenizer.fingerprint, engine.tokenizer.config.max_length)
+
+
+def _shuffled(rows: Iterator[tuple[int, Any]], size: int, key: int) -> Iterator[tuple[int, Any]]:
+    """Permuted within consecutive blocks of `size`."""
+    if size <= 1:
+        yield from rows
+        return
+    for block in itertools.count():
+        held = list(itertools.islice(rows, size))
+        if not held:
+            return
+        for i in permute(np.arange(len(held)), len(held), fold(key, block)).tolist():
+            yield held[i]
+
+
+__all__ = [
+    "PreprocessedDataset",
+    "StreamingPreprocessedDataset",
+    "Subset",
+    "create_preprocessed_dataset",
+    "subset",
+]

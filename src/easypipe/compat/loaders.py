@@ -1,0 +1,411 @@
+"""DataLoaderConfig, DataLoaderFactory, DataLoaderBuilder: a dataset and a few options to the one
+Loader.
+
+Datasets of text that know their tokenizer (PreprocessedDataset) become the Pipeline that reads
+them; every other dataset goes into the same Loader through a collator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, Self, runtime_checkable
+
+from easypipe.compat.collators import default_collate
+from easypipe.core.config import config
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.core.random import draw_seed
+from easypipe.core.schema import INPUT_IDS
+from easypipe.loader.epochs import EpochLoader, EpochStreamLoader, passes_over
+from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.rows.items import ForwardRows, ItemRows
+from easypipe.loader.rows.ranks import check_rank
+from easypipe.pipeline import Pipeline
+from easypipe.sources.external.objects import is_streamed
+from easypipe.stages.config import OrderConfig, PipelineConfig
+from easypipe.stages.load.stage import require_a_batch
+from easypipe.stages.source.stage import DatasetConfig
+
+log = logging.getLogger("easypipe")
+
+PREFETCH_FACTOR = 2  # batches ahead of each worker
+
+
+@runtime_checkable
+class TextDataset(Protocol):
+    """A dataset that says how a Pipeline reads it."""
+
+    def as_dataset_config(self) -> DatasetConfig | None:
+        """None where only its rows, one by one, say what they hold."""
+        ...
+
+
+@config
+class DataLoaderConfig:
+    """How a dataset becomes batches: the options that PyTorch's DataLoader has, as far as they mean
+    something here (docs/faces.md).
+
+    batch_size: rows of a batch, of each rank. shuffle: a new order every pass, keyed by the seed.
+    num_workers: threads that make batches ahead; 0 makes each when it is asked for. None: half of
+    the cores, from 1 to 4.
+    prefetch_factor: batches that each thread may be ahead; None takes 2.
+    pin_memory, persistent_workers: True changes nothing, which a warning says: jax takes batches
+    from any host memory, and threads cost
+        nothing to start. None and False are what happens.
+    prefetch_to_device: put batches on the devices ahead of their use, as jax.Arrays: what pinned
+    memory is for in PyTorch.
+    drop_last: leave out a last batch that is not full; None: where rows are shuffled, for every
+    shape compiles a program.
+    seed: of the order and of collators that draw. None draws one where it decides anything, logs
+    it, and keeps it as `loader.seed`.
+    collate_fn: a list of rows to a batch. None: what the dataset says of itself, else rows stacked
+    as they are.
+    num_epochs: passes over the data in one iteration, the next one going on behind them; None goes
+    on forever.
+    group_by_length: rows of text of like length in one batch, as LoadStageConfig has it; a rank
+    groups its own rows. rank, world_size: which rows are read: of every world_size neighbours the
+    one with that number.
+    """
+
+    batch_size: int = 8
+    shuffle: bool = False
+    num_workers: int | None = None
+    prefetch_factor: int | None = None
+    pin_memory: bool | None = None
+    persistent_workers: bool | None = None
+    prefetch_to_device: bool = False
+    drop_last: bool | None = None
+    seed: int | None = None
+    collate_fn: Callable[..., Any] | None = None
+    num_epochs: int | None = 1
+    group_by_length: int | None = None
+    rank: int = 0
+    world_size: int = 1
+
+    def check(self) -> None:
+        if self.num_workers is not None and self.num_workers < 0:
+            raise ConfigError(
+                at="num_workers",
+                problem=f"{self.num_workers} threads",
+                fix="Give 0 for none, or leave it out.",
+            )
+        if self.num_workers == 0 and self.prefetch_factor is not None:
+            raise ConfigError(
+                at="prefetch_factor",
+                problem="has no effect while num_workers is 0",
+                fix="Leave it out, or give num_workers at least 1.",
+            )
+        check_rank(self.rank, self.world_size)
+        if self.world_size > 1 and self.order_is_drawn and self.seed is None:
+            raise ConfigError(
+                at="seed",
+                problem="every rank would draw its own, and read other rows twice",
+                fix="Give all ranks one seed.",
+            )
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^63)")
+        self.load_options()
+
+    @property
+    def workers(self) -> int:
+        return (
+            max(1, min(4, (os.cpu_count() or 1) // 2))
+            if self.num_workers is None
+            else self.num_workers
+        )
+
+    @property
+    def order_is_drawn(self) -> bool:
+        return self.shuffle or self.group_by_length is not None
+
+    def load_options(self) -> LoadStageConfig:
+        """The same in the Loader's words."""
+        workers = max(self.workers, 1)
+        factor = PREFETCH_FACTOR if self.prefetch_factor is None else self.prefetch_factor
+        if factor < 1:
+            raise ConfigError(
+                at="prefetch_factor", problem=f"{factor} batches", fix="Give at least 1."
+            )
+        return LoadStageConfig(
+            batch_size=self.batch_size,
+            prefetch_enabled=self.workers > 0,
+            prefetch_workers=workers,
+            prefetch_buffer_size=workers * factor,
+            prefetch_to_device=self.prefetch_to_device,
+            drop_last=self.shuffle if self.drop_last is None else self.drop_last,
+            num_epochs=self.num_epochs,
+            group_by_length=self.group_by_length,
+        )
+
+    def with_seed(self, *, drawing: bool) -> DataLoaderConfig:
+        """The same with a seed: drawn and logged where it decides something."""
+        if self.seed is not None:
+            return self
+        if not drawing:
+            return dataclasses.replace(self, seed=0)
+        seed = draw_seed()
+        log.info(
+            "loader: no seed was given, drew %d; seed=%d gives these batches again", seed, seed
+        )
+        return dataclasses.replace(self, seed=seed)
+
+    def warn_of_what_has_no_effect(self) -> None:
+        for name, why in (
+            (
+                "pin_memory",
+                "jax takes batches from any host memory; prefetch_to_device=True puts them on the devices ahead",
+            ),
+            (
+                "persistent_workers",
+                "workers are threads, which begin and end with each iteration at no cost",
+            ),
+        ):
+            if getattr(self, name):
+                log.warning("loader: %s=True changes nothing: %s", name, why)
+
+
+class DataLoaderFactory:
+    """`DataLoaderFactory().create_dataloader(dataset, DataLoaderConfig(...))`: a Loader, whose
+    `state()` and `restore()` resume exactly, and of which every iteration is the next pass
+    (EpochLoader).
+    """
+
+    def create_dataloader(
+        self, dataset: Any, config: DataLoaderConfig | None = None, *, name: str = "dataset1"
+    ) -> EpochLoader:
+        """dataset: one of easypipe's, anything with `len()` and rows by number, or (read in its
+        order) anything to iterate over.
+
+        name: decides the order, with the seed, as a Pipeline's dataset does by its name. Raises
+        ConfigError for what cannot be read so, and where no batch is ever full.
+        """
+        options = config or DataLoaderConfig()
+        options.warn_of_what_has_no_effect()
+        drawing = options.order_is_drawn or getattr(options.collate_fn, "draws", False)
+        options = options.with_seed(drawing=drawing)
+        spelled = (
+            dataset.as_dataset_config()
+            if options.collate_fn is None and isinstance(dataset, TextDataset)
+            else None
+        )
+        if spelled is not None:
+            return text_loader(dataclasses.replace(spelled, name=name), options)
+        if options.group_by_length is not None:
+            problem = (
+                f"how long rows of {type(dataset).__name__} are is not known before they are read"
+            )
+            raise ConfigError(
+                at="group_by_length",
+                problem=problem,
+                fix="Give rows of text with a tokenizer: PreprocessedDataset(...).",
+            )
+        if is_streamed(dataset):
+            return _forward_loader(dataset, options, name)
+        require_rows(dataset, at="dataset")
+        seed, collate = options.seed or 0, _collate(dataset, options)
+
+        def build(num_epochs: int | None) -> Loader:
+            rows = ItemRows(
+                dataset,
+                collate,
+                seed=seed,
+                shuffle=options.shuffle,
+                num_epochs=num_epochs,
+                name=name,
+            )
+            load = dataclasses.replace(options.load_options(), num_epochs=num_epochs)
+            return Loader(rows, load, seed=seed, name=_name(dataset))
+
+        return _ranked(passes_over(build, options.num_epochs), options)
+
+
+def text_loader(
+    dataset: DatasetConfig, options: DataLoaderConfig, *, columns: Sequence[str] | None = None
+) -> EpochLoader:
+    """The Pipeline that the faces of text are short for: every document a row of its own.
+
+    columns: of the source, which have to be there.
+    """
+    options = options.with_seed(drawing=options.order_is_drawn)
+    pipeline = _text_pipeline(dataset, options, columns, streaming=False)
+
+    def build(num_epochs: int | None) -> Loader:
+        return (
+            pipeline.copy()
+            .load(dataclasses.replace(options.load_options(), num_epochs=num_epochs))
+            .build()
+        )
+
+    return _ranked(passes_over(build, options.num_epochs), options)
+
+
+def text_stream(
+    dataset: DatasetConfig, options: DataLoaderConfig, *, columns: Sequence[str] | None = None
+) -> EpochStreamLoader:
+    """The same, read forward."""
+    options = options.with_seed(drawing=options.order_is_drawn)
+    return EpochStreamLoader(
+        _text_pipeline(dataset, options, columns, streaming=True)
+        .load(options.load_options())
+        .build()
+    )
+
+
+def _text_pipeline(
+    dataset: DatasetConfig,
+    options: DataLoaderConfig,
+    columns: Sequence[str] | None,
+    *,
+    streaming: bool,
+) -> Pipeline:
+    order = OrderConfig(shuffle=options.shuffle)
+    pipeline = Pipeline(
+        PipelineConfig(datasets=(dataset,), seed=options.seed, order=order, streaming=streaming)
+    ).source()
+    [(name, source)] = pipeline.get_data().items()
+    have = source.schema.names
+    for column in columns or ():
+        if column not in have:
+            raise SourceError(
+                at=f"dataset {name!r}",
+                problem=f"no column {column!r}",
+                have=have,
+                fix=did_you_mean(column, have),
+            )
+    if INPUT_IDS not in have:
+        pipeline.tokenize()
+    return pipeline
+
+
+class DataLoaderBuilder:
+    """The same, option by option:
+    `DataLoaderBuilder().with_dataset(ds).with_batch_size(32).with_workers(4).build()`.
+    """
+
+    def __init__(self) -> None:
+        self._dataset: Any = None
+        self._options: dict[str, Any] = {}
+
+    def with_dataset(self, dataset: Any) -> Self:
+        self._dataset = dataset
+        return self
+
+    def with_batch_size(self, batch_size: int) -> Self:
+        return self.with_options(batch_size=batch_size)
+
+    def with_distributed(self, rank: int, world_size: int) -> Self:
+        """Of every world_size neighbouring rows, this process reads the one with number `rank`."""
+        return self.with_options(rank=rank, world_size=world_size)
+
+    def with_workers(self, num: int, pin_memory: bool | None = None) -> Self:
+        """num: threads that make batches ahead. pin_memory: see DataLoaderConfig."""
+        return self.with_options(num_workers=num, pin_memory=pin_memory)
+
+    def with_options(self, **options: Any) -> Self:
+        """Any field of DataLoaderConfig. Raises ConfigError for another."""
+        known = [field.name for field in dataclasses.fields(DataLoaderConfig)]
+        for key in options:
+            if key not in known:
+                raise ConfigError(
+                    at=key, problem="unknown option", have=known, fix=did_you_mean(key, known)
+                )
+        self._options |= options
+        return self
+
+    def build(self) -> EpochLoader:
+        """Raises ConfigError where there is no dataset, and what DataLoaderConfig and the factory
+        raise.
+        """
+        if self._dataset is None:
+            raise ConfigError(
+                at="build()", problem="there is no dataset", fix="Call with_dataset(dataset) first."
+            )
+        return DataLoaderFactory().create_dataloader(
+            self._dataset, DataLoaderConfig(**self._options)
+        )
+
+
+def require_rows(dataset: Any, *, at: str) -> None:
+    """Raises ConfigError for what does not give rows by number."""
+    name = type(dataset).__name__
+    if isinstance(dataset, Mapping):
+        fix = "Give one of its splits, or rows: a list of dicts."
+        raise ConfigError(
+            at=at,
+            problem=f"{name} holds columns or splits by name, not rows by number",
+            have=dataset,
+            fix=fix,
+        )
+    if (
+        isinstance(dataset, str | bytes)
+        or not hasattr(dataset, "__len__")
+        or not hasattr(dataset, "__getitem__")
+    ):
+        fix = "Give it __len__ and __getitem__; DataLoaderFactory also reads what can only be iterated over."
+        if isinstance(dataset, str):
+            name, fix = (
+                repr(dataset),
+                "Open it first: datasets.load_dataset(...), or a Pipeline, which reads files.",
+            )
+        raise ConfigError(at=at, problem=f"{name} gives no rows by number", fix=fix)
+
+
+def _forward_loader(dataset: Any, options: DataLoaderConfig, name: str) -> EpochLoader:
+    if options.shuffle:
+        raise ConfigError(
+            at="shuffle",
+            problem=f"{type(dataset).__name__} is read from its start",
+            fix="Give it a buffer_size that it shuffles within.",
+        )
+    if options.num_epochs != 1:
+        raise ConfigError(
+            at="num_epochs",
+            problem=f"{options.num_epochs}, but a stream is read once",
+            fix="Leave it out.",
+        )
+    own_ranks = getattr(dataset, "sharded", None)
+    if options.world_size > 1 and own_ranks is not None:
+        dataset, options = (
+            own_ranks(options.rank, options.world_size),
+            dataclasses.replace(options, rank=0, world_size=1),
+        )
+    if options.num_workers is not None and options.num_workers > 1:
+        log.warning(
+            "loader: num_workers=%d, but one thread reads a stream, in its order",
+            options.num_workers,
+        )
+    seed, load = options.seed or 0, dataclasses.replace(options.load_options(), prefetch_workers=1)
+
+    def make(epoch: int) -> Loader:
+        rows = ForwardRows(dataset, _collate(dataset, options), seed=seed, name=name, epoch=epoch)
+        return Loader(rows, load, seed=seed, name=_name(dataset))
+
+    return _ranked(make, options)
+
+
+def _ranked(make: Callable[[int], Loader], options: DataLoaderConfig) -> EpochLoader:
+    """The passes of this rank. make: the loader of a pass, of all ranks."""
+    size = options.world_size
+    own = EpochLoader(make if size == 1 else lambda epoch: make(epoch).of_rank(options.rank, size))
+    require_a_batch(own.name, own.rows, own.config)
+    return own
+
+
+def _collate(dataset: Any, options: DataLoaderConfig) -> Any:
+    return options.collate_fn or getattr(dataset, "collate_fn", None) or default_collate
+
+
+def _name(dataset: Any) -> str:
+    return f"loader of {type(dataset).__name__}"
+
+
+__all__ = [
+    "DataLoaderBuilder",
+    "DataLoaderConfig",
+    "DataLoaderFactory",
+    "TextDataset",
+    "text_loader",
+    "text_stream",
+]

@@ -1,0 +1,225 @@
+"""Masked language modelling: tokens hidden at random, to be said from what is left.
+
+Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers (NAACL 2019), 3.1: of the
+tokens that are chosen, 80 % become the mask token, 10 % another token at random, 10 % stay. The
+draws are arithmetic on a row's key, so they do not depend on NumPy's generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.compat.collators import Padding, Rows, Side, Tensors, integers
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, SourceError, place
+from easypipe.core.random import fold, mix64
+from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, OutputSchema
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer.words import word_starts
+
+WORD_IDS = "word_ids"
+# of the chosen: below the first the mask token, below the second any token, else itself
+MASKED, REPLACED = 0.8, 0.9
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedLMCollator:
+    """See create_masked_lm_collate. Law: what a row becomes depends on the row and its key
+    alone.
+    """
+
+    padding: Padding
+    mask_token_id: int
+    vocab_size: int
+    special: NDArray[np.bool_]  # Bool[vocab]: never chosen, never drawn
+    probability: float
+    # Bool[vocab]: begins a word; None: tokens are chosen one by one, or rows have word_ids
+    starts: NDArray[np.bool_] | None
+    whole_word: bool
+    seed: int
+
+    draws = True
+
+    @property
+    def recipe(self) -> Any:
+        words = [self.whole_word, self.starts is not None]
+        special = np.flatnonzero(self.special).tolist()
+        return (
+            "masked_lm",
+            self.padding,
+            self.mask_token_id,
+            self.vocab_size,
+            special,
+            self.probability,
+            words,
+            self.seed,
+        )
+
+    def __call__(self, rows: Rows, *, keys: Sequence[int] | None = None) -> dict[str, Any]:
+        rule = self.padding
+        columns, width = rule.laid_out(rows)
+        if keys is None:  # called by hand: the same row is masked the same way wherever it stands
+            keys = [fold(self.seed, digest(ids.tolist())) for ids in columns[INPUT_IDS]]
+        hidden, labels = [], []
+        # every row has draws of its own
+        for i, (row, key) in enumerate(zip(rows, keys, strict=True)):
+            ids, attended = columns[INPUT_IDS][i], columns[ATTENTION_MASK][i]
+            shown, said = self._mask(
+                ids, attended != 0, self._words(row, ids, i), fold(self.seed, "masked_lm", key)
+            )
+            hidden.append(shown)
+            labels.append(said)
+        padded = rule.fill(labels, width, IGNORE)
+        return rule.finish(
+            {
+                INPUT_IDS: rule.fill(hidden, width, rule.pad_token_id),
+                ATTENTION_MASK: rule.fill(columns[ATTENTION_MASK], width, 0),
+                LABELS: np.where(padded == IGNORE, rule.label_pad_token_id, padded),
+            }
+        )
+
+    def _mask(
+        self,
+        ids: NDArray[np.int64],
+        attended: NDArray[np.bool_],
+        words: NDArray[np.int64],
+        key: int,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(what is shown, what is to be said, -100 elsewhere), Int64[n] each."""
+        outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
+        if outside.size:
+            raise SourceError(
+                at=f"token {outside[0]}",
+                problem=f"{ids[outside[0]]} is outside the vocabulary of {self.vocab_size}",
+            )
+        chosen = (_draw(key, "choose", words) < self.probability) & ~self.special[ids] & attended
+        places = np.arange(ids.size)
+        how = _draw(key, "how", places)
+        ordinary = np.flatnonzero(~self.special)
+        other = ordinary[(_draw(key, "token", places) * ordinary.size).astype(np.int64)]
+        shown = np.where(chosen & (how < MASKED), self.mask_token_id, ids)
+        shown = np.where(chosen & (how >= MASKED) & (how < REPLACED), other, shown)
+        return shown, np.where(chosen, ids, IGNORE)
+
+    def _words(self, row: Any, ids: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+        """The word of each token, Int64[n]; tokens themselves where they are chosen one by one."""
+        if not self.whole_word:
+            return np.arange(ids.size)
+        if row.get(WORD_IDS) is not None:
+            # None: of no word
+            own = [-1 - i if word is None else word for i, word in enumerate(row[WORD_IDS])]
+            return integers({WORD_IDS: own}, WORD_IDS, number, like=ids)
+        if self.starts is None:
+            at = place(f"row {number} of the batch", column=WORD_IDS)
+            raise SourceError(
+                at=at,
+                problem="whole_word needs it where there is no tokenizer",
+                fix="Give the word of each token.",
+            )
+        return np.cumsum(self.starts[ids] | self.special[ids], dtype=np.int64)
+
+
+def create_masked_lm_collate(
+    tokenizer: Tokenizer | TokenizerConfig | str | None = None,
+    *,
+    mask_token_id: int | None = None,
+    vocab_size: int | None = None,
+    special_token_ids: Sequence[int] = (),
+    probability: float = 0.15,
+    whole_word: bool = False,
+    seed: int = 0,
+    pad_token_id: int | None = None,
+    label_pad_token_id: int = IGNORE,
+    padding_side: Side = "right",
+    max_length: int | None = None,
+    return_tensors: Tensors = True,
+    schema: OutputSchema | None = None,
+) -> MaskedLMCollator:
+    """Rows of tokens with some of them hidden: `input_ids`, `attention_mask` and `labels`, Int32[B,
+    T].
+
+    labels: the token where it was chosen, else -100; not shifted. Each token is chosen with
+    `probability`; with whole_word each word, of which each token then goes by 80/10/10. Special
+    tokens and padding are never chosen. In a loader a row's draws depend on its seed, pass and row,
+    so they differ from pass to pass; called by hand, on `seed` and the row's tokens.
+    tokenizer: gives mask token, vocabulary, special tokens, padding and the marks of words; or give
+    mask_token_id, vocab_size, special_token_ids and pad_token_id, and rows a column `word_ids` for
+    whole_word. Raises ConfigError where something is missing.
+    """
+    if isinstance(tokenizer, str | TokenizerConfig):
+        tokenizer = load_tokenizer(tokenizer)
+    if not 0 < probability < 1:
+        raise ConfigError(
+            at="probability",
+            problem=f"{probability} is no share of tokens",
+            fix="Give one between 0 and 1.",
+        )
+    special, starts = list(special_token_ids), None
+    if tokenizer is not None:
+        vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
+        by_name = {tokenizer.token(i): i for i in range(tokenizer.vocab_size)}
+        special += [by_name[token] for token in tokenizer.special_tokens]
+        if mask_token_id is None:
+            mask_token_id = by_name.get(
+                tokenizer.special_strings.get("mask_token", "[MASK]"), by_name.get("<mask>")
+            )
+        pad_token_id = tokenizer.pad_token_id if pad_token_id is None else pad_token_id
+        starts = word_starts(tokenizer) if whole_word else None
+    for name, value in (("mask_token_id", mask_token_id), ("vocab_size", vocab_size)):
+        if value is None:
+            fix = (
+                "Give it, or a tokenizer that has one."
+                if tokenizer is None
+                else f"{tokenizer.name} has none: give it."
+            )
+            raise ConfigError(at=name, problem="is not known", fix=fix)
+    assert mask_token_id is not None
+    assert vocab_size is not None
+    for name, ids in (("mask_token_id", [mask_token_id]), ("special_token_ids", special)):
+        for number in ids:
+            if not 0 <= number < vocab_size:
+                raise ConfigError(
+                    at=name,
+                    problem=f"{number} is outside the vocabulary of {vocab_size}",
+                    fix="Give a larger vocab_size.",
+                )
+    is_special = np.zeros(vocab_size, np.bool_)
+    is_special[[*special, mask_token_id]] = True
+    if is_special.all():
+        raise ConfigError(
+            at="special_token_ids",
+            problem=f"all {vocab_size} tokens are special: none can be hidden",
+        )
+    return MaskedLMCollator(
+        Padding(
+            pad_token_id=pad_token_id or 0,
+            label_pad_token_id=label_pad_token_id,
+            padding_side=padding_side,
+            max_length=max_length,
+            return_tensors=return_tensors,
+            schema=schema or OutputSchema(),
+        ),
+        mask_token_id,
+        vocab_size,
+        is_special,
+        probability,
+        starts,
+        whole_word,
+        seed,
+    )
+
+
+def _draw(key: int, what: str, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Uniform on [0, 1), Float64[n]: one for each of `numbers`, equal where they are."""
+    words = mix64(
+        numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(fold(key, what))
+    )
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+__all__ = ["MaskedLMCollator", "create_masked_lm_collate"]

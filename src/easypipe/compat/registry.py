@@ -1,0 +1,297 @@
+"""Collators by name and by task. A collator is made by a factory: `(task_spec=None, **options) ->
+function of a list of rows`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from easypipe.compat.collators import (
+    create_causal_lm_collate,
+    create_seq2seq_collate,
+    default_collate,
+)
+from easypipe.compat.language import LanguageModelingDataCollator
+from easypipe.compat.masking import create_masked_lm_collate
+from easypipe.compat.vision import MultimodalCollator, create_vision_collate
+from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.schema import TaskSpec
+
+log = logging.getLogger("easypipe")
+
+Factory = Callable[..., Callable[..., Any]]
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registered:
+    """One collator. builtin: easypipe's own, which a user's of the same name takes the place of."""
+
+    name: str
+    factory: Factory
+    modality: str
+    task_type: str | None = None
+    description: str = ""
+    builtin: bool = False
+    inner: Factory | None = None  # what the factory passes on to, where it takes `**options`
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Options that have no default."""
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        named = {
+            **inspect.signature(self.factory).parameters,
+            **(inspect.signature(self.inner).parameters if self.inner else {}),
+        }
+        return tuple(
+            name
+            for name, p in named.items()
+            if p.default is p.empty and p.kind in kinds and name != "task_spec"
+        )
+
+    @property
+    def options(self) -> tuple[str, ...] | None:
+        """What the factory takes beside the task; None where it takes anything."""
+        names = inspect.signature(self.factory).parameters
+        own = [
+            name
+            for name, p in names.items()
+            if name != "task_spec" and p.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        if len(own) < len(names) - ("task_spec" in names) and self.inner is None:
+            return None
+        return tuple(
+            dict.fromkeys([*own, *(inspect.signature(self.inner).parameters if self.inner else ())])
+        )
+
+
+class CollatorRegistry:
+    """Which collators there are. `CollatorRegistry.get_instance()` is the one of this process;
+    `CollatorRegistry()` is one of its own.
+
+    A task finds the collator that is registered for its modality and task type; else the one that
+    has the modality's name; else the only one of the modality; else "default", with a warning.
+    Several that fit are refused, by name.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Registered] = {entry.name: entry for entry in _builtins()}
+
+    @classmethod
+    def get_instance(cls) -> CollatorRegistry:
+        return _instance()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._known))
+
+    def describe(self) -> dict[str, str]:
+        """{name: what it is for}."""
+        return {name: self._known[name].description for name in self.names}
+
+    def register(
+        self,
+        name: str,
+        *,
+        modality: str,
+        task_type: str | None = None,
+        description: str = "",
+        replace: bool = False,
+    ) -> Callable[[Factory], Factory]:
+        """A decorator of a factory. modality: any word. task_type: registers it for tasks of that
+        type alone.
+
+        A built-in of that name is replaced, which is logged; so is the same function registered
+        again, as by a notebook's cell. Raises ConfigError where somebody else's has the name,
+        unless replace=True.
+        """
+        if not name or not modality:
+            raise ConfigError(
+                at="register", problem="name and modality are words", fix="Give both."
+            )
+
+        def take(factory: Factory) -> Factory:
+            before = self._known.get(name)
+            if before is not None and before.builtin:
+                log.warning("collator %r: easypipe's own is replaced by %s", name, _called(factory))
+            elif before is not None and not replace and _called(before.factory) != _called(factory):
+                raise ConfigError(
+                    at=f"register({name!r})",
+                    problem=f"{_called(before.factory)} has this name already",
+                    fix="Choose another name, or pass replace=True.",
+                )
+            self._known[name] = Registered(
+                name=name,
+                factory=factory,
+                modality=modality,
+                task_type=task_type,
+                description=description or (factory.__doc__ or "").strip(),
+            )
+            return factory
+
+        return take
+
+    def get_collator(
+        self, task_spec: TaskSpec | None = None, collator_name: str | None = None, **options: Any
+    ) -> Callable[..., Any]:
+        """The collator of that name, else of that task, else the default one. Options lie over
+        those of the task.
+
+        Raises ConfigError for a name that is not there, a task that several collators fit, and an
+        option that the collator does not know.
+        """
+        entry = self.find(task_spec, collator_name)
+        known = entry.options
+        values = {**({} if task_spec is None else task_spec.options), **options}
+        for key in values:
+            if known is not None and key not in known:
+                at = f"collator {entry.name!r}, option {key!r}"
+                raise ConfigError(
+                    at=at, problem="unknown", have=known, fix=did_you_mean(key, known)
+                )
+        for key in entry.required:
+            if key not in values:
+                fix = (
+                    f"Give it to get_collator({key}=...), or to TaskSpec(options={{{key!r}: ...}})."
+                )
+                raise ConfigError(
+                    at=f"collator {entry.name!r}, option {key!r}",
+                    problem="is needed, and there is none",
+                    fix=fix,
+                )
+        takes_task = "task_spec" in inspect.signature(entry.factory).parameters or known is None
+        return entry.factory(**({"task_spec": task_spec} if takes_task else {}), **values)
+
+    def find(
+        self, task_spec: TaskSpec | None = None, collator_name: str | None = None
+    ) -> Registered:
+        """What get_collator makes its collator with."""
+        if collator_name is not None:
+            if collator_name not in self._known:
+                fix = did_you_mean(collator_name, self.names) or "Register it."
+                raise ConfigError(
+                    at="collator_name",
+                    problem=f"no collator {collator_name!r}",
+                    have=self.names,
+                    fix=fix,
+                )
+            return self._known[collator_name]
+        if task_spec is None:
+            return self._known[DEFAULT]
+        if not isinstance(task_spec, TaskSpec):  # a name, most often
+            raise ConfigError(
+                at="task_spec",
+                problem=f"{task_spec!r} is no TaskSpec",
+                fix="Give one, or choose by collator_name.",
+            )
+        of_modality = [
+            entry for entry in self._known.values() if entry.modality == task_spec.modality
+        ]
+        for fitting in (
+            [entry for entry in of_modality if entry.task_type == task_spec.task_type],
+            [entry for entry in of_modality if entry.name == task_spec.modality],
+            [entry for entry in of_modality if entry.task_type is None],
+        ):
+            if len(fitting) > 1:
+                raise ConfigError(
+                    at=f"task {task_spec.name!r}",
+                    problem=f"several collators fit modality {task_spec.modality!r} and task type {task_spec.task_type!r}",
+                    have=[entry.name for entry in fitting],
+                    fix="Choose one by collator_name.",
+                )
+            if fitting:
+                return fitting[0]
+        log.warning(
+            "task %r: no collator for modality %r; rows are stacked as they are",
+            task_spec.name,
+            task_spec.modality,
+        )
+        return self._known[DEFAULT]
+
+
+@functools.cache
+def _instance() -> CollatorRegistry:
+    return CollatorRegistry()
+
+
+def _text(
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    pad_token_id: int | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    return LanguageModelingDataCollator(
+        tokenizer, max_length=max_length, pad_token_id=pad_token_id, **options
+    )
+
+
+def _masked_lm(
+    tokenizer: Any = None, max_length: int | None = None, **options: Any
+) -> Callable[..., Any]:
+    return LanguageModelingDataCollator(tokenizer, True, max_length=max_length, **options)
+
+
+def _multimodal(
+    tokenizer: Any = None, max_length: int | None = None, **vision: Any
+) -> Callable[..., Any]:
+    return MultimodalCollator(
+        vision=create_vision_collate(**vision), text=_text(tokenizer, max_length)
+    )
+
+
+def _default() -> Callable[..., Any]:
+    return default_collate
+
+
+def _builtins() -> list[Registered]:
+    def own(
+        name: str, factory: Factory, description: str, inner: Factory | None = None, **where: str
+    ) -> Registered:
+        return Registered(
+            name=name,
+            factory=factory,
+            modality=where.get("modality", name),
+            task_type=where.get("task_type"),
+            description=description,
+            builtin=True,
+            inner=inner,
+        )
+
+    return [
+        own(
+            "text",
+            _text,
+            "next token: padding, masks, labels shifted once",
+            create_causal_lm_collate,
+        ),
+        own(
+            "masked_lm",
+            _masked_lm,
+            "hidden tokens, 80/10/10; whole words on request",
+            create_masked_lm_collate,
+            modality="text",
+            task_type="masked_lm",
+        ),
+        own(
+            "seq2seq",
+            create_seq2seq_collate,
+            "encoder and decoder inputs",
+            modality="text",
+            task_type="seq2seq",
+        ),
+        own("vision", create_vision_collate, "images: decode, resize, normalise"),
+        own("multimodal", _multimodal, "an image and tokens in each row", create_vision_collate),
+        own(DEFAULT, _default, "arrays stacked as they are"),
+    ]
+
+
+def _called(factory: Factory) -> str:
+    return f"{factory.__module__}.{factory.__qualname__}"
+
+
+__all__ = ["CollatorRegistry", "Registered"]

@@ -1,0 +1,290 @@
+"""A small transformer's data: a tokenizer of one's own, a continuous stream of tokens, a training
+and a validation loader.
+
+The faces of document 003. The stream is that of the Pipeline: `pack` with strategy "stream",
+segments "row" and nothing shuffled, so the documents stand in the order of the files with EOS
+between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.compat.loaders import DataLoaderConfig
+from easypipe.compat.own_tokens import EncodeStage
+from easypipe.compat.text_rows import is_own, tokenizer_config
+from easypipe.core.errors import ConfigError, TokenizerError
+from easypipe.core.protocols import ShardedSource
+from easypipe.core.schema import INPUT_IDS, LABELS, SEGMENT_IDS
+from easypipe.loader.epochs import EpochLoader, seed_of_epoch
+from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.pipeline import Pipeline
+from easypipe.stages.config import OrderConfig, PipelineConfig
+from easypipe.stages.pack.stage import PackStage, PackStageConfig
+from easypipe.stages.source.stage import DatasetConfig
+from easypipe.stages.tokenize.text_rows import read_texts, require_text
+from easypipe.transforms.tokenizer.bpe import train_bpe
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+
+SPECIAL_TOKENS = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
+# in tokenizer_config.json
+ROLES = {"[CLS]": "cls_token", "[SEP]": "sep_token", "[MASK]": "mask_token", "[PAD]": "pad_token"}
+ROWS_AT_A_TIME = 1024
+
+
+class BPETokenizer:
+    """A byte-level BPE in a folder, as `train_tokenizer` writes it; any other tokenizer folder or
+    Hub name does too.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> Self:
+        """Raises TokenizerError where none is there."""
+        return cls(load_tokenizer(TokenizerConfig(name_or_path=str(path))))
+
+    @property
+    def name_or_path(self) -> str:
+        return self.tokenizer.name
+
+    def get_vocab_size(self) -> int:
+        """Tokens, special ones included: how many rows an embedding needs."""
+        return self.tokenizer.vocab_size
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> dict[str, list[int]]:
+        """`input_ids`, `token_type_ids` (all 0: one text) and `attention_mask` (all 1: no padding),
+        equally long.
+
+        add_special_tokens: [CLS] in front and [SEP] behind. Raises TokenizerError where the
+        tokenizer has none.
+        """
+        ids = self.tokenizer.reference_encode(text)
+        if add_special_tokens:
+            ids = [self._special("[CLS]"), *ids, self._special("[SEP]")]
+        return {
+            "input_ids": ids,
+            "token_type_ids": [0] * len(ids),
+            "attention_mask": [1] * len(ids),
+        }
+
+    def decode(
+        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special_tokens: bool = False
+    ) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def _special(self, text: str) -> int:
+        if text not in self.tokenizer.special_tokens:
+            raise TokenizerError(
+                at=self.tokenizer.name,
+                problem=f"has no token {text}",
+                fix="Leave add_special_tokens out.",
+            )
+        [number] = self.tokenizer.reference_encode(text)
+        return number
+
+    def __repr__(self) -> str:
+        return f"BPETokenizer({self.tokenizer.name!r}, {self.get_vocab_size()} tokens)"
+
+
+def train_tokenizer(
+    data_files: Any,
+    vocab_size: int,
+    output_dir: str | Path,
+    *,
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
+    content_field: str = "text",
+    is_jsonl: bool | None = None,
+) -> BPETokenizer:
+    """A byte-level BPE of the texts, written to the folder `output_dir`.
+
+    data_files, content_field: as in DatasetConfig: JSON lines, plain text, rows in memory.
+    is_jsonl: see TransformerDataset. vocab_size,
+    special_tokens: as in train_bpe; "<|endoftext|>", which ends documents, is always one more. The
+    same texts give the same files. Raises what train_bpe raises, and SourceError for a column that
+    holds no text.
+    """
+    pipeline = Pipeline(
+        PipelineConfig(datasets=(_dataset(data_files, content_field, is_jsonl),), seed=0)
+    ).source()
+    [source] = pipeline.get_data().values()
+    require_text(source, content_field, "tokenizer")
+    named = {ROLES[token]: token for token in special_tokens if token in ROLES}
+    train_bpe(_texts(source, content_field), vocab_size, special_tokens, output_dir, named=named)
+    return BPETokenizer.from_pretrained(output_dir)
+
+
+class TransformerDataset:
+    """Sequences of a continuous stream of tokens, and what follows each token: `dataset[i]` begins
+    at token `i * stride`.
+
+    data_path: JSON lines or plain text, or anything else that DatasetConfig.data_files takes.
+    tokenizer: a BPETokenizer, a folder, a Hub name, or an object of your own with `encode(text)`,
+    which gives ids or a dict with `input_ids`: its `eos_token_id` stands between documents, and its
+    tokens are kept where it has a `version`, which has to change when `encode` does.
+    is_jsonl: whether the file is JSON lines; None goes by its name. content_field: of JSON lines,
+    the column of text. An item is `{"input_ids": Int32[seq_length], "labels": Int32[seq_length]}`,
+    where labels[t] is the token behind input_ids[t]. Every item is full: what is left at the end of
+    the stream is no item, but a row of the validation loader. Tokens are made once and stay on disk
+    (docs/cache.md); an item is read when it is asked for.
+    """
+
+    def __init__(
+        self,
+        data_path: Any,
+        tokenizer: Any,
+        seq_length: int,
+        *,
+        stride: int = 1,
+        is_jsonl: bool | None = None,
+        content_field: str = "text",
+    ) -> None:
+        if stride < 1:
+            raise ConfigError(
+                at="stride",
+                problem=f"{stride} tokens from one item to the next",
+                fix="Give at least 1.",
+            )
+        self.seq_length, self.stride = seq_length, stride
+        pipeline = stream(
+            _dataset(data_path, content_field, is_jsonl),
+            _encoder(tokenizer, content_field),
+            seq_length,
+        )
+        loader: Loader = pipeline.load(LoadStageConfig(batch_size=1, drop_last=False)).build()
+        self._rows = loader.rows
+        count = self._rows.num_rows or 0
+        last = self._rows.gather(np.array([count - 1], np.int64))
+        self.num_tokens = (count - 1) * seq_length + int((last[SEGMENT_IDS] != 0).sum())
+
+    def __len__(self) -> int:
+        """Items that are full, the token behind their last one included."""
+        return max(0, (self.num_tokens - 1 - self.seq_length) // self.stride + 1)
+
+    def __getitem__(self, i: int) -> dict[str, NDArray[np.int32]]:
+        """Raises IndexError behind the end."""
+        index = i + len(self) if i < 0 else i
+        if not 0 <= index < len(self):
+            raise IndexError(f"item {i} was asked for, there are {len(self)}")
+        row, offset = divmod(index * self.stride, self.seq_length)
+        two = self._rows.gather(np.array([row, row + 1], np.int64))[INPUT_IDS].ravel()
+        found = two[offset : offset + self.seq_length + 1]
+        return {INPUT_IDS: found[:-1].copy(), LABELS: found[1:].copy()}
+
+
+def create_dataloaders(
+    train_path: Any,
+    val_path: Any,
+    tokenizer: Any,
+    batch_size: int = 16,
+    seq_length: int = 128,
+    *,
+    is_jsonl: bool | None = None,
+    content_field: str = "text",
+    seed: int | None = None,
+    num_workers: int | None = None,
+    pin_memory: bool | None = None,
+    persistent_workers: bool | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> tuple[EpochLoader, Loader]:
+    """A training and a validation loader over streams of tokens: batches with `input_ids` and
+    `labels`, Int32[batch_size, seq_length].
+
+    Rows follow each other in the stream without overlap, and labels are the tokens behind them,
+    -100 where there is none. Training: the rows shuffled, another order every pass, a last batch
+    that is not full left out. Validation: in order and complete, the last batch as short as it is,
+    its last row padded. seed: of the training order; None draws one and logs it. num_workers,
+    pin_memory, persistent_workers, rank, world_size: as in DataLoaderConfig.
+    tokenizer: as of TransformerDataset. Raises ConfigError where a stream has not one batch.
+    """
+    options = DataLoaderConfig(
+        batch_size=batch_size,
+        shuffle=True,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        persistent_workers=persistent_workers,
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
+    )
+    options.warn_of_what_has_no_effect()
+    options = options.with_seed(drawing=True)
+    load = options.load_options()
+
+    encoders = {train: _encoder(tokenizer, content_field) for train in (True, False)}
+
+    def made(path: Any, order: int, *, train: bool) -> Loader:
+        pipeline = stream(
+            _dataset(path, content_field, is_jsonl),
+            encoders[train],
+            seq_length,
+            shuffle_seed=order if train else None,
+        )
+        loader: Loader = pipeline.load(dataclasses.replace(load, drop_last=train)).build()
+        return loader if world_size == 1 else loader.of_rank(rank, world_size)
+
+    first = options.seed or 0
+    return EpochLoader(
+        lambda epoch: made(train_path, seed_of_epoch(first, epoch), train=True)
+    ), made(val_path, 0, train=False)
+
+
+def stream(
+    dataset: DatasetConfig,
+    encoder: EncodeStage | TokenizerConfig | str,
+    seq_length: int,
+    *,
+    shuffle_seed: int | None = None,
+) -> Pipeline:
+    """The Pipeline that these faces are short for. shuffle_seed: of the order of rows; None leaves
+    them as the stream has them.
+    """
+    own = encoder if isinstance(encoder, EncodeStage) else None
+    pack = PackStageConfig(
+        seq_length=seq_length,
+        strategy="stream",
+        segments="row",
+        shuffle_packed=shuffle_seed is not None,
+    )
+    config = PipelineConfig(
+        datasets=(dataset,),
+        default_tokenizer=None if isinstance(encoder, EncodeStage) else encoder,
+        seed=0 if shuffle_seed is None else shuffle_seed,
+        order=OrderConfig(shuffle=False),
+        pack=pack,
+    )
+    pipeline = Pipeline(config).source()
+    pipeline = pipeline.tokenize() if own is None else pipeline.add_stage(own)
+    return pipeline.add_stage(PackStage(pack, chosen=False))
+
+
+def _encoder(tokenizer: Any, content_field: str) -> EncodeStage | TokenizerConfig | str:
+    """What `stream` encodes with. Raises ConfigError for what is no tokenizer."""
+    if isinstance(tokenizer, BPETokenizer):
+        return tokenizer.tokenizer.config
+    if is_own(tokenizer):
+        return EncodeStage(tokenizer, content_field)
+    return str(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer_config(tokenizer)
+
+
+def _dataset(data: Any, content_field: str, is_jsonl: bool | None) -> DatasetConfig:
+    data = str(data) if isinstance(data, Path) else data
+    type_ = None if is_jsonl is None else "jsonl" if is_jsonl else "txt"
+    return DatasetConfig(name="stream", data_files=data, type=type_, content_field=content_field)
+
+
+def _texts(source: ShardedSource, content_field: str) -> Iterator[str]:
+    for number, shard in enumerate(source.shards):
+        rows = shard.num_rows or 0
+        for start in range(0, rows, ROWS_AT_A_TIME):
+            yield from read_texts(
+                source, number, start, min(rows, start + ROWS_AT_A_TIME), content_field
+            ).texts.to_pylist()

@@ -1,0 +1,240 @@
+"""Trainer: a model, its training, and loaders or data that is named: `Trainer("owner/model",
+data=...)` fine-tunes in one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from easypipe.core.config import from_dict, load_yaml, meant, to_dict, with_aliases
+from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.progress import ProgressLine
+from easypipe.core.protocols import BatchLoader, ProgressListener
+from easypipe.loader.loader import LoadStageConfig
+from easypipe.run import RunConfig, check_vocabulary, inputs_of, with_vocabulary
+from easypipe.stages.config import PipelineConfig
+from easypipe.stages.pack.stage import PackStageConfig
+from easypipe.stages.source.stage import DatasetConfig
+from easypipe.train.callbacks.config import CallbacksConfig
+from easypipe.train.config import LossConfig, TrainingConfig
+from easypipe.train.events import Callback, TrainListener
+from easypipe.train.model.decoder import ModelConfig
+from easypipe.train.model.pretrained.config import PretrainedConfig
+from easypipe.train.optim.config import OptimizerConfig
+from easypipe.train.parallel.config import MeshConfig
+from easypipe.train.trainer import Engine, TrainResult
+from easypipe.transforms.chat.render import Turns
+
+Data = PipelineConfig | DatasetConfig | Sequence[DatasetConfig] | str | Path
+_DATA = (PipelineConfig, DatasetConfig, str, Path, list, tuple, Mapping)
+# Fields of TrainingConfig that are arguments from Python too: told apart by what is given.
+_EITHER = {
+    "optimizer": OptimizerConfig,
+    "loss": LossConfig,
+    "callbacks": CallbacksConfig,
+    "mesh": MeshConfig,
+}
+_FIELDS = {one.name for one in dataclasses.fields(TrainingConfig)}
+
+
+class Trainer(Engine):
+    """`Trainer(ModelConfig(...), TrainingConfig(...), loader, {"held_out": other}).run()`, or, with
+    data in place of loaders, `Trainer("owner/model", data=[DatasetConfig(...)], seq_length=2048,
+    output_dir="runs/a", lora=LoraConfig()).run().save("tuned")`.
+
+    model: a ModelConfig or ClassifierConfig; a published model, by its folder or Hub name (more in
+    a PretrainedConfig), whose files are
+        read onto the mesh when the run begins; a function of nnx.Rngs that builds an nnx.Module;
+        such a module, whose arrays are copied; or a Flax Linen module, through nnx.bridge.
+    config: options of TrainingConfig may be given by name too, in place of it or to change it.
+    train: anything that is a BatchLoader; batches have input_ids and labels, Int32[B, S], and
+    segment_ids and position_ids where rows are
+        packed. A batch is the batch of one optimizer step.
+    data: in place of `train`: a PipelineConfig, or a YAML file with one (a run's config: its
+    `data`), or datasets. Tokenized and planned
+        here, when the Trainer is made, unless that was done before. Its tokenizer, where it names
+        none, is that of a published model.
+    evals: held-out data by name, each a loader or as `data`; `{"from": "data", "fraction": 0.01,
+    "seed": 7}` holds rows of `data` out.
+    seq_length: tokens of a packed row of `data`; datasets alone need it. batch_size: rows of a
+    batch; None: LoadStageConfig's.
+    progress: hears how preparing goes; None: a line on the terminal.
+    loss: a function of (module, batch), in place of next-token cross entropy: it gives the mean
+    over the batch's targets, `(mean, {name:
+        mean})`, or a LossOutput of sums (docs/training.md); or options of the built-in loss, as
+        TrainingConfig has them.
+    optimizer: any optax transformation over a flat dict of parameters by dotted name, schedule and
+    clipping included; or options.
+    callbacks: Callback objects (easypipe.train.events), besides those that the config names; or
+    callbacks by name, as it has them.
+    mesh: a jax.sharding.Mesh with the axes of `easypipe.train.parallel.mesh.make_mesh`, which a loader shall
+    have too, so that its batches are used
+        where they lie; or what TrainingConfig takes.
+    listener: any function of the run's events. run_config: the resolved configuration of the whole
+    run, kept in every checkpoint.
+    tokenizer: name or path of the one that made the tokens; recorded, so that it can be saved with
+    the model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: TrainingConfig | None = None,
+        train: BatchLoader | None = None,
+        evals: Mapping[str, Any] | None = None,
+        *,
+        data: Data | None = None,
+        seq_length: int | None = None,
+        batch_size: int | None = None,
+        progress: ProgressListener | None = None,
+        loss: Any = None,
+        optimizer: Any = None,
+        callbacks: Sequence[Callback] | CallbacksConfig | Mapping[str, Any] | None = None,
+        mesh: Any = None,
+        listener: TrainListener | None = None,
+        run_config: Mapping[str, Any] | None = None,
+        tokenizer: str | None = None,
+        turns: Turns | None = None,
+        **fields: Any,
+    ) -> None:
+        """Raises ConfigError and PlacementError for what cannot run, what load_pretrained raises
+        for a published model, and what preparing data raises.
+        """
+        given = {
+            "loss": loss,
+            "optimizer": optimizer,
+            "callbacks": callbacks,
+            "mesh": mesh,
+            "listener": listener,
+        }
+        given |= {"run_config": run_config, "tokenizer": tokenizer, "turns": turns}
+        options = {name: value for name, value in given.items() if value is not None}
+        changes = fields | {
+            name: options.pop(name)
+            for name, kind in _EITHER.items()
+            if _is_config(options.get(name), kind)
+        }
+        if unknown := [
+            name for name in fields if name not in _FIELDS and name not in TrainingConfig.ALIASES
+        ]:
+            have = sorted({*given, *_FIELDS, "data", "seq_length", "batch_size", "progress"})
+            raise ConfigError(
+                at=unknown[0],
+                problem="no such option of Trainer",
+                have=have,
+                fix=did_you_mean(unknown[0], have) or meant(TrainingConfig, unknown[0]),
+            )
+        config = (
+            from_dict(TrainingConfig, changes) if config is None else with_aliases(config, changes)
+        )
+        if (data is None) == (train is None):
+            raise ConfigError(
+                at="data",
+                problem="either it or a loader (`train`) says what to train on; give one of them",
+            )
+        self._inputs = None
+        if data is None:
+            if seq_length is not None or batch_size is not None:
+                at = "seq_length" if seq_length is not None else "batch_size"
+                raise ConfigError(
+                    at=at,
+                    problem="has no effect on a loader that is given",
+                    fix="Set it where the loader is made.",
+                )
+            assert train is not None
+            super().__init__(model, config, train, evals, **options)
+            return
+        if isinstance(model, str | Path):
+            model = PretrainedConfig(pretrained=model)
+        named = {"model": model} if isinstance(model, ModelConfig | PretrainedConfig) else {}
+        held_out: dict[str, Any] = {
+            name: one if isinstance(one, Mapping) else _pipeline(f"evals.{name}", one, None, None)
+            for name, one in (evals or {}).items()
+            if isinstance(one, _DATA)
+        }
+        loaded = {name: one for name, one in (evals or {}).items() if name not in held_out}
+        run = RunConfig(
+            data=_pipeline("data", data, seq_length, batch_size),
+            train=config,
+            eval=held_out,
+            **named,
+        )
+        inputs = inputs_of(
+            run,
+            progress=ProgressLine() if progress is None else progress,
+            model=model,
+            evals=loaded,
+            **options,
+        )
+        if named:
+            model = with_vocabulary(model, inputs.tokens)
+        resolved = (
+            to_dict(dataclasses.replace(inputs.run, model=model))
+            if named
+            else to_dict(inputs.run) | {"model": None}
+        )
+        loaders = {
+            name: inputs.evals[name] if name in inputs.evals else loaded[name]
+            for name in evals or {}
+        }
+        known = {
+            "run_config": resolved,
+            "mesh": inputs.mesh,
+            "tokenizer": inputs.tokens.tokenizer,
+            "turns": inputs.turns,
+            **options,
+        }
+        super().__init__(model, config, inputs.train, loaders, **known)
+        if self.origin.config is not None:
+            check_vocabulary(
+                "model",
+                self.origin.config,
+                inputs.tokens,
+                "Train it on the tokens of its own tokenizer.",
+            )
+        self._inputs = inputs
+
+    def run(self) -> TrainResult:
+        return (
+            super().run()
+            if self._inputs is None
+            else self._inputs.around(super().run, writes=self.writes)
+        )
+
+
+def _is_config(given: Any, kind: type) -> bool:
+    """Whether it is a value of TrainingConfig's field, of that kind, or something from Python."""
+    return isinstance(given, Mapping | str | kind)
+
+
+def _pipeline(at: str, data: Any, seq_length: int | None, batch_size: int | None) -> PipelineConfig:
+    if isinstance(data, str | Path):
+        values = load_yaml(data)
+        data = from_dict(PipelineConfig, values.get("data", values), str(data))
+    elif isinstance(data, DatasetConfig | Sequence):
+        datasets = (data,) if isinstance(data, DatasetConfig) else tuple(data)
+        if at == "data" and seq_length is None:
+            raise ConfigError(
+                at="seq_length",
+                problem="datasets alone do not say how long a row is",
+                fix="Give it: 2048 is usual.",
+            )
+        data = PipelineConfig(datasets=datasets)
+    if not isinstance(data, PipelineConfig):
+        have = ("PipelineConfig", "a YAML file", "DatasetConfig", "several of these")
+        raise ConfigError(at=at, problem=f"{type(data).__name__} is no data", have=have)
+    if seq_length is not None:
+        data = dataclasses.replace(
+            data,
+            pack=dataclasses.replace(data.pack, seq_length=seq_length)
+            if data.pack
+            else PackStageConfig(seq_length=seq_length),
+        )
+    if batch_size is not None:
+        data = dataclasses.replace(
+            data, load=dataclasses.replace(data.load or LoadStageConfig(), batch_size=batch_size)
+        )
+    return data

@@ -1,0 +1,385 @@
+"""Images → batches: decoded, resized, normalised. Pillow (the extra `[vision]`) decodes; rows that
+are arrays already need none of it.
+
+B rows · H, W height and width · C channels, last unless `channels_last` is False
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.compat.collators import (
+    Tensors,
+    check_tensors,
+    default_collate,
+    handed_out,
+    require_some,
+    stacked,
+)
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.schema import LABELS, PIXEL_VALUES, OutputSchema
+
+# Mean and standard deviation of the channels of the training images, scaled to [0, 1].
+PRESETS = {
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+}
+IMAGE_COLUMNS = (PIXEL_VALUES, "image", "img")
+LABEL_COLUMNS = (LABELS, "label")
+LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, which Pillow's grey is made by
+
+Preset = Literal["imagenet", "cifar10"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionDataCollator:
+    """See create_vision_collate."""
+
+    normalize: bool = True
+    preset: str = "imagenet"
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    image_size: tuple[int, int] | None = None
+    channels: Literal[1, 3] = 3
+    channels_last: bool = True
+    return_tensors: Tensors = True
+    schema: OutputSchema = field(default_factory=OutputSchema)
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "std", "image_size"):  # lists, and one number for both sides
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(
+                    self, name, (given, given) if isinstance(given, int) else tuple(given)
+                )
+        if self.preset not in PRESETS:
+            fix = did_you_mean(self.preset, PRESETS) or "Give mean and std for others."
+            raise ConfigError(
+                at="preset", problem=f"no preset {self.preset!r}", have=PRESETS, fix=fix
+            )
+        if self.channels not in (1, 3):
+            raise ConfigError(
+                at="channels",
+                problem=f"{self.channels} channels",
+                have=[1, 3],
+                fix="1 is grey, 3 is RGB.",
+            )
+        if (self.mean is None) != (self.std is None):
+            missing = "mean" if self.mean is None else "std"
+            raise ConfigError(
+                at=missing, problem="is missing", fix="Give both mean and std, or neither."
+            )
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.channels:
+                problem = f"{len(values)} values for {self.channels} channels"
+                raise ConfigError(
+                    at=name,
+                    problem=problem,
+                    fix=f"Give {self.channels}, or set channels={len(values)}.",
+                )
+        if self.std is not None and min(self.std) <= 0:
+            raise ConfigError(
+                at="std",
+                problem=f"{self.std} divides by {min(self.std)}",
+                fix="Give numbers above 0.",
+            )
+        if not self.normalize and self.mean is not None:
+            raise ConfigError(
+                at="mean", problem="has no effect without normalize", fix="Leave it out."
+            )
+        if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
+            raise ConfigError(
+                at="image_size",
+                problem=f"{self.image_size} is no (height, width)",
+                fix="Give two numbers of pixels.",
+            )
+        check_tensors(self.return_tensors)
+
+    @property
+    def recipe(self) -> Any:
+        return "vision", self
+
+    @property
+    def statistics(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """(mean, standard deviation) of each channel; of grey images, the preset's weighted as grey
+        is made of colours.
+        """
+        mean, std = (
+            PRESETS[self.preset] if self.mean is None or self.std is None else (self.mean, self.std)
+        )
+        if self.channels == 1 and len(mean) == 3:
+            mean, std = ((float(np.dot(LUMA, values)),) for values in (mean, std))
+        return np.asarray(mean, np.float32), np.asarray(std, np.float32)
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """`pixel_values` Float32[B, H, W, C], `labels` Int32[B] where rows have them; further
+        columns stacked.
+        """
+        require_some(rows)
+        found = [_parts(row, i) for i, row in enumerate(rows)]
+        images = [self._image(image, i) for i, (image, _, _) in enumerate(found)]
+        for i, image in enumerate(images):
+            if image.shape != images[0].shape:
+                problem = f"{image.shape[0]} x {image.shape[1]} pixels, the first has {images[0].shape[0]} x {images[0].shape[1]}"
+                raise SourceError(
+                    at=f"row {i} of the batch",
+                    problem=problem,
+                    fix="Set image_size=(height, width).",
+                )
+        pixels = np.stack(images)
+        if self.normalize:
+            mean, std = self.statistics
+            pixels = (pixels - mean) / std
+        batch: dict[str, Any] = {
+            PIXEL_VALUES: pixels
+            if self.channels_last
+            else np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+        }
+        if found[0][1] is not None:
+            batch[LABELS] = _labels([label for _, label, _ in found])
+        if found[0][2]:
+            batch |= default_collate([others for _, _, others in found])
+        return handed_out(batch, self.schema, self.return_tensors)
+
+    def _image(self, given: Any, number: int) -> NDArray[np.float32]:
+        """Float32[H, W, C] in [0, 1]; arrays of floats as they are."""
+        at = f"row {number} of the batch"
+        array = _decoded(given, at, self.channels) if _is_encoded(given) else np.asarray(given)
+        if array.dtype.kind not in "uif" or array.ndim not in (2, 3):
+            raise SourceError(
+                at=at,
+                problem=f"{array.dtype} of shape {array.shape} is no image",
+                fix="Give [H, W], [H, W, C] or [C, H, W].",
+            )
+        array = _channels_last(array, at)
+        if (
+            array.dtype.kind in "ui"
+            and array.size
+            and not (array.min() >= 0 and array.max() <= 255)
+        ):
+            problem = f"whole numbers from {array.min()} to {array.max()}"
+            raise SourceError(
+                at=at, problem=problem, fix="Give 0 to 255, or floats, which are taken as they are."
+            )
+        pixels: Any = (
+            array.astype(np.float32) / 255 if array.dtype.kind in "ui" else array.astype(np.float32)
+        )
+        if pixels.shape[2] == 3 and self.channels == 1:
+            pixels = np.dot(pixels, np.asarray(LUMA, np.float32))[:, :, None]
+        elif pixels.shape[2] == 1 and self.channels == 3:
+            pixels = np.repeat(pixels, 3, axis=2)
+        return pixels if self.image_size is None else _resized(pixels, self.image_size)
+
+
+def create_vision_collate(
+    *,
+    normalize: bool = True,
+    preset: Preset = "imagenet",
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    image_size: int | Sequence[int] | None = None,
+    channels: Literal[1, 3] = 3,
+    channels_last: bool = True,
+    return_tensors: Tensors = True,
+    schema: OutputSchema | None = None,
+) -> VisionDataCollator:
+    """Rows with an image (`pixel_values`, `image` or `img`) and maybe a label (`labels` or
+    `label`), as dicts or (image, label) tuples.
+
+    Images: encoded bytes, paths, Pillow images, what `datasets` gives ({"bytes", "path"}), or
+    arrays [H, W], [H, W, C] or [C, H, W]: whole numbers from 0 to 255, or floats that are taken as
+    they are. normalize: subtract the mean and divide by the standard deviation of each channel, of
+    `preset` or one's own `mean` and `std`. image_size: resize to it (bilinear, antialiased); None:
+    all images of a batch have one size. channels: 1 makes colours grey, 3 repeats grey.
+    channels_last: [B, H, W, C], as JAX wants it; False: [B, C, H, W].
+    """
+    own: Any = {"mean": mean, "std": std, "image_size": image_size}
+    return VisionDataCollator(
+        normalize=normalize,
+        preset=preset,
+        **own,
+        channels=channels,
+        channels_last=channels_last,
+        return_tensors=return_tensors,
+        schema=schema or OutputSchema(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultimodalCollator:
+    """Rows with an image and tokens: each part by a collator of its own, in one batch. `labels` are
+    those of the text.
+    """
+
+    vision: VisionDataCollator
+    text: Any
+
+    @property
+    def recipe(self) -> Any:
+        return "multimodal", self.vision.recipe, getattr(self.text, "recipe", None)
+
+    @property
+    def draws(self) -> bool:
+        return getattr(self.text, "draws", False)
+
+    def __call__(
+        self, rows: Sequence[Mapping[str, Any]], *, keys: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        seen = []
+        for i, row in enumerate(rows):
+            column = next((name for name in IMAGE_COLUMNS if name in row), None)
+            if column is None:
+                raise SourceError(
+                    at=place(f"row {i} of the batch", column="image"),
+                    problem="there is none",
+                    have=row,
+                )
+            seen.append((column, row))
+        pixels = self.vision([{column: row[column]} for column, row in seen])
+        words = [
+            {name: value for name, value in row.items() if name != column} for column, row in seen
+        ]
+        return pixels | (self.text(words, keys=keys) if self.draws else self.text(words))
+
+
+def _parts(row: Any, number: int) -> tuple[Any, Any, dict[str, Any]]:
+    """(image, label or None, further columns)."""
+    at = f"row {number} of the batch"
+    if isinstance(row, tuple) and len(row) in (1, 2):
+        return row[0], row[1] if len(row) == 2 else None, {}
+    if not isinstance(row, Mapping):
+        return row, None, {}
+    column = next((name for name in IMAGE_COLUMNS if row.get(name) is not None), None)
+    if column is None:
+        raise SourceError(
+            at=at,
+            problem="no image",
+            have=row,
+            fix=f"Name its column one of {', '.join(IMAGE_COLUMNS)}.",
+        )
+    label = next((name for name in LABEL_COLUMNS if row.get(name) is not None), None)
+    return (
+        row[column],
+        None if label is None else row[label],
+        {k: v for k, v in row.items() if k not in (column, label)},
+    )
+
+
+def _is_encoded(given: Any) -> bool:
+    return isinstance(given, bytes | bytearray | str | Path | Mapping) or hasattr(given, "convert")
+
+
+def _decoded(given: Any, at: str, channels: int) -> NDArray[Any]:
+    """UInt8[H, W, channels] of an encoded image; Float32[H, W] in [0, 1] of one with 16 bits a
+    pixel, which is grey.
+    """
+    Image = _pillow(at)
+    if isinstance(given, Mapping):
+        given = given.get("bytes") or given.get("path")
+    try:
+        opened = (
+            given
+            if hasattr(given, "convert")
+            else Image.open(io.BytesIO(given) if isinstance(given, bytes | bytearray) else given)
+        )
+        if opened.mode.startswith("I;16"):  # convert() would cut its numbers off at 255
+            return np.asarray(opened).astype(np.float32) / 65535
+        if opened.mode in ("I", "F"):
+            raise SourceError(
+                at=at,
+                problem=f"an image of mode {opened.mode!r} does not say what is white",
+                fix="Give an array of floats.",
+            )
+        pixels = np.asarray(opened.convert("L" if channels == 1 else "RGB"))
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        AttributeError,
+        Image.DecompressionBombError,
+    ) as error:
+        raise SourceError(
+            at=at,
+            problem=f"is no image that Pillow reads: {error}",
+            fix="Leave such rows out of the dataset.",
+        ) from error
+    return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def _channels_last(array: NDArray[Any], at: str) -> NDArray[Any]:
+    """[H, W, 1 or 3]; a fourth channel (opacity) is refused."""
+    if array.ndim == 2:
+        return array[:, :, None]
+    first, last = array.shape[0] in (1, 3), array.shape[2] in (1, 3)
+    if first == last:
+        problem = f"shape {array.shape} " + (
+            "could be [C, H, W] or [H, W, C]" if first else "has neither 1 nor 3 channels"
+        )
+        raise SourceError(
+            at=at,
+            problem=problem,
+            fix="Give [H, W, C] with more than 3 rows of pixels and 1 or 3 channels.",
+        )
+    return array if last else array.transpose(1, 2, 0)
+
+
+def _resized(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.float32]:
+    if pixels.shape[:2] == size:
+        return pixels
+    Image = _pillow("image_size")
+    planes = [
+        np.asarray(
+            Image.fromarray(np.ascontiguousarray(pixels[:, :, c])).resize(
+                (size[1], size[0]), Image.Resampling.BILINEAR
+            )
+        )
+        for c in range(pixels.shape[2])
+    ]
+    return np.stack(planes, axis=2)
+
+
+def _labels(given: Sequence[Any]) -> NDArray[Any]:
+    """One for each image: numbers of classes, or what else is to be predicted."""
+    labels = stacked(given, LABELS)
+    if isinstance(labels, list):
+        i = next(
+            (i for i, label in enumerate(labels) if np.asarray(label).dtype.kind not in "biuf"), 0
+        )
+        at = place(f"row {i} of the batch", column=LABELS)
+        raise SourceError(
+            at=at,
+            problem=f"{labels[i]!r} is no number",
+            fix="Give every class a number, in the dataset.",
+        )
+    return labels.astype(np.int64) if labels.dtype.kind in "uib" else labels
+
+
+def _pillow(at: str) -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError(
+            at=at,
+            problem="Pillow is not installed",
+            fix="Install it with: pip install 'easypipe[vision]'",
+        ) from error
+    return Image
+
+
+VisionCollator = VisionDataCollator  # its name before
+
+__all__ = [
+    "PRESETS",
+    "MultimodalCollator",
+    "VisionCollator",
+    "VisionDataCollator",
+    "create_vision_collate",
+]

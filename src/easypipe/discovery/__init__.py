@@ -1,0 +1,1 @@
+"""What is in a dataset, and a config that reads it."""

@@ -1,0 +1,254 @@
+"""What `discover` found out about a dataset: its parts, and for each of them what its rows are and
+how a config would read them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.text import visible
+from easypipe.discovery.proposal import Proposal, propose
+from easypipe.discovery.trial import try_rows
+from easypipe.transforms.columns.kinds import Kind
+
+SHOWN = 160  # characters of a value, in a report
+SHOWN_TYPE = 60  # of a type
+SHOWN_FILES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """type: as Arrow writes it, in the plain types that the pipeline reads (`large_string` is
+    text).
+    """
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Rows of one shape: a split of a subset, or of several files in a folder those that hold the
+    same kind of rows.
+
+    subset, split: None and `train` where nothing names them. files: their paths; none for rows in
+    memory. num_bytes: at rest; None for rows in memory. num_rows: None where counting would have to
+    read the files; then `cost` says what it would read. rows_from: who says
+    so: `files` (each is one row), `footer`, `index` (of a file that easypipe has read before),
+    `read` (all of it was looked at), `manifest`, `card`, `memory`, `count`. columns: None where the
+    part was listed only. sample: the first rows. notes: what could not be told, and why. because:
+    why the config that is proposed reads the files as it does.
+    """
+
+    subset: str | None
+    split: str
+    format: str
+    files: tuple[str, ...]
+    num_bytes: int | None
+    num_rows: int | None
+    rows_from: str | None
+    cost: str | None
+    columns: tuple[Column, ...] | None
+    kind: Kind
+    sample: tuple[Mapping[str, Any], ...]
+    notes: tuple[str, ...]
+    because: tuple[str, ...] = ()
+    # fields of the DatasetConfig that reads this part, but for its columns
+    reads: Mapping[str, Any] = dataclasses.field(repr=False)
+    schema: pa.Schema | None = dataclasses.field(repr=False)
+    rows: tuple[Mapping[str, Any], ...] = dataclasses.field(repr=False)  # all that were looked at
+
+    @property
+    def name(self) -> str:
+        return self.split if self.subset is None else f"{self.subset}/{self.split}"
+
+    def propose(
+        self,
+        *,
+        kind: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        roles: Mapping[str, str] | None = None,
+    ) -> Proposal:
+        """The config that would read these rows, with the reason for every column; nothing is read
+        by it before you use it.
+
+        kind, columns ({"prompt": "question"}): what you decide; the rest is matched. roles ({"bot":
+        "assistant"}): who speaks, of ShareGPT rows with words of their own for it. Raises
+        ConfigError where two columns fit equally well, naming both, where no kind fits, where a
+        speaker is unknown, and for a kind or column that is not there.
+        """
+        return propose(self, kind=kind, columns=columns, roles=roles)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Discovery:
+    """What stands at `source`."""
+
+    source: str
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def subsets(self) -> tuple[str, ...]:
+        """The configurations that a dataset of the Hub has; none for others."""
+        return tuple(dict.fromkeys(part.subset for part in self.parts if part.subset is not None))
+
+    configs = subsets
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(part.split for part in self.parts))
+
+    def part(self, split: str | None = None, *, subset: str | None = None) -> Part:
+        """The only part, or the one of that name. Raises ConfigError with those there are."""
+        found = [
+            part
+            for part in self.parts
+            if split in (None, part.split) and subset in (None, part.subset)
+        ]
+        if len(found) != 1:
+            have = [part.name for part in self.parts]
+            asked = "/".join(filter(None, (subset, split))) or "one part"
+            problem = (
+                f"no part {asked!r}"
+                if not found
+                else f"{len(found)} parts are meant by {asked!r}: index `parts` for one"
+            )
+            raise ConfigError(
+                at=self.source, problem=problem, have=have, fix=did_you_mean(asked, have)
+            )
+        return found[0]
+
+    def propose(self, split: str | None = None, **decided: Any) -> Proposal:
+        """`part(split).propose(**decided)`; without a split the training part, where there are
+        several.
+        """
+        if split is None and len(self.parts) > 1 and "train" in self.splits:
+            split = "train"
+        return self.part(split).propose(**decided)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists and numbers; values of sample rows are cut to a few words, and bytes
+        told by their number.
+        """
+        return {
+            "source": self.source,
+            "subsets": list(self.subsets),
+            "splits": list(self.splits),
+            "parts": [_part_json(part) for part in self.parts],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(map(visible, self._lines()))
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.source}: {len(self.parts)} part{'s' if len(self.parts) != 1 else ''}"
+        for part in self.parts:
+            yield ""
+            yield from _part_lines(part)
+        for note in self.notes:
+            yield f"note: {note}"
+
+
+def _part_lines(part: Part) -> Iterator[str]:
+    size = "" if part.num_bytes is None else f", {bytes_text(part.num_bytes)}"
+    many = f" in {len(part.files)} files" if len(part.files) > 1 else ""
+    yield f"{part.name}: {part.format}{size}{many}"
+    for file in part.files[:SHOWN_FILES]:
+        yield f"  {file}"
+    if len(part.files) > SHOWN_FILES:
+        yield f"  … and {len(part.files) - SHOWN_FILES} more"
+    yield "  rows     " + (
+        f"not counted: {part.cost}"
+        if part.num_rows is None
+        else f"{part.num_rows:,} ({part.rows_from})"
+    )
+    if part.columns is not None:
+        yield "  columns  " + ", ".join(
+            f"{column.name} ({short_type(column.type)})" for column in part.columns
+        )
+        yield f"  kind     {part.kind}"
+        yield from (f"  proposed {reason}" for reason in part.because)
+        trial = try_rows(part.kind, part.rows)
+        word = "doubtful" if trial.failed else "proposed"
+        yield from (
+            f"  {word} {choice.slot} = {choice.column!r}: {choice.reason}"
+            for choice in part.kind.choices
+        )
+        if trial.first is not None:
+            yield f"  refused  {trial}"
+        yield from (f"  refused  {tie.error(part.name).problem}" for tie in part.kind.ties)
+        yield from (
+            f"  row {i}    {json.dumps(_shown(row), ensure_ascii=False)}"
+            for i, row in enumerate(part.sample)
+        )
+    yield from (f"  note     {note}" for note in part.notes)
+
+
+def _part_json(part: Part) -> dict[str, Any]:
+    values = {
+        f.name: getattr(part, f.name)
+        for f in dataclasses.fields(part)
+        if f.name not in ("reads", "schema", "rows")
+    }
+    found = dataclasses.asdict(part.kind)
+    kind = found | {
+        "choices": [
+            dataclasses.asdict(choice) | {"reason": choice.reason} for choice in part.kind.choices
+        ]
+    }
+    columns = (
+        None if part.columns is None else [dataclasses.asdict(column) for column in part.columns]
+    )
+    return values | {
+        "files": list(part.files),
+        "kind": kind,
+        "columns": columns,
+        "sample": [_shown(row) for row in part.sample],
+    }
+
+
+def _shown(value: Any) -> Any:
+    """A value for people: long texts cut, bytes told by their number, what JSON does not know as
+    text.
+    """
+    if isinstance(value, str):
+        return value if len(value) <= SHOWN else value[:SHOWN] + "…"
+    if isinstance(value, bytes):
+        return f"<{len(value)} bytes>"
+    if isinstance(value, Mapping):
+        return {str(key): _shown(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [
+            *(_shown(item) for item in value[:8]),
+            *([f"… {len(value) - 8} more"] if len(value) > 8 else []),
+        ]
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
+
+
+def short_type(text: str) -> str:
+    """An Arrow type as people say it."""
+    text = (
+        text.replace("large_string", "text")
+        .replace("large_list", "list")
+        .replace("item: ", "")
+        .replace("element: ", "")
+    )
+    return text if len(text) <= SHOWN_TYPE else text[:SHOWN_TYPE] + "…"
+
+
+def bytes_text(count: int) -> str:
+    size = float(count)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -1,0 +1,238 @@
+"""A config for rows that nobody has described yet: what each column is taken for, and why, to be
+read, corrected and pasted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from easypipe.core.config import is_config, to_dict
+from easypipe.core.errors import ConfigError
+from easypipe.core.schema import INPUT_IDS
+from easypipe.discovery.trial import Trial, names_roles_otherwise, try_rows
+from easypipe.stages.source.stage import DatasetConfig
+from easypipe.transforms.chat.conversations import value_of
+from easypipe.transforms.columns.kinds import SLOTS, TITLES, Kind, guess_kind
+from easypipe.transforms.prompt.config import ROLES, PromptConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """fields: of a DatasetConfig; those left out keep their defaults. reasons: why, a line for each
+    column that is read. trial: what became of the first rows when they were read so.
+    """
+
+    kind: Kind
+    reasons: tuple[str, ...]
+    trial: Trial
+    # storage_options among them may hold credentials
+    fields: Mapping[str, Any] = dataclasses.field(repr=False)
+
+    @property
+    def config(self) -> DatasetConfig:
+        return DatasetConfig(**self.fields)
+
+    def yaml(self) -> str:
+        """To be pasted into a config: the dataset under `datasets:`, with the reasons as comments.
+
+        Rows in memory stand in no file, so their data_files are left for Python, and
+        storage_options may hold credentials: comments say so.
+        """
+        values = {
+            name: _written(value)
+            for name, value in self.fields.items()
+            if name != "storage_options"
+        }
+        lines = [f"# {TITLES[self.kind.name]}", *(f"# {reason}" for reason in self.reasons)]
+        lines += [f"# {self.trial}"] if self.trial.rows else []
+        if self.config.in_memory:
+            del values["data_files"]
+            lines.append("# data_files: the rows are in memory; give them in Python")
+        if "storage_options" in self.fields:
+            lines.append(
+                "# storage_options: as you gave them; they may hold credentials, so they are not written here"
+            )
+        return (
+            "\n".join(lines)
+            + "\n"
+            + yaml.safe_dump({"datasets": [values]}, sort_keys=False, allow_unicode=True, width=120)
+        )
+
+    def __str__(self) -> str:
+        return self.yaml()
+
+
+def _written(value: Any) -> Any:
+    """What YAML takes back; of a config within only what is set."""
+    if not is_config(type(value)):
+        return to_dict(value)
+    fields = {
+        f.name: getattr(value, f.name)
+        for f in dataclasses.fields(value)
+        if getattr(value, f.name) != f.default
+    }
+    return {name: _written(each) for name, each in fields.items()}
+
+
+def propose(
+    part: Any,
+    *,
+    kind: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    roles: Mapping[str, str] | None = None,
+) -> Proposal:
+    """part: a Part. Raises ConfigError where two columns fit equally well, where no kind fits, and
+    where nobody knows who speaks.
+    """
+    found = part.kind
+    if part.columns is None:
+        raise ConfigError(
+            at=part.name,
+            problem="was listed only, not looked into",
+            fix="Discover it by its own subset and split.",
+        )
+    if kind is not None or columns:
+        found = guess_kind(part.schema, part.rows, kind=kind, columns=columns)
+    found.require_decided(part.name)
+    if found.name == "unknown":
+        asked = "" if kind is None else f" that make {TITLES[kind]}"
+        wanted = kind or "text"
+        named = ", ".join(f"{slot.name!r}: ..." for slot in SLOTS[wanted] if slot.required)
+        others = "" if kind is not None else f"; kinds are {', '.join(SLOTS)}"
+        raise ConfigError(
+            at=part.name,
+            problem=f"no columns{asked} among them",
+            have=[column.name for column in part.columns],
+            fix=f"Name them: kind={wanted!r}, columns={{{named}}}{others}.",
+        )
+    if found.name == "preference" and found.roles and not _begin_with_prompts(found, part.rows):
+        problem = "preference pairs whose conversations begin with the answer: the prompt stands in a column of its own"
+        raise ConfigError(
+            at=part.name, problem=problem, fix="Put it in front of both with format_callback."
+        )
+    reasons = (
+        *part.because,
+        *(f"{choice.slot} = {choice.column!r}: {choice.reason}" for choice in found.choices),
+    )
+    known = {**ROLES, **(roles or {})}
+    unknown = [
+        role
+        for role in found.roles
+        if found.name == "sharegpt" and role not in known and role.lower() not in known
+    ]
+    if unknown:
+        raise ConfigError(
+            at=part.name,
+            problem=f"nobody knows who {' and '.join(map(repr, unknown))} are",
+            have=ROLES,
+            fix=f"Say it: roles={_likely(unknown, {known.get(role, known.get(role.lower())) for role in found.roles})}.",
+        )
+    if roles and found.name != "sharegpt":
+        raise ConfigError(
+            at="roles", problem=f"mean nothing to {TITLES[found.name]}", fix="Leave them out."
+        )
+    trial = try_rows(found, part.rows, roles)
+    if trial.failed:
+        raise ConfigError(
+            at=part.name,
+            problem=f"{TITLES[found.name]} by their columns ({', '.join(choice.column for choice in found.choices)}), but {trial}",
+            fix="Decide otherwise (kind=, columns=), or change the rows with format_callback.",
+        )
+    return Proposal(
+        kind=found, fields={**part.reads, **_fields(found, roles)}, reasons=reasons, trial=trial
+    )
+
+
+def _likely(unknown: Sequence[str], known: set[str | None]) -> dict[str, str]:
+    """Who the unknown speakers may be: a conversation begins with its user, and the assistant
+    answers.
+    """
+    left = [role for role in ("user", "assistant") if role not in known] or ["assistant"]
+    return {name: left[min(i, len(left) - 1)] for i, name in enumerate(unknown)}
+
+
+def _begin_with_prompts(kind: Kind, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the chosen and rejected conversations of the first rows hold their prompts
+    themselves.
+    """
+    talks = [
+        value_of(row.get(kind.column(slot) or ""), keep=())
+        for row in rows
+        for slot in ("chosen", "rejected")
+    ]
+    found = [
+        message
+        for talk in talks
+        if isinstance(talk, list)
+        for message in talk[:-1]
+        if isinstance(message, Mapping)
+    ]
+    return any(str(message.get("role")).lower() == "user" for message in found)
+
+
+def _fields(kind: Kind, roles: Mapping[str, str] | None) -> dict[str, Any]:
+    """The fields of a DatasetConfig that read these columns."""
+    column = {choice.slot: choice.column for choice in kind.choices}
+    if kind.name == "text":
+        return {"content_field": column["text"]}
+    if kind.name == "prompt_completion":
+        return {"prompt_field": column["prompt"], "completion_field": column["completion"]}
+    if kind.name == "messages" and not names_roles_otherwise(kind):
+        tools = column.get("tools", "tools")
+        return {
+            "content_field": column["messages"],
+            **({} if tools == "tools" else {"tools_field": tools}),
+        }
+    if kind.name == "tokens":
+        return (
+            {}
+            if column[INPUT_IDS] == INPUT_IDS
+            else {"format_fields": {column[INPUT_IDS]: INPUT_IDS}}
+        )
+    if kind.name == "alpaca":
+        inputs = tuple(column[slot] for slot in ("instruction", "input") if slot in column)
+        return {
+            "prompt": PromptConfig(
+                format_type="alpaca", input_columns=inputs, label_column=column["output"]
+            )
+        }
+    if kind.name == "preference":
+        return {"prompt": _pairs(column, talks=bool(kind.roles))}
+    tools = column.get("tools", "tools")
+    named = None if tools == "tools" else tools
+    talk = (column["conversations" if kind.name == "sharegpt" else "messages"],)
+    return {
+        "prompt": PromptConfig(
+            format_type="sharegpt",
+            input_columns=talk,
+            tools_column=named,
+            roles=dict(roles) if roles else None,
+        )
+    }
+
+
+def _pairs(column: Mapping[str, str], *, talks: bool) -> PromptConfig:
+    chosen, rejected = column["chosen"], column["rejected"]
+    if talks:
+        return PromptConfig(
+            input_columns=(chosen,), rejected_column=rejected, train_on="last_assistant"
+        )
+    if "prompt" in column:
+        return PromptConfig(
+            format_type="prompt_completion",
+            input_columns=(column["prompt"],),
+            label_column=chosen,
+            rejected_column=rejected,
+        )
+    # What both begin with has the same likelihood in both, and falls out of the loss.
+    return PromptConfig(
+        format_type="custom",
+        template=f"{{{chosen}}}",
+        label_column=chosen,
+        rejected_column=rejected,
+    )

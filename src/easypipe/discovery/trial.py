@@ -1,0 +1,103 @@
+"""A proposal tried on the first rows: which of them it could read, and why not the others. Needs no
+tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from easypipe.transforms.chat.conversations import Talks, Wrong, value_of, wrong_messages
+from easypipe.transforms.columns.kinds import SLOTS, Kind
+from easypipe.transforms.prompt.config import ROLES
+from easypipe.transforms.prompt.fields import BENIGN, EMPTY, text_of
+
+WRITTEN = ("user", "assistant", "system", "tool")  # the roles that chat templates know
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """rows: that were tried. reasons: how many of them cannot be read, by reason. first: the number
+    of the first such row, and why.
+    """
+
+    rows: int
+    reasons: Mapping[str, int]
+    first: tuple[int, str] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether not one row can be read."""
+        return self.rows > 0 and sum(self.reasons.values()) == self.rows
+
+    def __str__(self) -> str:
+        if self.first is None:
+            return f"all of the first {self.rows} rows can be read so"
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self.reasons.items())
+        number, why = self.first
+        return f"{sum(self.reasons.values())} of the first {self.rows} rows cannot be read so: {reasons}; row {number}: {why}"
+
+
+def try_rows(
+    kind: Kind, rows: Sequence[Mapping[str, Any]], roles: Mapping[str, str] | None = None
+) -> Trial:
+    """kind: with the columns that a proposal reads. roles: as in PromptConfig."""
+    if kind.ties:
+        rows = ()  # nothing is proposed yet
+    reasons: Counter[str] = Counter()
+    first = None
+    for number, row in enumerate(rows):
+        wrong = _wrong(kind, row, roles)
+        if wrong is not None:
+            reasons[wrong[0]] += 1
+            first = first or (number, wrong[1])
+    return Trial(rows=len(rows), reasons=dict(reasons.most_common()), first=first)
+
+
+def names_roles_otherwise(kind: Kind) -> bool:
+    """Whether all who speak are known, some of them by another word (or another case) than chat
+    templates have for them.
+    """
+    return any(role not in WRITTEN for role in kind.roles) and all(
+        role.lower() in ROLES for role in kind.roles
+    )
+
+
+def _wrong(kind: Kind, row: Mapping[str, Any], roles: Mapping[str, str] | None) -> Wrong | None:
+    values = {choice.slot: row.get(choice.column) for choice in kind.choices}
+    if kind.name in ("tokens", "unknown"):
+        return None
+    if kind.name in ("messages", "sharegpt") or kind.roles:
+        known = (
+            {**ROLES, **(roles or {})}
+            if kind.name == "sharegpt" or names_roles_otherwise(kind)
+            else None
+        )
+        talks = [
+            values[slot]
+            for slot in ("messages", "conversations", "chosen", "rejected")
+            if slot in values
+        ]
+        return next(
+            (wrong for talk in talks if (wrong := _wrong_talk(Talks(known), talk)) is not None),
+            None,
+        )
+    required = {slot.name for slot in SLOTS[kind.name] if slot.required}
+    texts = {slot: text_of(value, slot) for slot, value in values.items() if slot in required}
+    for text in texts.values():
+        if not isinstance(text, str):
+            return text.reason, text.detail
+    label = {"prompt_completion": "completion", "alpaca": "output"}.get(kind.name)
+    if not any(text.strip() for text in texts.values() if isinstance(text, str)):
+        return EMPTY, "no text"
+    return (BENIGN, f"the {label} is empty") if label is not None and not texts[label] else None
+
+
+def _wrong_talk(talks: Talks, value: Any) -> Wrong | None:
+    talk = talks.translated(value_of(value, keep=("role", "content", "from", "value")))
+    wrong = wrong_messages(talk) or talks.wrong_flags(talk)
+    if wrong is None and not any(message["role"] == "assistant" for message in talk):
+        return BENIGN, "nobody in it is the assistant"
+    return wrong

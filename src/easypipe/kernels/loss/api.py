@@ -1,0 +1,324 @@
+"""The one door to the loss: hidden states and head in, a loss out. All of the logits never exist.
+
+T tokens · D width · V vocabulary
+"""
+# ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from easypipe.core.schema import IGNORE
+from easypipe.kernels.loss import differentiable, reference
+from easypipe.kernels.loss.checks import Call, Request, checked
+from easypipe.kernels.loss.choice import Implementation, LossSharding, Rule
+from easypipe.kernels.loss.stats import Layout, LogitStats, Objective, token_losses
+
+__all__ = [
+    "Implementation",
+    "LossSharding",
+    "LossWithTokens",
+    "Reduction",
+    "Rule",
+    "TokenStats",
+    "fused_cross_entropy",
+    "fused_linear_cross_entropy",
+    "sequence_log_probs",
+    "token_log_probs",
+]
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+class TokenStats(NamedTuple):
+    """Of every token, in the shape of the labels; no gradient passes through it. Float32 (float64
+    for float64 inputs).
+    """
+
+    lse: Float[Array, " *tokens"]  # log sum_v exp z, in nats; of ignored tokens too
+    log_probs: Float[Array, " *tokens"]  # log p(label), in nats; 0 where the token does not count
+    # whether no token is likelier than the label (a tie counts); False where the token does not
+    # count
+    correct: Bool[Array, " *tokens"]
+    # whether the label is a token of the vocabulary and not ignore_index
+    counted: Bool[Array, " *tokens"]
+
+
+class LossWithTokens(NamedTuple):
+    loss: Float[Array, " *tokens"]
+    tokens: TokenStats
+
+
+class _LogitsOptions(TypedDict, total=False):
+    weights: Array | None
+    ignore_index: int
+    z_loss: float
+    label_smoothing: float
+    logit_soft_cap: float | None
+    reduction: Reduction
+    sharding: LossSharding | None
+    implementation: Implementation | None
+
+
+class _Options(_LogitsOptions, total=False):
+    bias: Array | None
+    layout: Layout | None
+    rule: Rule | None
+    chunk_size: int | None
+    float32_logits: bool
+
+
+@overload
+def fused_linear_cross_entropy(
+    hidden: Array,
+    lm_head: Array,
+    labels: Array,
+    *,
+    with_tokens: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Array: ...
+@overload
+def fused_linear_cross_entropy(
+    hidden: Array,
+    lm_head: Array,
+    labels: Array,
+    *,
+    with_tokens: Literal[True],
+    **options: Unpack[_Options],
+) -> LossWithTokens: ...
+def fused_linear_cross_entropy(
+    hidden: Float[Array, "*tokens D"],
+    lm_head: Float[Array, "D V"] | Float[Array, "V D"],
+    labels: Int[Array, "*tokens"],
+    *,
+    bias: Float[Array, " V"] | None = None,
+    weights: Float[Array, "*tokens"] | None = None,
+    ignore_index: int = IGNORE,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    logit_soft_cap: float | None = None,
+    reduction: Reduction = "mean",
+    with_tokens: bool = False,
+    layout: Layout | None = None,
+    sharding: LossSharding | None = None,
+    implementation: Implementation | None = None,
+    rule: Rule | None = None,
+    chunk_size: int | None = None,
+    float32_logits: bool = False,
+) -> Array | LossWithTokens:
+    """Cross entropy of `softmax(cap(hidden @ lm_head + bias))` against `labels`, in nats; float32
+    (float64 for float64 inputs).
+
+    Per token, with ε = label_smoothing and lse the log-sum-exp of its logits:
+    `(1-ε)·nll + ε·mean over the vocabulary of -log p + z_loss·lse²`. `weights` multiply that (None:
+    1). `reduction`: "sum"; "mean", which divides by the summed weights of the tokens that count (0
+    where they sum to 0); "none", every token's, 0 where it does not count. A token does not count
+    where its label is `ignore_index`, or, under jit, outside [0, V). `logit_soft_cap`: `cap(x) =
+    c·tanh(x/c)`.
+
+    Products are taken in the dtype of the inputs (bfloat16, float32 or float64; the wider where
+    they differ) and accumulated in float32 (float64); gradients have the dtype of their input.
+    Differentiable once, in reverse mode, in hidden, lm_head, bias and weights. Works under jit,
+    remat, scan, inside shard_map (on what the device holds) and on arrays that the compiler
+    partitions.
+
+    `with_tokens`: gives `LossWithTokens(loss, TokenStats(lse, log_probs, correct, counted))`.
+    `layout` of lm_head: "dv" is [D, V], "vd" is [V, D] (tied embeddings); None: the one that fits,
+    which a square head leaves open. `sharding`: how the arguments lie on the mesh of
+    `jax.set_mesh`; without it the compiler decides, rightly but slowly. `implementation`:
+    "reference" holds all logits; "chunked" is XLA alone; "pallas_tpu" and "pallas_gpu" are written
+    for these. None: "pallas_tpu" where the program is lowered for a TPU, "pallas_gpu" for CUDA, and
+    "chunked" elsewhere and where these refuse: float64, several devices without `sharding`, a
+    shard_map around it with check_vma=True. `rule`: "fast" takes the gradient in the forward pass,
+    with the logits of `chunk_size` tokens in memory (of all, where there are no more) in the dtype
+    of the inputs; "strict" holds no more than a tile and recomputes. None: "fast" for "mean" and
+    "sum" while 256 tokens' logits take at most 2 GiB, else "strict". `chunk_size`, per device: None
+    for 4096 on TPU and CUDA, 1024 elsewhere, less where their logits would take more than 2 GiB;
+    "chunked" takes it for the tokens of its tiles under "strict". `float32_logits`: the logits are
+    never rounded to the dtype of the inputs; so the rule is "strict". Without it "fast" rounds them, and on CUDA "strict" too (elsewhere "strict" keeps float32 anyway); there it costs slabs of half as many tokens.
+
+    Raises ConfigError that names every reason: shapes and dtypes that do not fit, a layout left
+    open, a label outside the vocabulary (only outside jit), an option out of range or without
+    effect, a sharding that the mesh lacks, an implementation that cannot run.
+    """
+    call = checked(
+        Request(
+            at="fused_linear_cross_entropy",
+            hidden=hidden,
+            lm_head=lm_head,
+            labels=labels,
+            bias=bias,
+            weights=weights,
+            ignore_index=ignore_index,
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
+            soft_cap=logit_soft_cap,
+            reduction=reduction,
+            layout=layout,
+            sharding=sharding,
+            implementation=implementation,
+            rule=rule,
+            chunk_size=chunk_size,
+            float32_logits=float32_logits,
+        )
+    )
+    objective = Objective(float(z_loss), float(label_smoothing), call.vocab)
+    if call.rule == "fast":
+        outcome: Any = differentiable.weighted_sum(
+            call.inputs, _weights(call, reduction), objective, call.plan
+        )
+        loss, stats = outcome
+        return LossWithTokens(loss, _token_stats(stats, call)) if with_tokens else loss
+    return _reduced(_stats(call), call, objective, reduction, with_tokens)
+
+
+@overload
+def fused_cross_entropy(
+    logits: Array,
+    labels: Array,
+    *,
+    with_tokens: Literal[False] = False,
+    **options: Unpack[_LogitsOptions],
+) -> Array: ...
+@overload
+def fused_cross_entropy(
+    logits: Array, labels: Array, *, with_tokens: Literal[True], **options: Unpack[_LogitsOptions]
+) -> LossWithTokens: ...
+def fused_cross_entropy(
+    logits: Float[Array, "*tokens V"],
+    labels: Int[Array, "*tokens"],
+    *,
+    weights: Float[Array, "*tokens"] | None = None,
+    ignore_index: int = IGNORE,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    logit_soft_cap: float | None = None,
+    reduction: Reduction = "mean",
+    with_tokens: bool = False,
+    sharding: LossSharding | None = None,
+    implementation: Implementation | None = None,
+) -> Array | LossWithTokens:
+    """fused_linear_cross_entropy for those who have the logits. Nothing of their size is made but
+    their gradient, which has their dtype.
+
+    Options as there; `sharding.vocab` is that of the last dimension of the logits, `sharding.embed`
+    is not asked. "pallas_tpu" is no implementation here: on TPU, XLA's own row kernels run. Raises
+    ConfigError as there.
+    """
+    call = checked(
+        Request(
+            at="fused_cross_entropy",
+            hidden=logits,
+            lm_head=None,
+            labels=labels,
+            weights=weights,
+            ignore_index=ignore_index,
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
+            soft_cap=logit_soft_cap,
+            reduction=reduction,
+            sharding=sharding,
+            implementation=implementation,
+        )
+    )
+    if call.plan.is_reference:
+        stats: Any = reference.stats_of_logits(
+            call.inputs.hidden, call.inputs.labels, soft_cap=logit_soft_cap
+        )
+    else:
+        stats = differentiable.stats_of_logits(call.inputs.hidden, call.inputs.labels, call.plan)
+    return _reduced(
+        stats,
+        call,
+        Objective(float(z_loss), float(label_smoothing), call.vocab),
+        reduction,
+        with_tokens,
+    )
+
+
+def token_log_probs(
+    hidden: Float[Array, "*tokens D"],
+    lm_head: Float[Array, "D V"] | Float[Array, "V D"],
+    labels: Int[Array, "*tokens"],
+    *,
+    bias: Float[Array, " V"] | None = None,
+    ignore_index: int = IGNORE,
+    logit_soft_cap: float | None = None,
+    layout: Layout | None = None,
+    sharding: LossSharding | None = None,
+    implementation: Implementation | None = None,
+    float32_logits: bool = True,
+) -> Float[Array, "*tokens"]:
+    """log p(label) of every token, in nats, 0 where it does not count; differentiable, by the rule
+    "strict".
+
+    For losses that are no weighted sum of cross entropies, such as those of preferences (Rafailov
+    et al., DPO, 2023). Arguments, dtypes and errors are those of fused_linear_cross_entropy; but
+    `float32_logits` is the default here: a log-ratio is a small difference of two of these, and the
+    rounding of bfloat16 logits would be as large as it.
+    """
+    request = Request(
+        at="token_log_probs",
+        hidden=hidden,
+        lm_head=lm_head,
+        labels=labels,
+        bias=bias,
+        ignore_index=ignore_index,
+        soft_cap=logit_soft_cap,
+        layout=layout,
+        sharding=sharding,
+        implementation=implementation,
+        float32_logits=float32_logits,
+    )
+    call = checked(request)
+    stats = _stats(call)
+    return jnp.where(call.counted, stats.log_prob, 0.0)
+
+
+def sequence_log_probs(
+    hidden: Float[Array, "*batch S D"],
+    lm_head: Array,
+    labels: Int[Array, "*batch S"],
+    **options: Any,
+) -> Float[Array, "*batch"]:
+    """The sum of `token_log_probs` over each sequence: log p(response) where the prompt's labels
+    are `ignore_index`. Options as there.
+    """
+    return token_log_probs(hidden, lm_head, labels, **options).sum(axis=-1)
+
+
+def _stats(call: Call) -> LogitStats:
+    """The stats, differentiable."""
+    if call.plan.is_reference:
+        return reference.stats(call.inputs, layout=call.plan.layout, soft_cap=call.plan.soft_cap)
+    stats: Any = differentiable.logit_stats(call.inputs, call.plan)  # custom_vjp hides its type
+    return stats
+
+
+def _weights(call: Call, reduction: str) -> Array:
+    """Divided before the products, not after: a bfloat16 gradient is then rounded once."""
+    if reduction != "mean":
+        return call.weights
+    total = call.weights.sum()
+    return call.weights / jnp.where(total == 0, 1, total)
+
+
+def _reduced(
+    stats: LogitStats, call: Call, objective: Objective, reduction: str, with_tokens: bool
+) -> Any:
+    losses = _weights(call, reduction) * token_losses(stats, objective)
+    loss = losses if reduction == "none" else losses.sum()
+    return LossWithTokens(loss, _token_stats(stats, call)) if with_tokens else loss
+
+
+def _token_stats(stats: LogitStats, call: Call) -> TokenStats:
+    stats = jax.lax.stop_gradient(stats)
+    log_probs = jnp.where(call.counted, stats.log_prob, 0.0)
+    return TokenStats(
+        stats.lse, log_probs, call.counted & (stats.target >= stats.best), call.counted
+    )

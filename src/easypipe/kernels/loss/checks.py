@@ -1,0 +1,416 @@
+"""What the api is given, checked: every reason against it in one error. Then the arrays as the
+kernels take them, and the plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.kernels.loss import choice
+from easypipe.kernels.loss.choice import FAVOURITES, Implementation, LossSharding, Plan, Rule
+from easypipe.kernels.loss.stats import (
+    Inputs,
+    Layout,
+    accumulator_dtype,
+    varying_axes,
+    varying_like,
+)
+
+logger = logging.getLogger("easypipe")
+DTYPES = ("bfloat16", "float32", "float64")
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of a call of the api. `lm_head` is None where `hidden` are the logits."""
+
+    at: str
+    hidden: Array
+    lm_head: Array | None
+    labels: Array
+    bias: Array | None = None
+    weights: Array | None = None
+    ignore_index: int = -100
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    soft_cap: float | None = None
+    reduction: str = "none"
+    layout: Layout | None = None
+    sharding: LossSharding | None = None
+    implementation: Implementation | None = None
+    rule: Rule | None = None
+    chunk_size: int | None = None
+    float32_logits: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request that can be met."""
+
+    inputs: Inputs  # lm_head is None where hidden are the logits
+    weights: Array  # accumulator dtype, 0 where a token does not count
+    counted: Array
+    plan: Plan
+    rule: Rule
+    vocab: int
+
+
+def checked(request: Request) -> Call:
+    """Raises ConfigError with every reason why not."""
+    arrays: Any = {
+        name: value if value is None or isinstance(value, jax.Array) else jnp.asarray(value)
+        for name in ("hidden", "lm_head", "labels", "bias", "weights")
+        for value in (getattr(request, name),)
+    }
+    request = replace(request, **arrays)
+    layout = _layout(request)
+    problems = [*_shapes(request), *_numbers(request), *_names(request), *_mesh(request, layout)]
+    if not problems:  # what follows needs shapes and names that are right
+        problems = [*_labels(request, layout), *_runs(request, layout or "dv")]
+    if problems:
+        raise ConfigError(at=request.at, problem="; ".join(problems))
+    return _call(request, layout or "dv")
+
+
+def _call(request: Request, layout: Layout) -> Call:
+    hidden, lm_head, bias, labels = (
+        request.hidden,
+        request.lm_head,
+        request.bias,
+        _as_int32(request.labels),
+    )
+    vocab = _vocab(request, layout)
+    if lm_head is not None:
+        wider = jnp.result_type(hidden, lm_head)
+        hidden, lm_head = hidden.astype(wider), lm_head.astype(wider)
+    dtype = accumulator_dtype(hidden)
+    counted = (labels != request.ignore_index) & (labels >= 0) & (labels < vocab)
+    weights = (
+        jnp.ones(labels.shape, dtype) if request.weights is None else request.weights.astype(dtype)
+    )
+    weights = jnp.where(counted, weights, 0)
+    # Inside the user's shard_map, jax sums the cotangent of what all devices share; so it must be
+    # told of it before our rules begin.
+    arrays: Any = Inputs(hidden, lm_head, bias, jnp.where(counted, labels, -1)), weights, counted  # pyright: ignore[reportArgumentType]
+    inputs, weights, counted = jax.tree.map(
+        lambda array: varying_like(array, *jax.tree.leaves(arrays)), arrays
+    )
+    refusals = (
+        {name: list(_refusals(request, name, layout)) for name in FAVOURITES.values()}
+        if request.implementation is None
+        else {}
+    )
+    unused = FAVOURITES.get(choice.platform_at_hand())
+    if unused and refusals.get(unused):
+        logger.warning(
+            "%s: %s cannot run, so XLA's own operations do: %s",
+            request.at,
+            unused,
+            "; ".join(refusals[unused]),
+        )
+    implementation: Any = (
+        "chunked"
+        if labels.size == 0 and request.implementation != "reference"
+        else request.implementation
+    )
+    plan = Plan(
+        choice.candidates(refusals, implementation),
+        layout,
+        request.soft_cap,
+        request.sharding,
+        request.chunk_size,
+        request.float32_logits,
+    )
+    return Call(inputs, weights, counted, plan, _rule(request, layout), vocab)
+
+
+def _as_int32(labels: Array) -> Array:
+    """A label that int32 does not hold stays outside the vocabulary, instead of wrapping round into
+    it.
+    """
+    ours, theirs = jnp.iinfo(jnp.int32), jnp.iinfo(labels.dtype)
+    if theirs.max > ours.max:
+        labels = jnp.clip(labels, max(ours.min, theirs.min), ours.max)
+    return labels.astype(jnp.int32)
+
+
+def _rule(request: Request, layout: Layout) -> Rule:
+    if (
+        request.lm_head is None
+        or request.reduction == "none"
+        or request.implementation == "reference"
+    ):
+        return "strict"
+    if request.rule is not None:
+        return request.rule
+    if request.float32_logits:
+        return "strict"
+    fits = choice.fast_fits(
+        _vocab(request, layout) // _vocab_shards(request), request.lm_head.dtype.itemsize
+    )
+    return "fast" if fits else "strict"
+
+
+def _layout(request: Request) -> Layout | None:
+    """None where it cannot be told, and where there is no head."""
+    if (
+        request.layout is not None
+        or request.lm_head is None
+        or request.lm_head.ndim != 2
+        or request.hidden.ndim == 0
+    ):
+        return request.layout
+    rows, columns = request.lm_head.shape
+    width = request.hidden.shape[-1]
+    if rows == columns:
+        return None
+    return "dv" if rows == width else "vd" if columns == width else None
+
+
+def _shapes(request: Request) -> Iterator[str]:
+    hidden, lm_head, labels, layout = (
+        request.hidden,
+        request.lm_head,
+        request.labels,
+        _layout(request),
+    )
+    what = "hidden" if lm_head is not None else "logits"
+    if hidden.ndim < 2 or hidden.shape[:-1] != labels.shape or 0 in hidden.shape[-1:]:
+        yield f"labels {labels.shape} do not fit {what} {hidden.shape}: give {what} [T, n] and labels [T], or both with batch dimensions"
+    if lm_head is not None:
+        if lm_head.ndim != 2 or 0 in lm_head.shape:
+            yield f"lm_head {lm_head.shape} is no matrix: give [D, V] or [V, D]"
+        elif hidden.ndim and hidden.shape[-1] not in lm_head.shape:
+            yield f"lm_head {lm_head.shape} has no dimension of the width {hidden.shape[-1]} of hidden"
+        elif layout is None:
+            yield f"layout: lm_head {lm_head.shape} is square, so it fits both ways: say 'dv' for [D, V] or 'vd' for [V, D]"
+        elif layout not in get_args(Layout):
+            yield _option("layout", layout, get_args(Layout))
+        elif hidden.ndim and lm_head.shape[layout.index("d")] != hidden.shape[-1]:
+            yield f"layout: lm_head {lm_head.shape} read as {layout!r} does not fit the width {hidden.shape[-1]} of hidden"
+        elif request.bias is not None and request.bias.shape != (lm_head.shape[layout.index("v")],):
+            yield f"bias {request.bias.shape} does not fit a vocabulary of {lm_head.shape[layout.index('v')]}"
+    if request.weights is not None and request.weights.shape != labels.shape:
+        yield f"weights {request.weights.shape} do not fit labels {labels.shape}"
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        yield f"labels: dtype {labels.dtype} is no integer: give token ids as int32"
+    for name, array in ((what, hidden), ("lm_head", lm_head), ("bias", request.bias)):
+        if array is not None and array.dtype.name not in DTYPES:
+            yield f"{name}: dtype {array.dtype} is not one of {', '.join(DTYPES)}"
+    if request.weights is not None and jnp.issubdtype(request.weights.dtype, jnp.complexfloating):
+        yield f"weights: dtype {request.weights.dtype} is not real: give float32"
+
+
+def _numbers(request: Request) -> Iterator[str]:
+    """All of these are static under jit."""
+    if not 0 <= _number(request.z_loss) < math.inf:
+        yield f"z_loss: {request.z_loss} is not a number from 0 up (1e-4 is usual)"
+    if not 0 <= _number(request.label_smoothing) < 1:
+        yield f"label_smoothing: {request.label_smoothing} is outside [0, 1) (0.1 is usual)"
+    if request.soft_cap is not None and not 0 < _number(request.soft_cap) < math.inf:
+        yield f"logit_soft_cap: {request.soft_cap} is not a positive number (30.0 is usual; None for none)"
+    if request.chunk_size is not None and not (
+        _is_whole(request.chunk_size) and request.chunk_size >= 1
+    ):
+        yield f"chunk_size: {request.chunk_size} tokens are no chunk: give a whole number from 1 up"
+    if not (_is_whole(request.ignore_index) and -(2**31) <= request.ignore_index < 2**31):
+        yield f"ignore_index: {request.ignore_index} is no label: give an int of 32 bits (-100 is usual)"
+
+
+def _number(value: Any) -> float:
+    """nan for what is no number, and for one that jit traces."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _is_whole(value: Any) -> bool:
+    try:
+        return operator.index(value) == value
+    except TypeError:  # what jit traces, too
+        return False
+
+
+def _names(request: Request) -> Iterator[str]:
+    implementations = (
+        get_args(Implementation)
+        if request.lm_head is not None
+        else ("reference", "chunked", "pallas_gpu")
+    )
+    for name, options in (
+        ("implementation", implementations),
+        ("rule", get_args(Rule)),
+        ("reduction", REDUCTIONS),
+    ):
+        value = getattr(request, name)
+        if value not in options and not (value is None and name != "reduction"):
+            yield _option(name, value, options)
+    if request.rule == "fast" and request.reduction == "none":
+        yield "rule: 'fast' needs a scalar loss, and reduction is 'none': choose 'strict', or reduce"
+    if request.rule == "fast" and request.float32_logits:
+        yield "rule: 'fast' rounds the logits to the dtype of the inputs, and float32_logits is set: choose 'strict', or leave it out"
+    if request.implementation == "reference":
+        for name in ("rule", "chunk_size", "sharding"):
+            if getattr(request, name) is not None:
+                yield f"{name}: the reference knows none: leave it None, or choose implementation 'chunked'"
+
+
+def _mesh(request: Request, layout: Layout | None) -> Iterator[str]:
+    sharding = request.sharding
+    if sharding is None:
+        return
+    mesh = jax.sharding.get_abstract_mesh()
+    missing = False
+    for field in ("tokens", "embed", "vocab", "sequence"):
+        for axis in getattr(sharding, field):
+            if axis not in mesh.axis_names:
+                missing = True
+                have = ", ".join(map(str, mesh.axis_names)) or "none"
+                yield f"sharding.{field}: no mesh axis named {axis!r} (have: {have}): call under jax.set_mesh(mesh), with axes of that mesh"
+            elif axis in mesh.manual_axes:
+                missing = True
+                yield f"sharding.{field}: shard_map has split axis {axis!r} already: call without sharding, or outside of it"
+    pairs = [("tokens", "vocab"), ("tokens", "sequence"), ("embed", "vocab")]
+    for one, other in pairs if request.lm_head is not None else pairs[:2]:
+        both = set(getattr(sharding, one)) & set(getattr(sharding, other))
+        if both:
+            yield f"sharding: {one} and {other} both lie over {', '.join(sorted(both))}"
+    if request.labels.ndim > 2:
+        yield f"sharding: labels {request.labels.shape} have more than batch and sequence: reshape them to [B, S]"
+    if sharding.sequence and request.labels.ndim != 2:
+        yield f"sharding.sequence: labels {request.labels.shape} have no sequence: give hidden [B, S, D] and labels [B, S]"
+    if missing or (request.lm_head is not None and (layout is None or request.lm_head.ndim != 2)):
+        return
+    vocab, parts = _vocab(request, layout or "dv"), _vocab_shards(request)
+    if vocab % parts:
+        more = vocab + -vocab % parts
+        yield f"sharding.vocab: a vocabulary of {vocab} does not divide over {parts} devices: make it {more}, or shard it over fewer"
+
+
+def _labels(request: Request, layout: Layout | None) -> Iterator[str]:
+    """Only where their values are known."""
+    labels = request.labels
+    if isinstance(labels, Tracer) or not labels.is_fully_addressable:
+        return
+    values, vocab = np.asarray(labels), _vocab(request, layout or "dv")
+    wrong = (values != request.ignore_index) & ((values < 0) | (values >= vocab))
+    if wrong.any():
+        where = tuple(int(index) for index in np.argwhere(wrong)[0])
+        yield (
+            f"labels: {int(wrong.sum())} outside the vocabulary of {vocab}, the first {int(values[where])} at {list(where)} "
+            f"(ignore_index is {request.ignore_index})"
+        )
+
+
+def _runs(request: Request, layout: Layout) -> Iterator[str]:
+    name = request.implementation
+    if name is None or name not in FAVOURITES.values():
+        return
+    for reason in [*_refusals(request, name, layout), *_elsewhere(request, name)]:
+        yield f"implementation: {name!r} cannot run: {reason}"
+    if request.lm_head is None:
+        return
+    if (
+        request.rule == "fast"
+        and choice.missing(name) is None
+        and not hasattr(choice.kernel(name), "row_step")
+    ):
+        yield f"rule: {name!r} has no 'fast': leave it None"
+    if request.chunk_size is not None and _rule(request, layout) == "strict":
+        yield f"chunk_size: {name!r} has none under the rule 'strict': leave it None"
+
+
+def _refusals(request: Request, name: str, layout: Layout) -> Iterator[str]:
+    if (reason := choice.missing(name)) is not None:
+        yield reason
+        return
+    arrays = [
+        array
+        for array in (request.hidden, request.lm_head, request.bias, request.labels)
+        if array is not None
+    ]
+    if request.sharding is None and (devices := choice.devices_without_sharding(*arrays)) > 1:
+        yield f"the compiler cannot split it over {devices} devices: say by `sharding` how the arguments lie"
+    if any(varying_axes(array) for array in arrays):
+        yield "a shard_map around it checks how results vary, which kernels do not say: give that shard_map check_vma=False"
+    if request.lm_head is None:
+        if jnp.dtype(request.hidden.dtype) == jnp.float64:
+            yield "float64 runs in XLA only"
+        return
+    shards = _vocab_shards(request)
+    shape = [
+        size // shards if axis == "v" else size
+        for axis, size in zip(layout, request.lm_head.shape, strict=True)
+    ]
+    wider = jnp.result_type(request.hidden, request.lm_head)
+    tokens = math.prod(request.labels.shape)
+    hidden, lm_head = (
+        jax.ShapeDtypeStruct((tokens, request.hidden.shape[-1]), wider),
+        jax.ShapeDtypeStruct(tuple(shape), wider),
+    )
+    bias = (
+        None
+        if request.bias is None
+        else jax.ShapeDtypeStruct((shape[layout.index("v")],), request.bias.dtype)
+    )
+    yield from choice.kernel(name).refusals(
+        hidden, lm_head, bias, layout=layout, soft_cap=request.soft_cap
+    )
+
+
+def _elsewhere(request: Request, name: str) -> Iterator[str]:
+    """Only where nothing is traced: under jit the program may be lowered for a platform that is not
+    here.
+    """
+    arrays = [
+        array
+        for array in (
+            request.hidden,
+            request.lm_head,
+            request.labels,
+            request.bias,
+            request.weights,
+        )
+        if array is not None
+    ]
+    if any(isinstance(array, Tracer) for array in arrays):
+        return
+    here = {
+        choice.platform_name(device.platform) for array in arrays for device in array.devices()
+    } | {choice.platform_at_hand()}
+    if (reason := choice.misplaced(name, here)) is not None:
+        yield f"{reason}: leave it None, or lower the call for such a device under jax.jit"
+
+
+def _vocab(request: Request, layout: Layout) -> int:
+    return (
+        request.hidden.shape[-1]
+        if request.lm_head is None
+        else request.lm_head.shape[layout.index("v")]
+    )
+
+
+def _vocab_shards(request: Request) -> int:
+    if request.sharding is None:
+        return 1
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in request.sharding.vocab)
+
+
+def _option(name: str, value: object, options: tuple[str, ...]) -> str:
+    near = did_you_mean(str(value), options)
+    return f"{name}: {value!r} is not an option (have: {', '.join(options)}){'. ' + near if near else ''}"

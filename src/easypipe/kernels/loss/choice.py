@@ -1,0 +1,209 @@
+"""Which implementation runs, and by which rule. The platform is that which the program is *lowered*
+for, not the one it is traced on.
+
+So a default survives jit, ahead-of-time compilation for a TPU on a CPU host and
+`jax.export(platforms=["cuda"])`: every candidate is traced and `jax.lax.platform_dependent` keeps
+the one that the platform wants.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from jax import Array
+
+from easypipe.kernels.loss.stats import Layout, vocab_size
+from easypipe.kernels.tuning.table import blocks_for, device_kind
+
+Implementation = Literal["reference", "chunked", "pallas_tpu", "pallas_gpu"]
+Rule = Literal["fast", "strict"]
+# by platform; elsewhere "chunked"
+FAVOURITES: dict[str, Implementation] = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}
+ANYWHERE = "cpu"  # stands for every platform without a favourite
+
+CHUNK_TOKENS = {"tpu": 4096, "cuda": 4096, ANYWHERE: 1024}
+"""Tokens of a chunk under *fast*. Adding a chunk's product to a float32 gradient of the head costs
+its reading and writing: about 245/C of the time of the three products on an H200, so 4096 there. On
+CPU at (4096, 1024, 50257) 1024 tokens need 9 % of the naive loss's memory and 0.9 of the time that
+512 take; more are no faster."""
+# of one chunk under *fast*; a chunk has fewer tokens where they would not fit
+LOGITS_BYTES = 2 << 30
+FEWEST_TOKENS = 256  # of a chunk: below this, *strict* is both smaller and faster
+
+
+@dataclass(frozen=True)
+class LossSharding:
+    """The mesh axes over which the arguments of the loss lie; all of them axes of the mesh in
+    `jax.set_mesh`.
+    """
+
+    tokens: tuple[str, ...] = ("data", "fsdp")  # the first dimension of hidden and labels
+    embed: tuple[str, ...] = ("fsdp",)  # dimension D of lm_head; its gradient comes out sharded so
+    vocab: tuple[str, ...] = ("tensor",)  # dimension V of lm_head
+    # the second dimension of hidden and labels, where they are batched; may share axes with vocab
+    sequence: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of a call that is no array: it is static under jit."""
+
+    # (platform, implementation); the last is for every platform not named
+    candidates: tuple[tuple[str, Implementation], ...]
+    layout: Layout
+    soft_cap: float | None
+    sharding: LossSharding | None = None
+    chunk_size: int | None = None
+    # of "pallas_gpu", the one whose strict logits are rounded; all others have them in float32
+    float32_logits: bool = False
+
+    @property
+    def is_reference(self) -> bool:
+        return self.candidates[-1][1] == "reference"
+
+    def vocab_axes(self) -> tuple[str, ...]:
+        return _dividing(self.sharding.vocab) if self.sharding else ()
+
+    def token_axes(self, ndim: int) -> tuple[tuple[str, ...] | None, ...]:
+        """The mesh axes of every dimension of the labels. What the sequence shares with the
+        vocabulary is gathered before the logits.
+        """
+        if self.sharding is None:
+            return (None,) * ndim
+        sequence = tuple(axis for axis in self.sharding.sequence if axis not in self.sharding.vocab)
+        return (_dividing(self.sharding.tokens) or None, _dividing(sequence) or None)[:ndim]
+
+    def summed_axes(self, ndim: int) -> tuple[str, ...]:
+        """The mesh axes over which gradients of head and bias are summed."""
+        return tuple(axis for axes in self.token_axes(ndim) for axis in axes or ())
+
+
+def _dividing(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those over which something is divided: an axis of one device asks for no collective."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+
+def kernel(name: str) -> Any:
+    """The module of an implementation. Imported when first asked for: Pallas takes half a
+    second.
+    """
+    return importlib.import_module(f"easypipe.kernels.loss.{name}")
+
+
+def missing(name: str) -> str | None:
+    """Why the module of an implementation cannot be imported (Pallas drops a backend now and then);
+    None where it can.
+    """
+    try:
+        kernel(name)
+    except ImportError as error:
+        return f"jax {jax.__version__} does not have what it is written with ({error})"
+    return None
+
+
+def by_platform(plan: Plan, run: Callable[..., Any], *arrays: Any, alike: bool = True) -> Any:
+    """`run(platform, implementation, *arrays)` of the candidate whose platform the program is
+    lowered for.
+
+    alike: `run` asks for the implementation only, so what several platforms share is traced once.
+    """
+    *named, default = plan.candidates
+    functions: dict[Any, Any] = {}
+    for platform, name in plan.candidates:
+        functions.setdefault(
+            name if alike else (platform, name), functools.partial(run, platform, name)
+        )
+    if len(functions) == 1:
+        return next(iter(functions.values()))(*arrays)
+    branches = {
+        platform: functions[name if alike else (platform, name)] for platform, name in named
+    }
+    return jax.lax.platform_dependent(
+        *arrays, default=functions[default[1] if alike else default], **branches
+    )
+
+
+def candidates(
+    refusals: dict[str, list[str]], implementation: Implementation | None
+) -> tuple[tuple[str, Implementation], ...]:
+    """What may run: the implementation asked for; else each platform's favourite unless it refuses,
+    and "chunked".
+    """
+    if implementation in ("pallas_tpu", "pallas_gpu"):
+        return tuple(
+            (platform, name) for platform, name in FAVOURITES.items() if name == implementation
+        )
+    if implementation is not None:
+        return (
+            *((platform, implementation) for platform in FAVOURITES),
+            (ANYWHERE, implementation),
+        )
+    favourites: Any = (
+        (platform, name if not refusals.get(name) else "chunked")
+        for platform, name in FAVOURITES.items()
+    )
+    return (*favourites, (ANYWHERE, "chunked"))
+
+
+def platform_at_hand() -> str:
+    """That of the mesh in `jax.set_mesh`, else of the default device. What is lowered may be for
+    another one.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return platform_name(jax.default_backend() if device is None else device.platform)
+
+
+def platform_name(platform: str) -> str:
+    """As a program is lowered for it; devices and backends call CUDA "gpu"."""
+    return "cuda" if platform == "gpu" else platform
+
+
+def misplaced(implementation: str | None, platforms: Collection[str]) -> str | None:
+    """Why it cannot run on devices of `platforms`; None where it can on one of them."""
+    wanted = next(
+        (platform for platform, name in FAVOURITES.items() if name == implementation), None
+    )
+    if wanted is None or wanted in platforms:
+        return None
+    return f"it is for {wanted}, and the devices at hand are {' and '.join(sorted(platforms))}"
+
+
+def chunk_tokens(plan: Plan, platform: str, hidden: Array, lm_head: Array) -> int:
+    """Tokens of a chunk under *fast*, on this device. XLA's alone can be tuned (`easypipe kernels
+    tune`): a kernel's are as many as fit.
+    """
+    if plan.chunk_size is not None:
+        return plan.chunk_size
+    vocab, count = vocab_size(lm_head, plan.layout), CHUNK_TOKENS[platform]
+    if platform == ANYWHERE:
+        (tokens, width), default = hidden.shape, {"chunk_tokens": count}
+        count = blocks_for(
+            device_kind(), "chunked", tokens, width, vocab, lm_head.dtype, default=lambda: default
+        )["chunk_tokens"]
+    fitting = LOGITS_BYTES // (vocab * lm_head.dtype.itemsize)
+    return min(count, max(128, fitting // 128 * 128))
+
+
+def fast_fits(vocab_on_device: int, itemsize: int) -> bool:
+    """Whether *fast* is the default for a scalar loss: a chunk worth having fits LOGITS_BYTES."""
+    return vocab_on_device * itemsize * FEWEST_TOKENS <= LOGITS_BYTES
+
+
+def devices_without_sharding(*arrays: Array) -> int:
+    """Devices among which the compiler itself would have to split a kernel, which it can only do to
+    XLA's own operations: those of the mesh that the arguments or `jax.set_mesh` name, as far as
+    shard_map has not split them already."""
+    meshes = [jax.typeof(array).sharding.mesh for array in arrays] + [
+        jax.sharding.get_abstract_mesh()
+    ]
+    return max(
+        math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes)
+        for mesh in meshes
+    )

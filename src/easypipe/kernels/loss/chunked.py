@@ -1,0 +1,476 @@
+"""The loss in plain XLA, a piece of the logits at a time: what runs where no hand-written kernel
+does.
+
+*strict* (`stats`, `gradients`): tiles of tokens x vocabulary, recomputed for the gradient. 8·T·D·V
+FLOPs forward and backward; 10 where a float32 gradient of all hidden states would not fit
+HIDDEN_BYTES. No more than a tile of logits lives at a time.
+
+*fast* (`loss_gradients`): C tokens with their whole vocabulary. The loss is a weighted sum over
+tokens, so its gradient can be taken while the logits of a chunk are at hand: nothing is recomputed,
+6·T·D·V FLOPs as the naive loss. With T <= C that chunk is all the logits. (The idea: Hsu et al.,
+Liger Kernel, 2024, section 3.2.)
+
+T tokens · D width · V vocabulary · C tokens of a chunk or tile · B columns of a tile
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from easypipe.kernels.loss import rows
+from easypipe.kernels.loss.stats import (
+    Cotangents,
+    Gradients,
+    Inputs,
+    Layout,
+    LogitStats,
+    Objective,
+    about_best,
+    accumulator_dtype,
+    loss_cotangents,
+    merge_shards,
+    merged,
+    soft_cap_slope,
+    soft_capped,
+    varying_like,
+    vocab_size,
+)
+
+TILE = (1024, 4096)  # tokens and columns of a strict tile: 16 MiB of float32 logits
+# a float32 gradient of the hidden states, where they are not float32 themselves
+HIDDEN_BYTES = 64 << 20
+# columns of the head's gradient that are updated at once, where XLA cannot add a product in place
+VOCAB_BLOCK = 1024
+
+
+def refusals(
+    hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: float | None
+) -> list[str]:
+    """None: XLA runs everywhere."""
+    return []
+
+
+def stats(
+    inputs: Inputs, *, layout: Layout, soft_cap: float | None, block: tuple[int, int] | None = None
+) -> LogitStats:
+    """Kernel.stats by an online log-sum-exp over tiles of the vocabulary (Milakov and Gimelshein,
+    2018).
+    """
+    tiles = _Tiles(inputs, layout, soft_cap, block)
+
+    def tokens(i: Array, out: LogitStats) -> LogitStats:
+        def columns(
+            j: Array, running: tuple[Array, Array, Array, Array]
+        ) -> tuple[Array, Array, Array, Array]:
+            best_C, sum_exp_C, target_C, sum_C = running
+            z_CB, hit_CB, _, fresh_B = tiles.logits(i, j)
+            top_C = jnp.maximum(best_C, jnp.where(fresh_B, z_CB, -jnp.inf).max(axis=-1))
+            exp_CB = jnp.where(fresh_B, jnp.exp(z_CB - top_C[:, None]), 0.0)
+            return (
+                top_C,
+                sum_exp_C * jnp.exp(best_C - top_C) + exp_CB.sum(axis=-1),
+                target_C + jnp.where(hit_CB & fresh_B, z_CB, 0.0).sum(axis=-1),
+                sum_C + jnp.where(fresh_B, z_CB, 0.0).sum(axis=-1),
+            )
+
+        zero_C = tiles.zeros((tiles.C,))
+        best_C, sum_exp_C, target_C, sum_C = _loop(
+            tiles.columns, columns, (zero_C - jnp.inf, zero_C, zero_C, zero_C)
+        )
+        done = LogitStats(jnp.log(sum_exp_C), target_C, sum_C, best_C)
+        return LogitStats(
+            *(
+                _put(whole, piece, tiles.first_token(i), 0)
+                for whole, piece in zip(out, done, strict=True)
+            )
+        )
+
+    return _loop(
+        tiles.tokens, tokens, LogitStats(*(tiles.zeros((tiles.T,)) for _ in LogitStats._fields))
+    )
+
+
+def gradients(
+    inputs: Inputs,
+    lse: Array,
+    g: Cotangents,
+    *,
+    layout: Layout,
+    soft_cap: float | None,
+    block: tuple[int, int] | None = None,
+    grad_dtype: DTypeLike | None = None,
+) -> Gradients:
+    """Kernel.gradients. One pass over the tiles gives both where the float32 sums of d_hidden may
+    stand; else each has its own.
+    """
+    hidden, lm_head, bias, _ = inputs
+    tiles = _Tiles(inputs, layout, soft_cap, block)
+    cotangents = tuple(array.astype(tiles.dtype) for array in (lse, *g))
+    hidden_dtype = jnp.dtype(grad_dtype or hidden.dtype)
+    one_pass = hidden_dtype == tiles.dtype or hidden.size * tiles.dtype.itemsize <= HIDDEN_BYTES
+
+    def columns(
+        j: Array, out: tuple[Array | None, Array, Array | None]
+    ) -> tuple[Array | None, Array, Array | None]:
+        d_hidden, d_lm_head, d_bias = out
+
+        def tokens(
+            i: Array, running: tuple[Array | None, Array, Array]
+        ) -> tuple[Array | None, Array, Array]:
+            d_hidden, block_DB, bias_B = running
+            dx_CB, exact_CB = tiles.d_logits(i, j, cotangents)
+            if d_hidden is not None:
+                d_hidden = _put(
+                    d_hidden,
+                    tiles.token_rows(d_hidden, i) + tiles.d_hidden(dx_CB, j),
+                    tiles.first_token(i),
+                    0,
+                )
+            return d_hidden, block_DB + tiles.d_head(dx_CB, i), bias_B + exact_CB.sum(axis=0)
+
+        start = d_hidden, tiles.zeros(tiles.head_block(j).shape), tiles.zeros((tiles.B,))
+        d_hidden, block_DB, bias_B = _loop(tiles.tokens, tokens, start)
+        d_lm_head = tiles.put_fresh(d_lm_head, block_DB, j, tiles.vocab_axis)
+        return (
+            d_hidden,
+            d_lm_head,
+            None if d_bias is None else tiles.put_fresh(d_bias, bias_B, j, 0),
+        )
+
+    def hidden_alone(i: Array, d_hidden: Array) -> Array:
+        def add(j: Array, rows_CD: Array) -> Array:
+            return rows_CD + tiles.d_hidden(tiles.d_logits(i, j, cotangents, every_row=True)[0], j)
+
+        rows_CD = _loop(tiles.columns, add, tiles.zeros((tiles.C, hidden.shape[1])))
+        return _put(d_hidden, rows_CD.astype(hidden_dtype), tiles.first_token(i), 0)
+
+    d_lm_head = tiles.zeros(lm_head.shape, grad_dtype or lm_head.dtype)
+    d_bias = None if bias is None else tiles.zeros(bias.shape, grad_dtype or bias.dtype)
+    d_hidden = tiles.zeros(hidden.shape) if one_pass else None
+    d_hidden, d_lm_head, d_bias = _loop(tiles.columns, columns, (d_hidden, d_lm_head, d_bias))
+    if d_hidden is None:
+        d_hidden = _loop(tiles.tokens, hidden_alone, tiles.zeros(hidden.shape, hidden_dtype))
+    return Gradients(d_hidden.astype(hidden_dtype), d_lm_head, d_bias)
+
+
+class _Tiles:
+    """The arguments, cut into tiles of C tokens x B columns.
+
+    The last tile of a ragged dimension is moved back to lie inside, so that nothing is padded or
+    copied; `fresh` are those of its rows or columns that no tile before it had.
+    """
+
+    def __init__(
+        self, inputs: Inputs, layout: Layout, soft_cap: float | None, block: tuple[int, int] | None
+    ) -> None:
+        self.hidden, self.lm_head, self.bias, self.labels = hidden, lm_head, _, _ = inputs
+        self.layout, self.soft_cap = layout, soft_cap
+        self.dtype = accumulator_dtype(hidden, lm_head)
+        self.vocab_axis = layout.index("v")
+        self.T, self.V = hidden.shape[0], vocab_size(lm_head, layout)
+        (self.tokens, self.C), (self.columns, self.B) = (
+            chunk_shape(size, most)
+            for size, most in zip((self.T, self.V), block or TILE, strict=True)
+        )
+
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike | None = None) -> Array:
+        return varying_like(jnp.zeros(shape, dtype or self.dtype), self.hidden)
+
+    def first_token(self, i: Array) -> Array:
+        return jnp.minimum(i * self.C, self.T - self.C)
+
+    def first_column(self, j: Array) -> Array:
+        return jnp.minimum(j * self.B, self.V - self.B)
+
+    def token_rows(self, array: Array, i: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(array, self.first_token(i), self.C, axis=0)
+
+    def head_block(self, j: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(
+            self.lm_head, self.first_column(j), self.B, axis=self.vocab_axis
+        )
+
+    def fresh_columns(self, j: Array) -> Array:
+        return self.first_column(j) + jnp.arange(self.B) >= j * self.B
+
+    def put_fresh(self, whole: Array, piece: Array, j: Array, axis: int) -> Array:
+        old = jax.lax.dynamic_slice_in_dim(whole, self.first_column(j), self.B, axis)
+        fresh = jnp.expand_dims(
+            self.fresh_columns(j), [other for other in range(whole.ndim) if other != axis]
+        )
+        return _put(
+            whole, jnp.where(fresh, piece.astype(whole.dtype), old), self.first_column(j), axis
+        )
+
+    def logits(self, i: Array, j: Array) -> tuple[Array, Array, Array, Array]:
+        """z[C, B], where it is a label's, and which rows and columns are fresh ([C, 1] and [B])."""
+        x_CB = jnp.einsum(
+            f"cd,{self.layout}->cv",
+            self.token_rows(self.hidden, i),
+            self.head_block(j),
+            preferred_element_type=self.dtype,
+        )
+        if self.bias is not None:
+            x_CB = x_CB + jax.lax.dynamic_slice_in_dim(
+                self.bias, self.first_column(j), self.B
+            ).astype(self.dtype)
+        hit_CB = (
+            self.first_column(j) + jnp.arange(self.B) == self.token_rows(self.labels, i)[:, None]
+        )
+        fresh_C1 = (self.first_token(i) + jnp.arange(self.C) >= i * self.C)[:, None]
+        return soft_capped(x_CB, self.soft_cap), hit_CB, fresh_C1, self.fresh_columns(j)
+
+    def d_logits(
+        self, i: Array, j: Array, cotangents: tuple[Array, ...], *, every_row: bool = False
+    ) -> tuple[Array, Array]:
+        """dx[C, B] in the dtype of the products and as it was before; 0 where a tile before this
+        one had it.
+        """
+        lse_C1, g_lse_C1, g_target_C1, g_sum_C1 = (
+            self.token_rows(array, i)[:, None] for array in cotangents
+        )
+        z_CB, hit_CB, fresh_C1, fresh_B = self.logits(i, j)
+        dz_CB = jnp.exp(z_CB - lse_C1) * g_lse_C1 + jnp.where(hit_CB, g_target_C1, 0.0) + g_sum_C1
+        fresh_CB = fresh_B if every_row else fresh_C1 & fresh_B
+        exact_CB = jnp.where(fresh_CB, dz_CB * soft_cap_slope(z_CB, self.soft_cap), 0.0)
+        return exact_CB.astype(jnp.result_type(self.hidden, self.lm_head)), exact_CB
+
+    def d_hidden(self, dx_CB: Array, j: Array) -> Array:
+        return jnp.einsum(
+            f"cv,{self.layout}->cd", dx_CB, self.head_block(j), preferred_element_type=self.dtype
+        )
+
+    def d_head(self, dx_CB: Array, i: Array) -> Array:
+        return jnp.einsum(
+            f"cd,cv->{self.layout}",
+            self.token_rows(self.hidden, i),
+            dx_CB,
+            preferred_element_type=self.dtype,
+        )
+
+
+def loss_gradients(
+    inputs: Inputs,
+    weights: Array,
+    *,
+    layout: Layout,
+    soft_cap: float | None,
+    objective: Objective,
+    chunk_size: int,
+    kernel: Any = rows,
+    vocab_axes: tuple[str, ...] = (),
+    grad_dtype: DTypeLike | None = None,
+    vocab_block: int | None = None,
+) -> tuple[LogitStats, Gradients]:
+    """The stats over all shards, and the gradients of `sum_t weights[t] * loss[t]`: the whole of
+    *fast*, forward and backward.
+
+    kernel: what of stats.RowKernel it has is used. vocab_axes: manual mesh axes over which the
+    vocabulary lies; `d_hidden` is this shard's share. grad_dtype: of the head's and the bias's
+    gradient. vocab_block: see VOCAB_BLOCK.
+    """
+    hidden, lm_head, bias, labels = inputs
+    num_tokens, dtype = hidden.shape[0], accumulator_dtype(hidden, lm_head)
+    num_chunks, chunk = chunk_shape(num_tokens, chunk_size)
+    head_dtype, axis = jnp.dtype(grad_dtype or lm_head.dtype), layout.index("v")
+    options = kernel.row_options(hidden, lm_head, layout) if hasattr(kernel, "row_options") else {}
+    pieces = _pieces(lm_head, bias, layout, getattr(kernel, "VECTOR", 1))
+
+    def one(
+        hidden_CD: Array, labels_C: Array, weights_C: Array
+    ) -> tuple[LogitStats, Array, list[Array]]:
+        logits = [_chunk_logits(hidden_CD, piece.head, piece.bias, layout) for piece in pieces]
+        locals_C = [labels_C - piece.first for piece in pieces]
+        dx, stats = _row_step(
+            kernel,
+            logits,
+            locals_C,
+            weights_C,
+            objective,
+            vocab_axes,
+            {"soft_cap": soft_cap, **options},
+        )
+        products = [
+            jnp.einsum(f"cv,{layout}->cd", dx_CV, piece.head, preferred_element_type=dtype)
+            for dx_CV, piece in zip(dx, pieces, strict=True)
+        ]
+        return stats, functools.reduce(jnp.add, products).astype(hidden.dtype), dx
+
+    def gradients(d_hidden: Array, d_heads: list[Array], d_biases: list[Array]) -> Gradients:
+        d_bias = None if bias is None else _joined(d_biases, 0).astype(grad_dtype or bias.dtype)
+        return Gradients(
+            d_hidden, _joined([d_head.astype(head_dtype) for d_head in d_heads], axis), d_bias
+        )
+
+    # no sum over chunks, so no float32 gradient of the head beside the one returned
+    if num_chunks == 1:
+        stats, d_hidden, dx = one(hidden, labels, weights)
+        d_heads = [
+            jnp.einsum(f"cd,cv->{layout}", hidden, dx_CV, preferred_element_type=head_dtype)
+            for dx_CV in dx
+        ]
+        return stats, gradients(d_hidden, d_heads, [dx_CV.sum(axis=0, dtype=dtype) for dx_CV in dx])
+
+    def step(i: Array, out: Any) -> Any:
+        all_stats, all_hidden, d_heads, d_biases = out
+        # the last chunk is moved back to lie inside; what was seen weighs 0
+        first = jnp.minimum(i * chunk, num_tokens - chunk)
+        fresh_C = first + jnp.arange(chunk) >= i * chunk
+        hidden_CD, labels_C, weights_C, old_CD = (
+            jax.lax.dynamic_slice_in_dim(array, first, chunk)
+            for array in (hidden, labels, weights, all_hidden)
+        )
+        stats, d_hidden_CD, dx = one(hidden_CD, labels_C, jnp.where(fresh_C, weights_C, 0.0))
+        d_biases = [
+            total + dx_CV.sum(axis=0, dtype=dtype)
+            for total, dx_CV in zip(d_biases, dx, strict=False)
+        ]
+        d_hidden = _put(all_hidden, jnp.where(fresh_C[:, None], d_hidden_CD, old_CD), first, 0)
+        d_heads = [
+            _add_product(total, hidden_CD, dx_CV, layout, vocab_block)
+            for total, dx_CV in zip(d_heads, dx, strict=True)
+        ]
+        put = (_put(whole, piece, first, 0) for whole, piece in zip(all_stats, stats, strict=True))
+        return LogitStats(*put), d_hidden, d_heads, d_biases
+
+    def zeros(shape: tuple[int, ...], of: DTypeLike) -> Array:
+        return varying_like(jnp.zeros(shape, of), hidden)
+
+    sums = (
+        [zeros(piece.head.shape, dtype) for piece in pieces],
+        [zeros(piece.bias.shape, dtype) for piece in pieces if piece.bias is not None],
+    )
+    start = (
+        LogitStats(*(zeros((num_tokens,), dtype) for _ in LogitStats._fields)),
+        zeros(hidden.shape, hidden.dtype),
+        *sums,
+    )
+    stats, d_hidden, d_heads, d_biases = _loop(num_chunks, step, start)
+    return stats, gradients(d_hidden, d_heads, d_biases)
+
+
+class _Piece(NamedTuple):
+    """Some columns of the vocabulary."""
+
+    first: int
+    head: Array
+    bias: Array | None
+
+
+def _pieces(lm_head: Array, bias: Array | None, layout: Layout, vector: int) -> list[_Piece]:
+    """The vocabulary, cut after its last whole vector: of one that is no multiple of that, cuBLAS
+    would pad logits, head and gradient.
+    """
+    axis, vocab = layout.index("v"), vocab_size(lm_head, layout)
+    cuts = sorted({0, vocab // vector * vector, vocab})
+    return [
+        _Piece(
+            a, jax.lax.slice_in_dim(lm_head, a, b, axis=axis), None if bias is None else bias[a:b]
+        )
+        for a, b in itertools.pairwise(cuts)
+    ]
+
+
+def _joined(arrays: list[Array], axis: int) -> Array:
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)
+
+
+def _chunk_logits(hidden_CD: Array, lm_head: Array, bias: Array | None, layout: Layout) -> Array:
+    """x in the dtype of the inputs, rounded once: half the memory and traffic of float32 logits."""
+    dtype = jnp.result_type(hidden_CD, lm_head)
+    if bias is None:
+        return jnp.einsum(f"cd,{layout}->cv", hidden_CD, lm_head, preferred_element_type=dtype)
+    x_CV = jnp.einsum(
+        f"cd,{layout}->cv",
+        hidden_CD,
+        lm_head,
+        preferred_element_type=accumulator_dtype(hidden_CD, lm_head),
+    )
+    return (x_CV + bias).astype(dtype)
+
+
+def _row_step(
+    kernel: Any,
+    logits: list[Array],
+    labels: list[Array],
+    weights: Array,
+    objective: Objective,
+    vocab_axes: tuple[str, ...],
+    options: dict[str, Any],
+) -> tuple[list[Array], LogitStats]:
+    """dx of every piece of the vocabulary, and the stats over all of them."""
+    if len(logits) == 1 and not vocab_axes:
+        dx, stats = getattr(kernel, "row_step", rows.row_step)(
+            logits[0], labels[0], weights, objective=objective, **options
+        )
+        return [dx], stats
+    row_stats, row_gradients = (
+        getattr(kernel, name, getattr(rows, name)) for name in ("row_stats", "row_gradients")
+    )
+    stats = merge_shards(
+        merged([row_stats(*piece, **options) for piece in zip(logits, labels, strict=True)]),
+        vocab_axes,
+    )
+    shift, cotangents = about_best(
+        stats.best, stats.log_sum, loss_cotangents(stats.lse, weights, objective)
+    )
+    return [
+        row_gradients(*piece, shift, cotangents, **options)
+        for piece in zip(logits, labels, strict=True)
+    ], stats
+
+
+def _add_product(
+    d_lm_head: Array, hidden_CD: Array, dx_CV: Array, layout: Layout, vocab_block: int | None
+) -> Array:
+    """`d_lm_head + hidden_CD.T @ dx_CV`; a block of columns at a time where the product would be a
+    second array of D x V.
+    """
+    axis = layout.index("v")
+    vocab = d_lm_head.shape[axis]
+    blocks, size = chunk_shape(vocab, vocab_block or vocab)
+
+    def add(j: Array, total: Array) -> Array:
+        first = jnp.minimum(j * size, vocab - size)
+        fresh_B = first + jnp.arange(size) >= j * size
+        columns_CB = jnp.where(fresh_B, jax.lax.dynamic_slice_in_dim(dx_CV, first, size, axis=1), 0)
+        product = jnp.einsum(
+            f"cd,cv->{layout}", hidden_CD, columns_CB, preferred_element_type=total.dtype
+        )
+        return _put(
+            total, jax.lax.dynamic_slice_in_dim(total, first, size, axis) + product, first, axis
+        )
+
+    if blocks == 1:
+        return d_lm_head + jnp.einsum(
+            f"cd,cv->{layout}", hidden_CD, dx_CV, preferred_element_type=d_lm_head.dtype
+        )
+    return _loop(blocks, add, d_lm_head)
+
+
+def chunk_shape(size: int, most: int, multiple: int = 128) -> tuple[int, int]:
+    """`(pieces, size of a piece)`: as few as `most` allows, of even size, a multiple of 128 where
+    there are several.
+    """
+    pieces = max(1, -(-size // most))
+    even = -(-size // pieces)
+    return pieces, min(
+        even if pieces == 1 else max(1, min(most, -(-even // multiple) * multiple)), size
+    )
+
+
+def _put(whole: Array, piece: Array, first: Array, axis: int) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole, piece, first, axis)
+
+
+def _loop(count: int, body: Callable[[Array, Any], Any], start: Any) -> Any:
+    """fori_loop; a single turn is inlined, so that constants reach the compiler."""
+    return body(jnp.int32(0), start) if count == 1 else jax.lax.fori_loop(0, count, body, start)

@@ -1,0 +1,1 @@
+"""Block sizes of the loss kernels: the table, and measuring on the device at hand."""

@@ -1,0 +1,234 @@
+"""Measures block sizes on the device at hand: what `easypipe kernels tune` runs. See tuning.py for
+the table.
+
+T tokens · D width · V vocabulary
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from easypipe.core.errors import ConfigError
+from easypipe.kernels.loss import choice, reference
+from easypipe.kernels.loss.api import fused_linear_cross_entropy
+from easypipe.kernels.loss.pallas_tpu_blocks import block_candidates, device_of, sizes_of
+from easypipe.kernels.loss.stats import Cotangents, Inputs
+from easypipe.kernels.tuning.table import Entry, blocks_for, bucket, device_kind
+
+CHUNK_TOKENS = (128, 256, 512, 1024, 2048, 4096)
+REFERENCE_TOKENS = 128  # whose logits the reference holds at once
+ROUNDING = {"bfloat16": 0.05, "float32": 1e-3}
+"""How far an array may lie from the reference, as a share of its norm. Rounding errs by a tenth of
+it; a block that is read twice, left out or shifted by far more."""
+
+
+Arguments = tuple[jax.Array, jax.Array, jax.Array]  # hidden [T, D], lm_head [D, V], labels [T]
+Values = tuple[jax.Array, jax.Array, jax.Array]  # mean loss, d_hidden, d_lm_head
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One choice of block sizes: its time, or why it does not run."""
+
+    blocks: Mapping[str, int]
+    ms: float | None
+    failure: str | None = None
+
+
+def tune(
+    tokens: int,
+    width: int,
+    vocab: int,
+    dtype: str,
+    *,
+    repeats: int = 5,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
+) -> Entry:
+    """The fastest blocks, forward and backward, of the implementation that is the default on this
+    device, as an entry of the table.
+
+    The values of a choice are compared with the reference before it is timed. The least of
+    `repeats` runs counts: what else the machine does only ever adds. Raises ConfigError for sizes
+    below 1, an unknown dtype, and where no blocks run, or none gives right values.
+    """
+    for name, value in (
+        ("tokens", tokens),
+        ("width", width),
+        ("vocab", vocab),
+        ("repeats", repeats),
+    ):
+        if value < 1:
+            raise ConfigError(
+                at=name,
+                problem=f"{value} is below 1",
+                fix="Give the sizes of one device's share of the loss.",
+            )
+    if dtype not in ("bfloat16", "float32"):
+        raise ConfigError(
+            at="dtype",
+            problem=f"{dtype!r} is not an option",
+            have=("bfloat16", "float32"),
+            fix="Give that of the model.",
+        )
+    name = choice.FAVOURITES.get(choice.platform_at_hand(), "chunked")
+    arguments = _arguments(tokens, width, vocab, dtype)
+    wanted = _wanted(*arguments)
+    trials = []
+    for blocks in _candidates(name, tokens, width, vocab, dtype):
+        trials.append(_tried(name, blocks, arguments, wanted, repeats))
+        on_trial(trials[-1])
+    ran = [(trial.ms, trial.blocks) for trial in trials if trial.ms is not None]
+    if not ran:
+        reasons = "; ".join(sorted({trial.failure or "" for trial in trials}))
+        raise ConfigError(
+            at="kernels tune",
+            problem=f"{name} runs with no blocks at all: {reasons}",
+            fix="Give sizes that fit the device.",
+        )
+    ms, blocks = min(ran, key=lambda one: one[0])
+    key = {
+        "device": device_kind(),
+        "implementation": name,
+        "tokens": bucket(tokens),
+        "width": bucket(width),
+        "vocab": bucket(vocab),
+    }
+    return Entry(**key, dtype=dtype, blocks=dict(blocks), source="measured", ms=round(ms, 3))
+
+
+def _tried(
+    name: str, blocks: Mapping[str, int], arguments: Arguments, wanted: Values, repeats: int
+) -> Trial:
+    try:
+        step = _step(name, blocks)
+        if problem := _problem(step(*arguments), wanted, arguments[1].dtype.name):
+            return Trial(blocks, None, problem)
+        return Trial(blocks, _milliseconds(step, arguments, repeats))
+    # too large for the device or its compiler
+    except (ConfigError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        return Trial(blocks, None, str(error).strip().splitlines()[0][:200])
+
+
+def _problem(found: Values, wanted: Values, dtype: str) -> str | None:
+    """Which value differs from the reference by more than rounding, and by how much of its norm;
+    None where all agree.
+    """
+    for what, ours, exact in zip(("loss", "d_hidden", "d_lm_head"), found, wanted, strict=True):
+        ours, exact = ours.astype(jnp.float32), exact.astype(jnp.float32)
+        error = float(jnp.linalg.norm(ours - exact) / jnp.linalg.norm(exact))
+        if not error <= ROUNDING[dtype]:  # nan included
+            return f"wrong values: {what} differs from the reference by {error:.1%}"
+    return None
+
+
+@jax.jit
+def _wanted(hidden: jax.Array, lm_head: jax.Array, labels: jax.Array) -> Values:
+    """The mean loss and its gradients by the reference, some tokens at a time, so that all logits
+    never exist.
+    """
+    count = labels.shape[0]
+    pieces = -(-count // REFERENCE_TOKENS)
+
+    def some(d_head: jax.Array, start: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        place = start + jnp.arange(REFERENCE_TOKENS)
+        # the weight of a token; places past the end read the last one
+        inside = (place < count).astype(jnp.float32) / count
+        inputs = Inputs(
+            hidden.at[place].get(mode="clip"), lm_head, None, labels.at[place].get(mode="clip")
+        )
+        options: Any = {"layout": "dv", "soft_cap": None}
+        stats = reference.stats(inputs, **options)
+        grads = reference.gradients(
+            inputs,
+            stats.lse,
+            Cotangents(inside, -inside, 0 * inside),
+            grad_dtype=jnp.float32,
+            **options,
+        )
+        return d_head + grads.lm_head, (((stats.lse - stats.target) * inside).sum(), grads.hidden)
+
+    starts = jnp.arange(pieces) * REFERENCE_TOKENS
+    d_head, (losses, d_hidden) = jax.lax.scan(some, jnp.zeros(lm_head.shape, jnp.float32), starts)
+    return losses.sum(), d_hidden.reshape(-1, hidden.shape[1])[:count], d_head
+
+
+def _candidates(
+    name: str, tokens: int, width: int, vocab: int, dtype: str
+) -> Iterator[Mapping[str, int]]:
+    if name == "chunked":
+        yield from (
+            {"chunk_tokens": count}
+            for count in CHUNK_TOKENS
+            if count == CHUNK_TOKENS[0] or count < 2 * tokens
+        )
+    elif name == "pallas_tpu":
+        sizes = sizes_of(tokens, width, vocab, dtype)
+        yield from (
+            blocks._asdict() for blocks in block_candidates(device_of(device_kind()), sizes)
+        )
+    else:
+        module = choice.kernel(name)
+        start = blocks_for(
+            device_kind(), name, tokens, width, vocab, dtype, default=lambda: module.DEFAULT_BLOCKS
+        )
+        yield start
+        yield from module.neighbours(start)
+
+
+def _step(name: str, blocks: Mapping[str, int]) -> Callable[..., Values]:
+    """The mean loss and its gradients: *fast* for "chunked", whose blocks are its chunks; *strict*
+    for kernels, whose blocks are tiles.
+    """
+    if name == "chunked":
+        options: Any = {
+            "layout": "dv",
+            "implementation": "chunked",
+            "rule": "fast",
+            "chunk_size": blocks["chunk_tokens"],
+        }
+
+        def fast(hidden, lm_head, labels):
+            loss = jax.value_and_grad(fused_linear_cross_entropy, argnums=(0, 1))
+            value, grads = loss(hidden, lm_head, labels, **options)
+            return value, *grads
+
+        return jax.jit(fast)
+    kernel = choice.kernel(name)
+
+    def strict(hidden, lm_head, labels):
+        options: Any = {"layout": "dv", "soft_cap": None, "block": blocks}
+        inputs = Inputs(hidden, lm_head, None, labels)
+        stats = kernel.stats(inputs, **options)
+        share = jnp.full_like(stats.lse, 1 / labels.shape[0])
+        grads = kernel.gradients(inputs, stats.lse, Cotangents(share, -share, 0 * share), **options)
+        return ((stats.lse - stats.target) * share).sum(), grads.hidden, grads.lm_head
+
+    return jax.jit(strict)
+
+
+def _arguments(tokens: int, width: int, vocab: int, dtype: str) -> Arguments:
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.standard_normal((tokens, width), np.float32), jnp.dtype(dtype))
+    lm_head = jnp.asarray(
+        rng.standard_normal((width, vocab), np.float32) / np.sqrt(width), jnp.dtype(dtype)
+    )
+    return hidden, lm_head, jnp.asarray(rng.integers(0, vocab, tokens), jnp.int32)
+
+
+def _milliseconds(
+    step: Callable[..., Any], arguments: tuple[jax.Array, ...], repeats: int
+) -> float:
+    jax.block_until_ready(step(*arguments))  # compiles
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(step(*arguments))
+        times.append(time.perf_counter() - start)
+    return min(times) * 1e3

@@ -1,0 +1,203 @@
+"""Block sizes by device kind, implementation and shape: a small table, extended by `easypipe
+kernels tune`.
+
+The table that comes with the package (tuning_table.json) and the user's own (`user_table`) are
+lists of entries
+
+    {"device": "TPU v6 lite", "implementation": "pallas_tpu", "tokens": 8192, "width": 2048,
+    "vocab": 32768, "dtype": "bfloat16",
+     "blocks": {"name": size, ...}, "source": "measured", "ms": 12.3}
+
+An entry serves every shape of its bucket: `tokens`, `width` and `vocab` are rounded up to powers of
+two. A table holds what was measured on such a device and nothing else, so `source` is always
+"measured". The user's entries come before the package's. Where no entry fits, the caller's default
+is used: sizes that the implementation's own accounting chooses, safe for the shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import platformdirs
+
+from easypipe.core.errors import ConfigError
+from easypipe.core.storage import commit_bytes
+
+__all__ = [
+    "Entry",
+    "blocks_for",
+    "bucket",
+    "device_kind",
+    "extend_table",
+    "package_table",
+    "read_table",
+    "user_table",
+]
+
+TABLE = "tuning_table.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Block sizes for one bucket of shapes on one kind of device."""
+
+    device: str  # jax's `device_kind`
+    implementation: str
+    tokens: int  # these three: powers of two, the upper ends of the bucket
+    width: int
+    vocab: int
+    dtype: str  # of hidden states and head
+    blocks: Mapping[str, int]
+    source: Literal["measured"]
+    ms: float  # forward and backward
+
+    @property
+    def key(self) -> tuple[str, str, int, int, int, str]:
+        return self.device, self.implementation, self.tokens, self.width, self.vocab, self.dtype
+
+
+def bucket(size: int) -> int:
+    """The power of two at or above `size`."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def device_kind() -> str:
+    """jax's name of the device that is compiled for: that of the mesh of `jax.set_mesh`, with or
+    without hardware, or the default one.
+    """
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        return abstract.device_kind
+    # a device, the name of a platform, or None
+    default = getattr(jax.config, "jax_default_device", None)
+    return (
+        jax.devices(default)[0] if default is None or isinstance(default, str) else default
+    ).device_kind
+
+
+def blocks_for(
+    device: str,
+    implementation: str,
+    tokens: int,
+    width: int,
+    vocab: int,
+    dtype: Any,
+    *,
+    default: Callable[[], Mapping[str, int]],
+) -> dict[str, int]:
+    """The block sizes of `default()`, with those of the first entry whose bucket holds the shape
+    over them, the user's entries first.
+
+    Raises ConfigError for an entry with a size that `default()` does not know.
+    """
+    key = (
+        device,
+        implementation,
+        bucket(tokens),
+        bucket(width),
+        bucket(vocab),
+        jnp.dtype(dtype).name,
+    )
+    sizes = dict(default())
+    for name, table in ((str(user_table()), _user_entries()), (TABLE, _package_entries())):
+        if key not in table:
+            continue
+        if unknown := sorted(table[key].blocks.keys() - sizes.keys()):
+            named = ", ".join(map(repr, unknown))
+            fix = "Take it out of the entry, or run `easypipe kernels tune` to measure anew."
+            raise ConfigError(
+                at=f"{name}: {implementation}",
+                problem=f"no block size is named {named}",
+                have=tuple(sizes),
+                fix=fix,
+            )
+        return sizes | dict(table[key].blocks)
+    return sizes
+
+
+def package_table() -> list[Entry]:
+    """The entries that come with easypipe."""
+    return list(_package_entries().values())
+
+
+def user_table() -> Path:
+    """Where `easypipe kernels tune` writes unless told otherwise, and where block sizes are looked
+    up first. It need not exist.
+    """
+    return Path(platformdirs.user_config_dir("easypipe")) / "kernels.json"
+
+
+def read_table(path: Path) -> list[Entry]:
+    """Raises ConfigError naming the file and the entry for what is no table."""
+    return _parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def extend_table(path: Path, entries: Iterable[Entry]) -> list[Entry]:
+    """Writes `entries` into the table at `path`, over those with the same key, and returns all of
+    it.
+    """
+    known = {entry.key: entry for entry in (read_table(path) if path.exists() else ())}
+    known |= {entry.key: entry for entry in entries}
+    merged = [known[key] for key in sorted(known)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = ",\n".join("  " + json.dumps(asdict(entry)) for entry in merged)
+    commit_bytes(path, f"[\n{rows}\n]\n".encode())
+    return merged
+
+
+def _parse(text: str, name: str) -> list[Entry]:
+    fix = "Run `easypipe kernels tune` to write a new one, or remove the file."
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(at=name, problem=f"is no JSON: {error}", fix=fix) from error
+    if not isinstance(rows, list):
+        raise ConfigError(at=name, problem="is no list of entries", fix=fix)
+    entries = []
+    for number, row in enumerate(rows):
+        try:
+            entry = Entry(**row)
+            sizes = [entry.tokens, entry.width, entry.vocab]
+            if any(size != bucket(size) for size in sizes):
+                raise ValueError(f"tokens, width and vocab must be powers of two, not {sizes}")
+            if entry.source != "measured" or not (
+                isinstance(entry.ms, float | int) and entry.ms > 0
+            ):
+                raise ValueError(
+                    f"source is {entry.source!r} and ms {entry.ms!r}: a table holds what was measured, with its milliseconds"
+                )
+            if not all(isinstance(size, int) and size >= 0 for size in entry.blocks.values()):
+                raise ValueError(f"blocks are no sizes: {entry.blocks}")
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(at=f"{name}: entry {number}", problem=str(error), fix=fix) from error
+        entries.append(entry)
+    return entries
+
+
+@functools.cache
+def _package_entries() -> dict[tuple, Entry]:
+    text = resources.files("easypipe.kernels.tuning").joinpath(TABLE).read_text(encoding="utf-8")
+    return {entry.key: entry for entry in _parse(text, TABLE)}
+
+
+def _user_entries() -> dict[tuple, Entry]:
+    path = user_table()
+    try:
+        changed = path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return {}
+    return _read_user(path, changed)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_user(path: Path, changed: int) -> dict[tuple, Entry]:
+    """`changed` is the file's time: a table that was written meanwhile is read anew."""
+    return {entry.key: entry for entry in read_table(path)}

@@ -1,0 +1,1 @@
+"""Rows by number: planned over token caches, stored in files, or given by objects."""

@@ -1,0 +1,74 @@
+"""Whole documents, one after the other, from mapped token caches: what is saved of a mixture that
+is not packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.cache.address import int64_at, uint8_at, uint16_at, uint32_at
+from easypipe.cache.reader import TokenCache
+from easypipe.core.jit import jit
+from easypipe.loader.rows.gather import copy, part_of, tables
+from easypipe.loader.staged import staged
+
+
+class Documents(NamedTuple):
+    """n documents: `ids[offsets[i] : offsets[i + 1]]`. offsets Int64[n+1], ids Int32[total], mask
+    UInt8[total] if asked for.
+    """
+
+    offsets: NDArray[np.int64]
+    ids: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+
+
+def gather_documents(
+    caches: Sequence[TokenCache],
+    dataset: NDArray[np.int32],
+    docs: NDArray[np.int64],
+    *,
+    with_mask: bool,
+) -> Documents:
+    """The stored tokens of documents `docs` (Int64[n]) of the caches numbered `dataset` (Int32[n]);
+    a mask is 1 where a cache has none.
+
+    Raises IndexError for a document that is not there.
+    """
+    lengths = np.empty(docs.size, np.int64)
+    for i, cache in enumerate(caches):
+        here = dataset == i
+        lengths[here] = cache.lengths(docs[here])
+    offsets = np.zeros(docs.size + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    where = tables([cache.buffers() for cache in caches])
+    total = int(offsets[-1])
+    ids = np.empty(total, np.int32)
+    mask = np.empty(total if with_mask else 0, np.uint8)
+    with staged(caches, dataset, docs):
+        _copy(dataset, docs, *where[:6], offsets, ids, mask)
+    return Documents(offsets, ids, mask)
+
+
+@jit
+def _copy(
+    dataset, docs, first_part, first_doc, ids_at, offsets_at, mask_at, id_bytes, offsets, ids, mask
+):
+    for n in range(docs.shape[0]):
+        d, doc = dataset[n], docs[n]
+        part, before = part_of(first_part, first_doc, d, doc)
+        begin = int64_at(offsets_at[part])[doc - before]
+        start, stop = offsets[n], offsets[n + 1]
+        if id_bytes[d] == 2:
+            copy(uint16_at(ids_at[part]), begin, ids[start:stop])
+        else:
+            copy(uint32_at(ids_at[part]), begin, ids[start:stop])
+        if mask.shape[0] > 0:
+            if mask_at[part] != 0:
+                copy(uint8_at(mask_at[part]), begin, mask[start:stop])
+            else:
+                mask[start:stop] = 1

@@ -1,0 +1,156 @@
+"""Some of the rows of other rows, by another number: those of one rank, and those of one pass.
+
+Ranks are for programs that share data by rank and size in place of a mesh, passes for loops over
+epochs (epochs.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError
+from easypipe.loader.rows.planned import Rows
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raises ConfigError where there is no such rank."""
+    if world_size < 1 or not 0 <= rank < world_size:
+        fix = f"Ranks count from 0 to {max(world_size, 1) - 1}."
+        raise ConfigError(at="rank", problem=f"there is no rank {rank} of {world_size}", fix=fix)
+
+
+class RenumberedRows(ABC):
+    """Rows of `below`, each under a number of its own."""
+
+    def __init__(self, below: Rows, num_epochs: int | None) -> None:
+        self.below, self.num_epochs = below, num_epochs
+        self.seq_length, self.pad_token_id = below.seq_length, below.pad_token_id
+        self.lengths_are_free = below.lengths_are_free
+
+    @abstractmethod
+    def row_below(self, row: Any) -> Any:
+        """Which of the rows below a row of these is, of a number or of an array of numbers."""
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int | None: ...
+
+    @property
+    @abstractmethod
+    def identity(self) -> Mapping[str, str]: ...
+
+    @abstractmethod
+    def available(self, start: int, stop: int) -> int: ...
+
+    @abstractmethod
+    def hint(self, row: int) -> Any: ...
+
+    @property
+    def words(self) -> Mapping[str, Any]:
+        return self.below.words
+
+    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        return self.below.lengths(self._there(rows))
+
+    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.below.epochs(self._there(rows))
+
+    def gather(
+        self, rows: NDArray[np.int64], width: int | None = None
+    ) -> dict[str, NDArray[np.int32]]:
+        return self.below.gather(self._there(rows), width)
+
+    def batch(self, rows: NDArray[np.int64], width: int) -> Any:
+        return self.below.batch(self._there(rows), width)
+
+    def seek(self, hint: Any) -> None:
+        self.below.seek(hint)
+
+    def _there(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.where(rows < 0, rows, self.row_below(rows))
+
+
+class RankRows(RenumberedRows):
+    """The rows `rank`, `rank + world_size`, ... of other rows: each row belongs to one rank, and
+    batch t of all ranks together is rows `t * world_size * batch_size` onward, so what is trained
+    on does not depend on how many ranks there are.
+
+    even: leave out up to world_size - 1 last rows, so that every rank has as many; else the first
+    ranks may have one more.
+    """
+
+    def __init__(self, rows: Rows, rank: int, world_size: int, *, even: bool) -> None:
+        check_rank(rank, world_size)
+        super().__init__(rows, rows.num_epochs)
+        self._rank, self._ranks, self._even = rank, world_size, even
+
+    @property
+    def num_rows(self) -> int | None:
+        total = self.below.num_rows
+        return None if total is None else self._own(total)
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        below = self.below.identity
+        # one for all ranks: any may save the state
+        return {**below, "plan": digest("ranks", below["plan"], self._ranks, self._even)}
+
+    def available(self, start: int, stop: int) -> int:
+        first = start * self._ranks
+        return max(0, self._own(first + self.below.available(first, stop * self._ranks)) - start)
+
+    def hint(self, row: int) -> Any:
+        return self.below.hint(row * self._ranks)
+
+    def row_below(self, row: Any) -> Any:
+        return row * self._ranks + self._rank
+
+    def _own(self, total: int) -> int:
+        """How many of the first `total` rows are this rank's."""
+        return (
+            total // self._ranks
+            if self._even
+            else (total + self._ranks - 1 - self._rank) // self._ranks
+        )
+
+
+class PassRows(RenumberedRows):
+    """The rows of passes `epoch` to `epoch + num_epochs - 1` (None: and so on) of rows without end,
+    which have `rows_each` in a pass.
+    """
+
+    def __init__(self, endless: Rows, epoch: int, num_epochs: int | None, rows_each: int) -> None:
+        super().__init__(endless, num_epochs)
+        self._epoch, self._each = epoch, rows_each
+
+    @property
+    def num_rows(self) -> int | None:
+        return None if self.num_epochs is None else self._each * self.num_epochs
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        below = self.below.identity
+        return {**below, "plan": digest("pass", below["plan"], self._epoch, self.num_epochs)}
+
+    @property
+    def words(self) -> Mapping[str, Any]:
+        return {**self.below.words, "pass": self._epoch}
+
+    def available(self, start: int, stop: int) -> int:
+        total = self.num_rows
+        stop = stop if total is None else min(stop, total)
+        return (
+            self.below.available(self.row_below(start), self.row_below(stop)) if start < stop else 0
+        )
+
+    def hint(self, row: int) -> Any:
+        return self.below.hint(self.row_below(row))
+
+    def row_below(self, row: Any) -> Any:
+        return self._epoch * self._each + row

@@ -1,0 +1,438 @@
+"""Rows that already are rows: packed or tokenized files that were saved, and arrays in memory.
+
+row    counted over all epochs; row `r` of epoch `e` is `e * rows of the source + r`
+block  neighbouring rows that are decoded together, at the source's own cuts
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import ArrayLike, NDArray
+
+from easypipe.core.config import digest
+from easypipe.core.errors import SourceError, place
+from easypipe.core.protocols import ShardedSource
+from easypipe.core.random import fold
+from easypipe.core.schema import (
+    ATTENTION_MASK,
+    IGNORE,
+    INPUT_IDS,
+    LABELS,
+    LOOK_AHEAD,
+    LOSS_MASK,
+    POSITION_IDS,
+    ROW_NUMBER,
+    SEGMENT_IDS,
+    SOURCE,
+)
+from easypipe.loader.collate import collate, count_positions, fresh_columns
+from easypipe.loader.rows.arrays import READ_COLUMNS, Arrays
+from easypipe.loader.rows.planned import default_width
+from easypipe.plan.order import permute
+
+BLOCK_ROWS = 16_384  # no block has more rows, however far the source's cuts lie apart
+
+log = logging.getLogger("easypipe")
+
+
+class Block(NamedTuple):
+    """Rows `offsets[i]:offsets[i + 1]` of every column. offsets Int64[n+1], columns Int32[total],
+    look_ahead Int32[n] if there is one.
+    """
+
+    offsets: NDArray[np.int64]
+    columns: Mapping[str, NDArray[np.int32]]
+    look_ahead: NDArray[np.int32] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.offsets.nbytes + sum(values.nbytes for values in self.columns.values())
+
+
+class StoredRows:
+    """Rows of a ShardedSource with `input_ids` (and `segment_ids`, `position_ids`, `loss_mask`
+    where it has them), or of arrays in memory.
+
+    rows: a source, or a mapping of such columns to an integer array [rows, slots] or a list of
+    one-dimensional ones.
+    seq_length: slots of every row; None takes it from fixed-size columns, and where there are none
+    a row has the length of its tokens. Without `segment_ids` a row is one segment, as far as its
+    `attention_mask` is 1. A `labels` column must be unshifted, equal to input_ids or -100, and
+    becomes the loss mask. Other columns are left where they are.
+    shuffle: a new keyed permutation of all rows every epoch. num_epochs: None for rows without end.
+    cache_bytes: decoded blocks that are kept for the next batch, most recently used first.
+    Reading raises SourceError naming file and row.
+    """
+
+    lengths_are_free = False
+
+    def __init__(
+        self,
+        rows: ShardedSource | Mapping[str, ArrayLike | Sequence[ArrayLike]],
+        *,
+        seq_length: int | None = None,
+        pad_token_id: int = 0,
+        num_epochs: int | None = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        tokenizer_fingerprint: str = "",
+        cache_bytes: int = 256 << 20,
+    ) -> None:
+        self._source: ShardedSource = Arrays(rows) if isinstance(rows, Mapping) else rows
+        names = self._source.schema.names
+        if INPUT_IDS not in names:
+            raise SourceError(
+                at="rows",
+                problem=f"no column {INPUT_IDS!r}",
+                have=names,
+                fix="Tokenize the source first.",
+            )
+        self.seq_length = _fixed_length(self._source.schema) if seq_length is None else seq_length
+        self.pad_token_id = pad_token_id
+        self.num_epochs = num_epochs
+        self._shuffle = shuffle
+        self._seed = seed
+        self._tokenizer = tokenizer_fingerprint
+        self._cache_bytes = cache_bytes
+        self._names = [name for name in READ_COLUMNS if name in names]
+        self._blocks: OrderedDict[int, Block] = OrderedDict()
+        self._lock = threading.Lock()
+        self._decoding: dict[int, threading.Lock] = {}
+        stored = sum(shard.num_bytes for shard in self._source.shards)
+        if shuffle and stored > cache_bytes:
+            log.warning(
+                "load: shuffling all rows of %d MB while %d MB stay decoded: most rows cost a read of their block. "
+                "Set shuffle_buffer_size instead, or raise cache_bytes.",
+                stored >> 20,
+                cache_bytes >> 20,
+            )
+
+    @property
+    def num_rows(self) -> int | None:
+        per_epoch = int(self._index.first_row[-1])
+        if self.num_epochs is None:
+            return None if per_epoch else 0
+        return per_epoch * self.num_epochs
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        order = [self._seed] if self._shuffle else []
+        return {
+            "sources": self._sources,
+            "tokenizer": digest(self._tokenizer, self.pad_token_id),
+            "plan": digest("stored", self.seq_length, order),
+        }
+
+    @property
+    def words(self) -> Mapping[str, Any]:
+        return {}
+
+    @cached_property
+    def _sources(self) -> str:
+        return self._source.fingerprint
+
+    def available(self, start: int, stop: int) -> int:
+        total = self.num_rows
+        return stop - start if total is None else max(0, min(stop, total) - start)
+
+    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        out = np.zeros(len(rows), dtype=np.int32)
+        for i, found in enumerate(self._find(rows)):
+            if found is not None:
+                out[i] = found.stop - found.start
+        return out
+
+    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.maximum(rows, 0) // max(int(self._index.first_row[-1]), 1)
+
+    def gather(
+        self, rows: NDArray[np.int64], width: int | None = None
+    ) -> dict[str, NDArray[np.int32]]:
+        width = default_width(self, rows) if width is None else width
+        masked = LOSS_MASK in self._names or LABELS in self._names
+        names = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS) + ((LOSS_MASK,) if masked else ())
+        out = fresh_columns(names, len(rows), width)
+        ahead = np.full(len(rows), IGNORE, dtype=np.int32)
+        # One turn for every row: a row is one copy of a few kilobytes a column, so the turns cost
+        # less than an index array of its slots.
+        for i, found in enumerate(self._find(rows)):
+            start, stop = (0, 0) if found is None else (found.start, found.stop)
+            length = stop - start
+            if length > width:
+                assert found is not None
+                raise SourceError(
+                    at=self._describe(found.number),
+                    problem=f"{length} tokens do not fit rows of {width}",
+                    fix="Give the seq_length that the rows were packed with.",
+                )
+            for name, column in out.items():
+                column[i, length:] = self.pad_token_id if name == INPUT_IDS else 0
+                if found is None:
+                    continue
+                values = found.block.columns.get(name)
+                if values is not None:
+                    column[i, :length] = values[start:stop]
+                elif name == SEGMENT_IDS:
+                    column[i, :length] = 1
+            if found is not None and found.block.look_ahead is not None:
+                ahead[i] = found.block.look_ahead[found.local]
+        if POSITION_IDS not in self._names:
+            count_positions(out[SEGMENT_IDS], out[POSITION_IDS])
+        return out | {LOOK_AHEAD: ahead} if LOOK_AHEAD in self._names else out
+
+    def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
+        return collate(self.gather(rows, width))
+
+    def hint(self, row: int) -> Any:
+        return None
+
+    def seek(self, hint: Any) -> None:
+        """Rows are found by division: there is nothing to take."""
+
+    @cached_property
+    def _index(self) -> _Index:
+        """Where the blocks lie. Reads row numbers only of sources that leave rows out, once."""
+        spans: list[tuple[int, int, int]] = []
+        counts: list[int] = []
+        filtered = ROW_NUMBER in self._source.schema.names
+        for shard, info in enumerate(self._source.shards):
+            if info.num_rows is None:
+                raise SourceError(
+                    at=info.name,
+                    problem="its rows cannot be counted, so they cannot be read by number",
+                    fix="Save it as parquet or arrow.",
+                )
+            edges = sorted({*info.cuts, info.num_rows, 0})
+            for a, b in itertools.pairwise(edges):
+                for start in range(a, b, BLOCK_ROWS):
+                    stop = min(b, start + BLOCK_ROWS)
+                    spans.append((shard, start, stop))
+                    counts.append(
+                        self._source.read(shard, start, stop).num_rows if filtered else stop - start
+                    )
+        return _Index(
+            spans, np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+        )
+
+    def _find(self, rows: NDArray[np.int64]) -> list[_Found | None]:
+        """Where each row lies; None for -1."""
+        index = self._index
+        per_epoch = int(index.first_row[-1])
+        real = rows >= 0
+        numbers = np.where(real, rows % max(per_epoch, 1), 0)
+        if self._shuffle:
+            epochs = rows // max(per_epoch, 1)
+            for epoch in np.unique(epochs[real]):
+                at = real & (epochs == epoch)
+                numbers[at] = permute(
+                    numbers[at], per_epoch, fold(self._seed, "stored", "epoch", int(epoch))
+                )
+        blocks = np.searchsorted(index.first_row, numbers, side="right") - 1
+        opened = {int(b): self._block(int(b)) for b in np.unique(blocks[real])}
+        found: list[_Found | None] = []
+        for is_real, number, b in zip(real, numbers, blocks, strict=True):
+            if not is_real:
+                found.append(None)
+                continue
+            local, block = int(number - index.first_row[b]), opened[int(b)]
+            found.append(
+                _Found(
+                    block,
+                    int(block.offsets[local]),
+                    int(block.offsets[local + 1]),
+                    int(number),
+                    local,
+                )
+            )
+        return found
+
+    def _block(self, number: int) -> Block:
+        with self._lock:
+            if number in self._blocks:
+                self._blocks.move_to_end(number)
+                return self._blocks[number]
+            decoding = self._decoding.setdefault(number, threading.Lock())
+        with decoding:  # two workers that need one block decode it once
+            with self._lock:
+                if number in self._blocks:
+                    return self._blocks[number]
+            shard, start, stop = self._index.spans[number]
+            try:
+                block = decode(
+                    self._source.read(shard, start, stop),
+                    self._names,
+                    self._source.shards[shard].name,
+                    start,
+                )
+            # whatever a source raises, a user's own too: it goes on, and says where it was
+            except Exception as error:
+                error.add_note(
+                    f"shard {shard} ({self._source.shards[shard].name}), rows {start}:{stop}"
+                )
+                raise
+            with self._lock:
+                self._blocks[number] = block
+                self._decoding.pop(number, None)
+                total = sum(kept.num_bytes for kept in self._blocks.values())
+                while total > self._cache_bytes and len(self._blocks) > 1:
+                    total -= self._blocks.popitem(last=False)[1].num_bytes
+            return block
+
+    def where(self, row: int) -> tuple[int, str, int, tuple[str, ...]]:
+        """(epoch, file, row of that file, datasets of its segments where they were saved with it)
+        of a row of the run.
+        """
+        [found] = self._find(np.array([row], dtype=np.int64))
+        assert found is not None, "rows count from 0"
+        block = int(np.searchsorted(self._index.first_row, found.number, side="right")) - 1
+        shard, start, stop = self._index.spans[block]
+        local = found.number - int(self._index.first_row[block])
+        # rows were left out, so they have to be asked for their numbers
+        if ROW_NUMBER in self._source.schema.names:
+            local = self._source.read(shard, start, stop).column(ROW_NUMBER)[local].as_py() - start
+        names: tuple[str, ...] = ()
+        if SOURCE in self._source.schema.names:
+            told = (
+                self._source.read(shard, start + local, start + local + 1).column(SOURCE)[0].as_py()
+            )
+            names = (told,) if isinstance(told, str) else tuple(told)
+        return (
+            row // int(self._index.first_row[-1]),
+            self._source.shards[shard].name,
+            start + local,
+            names,
+        )
+
+    def _describe(self, number: int) -> str:
+        block = int(np.searchsorted(self._index.first_row, number, side="right")) - 1
+        shard, start, _ = self._index.spans[block]
+        return place(
+            self._source.shards[shard].name, row=start + number - int(self._index.first_row[block])
+        )
+
+
+class _Index(NamedTuple):
+    """spans: (shard, start, stop) of every block. first_row Int64[blocks+1]: rows before each, and
+    in all.
+    """
+
+    spans: list[tuple[int, int, int]]
+    first_row: NDArray[np.int64]
+
+
+class _Found(NamedTuple):
+    block: Block
+    start: int
+    stop: int
+    number: int  # the row within an epoch
+    local: int  # and within the block
+
+
+def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int) -> Block:
+    """Columns of lists → one Block. Raises SourceError naming the row where a column is no list of
+    integers, or differs in length.
+    """
+    offsets: NDArray[np.int64] | None = None
+    columns: dict[str, NDArray[np.int32]] = {}
+    for name in names:
+        if name == LOOK_AHEAD:
+            continue
+        ends, values = _flat(batch.column(batch.schema.get_field_index(name)), name, at, first_row)
+        if offsets is None:
+            offsets = ends
+        elif not np.array_equal(offsets, ends):
+            row = first_row + int(np.flatnonzero(np.diff(offsets) != np.diff(ends))[0])
+            raise SourceError(
+                at=place(at, row=row, column=name), problem=f"another length than {INPUT_IDS}"
+            )
+        columns[name] = values
+    assert offsets is not None
+    if ATTENTION_MASK in columns:
+        attended = columns.pop(ATTENTION_MASK)
+        columns.setdefault(SEGMENT_IDS, (attended != 0).astype(np.int32))
+    if LABELS in columns:
+        ids, labels = columns[INPUT_IDS], columns.pop(LABELS)
+        wrong = np.flatnonzero((labels != ids) & (labels != IGNORE))
+        if wrong.size:
+            row = first_row + int(np.searchsorted(offsets, wrong[0], side="right")) - 1
+            raise SourceError(
+                at=place(at, row=row, column=LABELS),
+                problem=f"token {int(wrong[0] - offsets[row - first_row])} has label {labels[wrong[0]]}, its id is {ids[wrong[0]]}",
+                fix="Give unshifted labels (input_ids or -100): the shift happens once, in the loader. Or leave the column out.",
+            )
+        mask = (labels != IGNORE).astype(np.int32)
+        columns[LOSS_MASK] = columns[LOSS_MASK] * mask if LOSS_MASK in columns else mask
+    return Block(
+        offsets, columns, _look_ahead(batch.column(LOOK_AHEAD), at) if LOOK_AHEAD in names else None
+    )
+
+
+def _look_ahead(column: pa.Array, at: str) -> NDArray[np.int32]:
+    if not pa.types.is_integer(column.type) or column.null_count:
+        problem = (
+            f"expected an integer in every row, got {column.type} with {column.null_count} nulls"
+        )
+        raise SourceError(
+            at=place(at, column=LOOK_AHEAD),
+            problem=problem,
+            fix="Save the rows again, or rename a column of that name.",
+        )
+    return column.to_numpy().astype(np.int32)
+
+
+def _flat(
+    column: pa.Array, name: str, at: str, first_row: int
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    kind = column.type
+    is_list = (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+    if not is_list or not (
+        pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)
+    ):
+        raise SourceError(
+            at=place(at, column=name), problem=f"expected lists of integers, got {kind}"
+        )
+    if column.null_count:
+        row = first_row + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+        raise SourceError(
+            at=place(at, row=row, column=name),
+            problem="null instead of tokens",
+            fix="Leave such rows out.",
+        )
+    values = column.flatten()
+    if values.null_count:
+        raise SourceError(
+            at=place(at, column=name), problem=f"a null among the tokens of rows {first_row} onward"
+        )
+    if pa.types.is_fixed_size_list(kind):
+        offsets = np.arange(len(column) + 1, dtype=np.int64) * kind.list_size
+    else:
+        offsets = column.offsets.to_numpy().astype(np.int64)
+        offsets -= offsets[0]
+    numbers = values.to_numpy(zero_copy_only=False)
+    if (
+        numbers.dtype.itemsize >= 4
+        and numbers.dtype != np.int32
+        and numbers.size
+        and not -(1 << 31) <= numbers.min() <= numbers.max() < 1 << 31
+    ):
+        raise SourceError(
+            at=place(at, column=name),
+            problem=f"values up to {numbers.max()} do not fit int32, which batches have",
+        )
+    return offsets, numbers.astype(np.int32, copy=False)
+
+
+def _fixed_length(schema: pa.Schema) -> int | None:
+    kind = schema.field(INPUT_IDS).type
+    return kind.list_size if pa.types.is_fixed_size_list(kind) else None

@@ -1,0 +1,108 @@
+"""How many labels of a plan are trained: its loss masks counted where they lie, in one compiled
+pass over a byte a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.cache.address import int64_at, uint8_at
+from easypipe.cache.reader import TokenCache
+from easypipe.core.jit import jit
+from easypipe.core.schema import LOSS_MASK
+from easypipe.loader.rows.gather import goes_on_masked, part_of, tables
+from easypipe.loader.staged import staged
+from easypipe.plan.windows import Plan, Window
+
+
+def count_targets(
+    plan: Plan,
+    caches: Sequence[TokenCache],
+    num_rows: int,
+    *,
+    joined: bool = False,
+    hold: bool = False,
+) -> NDArray[np.int64]:
+    """Int64[2, datasets]: tokens of the first `num_rows` rows that are somebody's label, added EOS
+    tokens included; and those that are none, although their mask says so, because they stand in a
+    held piece (see loader/rows/gather.py).
+
+    joined: the rows are those of one epoch of a stream whose documents are one segment. hold: held
+    pieces have no targets.
+    """
+    found = np.zeros((2, len(caches)), np.int64)
+    where = tables([cache.buffers() for cache in caches])
+    # else no token is looked at
+    masked = caches if any(LOSS_MASK in cache.schema.names for cache in caches) else ()
+    goes_on = plan.spec.pack is not None and plan.spec.pack.strategy == "stream"
+    row = 0
+    while row < num_rows:
+        window = plan.window_at(row)
+        last = window.layout.first_piece[min(num_rows - window.first_row, window.num_rows)]
+        begins = _first_draw(window) if joined and row == 0 else -1
+        with staged(masked, window.dataset, window.doc):
+            _count(
+                last,
+                window.layout.table,
+                window.dataset,
+                window.doc,
+                goes_on,
+                joined,
+                begins,
+                hold,
+                *where[:5],
+                found,
+            )
+        row = window.after.first_row
+    return found
+
+
+def stream_start(plan: Plan) -> int:
+    """The dataset whose token is the first of the first epoch; -1 where there is no token."""
+    window = plan.window_at(0) if plan.num_rows != 0 else None
+    return -1 if window is None else int(window.dataset[_first_draw(window)])
+
+
+def _first_draw(window: Window) -> int:
+    return int(np.argmax(window.length > 0))
+
+
+@jit
+def _count(
+    pieces,
+    table,
+    dataset_of,
+    doc_of,
+    goes_on,
+    joined,
+    begins,
+    hold,
+    first_part,
+    first_doc,
+    ids_at,
+    offsets_at,
+    mask_at,
+    found,
+):
+    for n in range(pieces):
+        draw, start, length = table[2, n], np.int64(table[3, n]), np.int64(table[4, n])
+        d, doc = dataset_of[draw], doc_of[draw]
+        part, before = part_of(first_part, first_doc, d, doc)
+        # The first token of a piece is nobody's next, unless it is that of a row before.
+        skipped = 0 if goes_on and (start > 0 or (joined and draw != begins)) else 1
+        if mask_at[part] == 0:  # every token is a target
+            found[0, d] += length - skipped
+            continue
+        offsets, local = int64_at(offsets_at[part]), doc - before
+        begin, end = offsets[local] + start, offsets[local + 1]
+        flags = uint8_at(mask_at[part])
+        count = np.int64(0)
+        for t in range(begin + skipped, min(begin + length, end)):
+            count += flags[t] == 1
+        # an added EOS is a target where the token before it is one
+        if begin + length > end and length > skipped:
+            count += flags[end - 1] if end > offsets[local] else 1
+        found[1 if hold and goes_on_masked(mask_at[part], offsets[local], start) else 0, d] += count

@@ -1,0 +1,1 @@
+"""Rows and documents to folders of shards, and back."""

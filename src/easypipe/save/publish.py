@@ -1,0 +1,58 @@
+"""Saved folders as one repository: at its root, or below it by dataset where there are several."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from easypipe.core.publication import Publication, PublishedFile
+from easypipe.save.card import MARK, CardPart, card_text, join_below, public_name
+from easypipe.save.saved import MANIFEST, SavedManifest, join, read_manifest
+
+
+def publication(
+    folders: Mapping[str, str], repo_id: str, storage_options: dict[str, Any] | None = None
+) -> Publication:
+    """What of the saved `folders` (by dataset) goes into the dataset repository `repo_id`: shards,
+    then manifests.
+
+    Of a tokenizer that lies in a folder only the name of the folder is published. Raises CacheError
+    and MissingFileError as `load_saved`.
+    """
+    parts, shards, manifests = [], [], []
+    for name, folder in folders.items():
+        below = name if len(folders) > 1 else ""
+        manifest = read_manifest(folder, storage_options)
+        parts.append(CardPart(name=name if below else "default", folder=below, manifest=manifest))
+        shards += [
+            PublishedFile(
+                name=join_below(below, shard.name),
+                num_bytes=shard.num_bytes,
+                path=join(folder, shard.name),
+            )
+            for shard in manifest.shards
+        ]
+        content = _public(manifest)
+        manifests.append(
+            PublishedFile(name=join_below(below, MANIFEST), num_bytes=len(content), content=content)
+        )
+    places = "|".join(re.escape(f"{part.folder}/") if part.folder else "" for part in parts)
+    return Publication(
+        files=[*shards, *manifests],
+        card=card_text(parts, f"hf://datasets/{repo_id}"),
+        mark=MARK,
+        stale=rf"({places})part-[0-9a-f]{{8}}-\d{{5}}-of-\d{{5}}\.[a-z.]+",
+        storage_options=storage_options,
+    )
+
+
+def _public(manifest: SavedManifest) -> bytes:
+    tokens = manifest.tokens
+    if tokens is not None:
+        manifest = dataclasses.replace(
+            manifest, tokens=dataclasses.replace(tokens, tokenizer=public_name(tokens.tokenizer))
+        )
+    return (json.dumps(manifest.to_json(), indent=1, sort_keys=True) + "\n").encode()

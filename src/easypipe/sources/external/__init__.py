@@ -1,0 +1,1 @@
+"""Rows from memory, from Python objects, and from other programs' files of tokens."""

@@ -1,0 +1,189 @@
+"""Rows that are already in memory: an Arrow table, a list of dicts, a dict of columns."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from easypipe.core.config import digest
+from easypipe.core.errors import SourceError, did_you_mean, place
+from easypipe.core.protocols import Shard, ShardedDataSource
+from easypipe.sources.base import READER_VERSION
+from easypipe.sources.external.dicts import MISFITS, as_json, outer_kind
+from easypipe.sources.schemas import column, plain_schema
+
+CUT_ROWS = 8192  # rows in memory can be read from anywhere; cuts only say where work may be divided
+
+
+class InMemoryShardedSource(ShardedDataSource):
+    """A table, list of dicts or dict of columns as a source of one shard; implements ShardedSource.
+
+    data: pa.Table or pa.RecordBatch; a list of dicts (keys may differ: what a row lacks is null); a
+    dict of equally long columns (lists, NumPy or Arrow arrays). Columns get plain types
+    (large_string, large_list). Lists, and objects, that have no common type inside are kept as
+    JSON. Raises SourceError naming row and column where the values of a column have no common type.
+    """
+
+    def __init__(
+        self,
+        data: pa.Table | pa.RecordBatch | Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        *,
+        columns: Sequence[str] | None = None,
+        name: str = "memory",
+    ) -> None:
+        table = _table(data, name)
+        if columns is not None:
+            for wanted in columns:
+                if wanted not in table.column_names:
+                    fix = did_you_mean(wanted, table.column_names)
+                    raise SourceError(
+                        at=name, problem=f"no column {wanted!r}", have=table.column_names, fix=fix
+                    )
+            table = table.select(list(columns))
+        if not table.column_names:
+            raise SourceError(
+                at=name,
+                problem="holds no column",
+                fix="Give at least one row with at least one key.",
+            )
+        self._schema = plain_schema(table.schema, name)
+        arrays = [column(table.column(field.name).chunks, field.type) for field in self._schema]
+        self._batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+        rows = self._batch.num_rows
+        self._shard = Shard(
+            name=name,
+            num_rows=rows,
+            cuts=tuple(range(0, rows, CUT_ROWS)) or (0,),
+            num_bytes=self._batch.nbytes,
+        )
+        self._content = digest("memory", READER_VERSION, content_hash(self._batch))
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._schema
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return (self._shard,)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the content: equal rows give an equal fingerprint."""
+        return self._content
+
+    def shard_identity(self, shard: int) -> str:
+        return self._content
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        rows = self._batch.num_rows
+        if shard != 0 or not 0 <= start <= stop <= rows:
+            raise SourceError(
+                at=self._shard.name,
+                problem=f"rows {start}:{stop} were asked for",
+                fix=f"It has rows 0:{rows}.",
+            )
+        return self._batch.slice(start, stop - start)
+
+
+def _table(data: Any, name: str) -> pa.Table:
+    if isinstance(data, pa.Table):
+        return data
+    if isinstance(data, pa.RecordBatch):
+        return pa.Table.from_batches([data])
+    if isinstance(data, Mapping):
+        arrays = {str(key): _array(values, name, str(key)) for key, values in data.items()}
+        lengths = {key: len(array) for key, array in arrays.items()}
+        if len(set(lengths.values())) > 1:
+            raise SourceError(
+                at=name,
+                problem=f"columns differ in length: {lengths}",
+                fix="Give every column a value for every row.",
+            )
+        return pa.table(arrays)
+    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
+        keys: dict[str, None] = {}
+        # user rows are Python objects: there is no column to work on yet
+        for number, row in enumerate(data):
+            if not isinstance(row, Mapping):
+                kind = type(row).__name__
+                raise SourceError(
+                    at=place(name, row=number),
+                    problem=f"expected a dict, got {kind}",
+                    fix="Give rows like {'text': ...}.",
+                )
+            for key in row:
+                if not isinstance(key, str):
+                    raise SourceError(
+                        at=place(name, row=number),
+                        problem=f"key {key!r} is not a string",
+                        fix="Name columns with strings.",
+                    )
+            keys.update(dict.fromkeys(row))
+        return pa.table({key: _array([row.get(key) for row in data], name, key) for key in keys})
+    raise SourceError(
+        at=name,
+        problem=f"cannot read rows from {type(data).__name__}",
+        fix="Give a pyarrow.Table, a list of dicts or a dict of columns.",
+    )
+
+
+def _array(values: Any, name: str, key: str) -> pa.Array | pa.ChunkedArray:
+    if isinstance(values, pa.Array | pa.ChunkedArray):
+        return values
+    if isinstance(values, np.ndarray) and values.ndim > 1:
+        values = list(values) if values.ndim == 2 else values.tolist()
+    try:
+        return pa.array(values, from_pandas=False)
+    except MISFITS as error:
+        if len({outer_kind(value) for value in values if value is not None} - {None}) == 1:
+            with contextlib.suppress(*MISFITS):
+                return as_json(values)
+        row = _first_misfit(values)
+        raise SourceError(
+            at=place(name, row=row, column=key),
+            problem=f"its values have no common type: {error}",
+            fix="Give every row the same type.",
+        ) from error
+
+
+def _first_misfit(values: Any) -> int | None:
+    """The first row that does not go with those before it."""
+    for stop in range(1, len(values) + 1):
+        try:
+            pa.array(values[:stop])
+        except MISFITS:
+            return stop - 1
+    return None
+
+
+def content_hash(batch: pa.RecordBatch) -> str:
+    """XXH3 of the batch as an Arrow stream: schema and values, no leftovers of slices."""
+    hasher = xxhash.xxh3_128()
+    sink = pa.PythonFile(_Hashing(hasher), mode="w")
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return hasher.hexdigest()
+
+
+class _Hashing:
+    """A file that only hashes what is written to it."""
+
+    closed = False
+
+    def __init__(self, hasher: Any) -> None:
+        self._hasher = hasher
+
+    def write(self, data: Any) -> int:
+        self._hasher.update(data)
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

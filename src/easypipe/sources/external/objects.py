@@ -1,0 +1,295 @@
+"""Objects as sources: `datasets.Dataset`, `grain.MapDataset`, whatever has `len()` and gives dicts
+by number, and users' own (own.py).
+
+They are known by what they can do, so none of those libraries is imported here. Rows stay where
+they are: a read takes its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.core.identity import held_by, name_of
+from easypipe.core.protocols import Scan, Shard, ShardedDataSource, ShardedSource, left_out
+from easypipe.core.schema import ROW_NUMBER
+from easypipe.sources.base import READER_VERSION
+from easypipe.sources.external.dicts import FIRST_ROWS, as_arrays, columns_of, require_row
+from easypipe.sources.external.memory import content_hash
+from easypipe.sources.external.own import as_source, is_complete, is_generator, is_sharded
+from easypipe.sources.schemas import column, plain_schema
+
+BLOCK_ROWS = 1024  # read at a time to hash the content
+ENDLESS = 1 << 62  # lengths of datasets that repeat without end are near 2^63
+
+
+def is_arrow_dataset(data: Any) -> bool:
+    """`datasets.Dataset`: columns in Arrow tables, maybe behind a list of indices."""
+    return all(
+        hasattr(data, name)
+        for name in ("with_format", "column_names", "features", "__len__", "__getitem__")
+    )
+
+
+def is_dataset_dict(data: Any) -> bool:
+    """`datasets.DatasetDict`."""
+    return (
+        isinstance(data, Mapping)
+        and bool(data)
+        and all(is_arrow_dataset(part) for part in data.values())
+    )
+
+
+def is_random_access(data: Any) -> bool:
+    """Rows by number: `grain.MapDataset`, Grain's data sources, torch's map-style datasets, any own
+    class; no plain container.
+    """
+    plain = isinstance(
+        data, str | bytes | Mapping | list | tuple | np.ndarray | pa.Table | pa.RecordBatch
+    )
+    return (
+        not plain
+        and hasattr(data, "__len__")
+        and hasattr(data, "__getitem__")
+        and not hasattr(data, "__fspath__")
+    )
+
+
+def is_streamed(data: Any) -> bool:
+    """A dataset that can only be read from its start: `datasets.IterableDataset`,
+    `grain.IterDataset`.
+    """
+    return (
+        not isinstance(data, str | bytes | Mapping | Sequence)
+        and hasattr(data, "__iter__")
+        and not hasattr(data, "__len__")
+    )
+
+
+def is_dataset_object(data: Any) -> bool:
+    """Whether `open_object` opens it: no path, and no rows in a plain container."""
+    kinds = (
+        is_dataset_dict,
+        is_arrow_dataset,
+        is_complete,
+        is_sharded,
+        is_random_access,
+        is_generator,
+    )
+    return not isinstance(data, str | bytes) and any(kind(data) for kind in kinds)
+
+
+def open_object(
+    data: Any,
+    *,
+    name: str = "memory",
+    split: str | None = None,
+    version: str | int | None = None,
+    num_rows: int | None = None,
+    counted: bool = True,
+    folder: Path | None = None,
+) -> ShardedSource:
+    """The source of an object. version, num_rows, counted, folder: as in `own.as_source`; the rows
+    of what has them by number are known by their content, unless `version` says what they are.
+
+    Raises ConfigError for a split that is not there, and for what can be read only once.
+    """
+    if is_dataset_dict(data):
+        if split is None and len(data) == 1:
+            split = next(iter(data))
+        if split not in data:
+            problem = f"no split {split!r}" if split else "holds several splits"
+            raise ConfigError(
+                at="split",
+                problem=problem,
+                have=data,
+                fix=(did_you_mean(split, data) if split else None) or "Name one by split=.",
+            )
+        data = data[split]
+    elif split is not None:
+        raise ConfigError(
+            at="split",
+            problem=f"{split!r}, but {type(data).__name__} has no splits",
+            fix="Leave it out.",
+        )
+    if is_arrow_dataset(data) or (
+        is_random_access(data) and not is_complete(data) and not is_sharded(data)
+    ):
+        return _opened(data, name, version)
+    return as_source(
+        data, name=name, version=version, num_rows=num_rows, counted=counted, folder=folder
+    )
+
+
+def _opened(
+    data: Any, name: str, version: str | int | None
+) -> ArrowDatasetSource | RandomAccessSource:
+    """By its tables, unless its rows are made when they are read (`with_transform`): no table holds
+    those.
+    """
+    made = (
+        (getattr(data, "format", None) or {}).get("type") == "custom"
+        if is_arrow_dataset(data)
+        else True
+    )
+    identity = (
+        None
+        if version is None
+        else digest("object", READER_VERSION, name_of(data), held_by(data), str(version))
+    )
+    return (RandomAccessSource if made else ArrowDatasetSource)(data, name=name, identity=identity)
+
+
+class ArrowDatasetSource(ShardedDataSource):
+    """A `datasets.Dataset`, whatever was selected, shuffled or formatted in it; implements
+    ShardedSource. Its tables stay memory-mapped.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        name: str = "memory",
+        columns: Sequence[str] | None = None,
+        identity: str | None = None,
+    ) -> None:
+        """identity: what its rows are known by, in place of their content."""
+        self._identity = identity
+        self._data = data.with_format("arrow", columns=None if columns is None else list(columns))
+        self._name, self._columns = name, None if columns is None else tuple(columns)
+        self.schema = plain_schema(
+            self._data.features.arrow_schema if columns is None else self._data[:0].schema, name
+        )
+        rows = len(self._data)
+        self.shards: Sequence[Shard] = (
+            Shard(name=name, num_rows=rows, cuts=tuple(range(0, rows, 8 * BLOCK_ROWS)) or (0,)),
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the content, which is read once for it: equal rows give an equal
+        fingerprint.
+        """
+        return self._content
+
+    @functools.cached_property
+    def _content(self) -> str:
+        return self._identity or _fingerprint(self, self.shards[0].num_rows or 0)
+
+    def shard_identity(self, shard: int) -> str:
+        return self.fingerprint
+
+    def select(self, columns: Sequence[str]) -> ArrowDatasetSource:
+        return ArrowDatasetSource(
+            self._data, name=self._name, columns=columns, identity=self._identity
+        )
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        _check_range(self._name, start, stop, self.shards[0].num_rows or 0)
+        table = self._data[start:stop]
+        arrays = [column(table.column(field.name).chunks, field.type) for field in self.schema]
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+
+class RandomAccessSource(ShardedDataSource):
+    """Anything with `len()` that gives a dict (or None, for a row that is filtered out) by number;
+    implements ScanningSource.
+
+    Values are Python objects or arrays. Columns follow from the first 1,024 rows; a later row that
+    does not fit them raises SourceError, as does one that is no dict. Rows that are None are
+    rejects ("filtered", benign). Thread safe where `data[i]` is.
+    """
+
+    def __init__(self, data: Any, *, name: str = "memory", identity: str | None = None) -> None:
+        """identity: what its rows are known by, in place of their content."""
+        self._identity = identity
+        rows = len(data)
+        if rows >= ENDLESS:
+            raise SourceError(
+                at=name,
+                problem=f"{type(data).__name__} never ends",
+                fix="Take off its repeat(); give epochs to the mixture instead.",
+            )
+        self._data, self._name, self._rows = data, name, rows
+        self._lock = threading.Lock()
+        self._schema: pa.Schema | None = None
+        self.shards: Sequence[Shard] = (
+            Shard(name=name, num_rows=rows, cuts=tuple(range(0, rows, 8 * BLOCK_ROWS)) or (0,)),
+        )
+
+    @property
+    def schema(self) -> pa.Schema:
+        with self._lock:
+            if self._schema is None:
+                rows = [
+                    row for row in self._take(0, min(self._rows, FIRST_ROWS)) if row is not None
+                ]
+                self._schema = columns_of(rows, self._name).append(pa.field(ROW_NUMBER, pa.int64()))
+            return self._schema
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the content, which is read once for it."""
+        return self._content
+
+    @functools.cached_property
+    def _content(self) -> str:
+        return self._identity or _fingerprint(self, self._rows)
+
+    def shard_identity(self, shard: int) -> str:
+        return self.fingerprint
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        return self.scan(shard, start, stop).batch
+
+    def scan(self, shard: int, start: int, stop: int) -> Scan:
+        _check_range(self._name, start, stop, self._rows)
+        schema, rows = self.schema, self._take(start, stop)
+        numbers = [start + i for i, row in enumerate(rows) if row is not None]
+        arrays = as_arrays(
+            [row for row in rows if row is not None],
+            numbers,
+            schema.remove(schema.get_field_index(ROW_NUMBER)),
+            self._name,
+        )
+        rejects = left_out([start + i for i, row in enumerate(rows) if row is None], "filtered")
+        return Scan(
+            pa.RecordBatch.from_arrays([*arrays, pa.array(numbers, pa.int64())], schema=schema),
+            rejects,
+        )
+
+    def _take(self, start: int, stop: int) -> list[Mapping[str, Any] | None]:
+        rows = [self._data[i] for i in range(start, stop)]
+        for i, row in enumerate(rows):
+            if row is not None:
+                require_row(row, start + i, self._name)
+        return rows
+
+
+def _fingerprint(source: ArrowDatasetSource | RandomAccessSource, rows: int) -> str:
+    hasher = xxhash.xxh3_128()
+    for start in range(0, rows, BLOCK_ROWS):
+        hasher.update(content_hash(source.read(0, start, min(rows, start + BLOCK_ROWS))).encode())
+    return digest(
+        "object",
+        READER_VERSION,
+        rows,
+        [[field.name, str(field.type)] for field in source.schema],
+        hasher.hexdigest(),
+    )
+
+
+def _check_range(name: str, start: int, stop: int, rows: int) -> None:
+    if not 0 <= start <= stop <= rows:
+        raise SourceError(
+            at=name, problem=f"rows {start}:{stop} were asked for", fix=f"It has rows 0:{rows}."
+        )

@@ -1,0 +1,617 @@
+"""Sources of users' own: whatever gives rows as dicts, shard by shard from the start, becomes a
+source that is read anywhere.
+
+Law (stateless reads): rows that can only be read forward are read once and kept in a temporary file
+of this process, from which every read takes its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import inspect
+import itertools
+import logging
+import os
+import secrets
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from easypipe.core.checked import commit_checked, recall_checked
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.identity import held_by, name_of
+from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource
+from easypipe.sources.base import READER_VERSION
+from easypipe.sources.external.dicts import FIRST_ROWS, as_arrays, columns_of, require_row
+
+log = logging.getLogger("easypipe")
+
+BLOCK_ROWS = 256  # converted and written at a time
+# after so many a source that is counted is thought to have no end, which is said
+MANY_ROWS = 10_000_000
+
+
+def is_complete(data: Any) -> bool:
+    """Whether it has `shards` and `read(shard, start, stop)`: a ShardedSource."""
+    return (
+        not isinstance(data, type)
+        and _has(data, "shards")
+        and callable(getattr(data, "read", None))
+    )
+
+
+def is_sharded(data: Any) -> bool:
+    """Whether it opens shards by name, as ShardedDataSource says."""
+    opens = (
+        isinstance(data, ShardedDataSource)
+        or _has(data, "open_shard")
+        or _has(data, "open_shard_at_row")
+    )
+    return not isinstance(data, type) and opens
+
+
+def is_generator(data: Any) -> bool:
+    """Rows one after the other: a generator function, any other function without arguments, or what
+    can be iterated over again.
+    """
+    if isinstance(data, type) or hasattr(data, "__fspath__"):
+        return False
+    # a list, a table, rows by number
+    plain = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    return callable(data) or (hasattr(data, "__iter__") and not plain)
+
+
+def as_source(
+    data: Any,
+    *,
+    name: str,
+    version: str | int | None = None,
+    num_rows: int | None = None,
+    counted: bool = True,
+    folder: Path | None = None,
+) -> ShardedSource:
+    """The source that `data` is, or that its rows become.
+
+    Args:
+        data: A ShardedSource; an object that opens shards by name; a function that gives rows; or
+        what can be iterated over again.
+        name: Of the dataset, for errors and for the one shard of what has no shards.
+        version: What its rows are known by; None takes that of `data`. Without one its tokens are
+        not kept.
+        num_rows: Only the first so many, over the shards in order; no row behind them is asked for.
+        Of a ShardedSource, all.
+        counted: Whether the rows of every shard are needed before the first is read; False leaves
+        shards whose ends are not known.
+        folder: Where the counts of sources with a version are kept between runs; None keeps none.
+
+    Raises:
+        ConfigError: It is none of these, or `version` would have no effect.
+    """
+    if is_complete(data):
+        missing = [member for member in ("schema", "fingerprint") if not _has(data, member)]
+        if missing:
+            problem = (
+                f"{type(data).__name__} has shards and read(), but no {' and no '.join(missing)}"
+            )
+            raise ConfigError(
+                at=name,
+                problem=problem,
+                fix="Give all four, or only shard_names and open_shard(name).",
+            )
+        if version is not None:
+            problem = f"has no effect: {type(data).__name__} has a fingerprint of its own"
+            raise ConfigError(at="version", problem=problem, fix="Leave it out.")
+        return data
+    given = _sharded(data) if is_sharded(data) else _one_shard(data, name)
+    version = version if version is not None else given.version
+    if version is None:
+        log.warning(
+            "dataset %s: %s has no version, so its rows are read anew in every process, and no tokens of them are kept. Give it one "
+            "(DatasetConfig(version=...), or its attribute `version`), and another one whenever its rows change.",
+            name,
+            given.label,
+        )
+        identity = digest("rows of this process", given.label, secrets.token_hex(16))
+    else:
+        identity = digest("own rows", READER_VERSION, given.label, given.held, str(version))
+    return OwnSource(
+        given, name, identity, version is not None, num_rows, counted=counted, folder=folder
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a source of a user's gives. open: its rows from physical row r of a shard on. seeks:
+    whether that costs nothing for a large r.
+
+    counts: rows of each shard, None where it does not say. label, held: what it is called, and the
+    values that it holds.
+    """
+
+    shards: tuple[Shard, ...]
+    open: Callable[[str, int], Iterable[Any]]
+    seeks: bool
+    label: str
+    held: Any
+    version: str | int | None
+
+
+class OwnSource(ShardedDataSource):
+    """The rows of a source of a user's own; implements ShardedSource. Made by `as_source`, which
+    knows what to make of what.
+
+    Columns follow from the first 1,024 rows, lists and objects without a common type inside as
+    JSON; a later row that does not fit them raises SourceError, as does one that is no dict. Rows
+    that can only be read forward are asked for once, in order, on one thread; those of a source
+    with `open_shard_at_row` are asked for where they are needed, on any thread.
+    """
+
+    def __init__(
+        self,
+        given: Given,
+        name: str,
+        identity: str,
+        cacheable: bool,
+        num_rows: int | None,
+        *,
+        counted: bool,
+        folder: Path | None,
+    ) -> None:
+        self._given, self._name, self._identity, self.cacheable, self._num_rows = (
+            given,
+            name,
+            identity,
+            cacheable,
+            num_rows,
+        )
+        self._counted = counted or num_rows is not None
+        self._columns: tuple[str, ...] | None = None
+        self._folder = folder
+        self._kept = _Kept(given, folder)
+        self._known: dict[str, Any] = {}  # shared by those that `select` gives: what was found out
+        self._lock = threading.RLock()
+
+    @property
+    def schema(self) -> pa.Schema:
+        whole = self._whole
+        return (
+            whole
+            if self._columns is None
+            else pa.schema([whole.field(name) for name in self._columns])
+        )
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """Raises what the source raises while its rows are counted."""
+        with self._lock:
+            if "shards" not in self._known:
+                self._recall()
+            if "shards" not in self._known:
+                self._known["shards"] = (
+                    tuple(self._count()) if self._counted else self._given.shards
+                )
+                self._remember()
+            return self._known["shards"]
+
+    @property
+    def fingerprint(self) -> str:
+        return digest(
+            "own", self._identity, [shard.name for shard in self._given.shards], self._num_rows
+        )
+
+    def shard_identity(self, shard: int) -> str:
+        return digest("own shard", self._identity, self._given.shards[shard].name)
+
+    def select(self, columns: Sequence[str]) -> OwnSource:
+        """The same rows with only `columns`; what is read is read once for both."""
+        twin = copy.copy(self)
+        have = self.schema.names
+        for name in columns:
+            if name not in have:
+                raise SourceError(
+                    at=self._name,
+                    problem=f"no column {name!r}",
+                    have=have,
+                    fix=did_you_mean(name, have),
+                )
+        twin._columns = tuple(columns)
+        return twin
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        """Rows `start` to `stop`; of a shard whose end is not known as many of them as there
+        are.
+        """
+        info = self.shards[shard]
+        if not 0 <= start <= stop or (info.num_rows is not None and stop > info.num_rows):
+            raise SourceError(
+                at=self._at(shard),
+                problem=f"rows {start}:{stop} were asked for",
+                fix=f"It has rows 0:{info.num_rows}.",
+            )
+        if self._given.seeks:
+            batch = self._sought(shard, start, stop)
+        else:
+            limit = None if self._num_rows is None else info.num_rows
+            batch = self._kept.read(shard, start, stop, self._whole, self._at(shard), limit)
+        if info.num_rows is not None and batch.num_rows < stop - start:
+            problem = (
+                f"ended behind {start + batch.num_rows} rows, and {info.num_rows} were counted"
+            )
+            raise SourceError(
+                at=self._at(shard),
+                problem=problem,
+                fix="Give it another version whenever its rows change.",
+            )
+        return batch if self._columns is None else batch.select(list(self._columns))
+
+    def at_end(self, shard: int, position: int) -> bool:
+        """Whether there is no row `position`, nor one behind it."""
+        if self._given.seeks:
+            return not self._sought(shard, position, position + 1).num_rows
+        return self._kept.pull(shard, position + 1, self._whole, self._at(shard)) <= position
+
+    @property
+    def _whole(self) -> pa.Schema:
+        """All columns."""
+        with self._lock:
+            if "schema" not in self._known:
+                self._recall()
+            if "schema" not in self._known:
+                self._known["schema"] = columns_of(
+                    self._kept.first_rows(FIRST_ROWS, self._at), self._name
+                )
+            return self._known["schema"]
+
+    def _at(self, shard: int) -> str:
+        name = self._given.shards[shard].name
+        return self._name if name == self._name else f"{self._name}, shard {name!r}"
+
+    def _sought(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        at, columns = self._at(shard), self._whole
+        rows = iter(self._given.open(self._given.shards[shard].name, start))
+        try:
+            taken = _taken(rows, start, stop - start, at)
+        finally:
+            _close(rows)
+        return pa.RecordBatch.from_arrays(
+            as_arrays(taken, range(start, start + len(taken)), columns, at), schema=columns
+        )
+
+    def _count(self) -> Iterator[Shard]:
+        left = self._num_rows
+        for number, shard in enumerate(self._given.shards):
+            if left == 0:
+                break
+            rows, size = shard.num_rows, shard.num_bytes
+            if rows is None and self._given.seeks:
+                rows = sum(1 for _ in itertools.islice(self._given.open(shard.name, 0), left))
+            elif rows is None:
+                rows = self._kept.pull(number, left, self._whole, self._at(number), left)
+                size = self._kept.num_bytes(number)
+            rows = rows if left is None else min(rows, left)
+            left = None if left is None else left - rows
+            yield replace(
+                shard,
+                num_rows=rows,
+                num_bytes=size,
+                cuts=tuple(cut for cut in shard.cuts if cut < rows) or (0,),
+            )
+
+    def _path(self) -> Path | None:
+        """What is known of a source with a version outlives the process."""
+        keep = self._folder is not None and self.cacheable and self._counted
+        return (
+            self._folder / f"{digest('counted', READER_VERSION, self.fingerprint)}.rows.json"
+            if keep and self._folder
+            else None
+        )
+
+    def _remember(self) -> None:
+        path = self._path()
+        if path is not None:
+            shards = [
+                [shard.name, shard.num_rows, shard.num_bytes] for shard in self._known["shards"]
+            ]
+            commit_checked(
+                path,
+                {
+                    "shards": shards,
+                    "schema": base64.b64encode(self._whole.serialize().to_pybytes()).decode(),
+                },
+            )
+
+    def _recall(self) -> None:
+        path = self._path()
+        known = {shard.name: shard for shard in self._given.shards}
+
+        def parse(value: dict[str, Any]) -> dict[str, Any]:
+            shards = tuple(
+                replace(known[name], num_rows=rows, num_bytes=size)
+                for name, rows, size in value["shards"]
+            )
+            return {
+                "shards": shards,
+                "schema": pa.ipc.read_schema(pa.py_buffer(base64.b64decode(value["schema"]))),
+            }
+
+        if path is not None:
+            self._known |= (
+                recall_checked(path, parse, what=f"the count of the rows of dataset {self._name}")
+                or {}
+            )
+
+
+class _Kept:
+    """Rows that can only be read forward, each taken once, in a temporary file without a name.
+    Thread safe.
+
+    All iterators are begun and advanced on one thread: what many of them hold, such as a connection
+    to a database, belongs to one.
+    """
+
+    def __init__(self, given: Given, folder: Path | None) -> None:
+        self._given, self._folder = given, folder
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._file: Any = None
+        self._end = 0  # of the file
+        self._shards = [_Pulled() for _ in given.shards]
+
+    def first_rows(self, count: int, at: Callable[[int], str]) -> list[Mapping[str, Any]]:
+        """Of the first shard that has rows."""
+
+        def look() -> list[Mapping[str, Any]]:
+            for number, shard in enumerate(self._given.shards):
+                rows = iter(self._given.open(shard.name, 0))
+                try:
+                    if taken := _taken(rows, 0, count, at(number)):
+                        return taken
+                finally:
+                    _close(rows)
+            return []
+
+        return self._on_thread(look)
+
+    def pull(
+        self, shard: int, rows: int | None, columns: pa.Schema, at: str, limit: int | None = None
+    ) -> int:
+        """Takes rows until there are `rows` of them; None takes all. Returns how many there are, at
+        least those asked for or all.
+
+        limit: of the whole shard; no row behind it is ever asked for.
+        """
+        pulled = self._shards[shard]
+        if not pulled.ended and (rows is None or pulled.rows < rows):
+            self._on_thread(lambda: self._advance(shard, rows, columns, at, limit))
+        return pulled.rows
+
+    def read(
+        self,
+        shard: int,
+        start: int,
+        stop: int,
+        columns: pa.Schema,
+        at: str,
+        limit: int | None = None,
+    ) -> pa.RecordBatch:
+        stop = min(stop, self.pull(shard, stop, columns, at, limit))
+        if start >= stop:
+            return pa.RecordBatch.from_arrays(
+                [pa.nulls(0, field.type) for field in columns], schema=columns
+            )
+        pulled = self._shards[shard]
+        first, last = start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)
+        blocks = [
+            pa.ipc.read_record_batch(pa.py_buffer(self._bytes(*place)), columns)
+            for place in pulled.places[first:last]
+        ]
+        table = (
+            pa.Table.from_batches(blocks, schema=columns)
+            .slice(start - first * BLOCK_ROWS, stop - start)
+            .combine_chunks()
+        )
+        [batch] = table.to_batches()
+        return batch
+
+    def num_bytes(self, shard: int) -> int:
+        return self._shards[shard].num_bytes
+
+    def _on_thread(self, work: Callable[[], Any]) -> Any:
+        with self._lock:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="easypipe-rows")
+        return self._thread.submit(work).result()
+
+    def _advance(
+        self, shard: int, rows: int | None, columns: pa.Schema, at: str, limit: int | None
+    ) -> None:
+        """Whole blocks, so that row r always stands in block r // BLOCK_ROWS. Runs on the one
+        thread.
+        """
+        pulled = self._shards[shard]
+        while not pulled.ended and (rows is None or pulled.rows < rows):
+            if pulled.iterator is None:
+                pulled.iterator = iter(
+                    self._given.open(self._given.shards[shard].name, pulled.rows)
+                )
+            try:
+                taken = _taken(
+                    pulled.iterator,
+                    pulled.rows,
+                    min(BLOCK_ROWS, (limit or sys.maxsize) - pulled.rows),
+                    at,
+                )
+                numbers = range(pulled.rows, pulled.rows + len(taken))
+                batch = pa.RecordBatch.from_arrays(
+                    as_arrays(taken, numbers, columns, at), schema=columns
+                )
+            except BaseException:
+                _close(pulled.iterator)
+                # an iterator that raised looks as if it had ended: another one is begun behind what
+                # is kept
+                pulled.iterator = None
+                raise
+            data = memoryview(batch.serialize())
+            pulled.places.append((self._append(data), len(data)))
+            pulled.num_bytes += batch.nbytes
+            pulled.rows += len(taken)
+            if pulled.rows // MANY_ROWS > (pulled.rows - len(taken)) // MANY_ROWS and rows is None:
+                log.warning(
+                    "%s: %d rows and no end; if it has none, set num_rows, or streaming=True",
+                    at,
+                    pulled.rows,
+                )
+            pulled.ended = len(taken) < BLOCK_ROWS or pulled.rows == limit
+        if pulled.ended:
+            _close(pulled.iterator)
+            pulled.iterator = None
+
+    def _append(self, data: memoryview) -> int:
+        """Where it stands in the file."""
+        if self._file is None:
+            if self._folder is not None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(prefix="easypipe-rows-", dir=self._folder)  # noqa: SIM115 (closed with this object)
+        at, done = self._end, 0
+        while done < len(data):
+            done += os.pwrite(self._file.fileno(), data[done:], at + done)
+        self._end += done
+        return at
+
+    def _bytes(self, at: int, size: int) -> bytes:
+        data = os.pread(self._file.fileno(), size, at)
+        while len(data) < size:
+            data += os.pread(self._file.fileno(), size - len(data), at + len(data))
+        return data
+
+
+class _Pulled:
+    """What was taken of a shard. places: (offset, bytes) of each block of the file."""
+
+    def __init__(self) -> None:
+        self.iterator: Iterator[Any] | None = None
+        self.places: list[tuple[int, int]] = []
+        self.rows = self.num_bytes = 0
+        self.ended = False
+
+
+def _sharded(data: Any) -> Given:
+    kind, base = type(data), ShardedDataSource
+    own = [
+        name
+        for name in ("open_shard", "open_shard_at_row")
+        if _has(data, name) and getattr(kind, name, None) is not getattr(base, name)
+    ]
+    if not own:
+        problem = f"{kind.__name__} has neither open_shard(name) nor read(shard, start, stop)"
+        raise ConfigError(
+            at="data_files",
+            problem=problem,
+            fix="Give it shard_names and open_shard, which yields a dict for every row.",
+        )
+    shards = getattr(data, "shards", None)
+    names: Any = data.shard_names if shards is None else [shard.name for shard in shards]
+    names = names() if callable(names) else names
+    if (
+        isinstance(names, str)
+        or not all(isinstance(name, str) for name in names)
+        or not len(names) == len(set(names)) > 0
+    ):
+        problem = f"shard_names of {kind.__name__} are {names!r}"
+        raise ConfigError(
+            at="data_files", problem=problem, fix="Give a list of different names, one at least."
+        )
+
+    def from_start(name: str, row: int) -> Iterable[Any]:
+        return _behind(iter(data.open_shard(name)), row)
+
+    seeks = "open_shard_at_row" in own
+    return Given(
+        shards=tuple(Shard(name=name, num_rows=None) for name in names)
+        if shards is None
+        else tuple(shards),
+        open=data.open_shard_at_row if seeks else from_start,
+        seeks=seeks,
+        label=name_of(data),
+        held=held_by(data),
+        version=getattr(data, "version", None),
+    )
+
+
+def _one_shard(data: Any, name: str) -> Given:
+    if isinstance(data, Iterator):
+        problem = f"a {type(data).__name__} can be read only once, and rows are read again where they are needed again"
+        raise ConfigError(
+            at="data_files",
+            problem=problem,
+            fix="Give the function that makes it, without calling it.",
+        )
+    called = callable(data) and not hasattr(data, "__iter__")
+
+    def from_start(_: str, row: int) -> Iterable[Any]:
+        rows: Any = data() if called else data
+        return _behind(iter(rows), row)
+
+    return Given(
+        shards=(Shard(name=name, num_rows=None),),
+        open=from_start,
+        seeks=False,
+        label=name_of(data),
+        held=[held_by(data), held_by(getattr(data, "__self__", None))],
+        # what libraries call the version of a dataset says little of its rows
+        version=getattr(data, "version", None) if called else None,
+    )
+
+
+def _behind(rows: Iterator[Any], row: int) -> Iterator[Any]:
+    """The same iterator, `row` rows later."""
+    for _ in itertools.islice(rows, row):
+        pass
+    return rows
+
+
+def _taken(rows: Iterator[Any], start: int, count: int, at: str) -> list[Mapping[str, Any]]:
+    """The next `count` rows, fewer where it ends. What the user's code raises is passed on with the
+    place.
+    """
+    taken: list[Mapping[str, Any]] = []
+    for _ in range(count):
+        try:
+            row = next(rows)
+        except StopIteration:
+            break
+        except Exception as error:
+            error.add_note(f"while reading {place(at, row=start + len(taken))}")
+            raise
+        require_row(row, start + len(taken), at)
+        taken.append(row)
+    return taken
+
+
+def _close(rows: Any) -> None:
+    """What a generator holds is let go on the thread that it belongs to."""
+    close = getattr(rows, "close", None)
+    if close is not None:
+        close()
+
+
+def _has(data: Any, name: str) -> bool:
+    """Whether it has a member, without asking for its value: that may open files. Only what hands
+    members on is asked for them.
+    """
+    missing = object()
+    found = inspect.getattr_static(data, name, missing)
+    return (
+        found is not None
+        if found is not missing
+        else hasattr(type(data), "__getattr__") and getattr(data, name, None) is not None
+    )

@@ -1,0 +1,321 @@
+"""Tokens that others made, in files of integers: .npy, raw .bin, and Megatron's .bin with its .idx.
+Every document is a row of `input_ids`.
+
+two-dimensional .npy      a row of the array is a document
+one-dimensional .npy, raw .bin   documents end with `separator_id`, or all have `document_tokens`
+tokens .bin beside an .idx       the index says where documents lie (sources/external/megatron.py)
+"""
+
+from __future__ import annotations
+
+import io
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.core.config import config, digest
+from easypipe.core.errors import ConfigError, MissingFileError, SourceError
+from easypipe.core.protocols import Reject
+from easypipe.core.schema import INPUT_IDS
+from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
+from easypipe.sources.external.megatron import MegatronIndex, open_index
+from easypipe.sources.files import DataFiles, FileRef, read_range, resolve
+from easypipe.sources.formats import records
+from easypipe.sources.formats.records import Found, Layout, RecordReader
+from easypipe.sources.formats.scanners import split_tokens
+
+NPY_MAGIC = b"\x93NUMPY"
+HEADER_BYTES = 1 << 16
+CUT_BYTES = 1 << 20
+
+
+@config
+class TokenFilesConfig:
+    """How documents lie in files of tokens. Arrays of two dimensions, and Megatron's files with an
+    index, need none of these.
+
+    dtype: the integers of raw `.bin` files, little-endian; `.npy` and `.idx` files say their own.
+    separator_id: the token that ends every document, most often EOS; it stays the document's last
+    token.
+    document_tokens: every document has so many tokens (the last one of a file maybe fewer), in
+    place of a separator.
+    """
+
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
+    separator_id: int | None = None
+    document_tokens: int | None = None
+
+    def check(self) -> None:
+        if self.separator_id is not None and self.document_tokens is not None:
+            raise ConfigError(
+                at="document_tokens",
+                problem="has no effect beside separator_id",
+                fix="Leave one of them out.",
+            )
+        for name, least in (("separator_id", 0), ("document_tokens", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(
+                    at=name, problem=f"{value} is too small", fix=f"Give at least {least}."
+                )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """dtype: of the tokens. start: byte of the first one. One of the others says where documents
+    lie; width: tokens of each.
+    """
+
+    dtype: np.dtype[Any]
+    start: int
+    width: int = 0
+    separated: Found | None = None
+    megatron: MegatronIndex | None = None
+
+
+class TokenFormat:
+    name = "tokens"
+    numbered = False
+
+    def __init__(
+        self, layout: TokenFilesConfig | None = None, indexes: Mapping[str, FileRef] | None = None
+    ) -> None:
+        self._options = layout or TokenFilesConfig()
+        self._indexes = dict(indexes or {})
+        self._records = RecordReader()
+
+    def survey(
+        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
+    ) -> Survey:
+        if file.path in self._indexes:
+            self._refuse(file, "an .idx lies beside it, which says where documents lie")
+            index = open_index(self._indexes[file.path], file)
+            return _survey(file, _Found(index.dtype, 0, megatron=index), index.num_docs)
+        head = read_range(file, 0, min(HEADER_BYTES, file.num_bytes))
+        if head.startswith(NPY_MAGIC) or file.path.lower().endswith(".npy"):
+            dtype, shape, start = _npy_header(file, head)
+            if self._options.dtype is not None:
+                raise SourceError(
+                    at=file.path,
+                    problem=f"says itself that it holds {dtype}",
+                    fix="Leave dtype out: it is for raw .bin files.",
+                )
+        else:
+            if self._options.dtype is None:
+                raise SourceError(
+                    at=file.path,
+                    problem="raw tokens do not say their dtype",
+                    fix="Give token_files=TokenFilesConfig(dtype='uint16', ...).",
+                )
+            dtype, start = np.dtype(self._options.dtype).newbyteorder("<"), 0
+            if file.num_bytes % dtype.itemsize:
+                problem = f"{file.num_bytes} bytes are no whole number of {dtype} tokens"
+                raise SourceError(
+                    at=file.path,
+                    problem=problem,
+                    fix="Check dtype, or copy the file again: it may be truncated.",
+                )
+            shape = (file.num_bytes // dtype.itemsize,)
+        if len(shape) == 2:
+            self._refuse(file, "its array has two dimensions: every row is a document")
+            return _survey(file, _Found(dtype, start, width=shape[1]), shape[0])
+        if self._options.document_tokens is not None:
+            width = self._options.document_tokens
+            return _survey(file, _Found(dtype, start, width=width), -(-shape[0] // width))
+        if self._options.separator_id is None:
+            raise SourceError(
+                at=file.path,
+                problem="one long row of tokens does not say where documents end",
+                fix="Give token_files=TokenFilesConfig(separator_id=...), the EOS token, or document_tokens.",
+            )
+        layout = Layout(
+            name="tokens",
+            split=partial(_split, dtype.itemsize, self._options.separator_id),
+            start=start,
+        )
+        options = [layout.name, dtype.str, self._options.separator_id, start]
+        index = records.kept_index(
+            file, index_dir, options, lambda: records.index_records(file, layout, None, dict)
+        )
+        return _survey(
+            file, _Found(dtype, start, separated=Found(layout, index)), index.num_rows, index.cuts()
+        )
+
+    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+        found: _Found = survey.detail
+        if found.megatron is not None:
+            values, offsets = found.megatron.read(file, start, stop)
+        elif found.separated is not None:
+            values, offsets = self._separated(file, found.separated, found.dtype, start, stop)
+        else:
+            width = found.width
+            size, total = (
+                found.dtype.itemsize,
+                (file.num_bytes - found.start) // found.dtype.itemsize,
+            )
+            last = min(stop * width, total)
+            data = read_range(file, found.start + start * width * size, found.start + last * size)
+            values = np.frombuffer(data, found.dtype)
+            offsets = np.minimum(np.arange(stop - start + 1, dtype=np.int64) * width, len(values))
+        lists = pa.LargeListArray.from_arrays(
+            pa.array(offsets), pa.array(values.astype(found.dtype.newbyteorder("="), copy=False))
+        )
+        return Rows(pa.table({INPUT_IDS: lists}), None, no_rejects())
+
+    def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
+        return None
+
+    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
+        return None
+
+    def _separated(
+        self, file: FileRef, found: Found, dtype: np.dtype, start: int, stop: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        values, ends = [], [np.zeros(1, np.int64)]
+        for piece in self._records.pieces(file, found, start, stop):
+            values.append(
+                np.frombuffer(piece.data[piece.starts[0] : piece.ends[-1]].tobytes(), dtype)
+            )
+            ends.append((piece.ends - piece.starts[0]) // dtype.itemsize + ends[-1][-1])
+        return np.concatenate(values), np.concatenate(ends)
+
+    def _refuse(self, file: FileRef, why: str) -> None:
+        for name in ("dtype", "separator_id", "document_tokens"):
+            if getattr(self._options, name) is not None:
+                raise SourceError(
+                    at=file.path, problem=f"{name} has no effect: {why}", fix=f"Leave {name} out."
+                )
+
+
+class LaidOutSource(FileSource):
+    """A FileSource whose files do not say all of themselves: `layout` says the rest."""
+
+    def __init__(
+        self,
+        data_files: DataFiles,
+        *,
+        layout: TokenFilesConfig | None = None,
+        **options: Unpack[FileOptions],
+    ) -> None:
+        super().__init__(data_files, **options)
+        self._format = self._make_format(layout, options.get("storage_options"))
+
+    @abstractmethod
+    def _make_format(
+        self, layout: TokenFilesConfig | None, storage_options: Mapping[str, Any] | None
+    ) -> Format:
+        """Called once, when `files` are known."""
+
+
+class TokenShardedSource(LaidOutSource):
+    """Documents of token files, in the one column `input_ids`. layout: as in TokenFilesConfig.
+    Other options are those of FileSource.
+
+    Raises SourceError for a file without a layout, of another format, truncated, or with another
+    number of bytes than it says.
+    """
+
+    reader = TokenFormat
+
+    def _make_format(
+        self, layout: TokenFilesConfig | None, storage_options: Mapping[str, Any] | None
+    ) -> TokenFormat:
+        self._layout = layout or TokenFilesConfig()
+        found = {file.path: _index_beside(file, storage_options) for file in self.files}
+        self._indexes = {path: index for path, index in found.items() if index is not None}
+        return TokenFormat(self._layout, self._indexes)
+
+    def _options(self) -> list[Any]:
+        return [
+            *super()._options(),
+            digest(self._layout),
+            sorted(index.digest for index in self._indexes.values()),
+        ]
+
+    def shard_identity(self, shard: int) -> str:
+        index = self._indexes.get(self.files[shard].path)
+        own = [*super()._options(), digest(self._layout), None if index is None else index.digest]
+        return digest(
+            "tokens", own, self.files[shard].digest, str(self.schema.field(INPUT_IDS).type)
+        )
+
+
+def no_rejects() -> list[Reject]:
+    return []
+
+
+def _survey(file: FileRef, found: _Found, rows: int, cuts: tuple[int, ...] | None = None) -> Survey:
+    step = max(1, rows * CUT_BYTES // max(1, file.num_bytes))
+    schema = pa.schema(
+        [pa.field(INPUT_IDS, pa.large_list(pa.from_numpy_dtype(found.dtype.newbyteorder("="))))]
+    )
+    return Survey(
+        num_rows=rows, cuts=cuts or tuple(range(0, rows, step)) or (0,), schema=schema, detail=found
+    )
+
+
+def _npy_header(file: FileRef, head: bytes) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+    """dtype, shape, and the byte at which the data begins."""
+    if not head.startswith(NPY_MAGIC):
+        raise SourceError(
+            at=file.path,
+            problem=f"not an .npy file: it begins with {head[:6]!r}",
+            fix="Check its type.",
+        )
+    stream = io.BytesIO(head)
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
+        shape, fortran, dtype = read(stream)
+    except ValueError as error:
+        raise SourceError(
+            at=file.path, problem=f"damaged .npy header: {error}", fix="Write the array again."
+        ) from None
+    if dtype.kind not in "ui" or dtype.itemsize > 8 or (dtype.itemsize > 1 and dtype.str[0] == ">"):
+        raise SourceError(
+            at=file.path,
+            problem=f"an array of {dtype.str} is no array of tokens",
+            fix="Write little-endian integers.",
+        )
+    if len(shape) not in (1, 2) or (len(shape) == 2 and (fortran or not shape[1])):
+        problem = f"an array of shape {shape}{', in Fortran order' if fortran else ''}"
+        raise SourceError(
+            at=file.path, problem=problem, fix="Write it with one or two dimensions, in C order."
+        )
+    expected = stream.tell() + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if file.num_bytes != expected:
+        problem = f"{file.num_bytes} bytes, its header says {expected}" + (
+            ": truncated" if file.num_bytes < expected else ""
+        )
+        raise SourceError(at=file.path, problem=problem, fix="Copy or write the file again.")
+    return dtype, shape, stream.tell()
+
+
+def _index_beside(file: FileRef, storage_options: Mapping[str, Any] | None) -> FileRef | None:
+    if not file.path.lower().endswith(".bin"):
+        return None
+    try:
+        return resolve(file.address[: -len(".bin")] + ".idx", storage_options)[0]
+    except MissingFileError:
+        return None
+
+
+def _split(
+    itemsize: int,
+    separator: int,
+    data: np.ndarray,
+    final: bool,
+    starts: np.ndarray,
+    ends: np.ndarray,
+) -> tuple[int, int, int]:
+    return split_tokens(data, itemsize, separator, final, starts, ends)

@@ -1,0 +1,1 @@
+"""Readers of file formats: parquet, arrow, JSON, CSV, text, ArrayRecord."""

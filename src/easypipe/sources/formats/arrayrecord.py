@@ -1,0 +1,176 @@
+"""ArrayRecord files: records of bytes by number. A record is text (UTF-8) or, where a layout says
+so, a document of tokens.
+
+Needs the package `array-record` (extra `arrayrecord`), which reads local files only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.core.config import digest
+from easypipe.core.errors import SourceError, place
+from easypipe.core.schema import INPUT_IDS
+from easypipe.sources.base import Rows, Survey
+from easypipe.sources.external.token_files import LaidOutSource, TokenFilesConfig, no_rejects
+from easypipe.sources.files import FileRef, LocalFile
+
+TEXT = "text"
+CUT_BYTES = 1 << 20
+
+
+class ArrayRecordFormat:
+    name = "arrayrecord"
+    numbered = False
+
+    def __init__(self, layout: TokenFilesConfig | None = None) -> None:
+        self._layout = layout
+        self._lock = threading.Lock()
+        self._readers: dict[str, tuple[threading.Lock, Any]] = {}
+
+    def survey(
+        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
+    ) -> Survey:
+        for name in ("separator_id", "document_tokens"):
+            if getattr(self._layout, name, None) is not None:
+                raise SourceError(
+                    at=file.path,
+                    problem=f"{name} has no effect: every record is a document",
+                    fix=f"Leave {name} out.",
+                )
+        if self._layout is not None and self._layout.dtype is None:
+            raise SourceError(
+                at=file.path,
+                problem="records of tokens do not say their dtype",
+                fix="Give it by token_files, or leave that out.",
+            )
+        _, reader = self._reader(file)
+        rows = reader.num_records()
+        step = max(1, rows * CUT_BYTES // max(1, file.num_bytes))
+        kind = (
+            pa.large_string()
+            if self._layout is None
+            else pa.large_list(pa.from_numpy_dtype(np.dtype(str(self._layout.dtype))))
+        )
+        name = TEXT if self._layout is None else INPUT_IDS
+        return Survey(
+            num_rows=rows,
+            cuts=tuple(range(0, rows, step)) or (0,),
+            schema=pa.schema([pa.field(name, kind)]),
+        )
+
+    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+        lock, reader = self._reader(file)
+        with lock, LocalFile(file):  # the file must still be the one that was opened
+            try:
+                found: list[bytes] = reader.read(start, stop)
+            except (RuntimeError, IndexError, ValueError) as error:
+                at = place(file.path, row=start)
+                raise SourceError(
+                    at=at,
+                    problem=f"damaged ArrayRecord data: {error}",
+                    fix="Copy or write the file again.",
+                ) from error
+        offsets = np.concatenate([[0], np.cumsum([len(record) for record in found])]).astype(
+            np.int64
+        )
+        data = b"".join(found)
+        if self._layout is None:
+            text = pa.Array.from_buffers(
+                pa.large_string(), len(found), [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+            )
+            return Rows(pa.table({TEXT: text}), None, no_rejects())
+        dtype = np.dtype(str(self._layout.dtype)).newbyteorder("<")
+        odd = np.flatnonzero(np.diff(offsets) % dtype.itemsize)
+        if odd.size:
+            size = len(found[int(odd[0])])
+            at = place(file.path, row=start + int(odd[0]))
+            raise SourceError(
+                at=at,
+                problem=f"{size} bytes are no whole number of {dtype} tokens",
+                fix="Check dtype.",
+            )
+        values = np.frombuffer(data, dtype).astype(dtype.newbyteorder("="), copy=False)
+        return Rows(
+            pa.table(
+                {
+                    INPUT_IDS: pa.LargeListArray.from_arrays(
+                        pa.array(offsets // dtype.itemsize), pa.array(values)
+                    )
+                }
+            ),
+            None,
+            no_rejects(),
+        )
+
+    def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
+        return None
+
+    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
+        lock, reader = self._reader(file)
+        with lock:
+            return reader.read(row, row + 1)[0].decode("utf-8", "replace")
+
+    def _reader(self, file: FileRef) -> tuple[threading.Lock, Any]:
+        with self._lock:
+            if file.path not in self._readers:
+                self._readers[file.path] = (threading.Lock(), _open(file))
+            return self._readers[file.path]
+
+
+class ArrayRecordShardedSource(LaidOutSource):
+    """Records of ArrayRecord files: the column `text`, or `input_ids` where `layout` gives the
+    dtype of their tokens. Other options are those of FileSource. A record of text that is not UTF-8
+    is a reject (invalid_utf8).
+    """
+
+    reader = ArrayRecordFormat
+
+    def _make_format(
+        self, layout: TokenFilesConfig | None, storage_options: Mapping[str, Any] | None
+    ) -> ArrayRecordFormat:
+        self._layout = layout
+        return ArrayRecordFormat(layout)
+
+    def _options(self) -> list[Any]:
+        return [*super()._options(), None if self._layout is None else digest(self._layout)]
+
+
+def _open(file: FileRef) -> Any:
+    if file.remote:
+        raise SourceError(
+            at=file.path,
+            problem="ArrayRecord files are read locally only",
+            fix="Copy them to this machine.",
+        )
+    try:
+        array_record_module: Any = importlib.import_module(
+            "array_record.python.array_record_module"
+        )
+    except ImportError as error:
+        raise SourceError(
+            at=file.path,
+            problem=f"cannot be read: {error}",
+            fix="pip install 'easypipe[arrayrecord]'.",
+        ) from error
+    with LocalFile(file):
+        reader = array_record_module.ArrayRecordReader(file.here.path)
+    if reader.ok():
+        return reader
+    why = ""
+    try:
+        reader.close()  # it is this that tells what was wrong
+    except RuntimeError as error:
+        why = f": {error}"
+    raise SourceError(
+        at=file.path,
+        problem=f"not an ArrayRecord file, or truncated{why}",
+        fix="Check its type, or copy it again.",
+    )

@@ -1,0 +1,293 @@
+"""JSON rows: one object a line, or one array of objects (jsonarray.py); a file's content says which
+it is. Plain, .gz or .zst.
+
+A range is parsed by pyarrow at once. Where that refuses a block, it is halved until the bad lines
+stand alone, and these are named. Whether a row is good is decided by that row alone, never by its
+neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.json as pj
+
+from easypipe.core.protocols import Reject, left_out
+from easypipe.sources.base import FileSource, Rows, Survey
+from easypipe.sources.files import FileRef
+from easypipe.sources.formats import records
+from easypipe.sources.formats.jsonarray import array_layout
+from easypipe.sources.formats.jsontypes import Observer, schema_of
+from easypipe.sources.formats.records import Found, Layout, RecordIndex, RecordReader, Records
+from easypipe.sources.formats.scanners import BLANK, GOOD, flag_objects, gather, split_lines
+from easypipe.sources.formats.streams import check_compression
+from easypipe.sources.schemas import is_json, json_array, json_text
+
+BOM = b"\xef\xbb\xbf"
+KIND_NAMES = {
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
+
+
+class JsonFormat:
+    name = "json"
+    numbered = True
+
+    def __init__(self) -> None:
+        self._records = RecordReader()
+        self.exact: tuple[str, ...] = ()  # see FileSource.exactly
+
+    def survey(
+        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
+    ) -> Survey:
+        check_compression(file)
+        layout = _layout(file)
+
+        def build() -> RecordIndex:
+            observer = Observer(file.path, columns)
+
+            def observe(found: Records) -> None:
+                observer(found.data, found.starts, found.ends)
+
+            return records.index_records(file, layout, observe, observer.facts)
+
+        index = records.kept_index(file, index_dir, [layout.name, columns], build)
+        return Survey(
+            num_rows=index.num_rows,
+            cuts=index.cuts(),
+            schema=schema_of(index.facts, self.exact),
+            detail=Found(layout, index),
+        )
+
+    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+        found: Found = survey.detail
+        tables, numbers, rejects = self._records.parsed(
+            file,
+            found,
+            start,
+            stop,
+            lambda piece: parse(piece, fields, lines_already=not found.layout.closes),
+        )
+        return Rows(pa.concat_tables(tables), numbers, rejects)
+
+    def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
+        found: Found = survey.detail
+        return self._records.line(file, found, row) if found.layout.closes else row + 1
+
+    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
+        return self._records.text(file, survey.detail, row).strip()
+
+
+class JsonShardedSource(FileSource):
+    """Rows of JSON lines files and of files that are one JSON array. Options are those of
+    FileSource.
+
+    The schema is inferred over whole files (jsontypes.py). Rows lack nothing: a key that a row does
+    not have is null. Reasons of rejects: blank_line (benign), unparsable, not_an_object,
+    not_a_string, wrong_type, invalid_utf8.
+    """
+
+    reader = JsonFormat
+
+
+def parse(
+    piece: Records, fields: pa.Schema, *, lines_already: bool
+) -> tuple[pa.Table, np.ndarray, list[Reject]]:
+    """The good rows of a piece, their numbers (Int64), and the rejects in order.
+
+    lines_already: between the records stands nothing but line breaks.
+    """
+    count = len(piece.starts)
+    flags = np.empty(count, np.uint8)
+    all_good = flag_objects(piece.data, piece.starts, piece.ends, flags) == count
+    good = np.flatnonzero(flags == GOOD)
+    if all_good and lines_already:
+        text, borders = piece.data, np.append(piece.starts, piece.ends[-1])
+    else:
+        text = np.empty(int((piece.ends - piece.starts).sum()) + count, np.uint8)
+        gather(piece.data, piece.starts, piece.ends, flags, text)
+        borders = np.concatenate([[0], np.cumsum((piece.ends - piece.starts + 1)[good])])
+    typed = pa.schema([field for field in fields if not is_json(field.type)])
+    table, bad = _Lines(memoryview(text.data), borders, _parse_schema(typed)).parse(0, len(good))
+    if len(typed) < len(fields):
+        table, bad = _with_json(table, bad, [piece.record(int(i)) for i in good], fields)
+    rejects = [
+        _judge(piece.record(int(good[i])), fields, piece.row + int(good[i]), error)
+        for i, error in bad
+    ]
+    rejects += left_out(np.flatnonzero(flags == BLANK) + piece.row, "blank_line", "a blank line")
+    wrong = np.flatnonzero((flags != GOOD) & (flags != BLANK)).tolist()
+    rejects += [_judge(piece.record(i), fields, piece.row + i, None) for i in wrong]
+    rejects.sort(key=lambda reject: reject.row)
+    kept = np.delete(good, [i for i, _ in bad]) if bad else good
+    return table, kept.astype(np.int64) + piece.row, rejects
+
+
+def _with_json(
+    table: pa.Table, bad: list[tuple[int, str]], lines: list[bytes], fields: pa.Schema
+) -> tuple[pa.Table, list[tuple[int, str]]]:
+    """The good rows with the columns that are kept as JSON. A row has its own keys in its own order
+    there, and the nulls it was given.
+    """
+    names = [field.name for field in fields if is_json(field.type)]
+    why, typed = dict(bad), len(names) < len(fields)
+    texts: list[list[str | None]] = [[] for _ in names]
+    kept: list[int] = []  # of the rows of `table`
+    at = -1
+    # these columns are objects of any shape: Arrow has no kernel that cuts them out
+    for i, line in enumerate(lines):
+        if i in why:
+            continue
+        at += 1
+        try:
+            row = json.loads(line)
+            found = [None if row.get(name) is None else json_text(row[name]) for name in names]
+        except (ValueError, RecursionError, AttributeError) as error:
+            why[i] = str(error)
+            continue
+        kept.append(at)
+        for column, text in zip(texts, found, strict=True):
+            column.append(text)
+    if typed and len(kept) < table.num_rows:
+        table = table.take(pa.array(kept, pa.int64()))
+    arrays = {name: json_array(column) for name, column in zip(names, texts, strict=True)}
+    columns = [
+        arrays[field.name] if field.name in arrays else table.column(field.name) for field in fields
+    ]
+    return pa.table(columns, names=fields.names), sorted(why.items())
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """JSON lines back to back: line i is text[borders[i]:borders[i + 1]]."""
+
+    text: memoryview
+    borders: np.ndarray
+    schema: pa.Schema
+
+    def parse(self, first: int, last: int) -> tuple[pa.Table, list[tuple[int, str]]]:
+        """Rows of the lines that parse alone, and (line, why) of those that do not."""
+        tables: list[pa.Table] = []
+        bad: list[tuple[int, str]] = []
+        pending = [(first, last)]
+        while pending:
+            a, b = pending.pop()
+            if a == b:
+                continue
+            result = self._block(a, b)
+            if isinstance(result, pa.Table):
+                tables.append(result)
+            elif b - a == 1:
+                bad.append((a, result))
+            else:
+                middle = (a + b) // 2
+                pending += [(middle, b), (a, middle)]  # the first half is looked at first
+        return pa.concat_tables(tables) if tables else self.schema.empty_table(), bad
+
+    def _block(self, a: int, b: int) -> pa.Table | str:
+        text = self.text[int(self.borders[a]) : int(self.borders[b])]
+        read = pj.ReadOptions(use_threads=False, block_size=len(text) + 64)
+        options = pj.ParseOptions(
+            explicit_schema=self.schema,
+            unexpected_field_behavior="ignore",
+            newlines_in_values=False,
+        )
+        try:
+            table = pj.read_json(
+                pa.BufferReader(pa.py_buffer(text)), read_options=read, parse_options=options
+            )
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError) as error:
+            return str(error)
+        return table if table.num_rows == b - a else f"{table.num_rows} rows instead of {b - a}"
+
+
+def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Reject:
+    """Why one record is no row, in words for people."""
+
+    def reject(reason: str, detail: str) -> Reject:
+        return Reject(row=row, reason=reason, detail=detail)
+
+    try:
+        value = json.loads(record)
+    except UnicodeDecodeError as problem:
+        return reject("invalid_utf8", f"not UTF-8 at byte {problem.start} of the line")
+    except json.JSONDecodeError as problem:
+        hint = (
+            "; if this file is one object over many lines, write one object a line"
+            if record.strip() in (b"{", b"}")
+            else ""
+        )
+        return reject("unparsable", f"not JSON: {problem.msg} at character {problem.colno}{hint}")
+    except RecursionError:
+        return reject("unparsable", "nested too deeply")
+    if not isinstance(value, dict):
+        return reject(
+            "not_an_object", f"expected an object, found {KIND_NAMES.get(type(value), 'null')}"
+        )
+    for field in fields:
+        item = value.get(field.name)
+        if item is not None and not is_json(field.type) and not _fits(item, field.type):
+            wanted = _kind_name(field.type)
+            reason = "not_a_string" if wanted == "a string" else "wrong_type"
+            return reject(
+                reason, f"column {field.name!r}: expected {wanted}, found {KIND_NAMES[type(item)]}"
+            )
+    if error is None:
+        return reject("unparsable", "nested too deeply")
+    return reject("unparsable", f"not a row: {re.sub(r' in row [0-9]+$', '', error)}")
+
+
+def _fits(value: Any, kind: pa.DataType) -> bool:
+    """Whether the outer kind of a value goes with a type; what lies inside is for pyarrow to
+    say.
+    """
+    return KIND_NAMES[type(value)] == _kind_name(kind)
+
+
+def _kind_name(kind: pa.DataType) -> str:
+    t = pa.types
+    if t.is_boolean(kind):
+        return KIND_NAMES[bool]
+    if t.is_integer(kind) or t.is_floating(kind):
+        return KIND_NAMES[int]
+    if t.is_struct(kind):
+        return KIND_NAMES[dict]
+    if t.is_large_list(kind):
+        return KIND_NAMES[list]
+    return "null" if t.is_null(kind) else KIND_NAMES[str]
+
+
+def _parse_schema(fields: pa.Schema) -> pa.Schema:
+    """What the JSON reader is asked for: it knows no large_list, and gives invalid arrays for lists
+    of nulls (pyarrow 26).
+    """
+
+    def small(kind: pa.DataType) -> pa.DataType:
+        if pa.types.is_large_list(kind):
+            return pa.list_(
+                pa.bool_() if pa.types.is_null(kind.value_type) else small(kind.value_type)
+            )
+        if pa.types.is_struct(kind):
+            return pa.struct(
+                [(kind.field(i).name, small(kind.field(i).type)) for i in range(kind.num_fields)]
+            )
+        return kind
+
+    return pa.schema([(field.name, small(field.type)) for field in fields])
+
+
+def _layout(file: FileRef) -> Layout:
+    head = records.read_head(file, 1 << 16)
+    start = len(BOM) if head.startswith(BOM) else 0
+    return array_layout(head, start) or Layout(name="jsonlines", split=split_lines, start=start)

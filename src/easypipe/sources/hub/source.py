@@ -1,0 +1,256 @@
+"""Datasets of the Hugging Face Hub, read as plain files at one commit.
+
+The revision is resolved to a commit when the source is made. Parquet and Arrow files are read by
+ranges, so that only the columns and rows that are asked for travel; other formats are needed whole,
+and are downloaded once into the Hub client's own cache. A file that stands in that cache is read
+there, whatever its format.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, Unpack
+
+import pyarrow as pa
+
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.protocols import Scan, Shard, ShardedDataSource
+from easypipe.sources.base import READER_VERSION, FileOptions, FileSource, innermost
+from easypipe.sources.formats.txt import TextUnit
+from easypipe.sources.hub.layout import choose_files
+from easypipe.sources.hub.repo import BY_RANGES, HubRepo
+from easypipe.sources.open import FORMATS, require_text_files
+from easypipe.sources.refs import FileRef, format_of
+
+log = logging.getLogger("easypipe")
+
+DOWNLOADS = 8  # at a time
+
+
+class HubName(NamedTuple):
+    """`hf://datasets/owner/name@revision/pattern`, taken apart."""
+
+    repo: str
+    revision: str | None
+    pattern: str | None
+
+
+def parse_hub_name(text: str) -> HubName:
+    """Of `owner/name` or `hf://datasets/owner/name[@revision][/pattern]`. Raises ConfigError for
+    anything else.
+    """
+    rest = text.removeprefix("hf://")
+    if rest != text:
+        if not rest.startswith("datasets/"):
+            problem = f"{text!r} does not name a dataset"
+            raise ConfigError(
+                at="data_files",
+                problem=problem,
+                fix="Write hf://datasets/owner/name, or hf://datasets/owner/name/*.parquet.",
+            )
+        rest = rest.removeprefix("datasets/")
+    parts = rest.strip("/").split("/")
+    if rest == text and len(parts) > 2:
+        raise ConfigError(
+            at="data_files",
+            problem=f"{text!r} names no dataset of the Hub",
+            fix="Write owner/name, or hf://datasets/owner/name/*.parquet.",
+        )
+    name, pattern = "/".join(parts[:2]), "/".join(parts[2:])
+    repo, at, revision = name.partition("@")
+    if not repo or any(not part for part in repo.split("/")) or (at and not revision):
+        raise ConfigError(
+            at="data_files",
+            problem=f"{text!r} names no dataset of the Hub",
+            fix="Write owner/name.",
+        )
+    return HubName(repo, revision.replace("%2F", "/") or None, pattern or None)
+
+
+class HuggingFaceShardedSource(ShardedDataSource):
+    """Rows of one split of a dataset on the Hub; implements ScanningSource. One shard per file.
+
+    dataset: `owner/name` or `hf://datasets/owner/name[@revision][/pattern]`. split: None takes
+    `train`; no split with a pattern.
+    subset: one of the configurations that the dataset's card or folders name; None takes the
+    default one. revision: branch, tag or commit; None takes main. storage_options: `token` (None:
+    HF_TOKEN, or the login of the Hub's client) and `endpoint` (None: HF_ENDPOINT).
+    num_rows: so many rows will be read at most: files behind them are not opened. text_unit: as in
+    TextShardedSource. Other options are those of FileSource.
+
+    `commit` is the commit that is read. Raises MissingFileError for a dataset, revision, subset or
+    split that is not there; SourceError for a gated one, with the page of its licence, and where
+    the files of a split have several formats.
+    """
+
+    def __init__(
+        self,
+        dataset: str,
+        *,
+        split: str | None = None,
+        subset: str | None = None,
+        revision: str | None = None,
+        num_rows: int | None = None,
+        text_unit: TextUnit | None = None,
+        **options: Unpack[FileOptions],
+    ) -> None:
+        name = parse_hub_name(dataset)
+        if name.revision and revision and name.revision != revision:
+            raise ConfigError(
+                at="revision",
+                problem=f"{revision!r}, but data_files says {name.revision!r}",
+                fix="Leave one of them out.",
+            )
+        if name.pattern and (split or subset):
+            raise ConfigError(
+                at="split" if split else "subset",
+                problem="has no effect beside a pattern",
+                fix="Leave it or the pattern out.",
+            )
+        self._hub = HubRepo(name.repo, options.get("storage_options"))
+        self.repo, self.split, self.subset = (
+            name.repo,
+            split or (None if name.pattern else "train"),
+            subset,
+        )
+        self._num_rows = num_rows
+        self._made: dict[str, Any] = {
+            "columns": options.get("columns"),
+            "on_error": options.get("on_error", "error"),
+        }
+        if "index_dir" in options:
+            self._made["index_dir"] = options["index_dir"]
+        self._lock = threading.Lock()
+        self._rows: FileSource | None = None
+        revision = name.revision or revision
+        listing = self._hub.listing(revision)
+        self.commit = listing.commit
+        names = choose_files(
+            list(listing.sizes),
+            listing.card,
+            at=self._hub.at,
+            pattern=name.pattern,
+            subset=subset,
+            split=self.split,
+            converted=listing.converted,
+        )
+        found = [self._hub.file(file, listing) for file in names]
+        self.kind = one_format(found, self._hub)
+        require_text_files(text_unit, self.kind)
+        if text_unit is not None:
+            self._made["text_unit"] = text_unit
+        self.files = tuple(found)
+        log.info(
+            "%s: revision %s is commit %s; %d files of %s",
+            self._hub.at,
+            revision or "main",
+            self.commit,
+            len(found),
+            self.kind,
+        )
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._open().schema
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return self._open().shards
+
+    @property
+    def files_cut(self) -> int:
+        return getattr(innermost(self._open()), "files_cut", 0)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the commit, the files and the reading options. Opens no file."""
+        options = [
+            self._made.get("columns"),
+            "error" if self._made.get("on_error") == "error" else "tolerant",
+        ]
+        options += (
+            [self._made["text_unit"]] if self._made.get("text_unit", "line") != "line" else []
+        )
+        files = [file.digest for file in self.files]
+        return digest(
+            "hub",
+            READER_VERSION,
+            self.repo,
+            self.commit,
+            self.split,
+            self.subset,
+            self.kind,
+            options,
+            files,
+        )
+
+    def shard_identity(self, shard: int) -> str:
+        """Of the file's content: a new commit that leaves a file as it is leaves its tokens as they
+        are.
+        """
+        return self._open().shard_identity(shard)
+
+    def head(self, num_bytes: int, files: int | None = None) -> FileSource:
+        """As FileSource.head; nothing is downloaded whole for it."""
+        return open_repo_files(
+            self._hub, self.files[:files], self.kind, self.commit, self._made
+        ).head(num_bytes)
+
+    def select(self, columns: Sequence[str]) -> FileSource:
+        return self._open().select(columns)
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        return self._open().read(shard, start, stop)
+
+    def scan(self, shard: int, start: int, stop: int) -> Scan:
+        return self._open().scan(shard, start, stop)
+
+    def raw(self, shard: int, row: int) -> str | None:
+        return self._open().raw(shard, row)
+
+    def _open(self) -> FileSource:
+        with self._lock:
+            if self._rows is None:
+                reader: Any = FORMATS[self.kind]
+                get = partial(self._hub.ready, commit=self.commit, whole=self.kind not in BY_RANGES)
+                if self._num_rows is None:
+                    with ThreadPoolExecutor(DOWNLOADS, thread_name_prefix="easypipe-hub") as pool:
+                        ready = list(pool.map(get, self.files))
+                else:
+                    ready, rows = [], 0
+                    for file in self.files:
+                        ready.append(get(file))
+                        rows += reader([ready[-1]], **self._made).shards[0].num_rows
+                        if rows >= self._num_rows:
+                            break
+                self._rows = reader(ready, **self._made)
+            rows: Any = self._rows
+            return rows
+
+
+def open_repo_files(
+    hub: HubRepo, files: Sequence[FileRef], kind: str, commit: str, options: dict[str, Any]
+) -> FileSource:
+    """The files read by ranges, whatever their format, where the Hub's client has not downloaded
+    them already.
+    """
+    reader: Any = FORMATS[kind]
+    return reader([hub.ready(file, commit, whole=False) for file in files], **options)
+
+
+def one_format(files: Sequence[FileRef], hub: HubRepo) -> str:
+    """Raises SourceError where the files have several."""
+    kinds = {format_of(file.path): file.path for file in files}
+    if len(kinds) > 1 or None in kinds:
+        raise SourceError(
+            at=hub.at,
+            problem="files of several formats: "
+            + ", ".join(f"{path} ({kind})" for kind, path in kinds.items()),
+            fix=f"Name one kind: {hub.at}/*.parquet.",
+        )
+    return str(next(iter(kinds)))

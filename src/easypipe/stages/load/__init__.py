@@ -1,0 +1,1 @@
+"""The load stage: rows become a loader."""

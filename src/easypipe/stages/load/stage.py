@@ -1,0 +1,239 @@
+"""The load stage: packed rows, or documents, become a Loader."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.cache.reader import TokenCache
+from easypipe.core.errors import ConfigError, StageOrderError
+from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
+from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.loader.collate import CollateConfig
+from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.rows.planned import PlannedRows, Rows
+from easypipe.loader.rows.stored import StoredRows
+from easypipe.loader.streaming import StreamLoader
+from easypipe.plan.buckets import bucket_widths, length_counts
+from easypipe.stages.decoding import decoder_of
+from easypipe.stages.load.stream import open_stream
+from easypipe.stages.mix.mixture import Mixture
+from easypipe.stages.mix.stage import MixedShardedSource
+from easypipe.stages.pack.stage import PackedShardedSource, single
+from easypipe.stages.tokenize.tokens import token_info, tokenizer_of
+from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig
+
+DOCUMENTS_AT_A_TIME = 1 << 20  # whose lengths are looked at, where all are
+
+__all__ = ["LoadStage", "LoadStageConfig", "require_a_batch"]
+
+
+class LoadStage(BaseStage):
+    """Passes its data on unchanged; `open` is what `Pipeline.build()` calls."""
+
+    config: LoadStageConfig
+
+    @property
+    def name(self) -> str:
+        return "load"
+
+    def process(
+        self, data: dict[str, ShardedSource], context: PipelineContext
+    ) -> dict[str, ShardedSource]:
+        for name, source in data.items():
+            if INPUT_IDS not in source.schema.names:
+                raise StageOrderError(
+                    at="",
+                    problem=f"Call tokenize() before load(): dataset {name!r} has no column {INPUT_IDS!r}",
+                )
+        return {name: _stepped(source, self.config) for name, source in data.items()}
+
+    def open(
+        self, name: str, source: ShardedSource, context: PipelineContext
+    ) -> Loader | StreamLoader:
+        """The loader over one dataset. Tokenizes what is not tokenized yet, and plans as far as the
+        first batch needs; all of it where a document that is longer than a row is an error.
+        """
+        if context.config.streaming:
+            return open_stream(
+                name,
+                source,
+                context,
+                self._options(name, source),
+                self._collate(name, source, context, None),
+            )
+        options = self._options(name, source)
+        rows = self._rows(name, source, context, options.num_epochs)
+        require_a_batch(name, rows, options)
+        remember = None
+        if isinstance(rows, PlannedRows):
+            mixture, plan = _mixture(name, source, context), rows.plan
+            remember = lambda: mixture.remember(plan)  # noqa: E731
+            if (
+                plan.spec.pack is not None
+                and plan.spec.pack.oversize == "error"
+                and rows.num_rows is not None
+            ):
+                remember()
+        return Loader(
+            rows,
+            options,
+            seed=context.seed,
+            collate=self._collate(name, source, context, rows),
+            name=f"loader of {name!r}",
+            decoder=decoder_of(source),
+            remember=remember,
+        )
+
+    def _options(self, name: str, source: ShardedSource) -> LoadStageConfig:
+        """The config, with no number of epochs where the mixture has none, and with what packing
+        says of the order of rows.
+        """
+        options = self.config
+        factor = (
+            source.config.shuffle_buffer_factor if isinstance(source, PackedShardedSource) else None
+        )
+        if factor is not None and options.shuffle_buffer_size is None:
+            options = dataclasses.replace(options, shuffle_buffer_size=factor * options.batch_size)
+        if (
+            not isinstance(source, MixedShardedSource | PackedShardedSource)
+            or not source.mixture.restarts
+        ):
+            return options
+        if options.num_epochs not in (1, None):
+            why = (
+                "never ends"
+                if source.mixture.endless
+                else "is drawn once, until mix.max_epochs ends it"
+            )
+            raise ConfigError(
+                at="load.num_epochs",
+                problem=f"{options.num_epochs}, but {name!r} {why}: its stop_strategy is 'restart'",
+                fix="Leave it out, or set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
+            )
+        return dataclasses.replace(options, num_epochs=None)
+
+    def _rows(
+        self, name: str, source: ShardedSource, context: PipelineContext, num_epochs: int | None
+    ) -> Rows:
+        if isinstance(source, PackedShardedSource):
+            return source.rows(num_epochs)
+        info = token_info(source)
+        # packed and saved: in the order in which the rows stand, which packing has shuffled
+        if SEGMENT_IDS in source.schema.names:
+            return StoredRows(
+                source,
+                seq_length=None if info is None else info.seq_length,
+                pad_token_id=0 if info is None or info.pad_token_id is None else info.pad_token_id,
+                num_epochs=num_epochs,
+                tokenizer_fingerprint="" if info is None else info.tokenizer_fingerprint,
+            )
+        mixture = _mixture(name, source, context)
+        return mixture.documents(num_epochs)
+
+    def _collate(
+        self, name: str, source: ShardedSource, context: PipelineContext, rows: Rows | None
+    ) -> CollateConfig:
+        inner = (
+            source.mixture if isinstance(source, MixedShardedSource | PackedShardedSource) else None
+        )
+        first, origin = next(iter(({name: source} if inner is None else inner.parts).items()))
+        options = _tokenizer_options(first, origin, context)
+        packed = isinstance(source, PackedShardedSource)
+        rule: dict[str, Any] = {"segment_ids": source.config.include_segment_ids} if packed else {}
+        if options is not None:
+            rule |= {
+                "attention_mask": options.return_attention_mask,
+                # these three are refused where rows are packed
+                "padding_side": options.padding_side,
+                "pad_to_multiple_of": options.pad_to_multiple_of,
+                "length_buckets": _widths(options.length_buckets, rows),
+            }
+            if not packed and SEGMENT_IDS not in source.schema.names:  # else rows are full already
+                rule |= {
+                    "padding": options.padding,
+                    "max_length": options.max_length if options.padding == "max_length" else None,
+                }
+        return CollateConfig(**rule)
+
+
+def _tokenizer_options(
+    name: str, source: ShardedSource, context: PipelineContext
+) -> TokenizerConfig | None:
+    """Of the tokenizer that made the documents; of tokens that were made before, of the one that
+    the config names.
+    """
+    tokenizer = tokenizer_of(source)
+    if tokenizer is not None:
+        return tokenizer.config
+    own = {dataset.name: dataset.tokenizer for dataset in context.config.datasets}.get(name)
+    named = own or context.config.default_tokenizer
+    return named if isinstance(named, TokenizerConfig) else None
+
+
+def _widths(buckets: int | Sequence[int], rows: Rows | None) -> tuple[int, ...]:
+    """The widths of batches. rows: None where they are read forward."""
+    if not isinstance(buckets, int):
+        return tuple(buckets)
+    if isinstance(rows, PlannedRows):
+        if rows.seq_length is not None:
+            return (buckets,)  # refused by the loader: such rows have one width
+        return bucket_widths(
+            length_counts(piece for cache in rows.caches for piece in _lengths_of(cache)), buckets
+        )
+    why = (
+        "lengths are not known before rows are read"
+        if rows is None
+        else "the lengths of saved rows are not recorded"
+    )
+    raise ConfigError(
+        at="length_buckets",
+        problem=f"{buckets} widths cannot be chosen: {why}",
+        fix="Give the widths: [128, 256, 512].",
+    )
+
+
+def _lengths_of(cache: TokenCache) -> Iterator[NDArray[np.int32]]:
+    for start in range(0, cache.num_docs, DOCUMENTS_AT_A_TIME):
+        yield cache.lengths(np.arange(start, min(cache.num_docs, start + DOCUMENTS_AT_A_TIME)))
+
+
+def _stepped(source: ShardedSource, options: LoadStageConfig) -> ShardedSource:
+    """The source; where its weights follow the training step, one that knows how many rows a step
+    has.
+    """
+    if isinstance(source, MixedShardedSource | PackedShardedSource):
+        mixture = source.mixture.for_load(options)
+        if mixture is not source.mixture:
+            return (
+                MixedShardedSource(mixture)
+                if isinstance(source, MixedShardedSource)
+                else PackedShardedSource(mixture, source.config)
+            )
+    return source
+
+
+def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
+    """A loader that never yields is a mistake, and training on it ends before it begins."""
+    needed = options.batch_size if options.drop_last else 1
+    num_rows = rows.available(0, needed)
+    if not num_rows and isinstance(rows, PlannedRows):
+        rows.plan.check_that_some_document_fits()
+    if num_rows < needed:
+        raise ConfigError(
+            at="load.batch_size",
+            problem=f"{options.batch_size}, but {name!r} has {num_rows} rows: no batch is ever full",
+            fix=f"Give at most {num_rows}, or set drop_last=False."
+            if num_rows
+            else "Give the dataset rows.",
+        )
+
+
+def _mixture(name: str, source: ShardedSource, context: PipelineContext) -> Mixture:
+    if isinstance(source, MixedShardedSource | PackedShardedSource):
+        return source.mixture
+    return single(name, source, context, stage="load")

@@ -1,0 +1,420 @@
+"""Streaming: what a pipeline refuses, the datasets as documents that are read forward, and the
+loader over them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.cache.location import own_folder
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, SourceError, place
+from easypipe.core.protocols import PipelineContext, Reject, Shard, ShardedSource, scan
+from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, SEGMENT_IDS
+from easypipe.loader.collate import CollateConfig
+from easypipe.loader.options import LoadStageConfig
+from easypipe.loader.streaming import StreamLoader, check_streams, default_streams
+from easypipe.loader.streaming_books import LOST
+from easypipe.loader.streaming_read import Loaded
+from easypipe.loader.streaming_spec import StreamSpec
+from easypipe.sources.base import innermost
+from easypipe.stages.mix.mixture import Mixture
+from easypipe.stages.mix.stage import MixedShardedSource
+from easypipe.stages.pack.stage import PackedShardedSource, single
+from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.stages.tokenize.token_rows import AUDITED_BYTES, AUDITED_SHARE, sample_of
+from easypipe.stages.tokenize.tokens import Documents, token_info
+from easypipe.transforms.prompt.fields import advice
+
+log = logging.getLogger("easypipe")
+
+NAMED_ROWS = 64  # bad rows of a chunk whose places are kept
+# of the first chunk, compared with the reference tokenizer before the fast one is used
+PROVED_ROWS, PROVED_BYTES = 256, 128 << 10
+
+# The options of each stage that streaming knows; every other one is refused where it is not at its
+# default.
+KNOWN = {
+    "tokenize": {"default_tokenizer", "max_length", "batch_size", "num_workers", "cache_tokenized"},
+    "mix": {
+        "weights",
+        "weight_schedule",
+        "weight_schedule_type",
+        "batch_size",
+        "unit",
+        "max_epochs",
+        "block_size",
+        "stop_strategy",
+        "seed",
+        "allow_mixed_tokenizers",
+    },
+    "pack": {
+        "enabled",
+        "seq_length",
+        "strategy",
+        "num_packers",
+        "oversize",
+        "segments",
+        "eos_token_id",
+        "pad_token_id",
+        "shuffle_packed",
+        "include_segment_ids",
+        "train_continued",
+    },
+    "load": {
+        "batch_size",
+        "batch_size_schedule",
+        "accumulation_steps",
+        "prefetch_enabled",
+        "prefetch_workers",
+        "prefetch_buffer_size",
+        "shuffle_buffer_size",
+        "drop_last",
+        "prefetch_to_device",
+        "num_epochs",
+        "mesh",
+        "partition_spec",
+        "stall_timeout_s",
+    },
+}
+WHY = {
+    "pack.shuffle_buffer_factor": "documents are shuffled in the windows of load.shuffle_buffer_size",
+    "load.group_by_length": "rows come in the order in which they are read",
+    "tokenize.remove_columns": "nothing is saved, so no column stays beside tokens",
+    "mix.provenance": "nothing is saved, and batches have no column of it",
+}
+
+
+def problems_of(config: Any) -> list[ConfigError]:
+    """What a PipelineConfig asks for that streaming cannot do, and streaming options without
+    streaming.
+    """
+    if not config.streaming:
+        if config.num_streams is None:
+            return []
+        return [
+            ConfigError(
+                at="num_streams",
+                problem="has no effect without streaming",
+                fix="Leave it out, or set streaming=True.",
+            )
+        ]
+    problems = []
+    for at in ("tokenize", "mix", "pack", "load"):  # save() is refused where it is called
+        try:
+            require_streamable(at, getattr(config, at))
+        except ConfigError as error:
+            problems.append(error)
+    if config.order.block_rows > 1:
+        problems.append(
+            ConfigError(
+                at="order.block_rows",
+                problem="has no effect in streaming: ranges are read whole",
+                fix="Leave it out.",
+            )
+        )
+    if config.executor != "local":
+        problem = f"{config.executor!r} fills a token cache, and streaming keeps none"
+        problems.append(
+            ConfigError(at="executor", problem=problem, fix="Leave it, or streaming, out.")
+        )
+    for i, dataset in enumerate(config.datasets):
+        if dataset.prompt is not None and dataset.prompt.rejected_column is not None:
+            problem = "is not there in streaming: pairs are laid out over token caches"
+            problems.append(
+                ConfigError(
+                    at=f"datasets[{i}].prompt.rejected_column",
+                    problem=problem,
+                    fix="Leave streaming out.",
+                )
+            )
+        if dataset.on_error == "quarantine":
+            problems.append(
+                ConfigError(
+                    at=f"datasets[{i}].on_error",
+                    problem="'quarantine' writes a file when all rows were seen, and streaming may see each many times",
+                    fix="Set it to 'skip', or leave streaming out.",
+                )
+            )
+    try:
+        if config.num_streams is not None:
+            check_streams(config.num_streams, config.load or LoadStageConfig())
+    except ConfigError as error:
+        problems.append(error)
+    return problems
+
+
+def require_streamable(at: str, config: Any) -> None:
+    """Raises ConfigError for an option of the stage `at` that has no meaning in streaming."""
+    if config is None or at not in (*KNOWN, "save"):
+        return
+    if at == "save":
+        if config.enabled:
+            raise ConfigError(
+                at="save",
+                problem="streaming writes nothing: it reads forward and keeps no tokens",
+                fix="Leave streaming out.",
+            )
+        return
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        default = (
+            field.default
+            if field.default_factory is dataclasses.MISSING
+            else field.default_factory()
+        )
+        if field.name not in KNOWN[at] and value != default:
+            why = WHY.get(f"{at}.{field.name}", "it needs rows that are counted first")
+            raise ConfigError(
+                at=f"{at}.{field.name}",
+                problem=f"is not there in streaming: {why}",
+                fix="Leave it, or streaming, out.",
+            )
+
+
+def no_plan() -> ConfigError:
+    return ConfigError(
+        at="streaming",
+        problem="nothing is counted or cached before it is read, so there is no plan, no token cache and no ledger of the whole",
+        fix="Ask loader.ledger() for what was read so far, or leave streaming out.",
+    )
+
+
+class ForwardDocuments:
+    """The documents of one dataset as streams read them, tokenized on the way; implements
+    loader.streaming_read.Forward.
+
+    Raises SourceError for a bad row under on_error="error"; where it is skipped, the loader counts
+    it against `max_bad_rows`.
+    """
+
+    def __init__(self, name: str, source: Documents, context: PipelineContext) -> None:
+        self.name, self._source, self._context = name, source, context
+        dataset = {dataset.name: dataset for dataset in context.config.datasets}.get(name)
+        self._dataset = dataset
+        self._on_error = "error" if dataset is None else dataset.on_error
+        self.max_bad_rows = None if dataset is None else dataset.max_bad_rows
+        self._bytes: Any = innermost(source)
+        self._proving = threading.Lock()
+        self._proved = not isinstance(source, TokenizedShardedSource) or source.form.masked
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """Raises SourceError where nobody knows where one ends."""
+        shards = self._source.shards
+        for shard in shards:
+            if shard.num_rows is None and not hasattr(self._bytes, "at_end"):
+                raise SourceError(
+                    at=shard.name,
+                    problem="its rows cannot be counted, nor read forward",
+                    fix="Give files, or rows in memory.",
+                )
+        return shards
+
+    @property
+    def rows_are_bytes(self) -> bool:
+        return bool(getattr(self._bytes, "rows_are_bytes", False))
+
+    def load(self, shard: int, start: int, stop: int) -> Loaded:
+        at = f"dataset {self.name!r}, {self._source.shards[shard].name}, {'bytes' if self.rows_are_bytes else 'rows'} {start}:{stop}"
+        try:
+            self._prove(shard, start, stop)
+            batch, rejects, strings, lengths = self._scan(shard, start, stop)
+            bad = self._bad(shard, rejects)
+        except Exception as error:
+            error.add_note(f"while streaming {at}")
+            raise
+        column = batch.column(INPUT_IDS)
+        offsets = np.asarray(column.offsets.to_numpy(), np.int64)
+        first, last = int(offsets[0]), int(offsets[-1])
+        counts = Counter[str]()
+        for reject in rejects:
+            counts[reject.reason] += getattr(reject, "count", 1)
+        made = batch.num_rows - lengths["pieces"]  # rows that became documents
+        # some say only which rows they pass on
+        if not self.rows_are_bytes and self._source.shards[shard].num_rows is not None:
+            counts["other"] += stop - start - made - sum(counts.values())
+        mask = (
+            batch.column(LOSS_MASK).values.to_numpy()[first:last]
+            if LOSS_MASK in batch.schema.names
+            else None
+        )
+        return Loaded(
+            ids=column.values.to_numpy()[first:last],
+            offsets=offsets - first,
+            has_eos=batch.column(HAS_EOS).to_numpy().astype(np.bool_),
+            mask=None if mask is None else mask.astype(np.uint8),
+            rows=made + sum(counts.values()),
+            rejects=+counts,
+            strings=strings,
+            lengths=lengths,
+            num_bad=0 if self.max_bad_rows is None else len(bad),
+            bad=tuple(
+                (self._place(shard, reject), f"{reject.reason}: {reject.detail}")
+                for reject in bad[:NAMED_ROWS]
+            ),
+            ended=self._source.shards[shard].num_rows is not None
+            or self._bytes.at_end(shard, stop),
+        )
+
+    def _scan(
+        self, shard: int, start: int, stop: int
+    ) -> tuple[pa.RecordBatch, Sequence[Reject], Counter[str], Counter[str]]:
+        """(documents, rejects, what became of special strings in their texts, and of those over
+        max_length).
+        """
+        if not isinstance(self._source, TokenizedShardedSource):
+            batch, rejects = scan(self._source, shard, start, stop)
+            return batch, rejects, Counter(), Counter()
+        found, rejects = self._source.documents(
+            shard, start, stop, self._audit_key(shard, start, stop)
+        )
+        strings = Counter(
+            {"special tokens": found.special, "ordinary text": found.escaped, LOST: found.lost}
+        )
+        return found.batch, rejects, strings, Counter(found.lengths)
+
+    def _audit_key(self, shard: int, start: int, stop: int) -> str | None:
+        """Of so many chunks that about a thousandth of all text is encoded again with the
+        reference; their places say which.
+        """
+        at = self._source.shards[shard]
+        plain = (
+            stop - start
+            if self.rows_are_bytes or not at.num_rows
+            else at.num_bytes * (stop - start) // at.num_rows
+        )
+        key = digest("audit a chunk", at.name, start)
+        return (
+            None if int(key, 16) % max(1, AUDITED_SHARE * AUDITED_BYTES // max(1, plain)) else key
+        )
+
+    def _prove(self, shard: int, start: int, stop: int) -> None:
+        """The fast tokenizer is used only once it agreed with the reference on some of this
+        dataset.
+        """
+        if self._proved:
+            return
+        with self._proving:
+            if self._proved:
+                return
+            source: Any = self._source
+            sample = sample_of(
+                source.form.read(source.source, shard, start, stop).texts, PROVED_ROWS, PROVED_BYTES
+            )
+            source.tokenizer.prove(
+                sample,
+                of=f"dataset {self.name}",
+                memo=own_folder(self._dataset, self._context).local,
+            )
+            self._proved = True
+
+    def _bad(self, shard: int, rejects: Sequence[Reject]) -> list[Reject]:
+        bad = [reject for reject in rejects if not reject.benign]
+        if bad and self._on_error == "error":
+            raise SourceError(
+                at=self._place(shard, bad[0]),
+                problem=f"{bad[0].reason}: {bad[0].detail}",
+                fix=f"{advice(bad[0].reason)}, or set on_error to 'skip'.",
+            )
+        return bad
+
+    def _place(self, shard: int, reject: Reject) -> str:
+        name = self._source.shards[shard].name
+        return (
+            f"{name}, line at byte {reject.row}"
+            if self.rows_are_bytes
+            else place(name, row=reject.row)
+        )
+
+
+def open_stream(
+    name: str,
+    source: ShardedSource,
+    context: PipelineContext,
+    config: LoadStageConfig,
+    collate: CollateConfig,
+) -> StreamLoader:
+    """The loader that reads `source` forward. Reads no rows."""
+    if SEGMENT_IDS in source.schema.names and not isinstance(source, PackedShardedSource):
+        raise ConfigError(
+            at="streaming",
+            problem=f"the rows of dataset {name!r} are packed already: they are counted, and read where they lie",
+            fix="Leave streaming out.",
+        )
+    packed = isinstance(source, PackedShardedSource)
+    mixture = (
+        source.mixture
+        if isinstance(source, PackedShardedSource | MixedShardedSource)
+        else single(name, source, context, stage="load")
+    )
+    num_epochs = None if mixture.restarts else config.num_epochs
+    sizes = [config.batch_size, *(size for _, size in config.batch_size_schedule)]
+    num_streams = context.config.num_streams or default_streams(*sizes)
+    check_streams(num_streams, config)
+    schedule = None if mixture.schedule is None else mixture.schedule.spec()
+    if schedule is not None:  # its steps are those of every stream
+        schedule = dataclasses.replace(
+            schedule,
+            batch_sizes=tuple((step, size // num_streams) for step, size in schedule.batch_sizes),
+        )
+    shuffle = context.config.order.shuffle
+    info = token_info(next(iter(mixture.parts.values())))
+    known = [] if info is None else [info.pad_token_id, info.eos_token_id]
+    pad = source.pad_token_id if packed else next((i for i in known if i is not None), 0)
+    spec = StreamSpec(
+        seed=mixture.seed,
+        num_streams=num_streams,
+        weights=mixture.weights if schedule is None else (1,) * len(mixture.parts),
+        stop=mixture.stop,
+        num_epochs=num_epochs,
+        shuffle=shuffle,
+        shuffle_window=shuffle or config.shuffle_buffer_size is not None,
+        window_docs=config.shuffle_buffer_size,
+        pack=source.config.spec() if packed else None,
+        eos=None
+        if not packed
+        else source.eos_token_id
+        if len(set(source.eos_token_ids)) < 2
+        else source.eos_token_ids,
+        schedule=schedule,
+        unit=mixture.unit,
+        block=None if mixture.schedule is None else mixture.schedule.block,
+        max_epochs=mixture.max_epochs,
+        joined=packed and source.joined,
+        train_continued=packed and source.config.train_continued,
+    )
+    workers = [
+        source.num_workers
+        for source in mixture.parts.values()
+        if isinstance(source, TokenizedShardedSource)
+    ]
+    return StreamLoader(
+        [ForwardDocuments(part, documents, context) for part, documents in mixture.parts.items()],
+        spec,
+        config,
+        identity=_identity(mixture, spec.eos, pad),
+        pad_token_id=pad,
+        collate=collate,
+        # of one stage, so all say the same
+        workers=next((count for count in workers if count is not None), None),
+        name=f"loader of {name!r}",
+    )
+
+
+def _identity(mixture: Mixture, eos: int | tuple[int, ...] | None, pad: int) -> Mapping[str, str]:
+    tokens = [token_info(source) for source in mixture.parts.values()]
+    return {
+        "sources": digest([[name, source.fingerprint] for name, source in mixture.parts.items()]),
+        "tokenizer": digest(
+            ["" if info is None else info.tokenizer_fingerprint for info in tokens], eos, pad
+        ),
+    }

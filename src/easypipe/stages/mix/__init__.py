@@ -1,0 +1,1 @@
+"""The mix stage: several datasets become one."""

@@ -1,0 +1,234 @@
+"""What mix, pack and load share: datasets of documents, their weights, and the plans over them.
+
+Nothing is tokenized before a plan is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.cache.reader import TokenCache
+from easypipe.core.checked import commit_checked, recall_checked
+from easypipe.core.errors import ConfigError
+from easypipe.core.protocols import PipelineContext
+from easypipe.core.schema import LOSS_MASK
+from easypipe.loader.options import LoadStageConfig
+from easypipe.loader.rows.documents import Documents as Tokens
+from easypipe.loader.rows.documents import gather_documents
+from easypipe.loader.rows.planned import PlannedRows
+from easypipe.plan.mix import Stop
+from easypipe.plan.order import OrderSpec
+from easypipe.plan.pack import PackSpec
+from easypipe.plan.spec import Unit
+from easypipe.plan.windows import Plan, PlanDataset, PlanSpec, WindowState, window_docs
+from easypipe.stages.mix.schedule import MixSchedule
+from easypipe.stages.tokenize.tokens import Documents, is_paired, token_info
+
+
+class _Choice(NamedTuple):
+    pack: PackSpec | None
+    num_epochs: int | None
+    eos: int | None
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Datasets and how often each is drawn; a dataset on its own is a mixture of one.
+
+    schedule, unit, max_epochs (one for each dataset): as in MixStageConfig. provenance: packed rows
+    tell the dataset of every segment.
+    """
+
+    parts: Mapping[str, Documents]
+    weights: tuple[int, ...]
+    stop: Stop
+    seed: int
+    context: PipelineContext
+    schedule: MixSchedule | None = None
+    unit: Unit = "rows"
+    max_epochs: tuple[int | None, ...] | None = None
+    provenance: bool = False
+
+    @property
+    def restarts(self) -> bool:
+        """Its datasets begin again on their own, so it has no epochs to be drawn several times."""
+        return self.stop == "restart" and len(self.parts) > 1
+
+    @property
+    def endless(self) -> bool:
+        return self.restarts and (self.max_epochs is None or None in self.max_epochs)
+
+    def for_load(self, load: LoadStageConfig) -> Mixture:
+        """Under a schedule, the mixture that knows how many rows a training step has; else
+        itself.
+        """
+        return (
+            self
+            if self.schedule is None
+            else dataclasses.replace(self, schedule=self.schedule.for_load(load))
+        )
+
+    def requested(self, rows: int) -> dict[str, float]:
+        """The share that each dataset is asked to have of the first `rows` rows, in the mixture's
+        unit.
+        """
+        if self.schedule is not None:
+            return dict(zip(self.parts, map(float, self.schedule.mean_shares(rows)), strict=True))
+        return {
+            name: weight / sum(self.weights)
+            for name, weight in zip(self.parts, self.weights, strict=True)
+        }
+
+    @property
+    def vocab_size(self) -> int:
+        infos = [token_info(source) for source in self.parts.values()]
+        return max(1 << 32 if info is None else info.vocab_size for info in infos)
+
+    @property
+    def has_loss_mask(self) -> bool:
+        return any(LOSS_MASK in source.schema.names for source in self.parts.values())
+
+    @property
+    def paired(self) -> bool:
+        """Whether every document is a pair: one that was preferred, and one that was not."""
+        return any(is_paired(source) for source in self.parts.values())
+
+    @cached_property
+    def caches(self) -> tuple[TokenCache, ...]:
+        """One token cache a dataset; tokenizes what is not tokenized yet. Raises ConfigError in
+        streaming, which keeps no tokens.
+        """
+        if self.context.config.streaming:
+            raise ConfigError(
+                at="streaming",
+                problem="nothing is counted or cached before it is read, so there is no plan, and no token cache to look into",
+                fix="Iterate over the loader, ask loader.ledger() for what was read so far, or leave streaming out.",
+            )
+        return tuple(source.materialize() for source in self.parts.values())
+
+    @cached_property
+    def without_eos(self) -> tuple[int, ...]:
+        """Documents of each dataset that do not end with their tokenizer's EOS."""
+        return tuple(cache.count_without_eos() for cache in self.caches)
+
+    def plan(
+        self, pack: PackSpec | None, *, num_epochs: int | None = 1, eos: int | None = None
+    ) -> Plan:
+        """The plan, one object for each choice. eos: ends documents which lack it; None adds none.
+        Mixtures that restart have no epochs.
+        """
+        choice = _Choice(pack, None if self.restarts else num_epochs, eos)
+        if choice not in self._plans:
+            self._plans[choice] = self._make(choice)
+        return self._plans[choice]
+
+    def documents(self, num_epochs: int | None = 1) -> PlannedRows:
+        """Every document a row of its own, as it is stored."""
+        info = token_info(next(iter(self.parts.values())))
+        pad = (
+            0
+            if info is None
+            else next((i for i in (info.pad_token_id, info.eos_token_id) if i is not None), 0)
+        )
+        return PlannedRows(
+            self.plan(None, num_epochs=num_epochs),
+            self.caches,
+            eos_token_id=None,
+            pad_token_id=pad,
+            seq_length=None,
+        )
+
+    def gather(self, dataset: NDArray[np.int32], docs: NDArray[np.int64]) -> Tokens:
+        """The stored tokens of documents `docs` (Int64[n]) of the datasets numbered `dataset`
+        (Int32[n]).
+        """
+        return gather_documents(self.caches, dataset, docs, with_mask=self.has_loss_mask)
+
+    def remember(self, plan: Plan) -> None:
+        """Commits the checkpoints of a plan beside the caches, so that the next process starts from
+        them.
+        """
+        known = plan.checkpoints()
+        if len(known) <= self._remembered.get(plan.fingerprint, 0):
+            return
+        self._remembered[plan.fingerprint] = len(known)
+        if len(self._recalled(plan)) < len(known):
+            path = self._checkpoint_path(plan)
+            commit_checked(
+                path, {"plan": plan.fingerprint, "states": [state.to_json() for state in known]}
+            )
+
+    @cached_property
+    def _plans(self) -> dict[_Choice, Plan]:
+        return {}
+
+    @cached_property
+    def _remembered(self) -> dict[str, int]:
+        """Checkpoints of each plan that this process has committed or found."""
+        return {}
+
+    def _make(self, choice: _Choice) -> Plan:
+        datasets = [self._dataset(i, name, choice.eos) for i, name in enumerate(self.parts)]
+        order = self.context.config.order
+        schedule = None if self.schedule is None else self.schedule.spec()
+        length = None if choice.pack is None else choice.pack.seq_length
+        spec = PlanSpec(
+            seed=self.seed,
+            weights=self.weights if schedule is None else (1,) * len(datasets),
+            stop=self.stop,
+            num_epochs=choice.num_epochs,
+            order=OrderSpec(shuffle=order.shuffle, block_rows=order.block_rows),
+            pack=choice.pack,
+            window_docs=min(
+                window_docs(datasets, weights, length)
+                for weights in ([self.weights] if schedule is None else schedule.all_weights)
+            ),
+            schedule=schedule,
+            unit=self.unit,
+            block=None if self.schedule is None else self.schedule.block,
+            max_epochs=self.max_epochs,
+        )
+        plan = Plan(datasets, spec)
+        states = self._recalled(plan)
+        return Plan(datasets, spec, checkpoints=states) if states else plan
+
+    def _recalled(self, plan: Plan) -> Sequence[WindowState]:
+        """The checkpoints that `remember` committed; none where they are not there, or damaged:
+        then they are found again.
+        """
+
+        def states(kept: Mapping[str, Any]) -> Sequence[WindowState]:
+            if kept["plan"] != plan.fingerprint:
+                raise ValueError(f"it is of the plan {kept['plan']}")
+            return [WindowState.from_json(state) for state in kept["states"]]
+
+        return recall_checked(self._checkpoint_path(plan), states, what="the plan") or ()
+
+    def _dataset(self, i: int, name: str, eos: int | None) -> PlanDataset:
+        cache = self.caches[i]
+        if eos is None:
+            return PlanDataset(
+                name, cache.num_docs, cache.total_tokens, cache.fingerprint, cache.lengths
+            )
+        return PlanDataset(
+            name,
+            cache.num_docs,
+            cache.total_tokens + self.without_eos[i],
+            f"{cache.fingerprint}+eos",
+            _with_eos(cache),
+        )
+
+    def _checkpoint_path(self, plan: Plan) -> Path:
+        return self.context.cache_dir / "plans" / f"{plan.fingerprint}.json"
+
+
+def _with_eos(cache: TokenCache) -> Callable[[NDArray[np.int64]], NDArray[np.int32]]:
+    return lambda docs: cache.lengths(docs) + ~cache.has_eos(docs)

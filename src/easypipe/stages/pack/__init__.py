@@ -1,0 +1,1 @@
+"""The pack stage: documents become rows of a fixed number of tokens."""

@@ -1,0 +1,459 @@
+"""The pack stage: documents become rows of a fixed number of tokens."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from easypipe.core.config import config, digest
+from easypipe.core.errors import ConfigError
+from easypipe.core.protocols import (
+    BaseStage,
+    PipelineContext,
+    Shard,
+    ShardedDataSource,
+    ShardedSource,
+)
+from easypipe.core.schema import (
+    INPUT_IDS,
+    LOOK_AHEAD,
+    LOSS_MASK,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    SOURCE,
+    token_dtype,
+)
+from easypipe.loader.rows.planned import PlannedRows
+from easypipe.plan.pack import PackSpec
+from easypipe.plan.windows import Plan
+from easypipe.save.saved import TokenInfo
+from easypipe.stages.mix.mixture import Mixture
+from easypipe.stages.mix.stage import MixedShardedSource
+from easypipe.stages.tokenize.tokens import require_documents, token_info
+
+logger = logging.getLogger("easypipe")
+
+DEFAULT_PACKERS = 16
+
+PROVENANCE = pa.field(SOURCE, pa.large_list(pa.string()), nullable=False)
+
+
+@config
+class PackStageConfig:
+    """How documents are laid into rows of `seq_length` tokens. docs/packing.md describes the
+    strategies.
+
+    enabled: False skips the stage.
+    strategy: `stream` lays documents one behind the other and cuts them wherever a row ends; the
+    others cut only what is longer than a row.
+    num_packers: open rows that `pool` keeps (16 where it is None); it has no effect on other
+    strategies, which a warning says.
+    oversize: what becomes of a document longer than a row; `stream` refuses all but `split`. Under
+    `split`,
+        tokenize() cuts conversations between turns to fit rows, unless they have a max_length or a
+        length of their own.
+    train_continued: with `split`, a document that begins with what is no target (a prompt, or the
+    first turn of a conversation) is trained
+        in the pieces behind its first too, which stand in other rows, without that prompt.
+        Elsewhere they have no targets.
+    segments: of `stream`, what a segment is: a `document`, as everywhere else, or the whole `row`:
+    documents of a row then see each other,
+        positions count through, and every token but the first of all is a label.
+    eos_token_id: ends every document that does not end with it already. None: the tokenizer's own;
+    a different one is an error.
+    pad_token_id: fills the rest of a row; such slots have segment 0. None: the tokenizer's own, or
+    its EOS where it has no padding.
+    include_segment_ids: False leaves `segment_ids` out of batches, for models that do not look at
+    them: documents of a row then see each
+        other, which is warned of. Labels never cross documents, and saved rows keep the column.
+    shuffle_packed: permute the rows within a window of documents; without it, `first_fit` gives
+    rows of long documents first.
+    shuffle_buffer_factor: permute rows over the borders of windows as well, when they are loaded:
+    within blocks of so many batches, as
+        load.shuffle_buffer_size does in rows, which goes before it. Needs shuffle_packed.
+    """
+
+    enabled: bool = True
+    seq_length: int = 2048
+    strategy: Literal["greedy", "pool", "first_fit", "stream"] = "greedy"
+    num_packers: int | None = None
+    oversize: Literal["split", "truncate", "drop", "error"] = "split"
+    train_continued: bool = False
+    segments: Literal["document", "row"] = "document"
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    include_segment_ids: bool = True
+    shuffle_packed: bool = True
+    shuffle_buffer_factor: int | None = None
+
+    def check(self) -> None:
+        factor = self.shuffle_buffer_factor
+        if factor is not None and factor < 1:
+            raise ConfigError(
+                at="shuffle_buffer_factor",
+                problem=f"{self.shuffle_buffer_factor} batches hold nothing",
+                fix="Give at least 1.",
+            )
+        if factor is not None and not self.shuffle_packed:
+            raise ConfigError(
+                at="shuffle_buffer_factor",
+                problem="has no effect without shuffle_packed",
+                fix="Leave it out.",
+            )
+        if not 1 <= self.seq_length <= 1 << 24:
+            raise ConfigError(
+                at="seq_length",
+                problem=f"{self.seq_length} is no row length",
+                fix=f"Give 1 to {1 << 24} tokens.",
+            )
+        if self.num_packers is not None and self.num_packers < 1:
+            raise ConfigError(
+                at="num_packers",
+                problem=f"{self.num_packers} open rows hold nothing",
+                fix="Give at least 1.",
+            )
+        if self.strategy == "stream" and self.oversize != "split":
+            problem = f"{self.oversize!r} has no effect on strategy 'stream', which cuts documents where rows end"
+            raise ConfigError(
+                at="oversize",
+                problem=problem,
+                fix="Leave it out, or set max_length to truncate when tokenizing.",
+            )
+        if self.train_continued and (self.strategy == "stream" or self.oversize != "split"):
+            what = (
+                "strategy 'stream', which trains them"
+                if self.strategy == "stream"
+                else f"oversize {self.oversize!r}, which makes none"
+            )
+            raise ConfigError(
+                at="train_continued", problem=f"has no effect on {what}", fix="Leave it out."
+            )
+        if self.segments == "row" and self.strategy != "stream":
+            problem = (
+                f"'row' has no effect on strategy {self.strategy!r}, which keeps documents apart"
+            )
+            raise ConfigError(
+                at="segments", problem=problem, fix="Leave it out, or set strategy to 'stream'."
+            )
+
+    @property
+    def holds(self) -> bool:
+        """Whether what goes on with a prompt or a conversation in another row has no targets
+        there.
+        """
+        return (
+            self.enabled
+            and self.oversize == "split"
+            and self.strategy != "stream"
+            and not self.train_continued
+        )
+
+    def spec(self) -> PackSpec:
+        return PackSpec(
+            seq_length=self.seq_length,
+            strategy=self.strategy,
+            num_packers=DEFAULT_PACKERS if self.num_packers is None else self.num_packers,
+            oversize=self.oversize,
+            shuffle_rows=self.shuffle_packed,
+        )
+
+
+class PackStage(BaseStage):
+    """chosen: False where a face of easypipe sets options that its user cannot, of which no warning
+    tells.
+    """
+
+    config: PackStageConfig
+
+    def __init__(self, config: PackStageConfig, *, chosen: bool = True) -> None:
+        super().__init__(config)
+        self._chosen = chosen
+
+    @property
+    def name(self) -> str:
+        return "pack"
+
+    def process(
+        self, data: dict[str, ShardedSource], context: PipelineContext
+    ) -> dict[str, ShardedSource]:
+        if not self.config.enabled:
+            return data
+        if self.config.num_packers is not None and self.config.strategy != "pool":
+            logger.warning(
+                "pack.num_packers has no effect on strategy %r: it is of 'pool'",
+                self.config.strategy,
+            )
+        if not self.config.include_segment_ids:
+            logger.warning(
+                "pack.include_segment_ids is False: documents that stand in one row see each other"
+            )
+        if self.config.segments == "row" and self._chosen:
+            logger.warning("pack.segments is 'row': documents that stand in one row see each other")
+        packed = {
+            name: PackedShardedSource(_mixture(name, source, context), self.config)
+            for name, source in data.items()
+        }
+        for source in packed.values() if self.config.holds else ():
+            _tell_uncut(source.mixture, self.config.seq_length)
+        return {**packed}
+
+
+def single(name: str, source: ShardedSource, context: PipelineContext, *, stage: str) -> Mixture:
+    """A dataset on its own, as a mixture of one: every document once an epoch."""
+    documents = require_documents(name, source, context, stage=stage)
+    return Mixture(
+        parts={name: documents},
+        weights=(1,),
+        stop="all_exhausted",
+        seed=context.seed,
+        context=context,
+    )
+
+
+def _mixture(name: str, source: ShardedSource, context: PipelineContext) -> Mixture:
+    return (
+        source.mixture
+        if isinstance(source, MixedShardedSource)
+        else single(name, source, context, stage="pack")
+    )
+
+
+class PackedShardedSource(ShardedDataSource):
+    """Rows of `seq_length` slots: `input_ids`, `segment_ids`, `position_ids` (and `loss_mask` where
+    a dataset has one).
+
+    Those of strategy `stream` have a number each too, `look_ahead`: the label of the last slot,
+    which is the first token of another row. Opening it reads nothing; its shards are known once the
+    datasets are tokenized. Rows of an endless mixture have no count.
+    """
+
+    def __init__(self, mixture: Mixture, config: PackStageConfig) -> None:
+        self.mixture = mixture
+        self.config = config
+        self.joined = config.segments == "row"
+        if self.joined and mixture.provenance:
+            raise ConfigError(
+                at="mix.provenance",
+                problem="names the dataset of every segment, and under pack.segments 'row' documents have none of their own",
+                fix="Leave it out, or set pack.segments to 'document'.",
+            )
+        if mixture.paired:
+            _check_pairs(config)
+        # of each dataset; they differ where the tokenizers do; () where none is
+        self.eos_token_ids = _eos(mixture, config)
+        self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
+        self.pad_token_id = _pad(mixture, config, self.eos_token_id)
+        self._rows: dict[int | None, PlannedRows] = {}
+
+    @property
+    def tokens(self) -> TokenInfo | None:
+        info = token_info(next(iter(self.mixture.parts.values())))
+        if info is None:
+            return None
+        return TokenInfo(
+            tokenizer=info.tokenizer,
+            tokenizer_fingerprint=info.tokenizer_fingerprint,
+            vocab_size=self.mixture.vocab_size,
+            eos_token_id=self.eos_token_id,
+            pad_token_id=self.pad_token_id,
+            seq_length=self.config.seq_length,
+        )
+
+    @property
+    def schema(self) -> pa.Schema:
+        ids, places = (
+            pa.from_numpy_dtype(token_dtype(self.mixture.vocab_size)),
+            pa.from_numpy_dtype(token_dtype(self.config.seq_length + 1)),
+        )
+        fields = [pa.field(INPUT_IDS, pa.large_list(ids), nullable=False)]
+        if self.mixture.has_loss_mask:
+            fields.append(pa.field(LOSS_MASK, pa.large_list(pa.uint8()), nullable=False))
+        fields += [
+            pa.field(name, pa.large_list(places), nullable=False)
+            for name in (SEGMENT_IDS, POSITION_IDS)
+        ]
+        if self.config.strategy == "stream":
+            fields.append(pa.field(LOOK_AHEAD, pa.int32(), nullable=False))
+        return pa.schema(fields + ([PROVENANCE] if self.mixture.provenance else []))
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of a row's values, the same for all; the names of `__source__` are few, and stored
+        once each.
+        """
+        fields = [field for field in self.schema if field.name != SOURCE]
+        lists = [field.type.value_type for field in fields if field.name != LOOK_AHEAD]
+        return sum(kind.bit_width // 8 * self.config.seq_length + 8 for kind in lists) + 4 * (
+            len(fields) - len(lists)
+        )
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        plan = self.plan()
+        rows = plan.num_rows
+        if rows == 0:
+            plan.check_that_some_document_fits()
+        self.mixture.remember(plan)
+        return (
+            Shard(
+                name="packed",
+                num_rows=rows,
+                num_bytes=0 if rows is None else rows * self.bytes_per_row,
+            ),
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        more: list[Any] = (["provenance"] if self.mixture.provenance else []) + (
+            ["joined"] if self.joined else []
+        )
+        more += ["held"] if self.config.holds and self.mixture.has_loss_mask else []
+        return digest(
+            "packed", self.plan().fingerprint, self.eos_token_id, self.pad_token_id, *more
+        )
+
+    def plan(self, num_epochs: int | None = 1) -> Plan:
+        return self.mixture.plan(self.config.spec(), num_epochs=num_epochs, eos=self.eos_token_id)
+
+    def rows(self, num_epochs: int | None = 1) -> PlannedRows:
+        """The rows of `num_epochs` epochs (None: of all there ever are) as a loader gathers
+        them.
+        """
+        if num_epochs not in self._rows:
+            self._rows[num_epochs] = PlannedRows(
+                self.plan(num_epochs),
+                self.mixture.caches,
+                eos_token_id=self.eos_token_ids or None,
+                pad_token_id=self.pad_token_id,
+                seq_length=self.config.seq_length,
+                joined=self.joined,
+                train_continued=self.config.train_continued,
+            )
+        return self._rows[num_epochs]
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        assert shard == 0, f"packed rows are one shard, not {shard + 1}"
+        numbers = np.arange(start, stop, dtype=np.int64)
+        rows = self.rows().gather(numbers)
+        offsets = pa.array(np.arange(stop - start + 1, dtype=np.int64) * self.config.seq_length)
+        arrays = []
+        for field in self.schema:
+            if field.name == SOURCE:
+                arrays.append(self._provenance(numbers))
+                continue
+            if field.name == LOOK_AHEAD:
+                arrays.append(pa.array(rows[LOOK_AHEAD]))
+                continue
+            values = np.ascontiguousarray(rows[field.name].reshape(-1)).astype(
+                field.type.value_type.to_pandas_dtype()
+            )
+            arrays.append(pa.LargeListArray.from_arrays(offsets, pa.array(values)))
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+    def _provenance(self, rows: NDArray[np.int64]) -> pa.Array:
+        """For every row the datasets of its segments, the first segment first."""
+        pieces = self.plan().pieces(rows)
+        each = 2 if self.mixture.paired else 1  # segments of a piece
+        ends = np.cumsum(np.bincount(pieces.row, minlength=len(rows)) * each)
+        offsets = np.concatenate([np.zeros(1, np.int64), ends])
+        names = pa.DictionaryArray.from_arrays(
+            pa.array(np.repeat(pieces.dataset, each)),
+            pa.array(list(self.mixture.parts), pa.string()),
+        )
+        return pa.LargeListArray.from_arrays(pa.array(offsets), names.cast(pa.string()))
+
+
+def _tell_uncut(mixture: Mixture, seq_length: int) -> None:
+    for name, source in mixture.parts.items():
+        form = getattr(source, "form", None)
+        if getattr(form, "splits", False) and getattr(form, "room", None) != seq_length:
+            logger.info(
+                "dataset %s: conversations longer than a row of %d tokens are trained in their first row alone: tokenize() cuts them"
+                " between turns only where no stage of your own stands in between",
+                name,
+                seq_length,
+            )
+
+
+def _check_pairs(config: PackStageConfig) -> None:
+    """Both halves of a pair stand in one row, whole."""
+    if config.strategy == "stream":
+        problem = "'stream' cuts documents wherever a row ends, and pairs must stay whole"
+        raise ConfigError(at="pack.strategy", problem=problem, fix="Use 'first_fit'.")
+    if config.oversize in ("split", "truncate"):
+        problem = (
+            f"{config.oversize!r} would cut pairs that are longer than a row, which must stay whole"
+        )
+        raise ConfigError(
+            at="pack.oversize",
+            problem=problem,
+            fix="Set it to 'drop' or 'error'; max_length cuts each answer by itself.",
+        )
+
+
+def _eos(mixture: Mixture, config: PackStageConfig) -> tuple[int, ...]:
+    """The id that ends the documents of each dataset. Raises ConfigError where tokenizer and config
+    disagree, or neither has one.
+
+    (): rows are one segment each, and nothing ends the documents of the only dataset, which a
+    warning says.
+    """
+    given = config.eos_token_id
+    found: list[int] = []
+    for name, source in mixture.parts.items():
+        info = token_info(source)
+        own = None if info is None else info.eos_token_id
+        if info is not None and given is not None and own is not None and given != own:
+            raise ConfigError(
+                at="pack.eos_token_id",
+                problem=f"{given}, but the tokenizer {info.tokenizer!r} of dataset {name!r} ends documents with {own}",
+                fix=f"Leave it out, or give {own}.",
+            )
+        eos = own if given is None else given
+        if (
+            eos is None
+            and info is not None
+            and config.segments == "row"
+            and len(mixture.parts) == 1
+        ):
+            logger.warning(
+                "dataset %s: %s has no end-of-sequence token, so nothing stands between its documents",
+                name,
+                info.tokenizer,
+            )
+            return ()
+        if eos is None:
+            whose = (
+                f"the tokenizer {info.tokenizer!r}"
+                if info is not None
+                else "what is known of the tokens"
+            )
+            raise ConfigError(
+                at="pack.eos_token_id",
+                problem=f"{whose} of dataset {name!r} has no end-of-sequence token",
+                fix="Give the id of one.",
+            )
+        _in_vocabulary("pack.eos_token_id", eos, mixture)
+        found.append(eos)
+    return tuple(found)
+
+
+def _pad(mixture: Mixture, config: PackStageConfig, eos: int | None) -> int:
+    if config.pad_token_id is not None:
+        _in_vocabulary("pack.pad_token_id", config.pad_token_id, mixture)
+        return config.pad_token_id
+    info = token_info(next(iter(mixture.parts.values())))
+    return info.pad_token_id if info is not None and info.pad_token_id is not None else eos or 0
+
+
+def _in_vocabulary(at: str, token: int, mixture: Mixture) -> None:
+    if not 0 <= token < mixture.vocab_size:
+        raise ConfigError(
+            at=at,
+            problem=f"{token} lies outside the vocabulary of {mixture.vocab_size}",
+            fix="Give an id of the tokenizer.",
+        )

@@ -1,0 +1,1 @@
+"""What a pipeline did and would do: ledger, plan report, shares."""

@@ -1,0 +1,257 @@
+"""What a run draws of each dataset, step by step and stage by stage: index arithmetic over the
+plan's windows, no token is read.
+
+stage  the steps between two points of a weight schedule; without one the whole run
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.protocols import ShardedSource
+from easypipe.loader.steps import Steps
+from easypipe.plan.window import Window, token_sizes
+from easypipe.plan.windows import Plan
+from easypipe.stages.mix.mixture import Mixture
+from easypipe.stages.mix.stage import MixedShardedSource
+from easypipe.stages.pack.stage import PackedShardedSource
+
+MARKS = 100  # intervals that a run is cut into, at most
+# between a weight of documents and the share of tokens that it gives, above which both are told
+FACTOR = 1.5
+FAR = 0.05  # between a stage's share and the one asked for, above which long documents are told of
+LONG = 0.05  # of a stage's tokens: a mean document that has more of them is long against it
+_LENGTHS = 1 << 20  # that are looked at together
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShares:
+    """What the steps behind the interval before, up to `step`, hold of each dataset.
+
+    requested: the share that the weights ask for, and realised: the one that it has: of the
+    documents that begin there where the weights are of documents ("rows"), else of the tokens.
+    tokens: how many of it stand there, whatever the weights are of.
+    """
+
+    step: int
+    requested: dict[str, float]
+    realised: dict[str, float]
+    tokens: dict[str, int]
+
+
+def shares_by_step(
+    plan: Plan, mixture: Mixture, counted: Steps, steps: int
+) -> tuple[StepShares, ...]:
+    """The steps from `counted.begin` to `steps` in at most MARKS intervals, each of steps that are
+    alike in number.
+    """
+    first, row = counted.begin
+    marks = sorted(
+        {first + round((steps - first) * (i + 1) / MARKS) for i in range(MARKS)} - {first}
+    )
+    found = []
+    for step in marks:
+        stop = counted.start(step)
+        if plan.ends:
+            stop = min(stop, plan.num_rows or 0)
+        tokens, documents = _counts(plan, row, stop)
+        parts = tokens if mixture.unit == "tokens" else documents
+        total = max(1, int(parts.sum()))
+        realised = {
+            name: int(part) / total for name, part in zip(mixture.parts, parts, strict=True)
+        }
+        placed = dict(zip(mixture.parts, tokens.tolist(), strict=True))
+        found.append(
+            StepShares(
+                step=step,
+                requested=asked_between(mixture, row, stop),
+                realised=realised,
+                tokens=placed,
+            )
+        )
+        row = stop
+    return tuple(found)
+
+
+def _counts(plan: Plan, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Int64[k] each: tokens of each dataset in rows `start` to `stop`, and documents that begin
+    there.
+    """
+    tokens, documents = np.zeros((2, len(plan.datasets)), dtype=np.int64)
+    while start < stop:
+        window = plan.window_at(start)
+        end = min(stop, window.after.first_row)
+        first, last = (
+            int(window.layout.first_piece[row - window.first_row]) for row in (start, end)
+        )
+        draw, begin, length = window.layout.table[2:5, first:last]
+        tokens += _by_dataset(window, draw, length, tokens.size).astype(np.int64)
+        documents += _by_dataset(window, draw, begin == 0, tokens.size).astype(np.int64)
+        start = end
+    return tokens, documents
+
+
+def documents_drawn(plan: Plan, rows: int) -> NDArray[np.float64]:
+    """Documents of each dataset (Float64[k]) in the first `rows` rows: all that windows draw, of
+    the last one what stands in these rows.
+
+    A window draws its documents before it lays them into rows, so a run that ends inside one does
+    not see all of them, and of one that is cut it sees a part, which counts as such.
+    """
+    counts = np.zeros(len(plan.datasets))
+    if not rows:
+        return counts
+    last = plan.window_at(rows - 1)
+    whole = rows if last.after.first_row == rows else last.first_row
+    counts += [part.draws for part in plan.tally(whole).datasets.values()]
+    if whole < rows:
+        _, _, draw, start, length = last.layout.table[
+            :, : int(last.layout.first_piece[rows - whole])
+        ]
+        # at least 1: an empty document is one too
+        kept = token_sizes(last.length, plan.spec.pack)[draw]
+        parts = np.where(last.length[draw] == 0, start == 0, length / kept)
+        if last.state.cut is not None:  # the window before has drawn it
+            parts = np.where(draw == 0, 0.0, parts)
+        counts += _by_dataset(last, draw, parts, counts.size)
+    return counts
+
+
+def _by_dataset(
+    window: Window, draw: NDArray[np.int32], weigh: NDArray, size: int
+) -> NDArray[np.float64]:
+    return np.bincount(window.dataset[draw], weights=weigh, minlength=size).astype(np.float64)
+
+
+def asked_between(mixture: Mixture, start: int, stop: int) -> dict[str, float]:
+    """The mean of what is asked for over rows `start` to `stop`, from the means over all rows
+    before them.
+    """
+    if stop <= start:
+        return mixture.requested(stop)
+    before, after = mixture.requested(start) if start else {}, mixture.requested(stop)
+    return {
+        name: (share * stop - before.get(name, 0.0) * start) / (stop - start)
+        for name, share in after.items()
+    }
+
+
+def unlike_weights(mixture: Mixture, plan: Plan, asked: Mapping[str, float]) -> str | None:
+    """Says so where weights of documents give shares of tokens that are more than FACTOR away from
+    them; None where they do not.
+
+    The shares are those of the long run, from the mean lengths: a run may be too short to show
+    them.
+    """
+    if len(mixture.parts) == 1 or mixture.unit == "tokens" or mixture.stop == "all_exhausted":
+        return None
+    weighed = {
+        name: share * mean
+        for (name, share), mean in zip(asked.items(), _mean_tokens(plan), strict=True)
+    }
+    total = sum(weighed.values()) or 1.0
+    apart = [
+        f"{name} has {tokens / total:.2%} of the tokens for a weight of {asked[name]:.2%}"
+        for name, tokens in weighed.items()
+        if asked[name] > 0 and not 1 / FACTOR <= tokens / total / asked[name] <= FACTOR
+    ]
+    if not apart:
+        return None
+    more = f", and {len(apart) - 8} more" if len(apart) > 8 else ""
+    why = "the weights are shares of the documents (mix.unit: rows), whose lengths differ"
+    return f"{'; '.join(apart[:8])}{more}: {why}. Set mix.unit: tokens to make them shares of the tokens"
+
+
+def warning_of_weights(source: ShardedSource) -> str | None:
+    """`unlike_weights` of a mixture that is prepared, packed or not; None of anything else."""
+    if (
+        not isinstance(source, MixedShardedSource | PackedShardedSource)
+        or len(source.mixture.parts) == 1
+    ):
+        return None
+    mixture, schedule = source.mixture, source.mixture.schedule
+    if schedule is not None and schedule.batch_sizes is None:
+        return None
+    plan = source.plan() if isinstance(source, PackedShardedSource) else mixture.plan(None)
+    weights = [mixture.weights] if schedule is None else schedule.spec().all_weights
+    for each in weights:
+        asked = {name: weight / sum(each) for name, weight in zip(mixture.parts, each, strict=True)}
+        if (said := unlike_weights(mixture, plan, asked)) is not None:
+            return said
+    return None
+
+
+def far_from_asked(mixture: Mixture, plan: Plan, counted: Steps, steps: int) -> list[str]:
+    """A line for each stage whose shares are far from those asked for because documents are long
+    against it.
+    """
+    if len(mixture.parts) == 1 or mixture.stop == "all_exhausted":
+        return []
+    first, found, means = counted.begin, [], _mean_tokens(plan)
+    points = () if mixture.schedule is None else [step for step, _ in mixture.schedule.points]
+    edges = [first.batch, *(step for step in points if first.batch < step < steps), steps]
+    rows = [
+        counted.start(step) if plan.num_rows is None else min(plan.num_rows, counted.start(step))
+        for step in edges
+    ]
+    seen = [_seen(mixture, plan, row) for row in rows]
+    for (begin, stop), (start, end), (before, after) in zip(
+        *map(itertools.pairwise, (edges, rows, seen)), strict=True
+    ):
+        tokens, parts = after[0] - before[0], after[1] - before[1]
+        placed, total = int(tokens.sum()), parts.sum()
+        if not total:
+            continue
+        asked = asked_between(mixture, start, end)
+        apart = [
+            abs(part / total - asked[name]) for name, part in zip(mixture.parts, parts, strict=True)
+        ]
+        long = [
+            i for i, mean in enumerate(means) if mean > LONG * placed and list(asked.values())[i]
+        ]
+        if not long or max(apart) <= FAR:
+            continue
+        i = int(np.argmax(apart))
+        name, longest = list(mixture.parts)[i], max(long, key=lambda i: means[i])
+        unit = "tokens" if mixture.unit == "tokens" else "documents"
+        set_unit = "" if mixture.unit == "tokens" else "Set mix.unit: tokens. "
+        found.append(
+            f"steps {begin + 1:,} to {stop:,}: {name} has {parts[i] / total:.2%} of the {unit} where {asked[name]:.2%} is asked for: "
+            f"documents of {list(mixture.parts)[longest]} (mean {means[longest]:,.0f} tokens) are long against these {placed:,} tokens. "
+            f"{set_unit}Cut them (tokenize.max_length, pack.oversize: truncate), or give more steps"
+        )
+    return found
+
+
+def _seen(mixture: Mixture, plan: Plan, row: int) -> tuple[NDArray[np.int64], NDArray]:
+    """Tokens of each dataset in the first `row` rows, and what the weights are about: these, or
+    documents.
+    """
+    drawn = documents_drawn(plan, row)
+    tokens = np.array(
+        [part.tokens_placed for part in plan.tally(row).datasets.values()], dtype=np.int64
+    )
+    return tokens, tokens if mixture.unit == "tokens" else drawn
+
+
+def _mean_tokens(plan: Plan) -> Sequence[float]:
+    """Of each dataset the mean tokens of a document that get a place in a row."""
+    pack = plan.spec.pack
+    if pack is None or pack.oversize in ("split", "error"):
+        return [dataset.total_tokens / max(1, dataset.num_docs) for dataset in plan.datasets]
+    found = []
+    for dataset in plan.datasets:
+        cuts = [
+            np.arange(a, min(a + _LENGTHS, dataset.num_docs))
+            for a in range(0, dataset.num_docs, _LENGTHS)
+        ]
+        found.append(
+            sum(int(token_sizes(dataset.lengths(docs), pack).sum()) for docs in cuts)
+            / max(1, dataset.num_docs)
+        )
+    return found

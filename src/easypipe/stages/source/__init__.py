@@ -1,0 +1,1 @@
+"""The source stage: a dataset's files or rows become a source."""

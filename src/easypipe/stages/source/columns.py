@@ -1,0 +1,220 @@
+"""What a DatasetConfig says about columns: renamed, passed through a function, kept beside the
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.core.protocols import ShardedSource
+from easypipe.core.schema import (
+    ATTENTION_MASK,
+    HAS_EOS,
+    INPUT_IDS,
+    LABELS,
+    LOOK_AHEAD,
+    LOSS_MASK,
+    POSITION_IDS,
+    ROW_NUMBER,
+    SEGMENT_IDS,
+    SOURCE,
+)
+from easypipe.transforms.columns.columns import Rename
+from easypipe.transforms.columns.functions import Map
+from easypipe.transforms.columns.hold_out import HoldOut
+from easypipe.transforms.columns.transformed import TransformedSource
+from easypipe.transforms.columns.types import column_types
+from easypipe.transforms.tokenizer.options import with_options
+
+TOKEN_COLUMNS = (
+    INPUT_IDS,
+    LOSS_MASK,
+    SEGMENT_IDS,
+    POSITION_IDS,
+    LABELS,
+    LOOK_AHEAD,
+    ATTENTION_MASK,
+    HAS_EOS,
+    SOURCE,
+    ROW_NUMBER,
+)
+
+
+def check_formats(dataset: Any) -> None:
+    """What can be told of a DatasetConfig's columns without its rows. Raises ConfigError."""
+    call = dataset.format_callback
+    if call is None:
+        for name in ("format_columns", "format_version", "format_batched"):
+            if getattr(dataset, name):
+                raise ConfigError(
+                    at=name, problem="has no effect without a format_callback", fix="Leave it out."
+                )
+    elif not callable(call) and not (isinstance(call, str) and ":" in call):
+        raise ConfigError(
+            at="format_callback",
+            problem=f"{call!r} is no function",
+            fix='Give a function, or "module:function".',
+        )
+    column_types(dataset.format_columns, "format_columns")
+    if dataset.format_fields is not None:
+        try:
+            Rename(dataset.format_fields)
+        except ConfigError as error:
+            raise ConfigError(
+                at="format_fields", problem=error.problem, fix='Write {"old_name": "new_name"}.'
+            ) from None
+    fields = dataset.additional_fields
+    for i, name in enumerate(fields):
+        if name in fields[:i]:
+            raise ConfigError(
+                at=f"additional_fields[{i}]",
+                problem=f"{name!r} stands twice",
+                fix="Leave one of them out.",
+            )
+        require_free(name, f"additional_fields[{i}]")
+    try:
+        with_options("any", dataset.tokenizer_kwargs)
+    except ConfigError as error:
+        raise error.under("tokenizer_kwargs") from None
+
+
+def require_free(name: str, at: str) -> None:
+    """Raises ConfigError for a column that would stand where tokens have one of their own."""
+    if name in TOKEN_COLUMNS:
+        fix = f'Give it another name: format_fields={{"{name}": "my_{name}"}}.'
+        raise ConfigError(
+            at=at, problem=f"{name!r} is a column that tokens have themselves", fix=fix
+        )
+
+
+def read_columns(dataset: Any) -> list[list[str]]:
+    """The columns of the files that a dataset reads, as they are called there; the first list that
+    there is. None for a callback, which may read any.
+    """
+    if dataset.format_callback is not None:
+        return []
+    if dataset.prompt is not None:
+        new = list(dataset.prompt.columns)
+        tools = dataset.prompt.tools_column
+    else:
+        new = (
+            [dataset.content_field]
+            if dataset.prompt_field is None
+            else [dataset.prompt_field, dataset.completion_field]
+        )
+        tools = dataset.tools_field
+    new += [*dataset.additional_fields, *([tools] if tools is not None else [])]
+    old = {name: before for before, name in (dataset.format_fields or {}).items()}
+    names = list(dict.fromkeys([*(old.get(name, name) for name in new if name), *old.values()]))
+    # a column `tools` is read where there is one
+    return [names] if tools is not None else [[*names, "tools"], names]
+
+
+def template_columns(dataset: Any) -> list[str]:
+    """The columns of the files that are written by a template or as text, and by nothing else:
+    their values are to be as they stand.
+    """
+    every = [name for names in read_columns(dataset)[:1] for name in names]
+    old = {name: before for before, name in (dataset.format_fields or {}).items()}
+    return [
+        name
+        for name in every
+        if name not in {old.get(kept, kept) for kept in dataset.additional_fields}
+    ]
+
+
+def formatted(source: ShardedSource, dataset: Any) -> ShardedSource:
+    """The rows with `format_fields` applied, then `format_callback`. Reads no rows. Errors name the
+    option.
+    """
+    steps: list[Any] = []
+    schema = source.schema
+    if dataset.hold_out is not None:
+        columns = [name for name in schema.names if name != ROW_NUMBER]
+        wanted = next(iter(read_columns(dataset)[-1:]), columns)
+        steps.append(
+            HoldOut(dataset.hold_out, [name for name in wanted if name in columns] or columns)
+        )
+    if dataset.format_fields is not None:
+        steps.append(Rename(dataset.format_fields))
+        try:
+            schema = steps[-1].schema(schema)
+        except (ConfigError, SourceError) as error:
+            at = f"datasets.{dataset.name}.format_fields"
+            raise type(error)(
+                at=at, problem=error.problem, have=error.have, fix=error.fix
+            ) from None
+    if dataset.format_callback is not None:
+        types: dict[str, Any] = dict(dataset.format_columns or {})
+        pair = (dataset.prompt_field, dataset.completion_field)
+        made = (
+            pair
+            if pair != (None, None)
+            else (dataset.content_field,)
+            if dataset.prompt is None
+            else dataset.prompt.columns
+        )
+        for column in made:  # making the text is what callbacks are for
+            if column is not None and column not in schema.names:
+                types.setdefault(column, pa.large_string())
+        try:
+            steps.append(
+                Map(
+                    dataset.format_callback,
+                    columns=types,
+                    batched=dataset.format_batched,
+                    version=dataset.format_version,
+                )
+            )
+        except ConfigError as error:
+            at = f"datasets.{dataset.name}.format_callback"
+            raise ConfigError(
+                at=at, problem=error.problem, have=error.have, fix=error.fix
+            ) from None
+    return TransformedSource(source, steps, on_error=dataset.on_error) if steps else source
+
+
+def kept_columns(
+    name: str,
+    source: ShardedSource,
+    additional: Sequence[str],
+    remove: Sequence[str] | None,
+    *,
+    at: str,
+) -> tuple[str, ...]:
+    """The columns of a source that stay beside its tokens. remove: all but these; None keeps
+    `additional` alone.
+
+    Raises ConfigError for a column that is not there, or is both kept and removed.
+    """
+    have = [column for column in source.schema.names if column != ROW_NUMBER]
+    for column in additional:
+        if column not in have:
+            problem = f"dataset {name!r} has no column {column!r}"
+            raise ConfigError(
+                at=f"{at}.additional_fields",
+                problem=problem,
+                have=have,
+                fix=did_you_mean(column, have),
+            )
+        if remove is not None and column in remove:
+            problem = f"{column!r} is one of the additional_fields of dataset {name!r}"
+            raise ConfigError(
+                at="tokenize.remove_columns", problem=problem, fix="Take it out of one of the two."
+            )
+    if remove is None:
+        return tuple(additional)
+    kept = tuple(column for column in have if column not in remove)
+    for column in kept:
+        if column in TOKEN_COLUMNS:
+            problem = f"{column!r} of dataset {name!r} would stay, and tokens have such a column themselves"
+            raise ConfigError(
+                at="tokenize.remove_columns",
+                problem=problem,
+                fix=f"Add {column!r} to remove_columns.",
+            )
+    return kept

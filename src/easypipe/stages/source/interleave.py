@@ -1,0 +1,316 @@
+"""Rows of several sources as one source, in proportions that hold at every prefix: a mixture of
+whatever rows they have, text included.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError
+from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource
+from easypipe.core.schema import ROW_NUMBER, SOURCE
+from easypipe.plan.mix import Stop, integer_weights
+from easypipe.plan.order import OrderSpec
+from easypipe.plan.spec import STOPS
+from easypipe.plan.windows import Plan, PlanDataset, PlanSpec
+from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.sources.external.objects import open_object
+from easypipe.stages.mix.stage import block_weights, check_weights
+from easypipe.stages.source.inputs import is_object
+from easypipe.transforms.columns.overlay import as_array
+
+WINDOW_ROWS = 8192
+ROWS_AT_A_TIME = 1024  # that iterating reads
+GAP_ROWS = 64  # rows that are read and left out rather than read around
+
+_ORIGIN = pa.field(SOURCE, pa.dictionary(pa.int32(), pa.string()), nullable=False)
+
+
+def block_mixture_interleave(
+    datasets: Mapping[str, Any] | Sequence[Any],
+    weights: Mapping[str, float] | Sequence[float] | None = None,
+    block_size: int | None = None,
+    seed: int | None = None,
+    stop_strategy: Stop = "restart",
+    *,
+    block_rows: int = 1,
+) -> InterleavedSource:
+    """One source of the rows of several, drawn by weight.
+
+    datasets: by name, or a list of them, called dataset1, dataset2, ...; each a source, or rows in
+    memory (a list of dicts, a table, a
+        dict of columns, a `datasets.Dataset`). Their rows are counted and have the same columns.
+    weights: a positive number for each, in any scale; None gives every dataset the same.
+    block_size: round the shares to whole rows of a block of so many; None keeps every prefix within
+    one row of its share.
+    seed: read the rows of each dataset in a permuted order, a new one every pass; None keeps the
+    order that they have.
+    block_rows: with a seed, blocks of so many neighbouring rows are permuted as one, so that reads
+    stay large.
+    stop_strategy: as in MixStageConfig; `restart` never ends, so its shard has no row count.
+    Raises ConfigError where these do not fit together, PlanError for a dataset without rows.
+    """
+    if not isinstance(datasets, Mapping):
+        if isinstance(weights, Mapping):
+            raise ConfigError(
+                at="weights",
+                problem="have names, and the datasets have none",
+                fix="Give the datasets as {name: source}.",
+            )
+        datasets = {f"dataset{i}": source for i, source in enumerate(datasets, start=1)}
+    names = list(datasets)
+    if not names:
+        raise ConfigError(
+            at="datasets", problem="there is nothing to mix", fix="Give at least one source."
+        )
+    if weights is not None and not isinstance(weights, Mapping):
+        if len(weights) != len(names):
+            raise ConfigError(
+                at="weights",
+                problem=f"{len(weights)} weights for {len(names)} datasets",
+                have=names,
+            )
+        weights = dict(zip(names, weights, strict=True))
+    if stop_strategy not in STOPS:
+        raise ConfigError(
+            at="stop_strategy", problem=f"{stop_strategy!r} is not an option", have=STOPS
+        )
+    if seed is None and block_rows != 1:
+        raise ConfigError(
+            at="block_rows",
+            problem="has no effect without a seed",
+            fix="Leave it out, or give a seed.",
+        )
+    if block_rows < 1:
+        raise ConfigError(
+            at="block_rows", problem=f"{block_rows} is no block of rows", fix="Give at least 1."
+        )
+    if block_size is not None and not 1 <= block_size <= 1 << 40:
+        raise ConfigError(
+            at="block_size", problem=f"{block_size} is no block of rows", fix="Give at least 1."
+        )
+    check_weights(None if weights is None else dict(weights), names, "weights")
+    shares = {name: 1.0 if weights is None else weights[name] for name in names}
+    whole = integer_weights(shares) if block_size is None else block_weights(shares, block_size)
+    sources = {name: _as_source(name, data) for name, data in datasets.items()}
+    return InterleavedSource(
+        sources,
+        whole,
+        stop_strategy,
+        OrderSpec(shuffle=seed is not None, block_rows=block_rows),
+        seed or 0,
+    )
+
+
+class InterleavedSource(ShardedDataSource):
+    """What `block_mixture_interleave` gives: the columns of its sources, and `__source__`, the
+    dataset that a row came from.
+
+    Law (stateless reads): which row of which dataset is row `r` is arithmetic, so any range can be
+    read at any time, on any thread. Rows that a source leaves out (a blank line, a bad row that is
+    skipped) are left out here, and `__row_number__` tells the others'. Iterating gives the rows as
+    dicts, from the first; without end where the mixture has none.
+    weights: positive integers, one for each source. Raises ConfigError where the sources have
+    different columns or uncounted rows.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, ShardedSource],
+        weights: Sequence[int],
+        stop: Stop,
+        order: OrderSpec,
+        seed: int,
+    ) -> None:
+        self.sources = dict(sources)
+        assert self.sources, "block_mixture_interleave has looked"
+        schemas = {name: _without_numbers(source.schema) for name, source in self.sources.items()}
+        first, schema = next(iter(schemas.items()))
+        for name, other in schemas.items():
+            if not other.equals(schema):
+                raise ConfigError(
+                    at=f"datasets.{name}",
+                    problem=f"has the columns {_columns(other)}, and {first!r} has {_columns(schema)}",
+                    fix="Select, rename or cast columns until they agree.",
+                )
+        if SOURCE in schema.names:
+            raise ConfigError(
+                at="datasets", problem=f"has a column {SOURCE!r} already", fix="Drop or rename it."
+            )
+        self._numbered = any(ROW_NUMBER in source.schema.names for source in self.sources.values())
+        self.schema = schema.append(_ORIGIN)
+        if self._numbered:
+            self.schema = self.schema.append(pa.field(ROW_NUMBER, pa.int64()))
+        self._columns = schema
+        self._spec = PlanSpec(
+            seed=seed,
+            weights=tuple(weights),
+            stop=stop,
+            window_docs=WINDOW_ROWS,
+            num_epochs=None if stop == "restart" and len(self.sources) > 1 else 1,
+            order=order,
+        )
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return (Shard(name="interleaved", num_rows=self.plan.num_rows),)
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("interleaved", self.plan.fingerprint)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Which row of which source stands where. Counts the rows of the sources."""
+        datasets = [
+            PlanDataset(
+                name,
+                int(self._starts[i][-1]),
+                int(self._starts[i][-1]),
+                source.fingerprint,
+                _one_each,
+            )
+            for i, (name, source) in enumerate(self.sources.items())
+        ]
+        return Plan(datasets, self._spec)
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        """Rows `start` to `stop`. Raises PlanError behind the last."""
+        assert shard == 0, f"interleaved rows are one shard, not {shard + 1}"
+        if start == stop:
+            return pa.RecordBatch.from_pylist([], schema=self.schema)
+        pieces = self.plan.pieces(np.arange(start, stop, dtype=np.int64))  # one for each row
+        tables: list[pa.Table] = []
+        # of each row in what was read; -1: its source leaves it out
+        place = np.full(stop - start, -1, dtype=np.int64)
+        read = 0
+        for i, source in enumerate(self.sources.values()):
+            mine = np.flatnonzero(pieces.dataset == i)
+            for run in _runs(self._starts[i], pieces.doc[mine]):
+                batch = source.read(run.shard, run.start, run.stop)
+                there = np.arange(run.stop - run.start)
+                if ROW_NUMBER in batch.schema.names:
+                    there = np.full(run.stop - run.start, -1, dtype=np.int64)
+                    there[batch.column(ROW_NUMBER).to_numpy() - run.start] = np.arange(
+                        batch.num_rows
+                    )
+                found = there[run.rows]
+                place[mine[run.which]] = np.where(found < 0, -1, read + found)
+                tables.append(
+                    pa.Table.from_batches([batch]).select(self._columns.names).cast(self._columns)
+                )
+                read += batch.num_rows
+        kept = np.flatnonzero(place >= 0)
+        table = pa.concat_tables(tables).take(pa.array(place[kept])).combine_chunks()
+        columns = [
+            as_array(table.column(name), self._columns.field(name).type)
+            for name in self._columns.names
+        ]
+        origin = pa.DictionaryArray.from_arrays(
+            pa.array(pieces.dataset[kept]), pa.array(list(self.sources), pa.string())
+        )
+        numbers = [pa.array(kept + start)] if self._numbered else []
+        return pa.RecordBatch.from_arrays([*columns, origin, *numbers], schema=self.schema)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        total = self.shards[0].num_rows
+        for start in itertools.count(0, ROWS_AT_A_TIME):
+            stop = start + ROWS_AT_A_TIME if total is None else min(total, start + ROWS_AT_A_TIME)
+            if stop <= start:
+                return
+            batch = self.read(0, start, stop)
+            yield from batch.select(
+                [name for name in batch.schema.names if name != ROW_NUMBER]
+            ).to_pylist()
+
+    @cached_property
+    def _starts(self) -> list[NDArray[np.int64]]:
+        """For each source the rows before each of its shards, and behind the last."""
+        starts = []
+        for name, source in self.sources.items():
+            counts = [shard.num_rows for shard in source.shards]
+            if None in counts:
+                shard = source.shards[counts.index(None)].name
+                raise ConfigError(
+                    at=f"datasets.{name}",
+                    problem=f"the rows of {shard} are not counted",
+                    fix="Mix sources whose rows have an end.",
+                )
+            starts.append(
+                np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(counts, dtype=np.int64))])
+            )
+        return starts
+
+
+def _as_source(name: str, data: Any) -> ShardedSource:
+    """A source as it is, rows in memory as one. Raises ConfigError for what is neither."""
+    if hasattr(data, "shards") and hasattr(data, "read"):
+        return data
+    if isinstance(data, str | Path):
+        fix = f"Open it: Pipeline(...).source().get_data()[...], or open_files({str(data)!r})."
+        raise ConfigError(
+            at=f"datasets.{name}", problem=f"{str(data)!r} is a path, not rows", fix=fix
+        )
+    try:
+        return (
+            open_object(data, name=name)
+            if is_object(data)
+            else InMemoryShardedSource(data, name=name)
+        )
+    except (TypeError, ValueError) as error:
+        fix = "Give a source, a list of dicts, a table or a datasets.Dataset."
+        raise ConfigError(
+            at=f"datasets.{name}", problem=f"{type(data).__name__} holds no rows: {error}", fix=fix
+        ) from None
+
+
+def _without_numbers(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field for field in schema if field.name != ROW_NUMBER])
+
+
+class _Run(NamedTuple):
+    """Rows `start` to `stop` of a shard; those asked for are `rows` of them, and the answer to the
+    questions `which`.
+    """
+
+    shard: int
+    start: int
+    stop: int
+    rows: NDArray[np.int64]
+    which: NDArray[np.int64]
+
+
+def _runs(starts: NDArray[np.int64], docs: NDArray[np.int64]) -> Iterator[_Run]:
+    """The rows numbered `docs` over all shards, as few ranges."""
+    order = np.argsort(docs, kind="stable")
+    ascending = docs[order]
+    shards = np.searchsorted(starts, ascending, side="right") - 1
+    cuts = np.flatnonzero((np.diff(ascending) > GAP_ROWS) | (np.diff(shards) > 0)) + 1
+    for part in np.split(np.arange(docs.size), cuts):
+        if part.size:
+            shard, first, last = (
+                int(shards[part[0]]),
+                int(ascending[part[0]]),
+                int(ascending[part[-1]]),
+            )
+            before = int(starts[shard])
+            yield _Run(
+                shard, first - before, last + 1 - before, ascending[part] - first, order[part]
+            )
+
+
+def _one_each(docs: NDArray[np.int64]) -> NDArray[np.int32]:
+    return np.ones(docs.shape[0], dtype=np.int32)
+
+
+def _columns(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name}: {field.type}" for field in schema)

@@ -1,0 +1,56 @@
+"""Which unit of text files looks like a document: told from how the first lines of the first files
+lie.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+
+from easypipe.core.errors import SourceError
+from easypipe.sources.formats.records import read_head
+from easypipe.sources.formats.txt import TextUnit
+from easypipe.sources.refs import FileRef
+
+HEAD_BYTES, HEADS = 1 << 16, 8  # read of each of the first files
+# from so many on, files that are no longer than DOCUMENT_BYTES may be a document each
+SEVERAL_FILES = 4
+DOCUMENT_BYTES = 1 << 20
+# lines of a paragraph on average, from which on paragraphs are taken to run over lines
+WRAPPED = 1.5
+
+
+def guess_text_unit(files: Sequence[FileRef]) -> tuple[TextUnit, str]:
+    """The unit, and why.
+
+    Args:
+        files: Text files, made ready to be read; those behind the first few are only counted.
+    """
+    runs = [run for file in files[:HEADS] for run in _runs(file)]
+    lines = sum(runs)
+    if lines <= len(files[:HEADS]):
+        return "line", "no file has several lines of text"
+    if len(runs) <= len(files[:HEADS]):
+        return "line", "no blank lines stand between its lines; text_unit: file keeps line breaks"
+    size = int(statistics.median(file.num_bytes for file in files))
+    if len(files) >= SEVERAL_FILES and size <= DOCUMENT_BYTES:
+        return "file", f"{len(files):,} files of about {size:,} bytes, with several paragraphs each"
+    if lines / len(runs) >= WRAPPED:
+        return (
+            "paragraph",
+            f"blank lines stand between runs of {lines / len(runs):.1f} lines on average",
+        )
+    return "line", "blank lines stand between single lines: each paragraph is a line"
+
+
+def _runs(file: FileRef) -> list[int]:
+    """How many lines each paragraph of the file's head has; none of a file that cannot be read,
+    which others report.
+    """
+    try:
+        head = read_head(file, HEAD_BYTES)
+    except SourceError:
+        return []
+    lines = [bool(line.strip()) for line in head.splitlines()]
+    return [sum(1 for _ in run) for full, run in itertools.groupby(lines) if full]

@@ -1,0 +1,72 @@
+"""The transform stage: a transform over some datasets, between source() and tokenize()."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Transform
+from easypipe.transforms.columns.base import as_transform
+from easypipe.transforms.columns.transformed import TransformedSource
+
+
+class TransformStage(BaseStage):
+    """Lays a transform over datasets; rows on which it fails are bad rows of their dataset, and its
+    on_error decides.
+    """
+
+    def __init__(
+        self,
+        transform: Transform | Sequence[Transform],
+        datasets: str | Sequence[str] | None = None,
+    ) -> None:
+        """datasets: names of those that are transformed; None means all."""
+        super().__init__()
+        self.transform = as_transform(transform)
+        self.datasets = (
+            (datasets,)
+            if isinstance(datasets, str)
+            else None
+            if datasets is None
+            else tuple(datasets)
+        )
+        if self.datasets == ():
+            raise ConfigError(
+                at="transform.datasets",
+                problem="an empty list",
+                fix="Name datasets, or leave it out for all.",
+            )
+
+    @property
+    def name(self) -> str:
+        return "transform"
+
+    def process(
+        self, data: dict[str, ShardedSource], context: PipelineContext
+    ) -> dict[str, ShardedSource]:
+        """Raises ConfigError for a dataset that does not exist, SourceError naming the dataset
+        where columns do not fit.
+        """
+        for name in self.datasets or ():
+            if name not in data:
+                raise ConfigError(
+                    at="transform.datasets",
+                    problem=f"no dataset {name!r}",
+                    have=data,
+                    fix=did_you_mean(name, data),
+                )
+        options: dict[str | None, Any] = {
+            dataset.name: dataset for dataset in context.config.datasets
+        }
+        result = dict(data)
+        for name in self.datasets if self.datasets is not None else data:
+            own = options.get(name)
+            try:
+                result[name] = TransformedSource(
+                    data[name], self.transform, on_error="error" if own is None else own.on_error
+                )
+            except SourceError as error:
+                error.add_note(f"while transforming dataset {name!r}")
+                raise
+        return result

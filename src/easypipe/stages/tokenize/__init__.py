@@ -1,0 +1,1 @@
+"""The tokenize stage: rows become documents of tokens."""

@@ -1,0 +1,128 @@
+"""Rows with two answers to one prompt, of which one was preferred: a document of both, the chosen
+one first.
+
+Where the second begins, the loss mask is SEGMENT_BREAK (loader/rows/pairs.py makes two segments of it).
+An answer that is left out takes the other one with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from easypipe.core.protocols import Reject
+from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, ROW_NUMBER, SEGMENT_BREAK
+from easypipe.stages.tokenize.prompt_rows import PromptForm
+from easypipe.stages.tokenize.text_rows import Texts
+from easypipe.stages.tokenize.token_rows import Documents
+from easypipe.transforms.chat.render import Refused, Rendered
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer
+
+
+class PairForm(PromptForm):
+    """Rows that a PromptEngine writes twice, with the column that is preferred and with
+    `rejected_column` in its place.
+
+    Texts are the answers in turn: two of each row.
+    """
+
+    pairs = True
+
+    def written(
+        self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]
+    ) -> tuple[list[Rendered | Refused], list[int]]:
+        found: list[Rendered | Refused] = []
+        of: list[int] = []
+        for number, pair in zip(numbers, self.engine.render_pairs(rows), strict=True):
+            answers = [pair] if isinstance(pair, Refused) else list(pair)
+            found += answers
+            of += [number] * len(answers)
+        return found, of
+
+    def encode(
+        self,
+        texts: Texts,
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int,
+        at: str,
+        audit_key: str | None = None,
+    ) -> Documents:
+        def encoded(wanted: NDArray[np.bool_], audit_key: str | None) -> list[Documents]:
+            half = np.arange(len(texts.rows)) % 2
+            sides = (_some(texts, np.flatnonzero(wanted & (half == side))) for side in (0, 1))
+            encode = super(PairForm, self).encode
+            return [
+                encode(side, tokenizer, batch_size=batch_size, at=at, audit_key=audit_key)
+                for side in sides
+            ]
+
+        every = np.ones(len(texts.rows), np.bool_)
+        documents = encoded(every, audit_key)
+        rejects: dict[int, Reject] = {}
+        for side in documents:
+            rejects = {reject.row: reject for reject in side.rejects} | rejects
+        if rejects:  # the other halves of these were counted, which must not be
+            documents = encoded(~np.isin(texts.rows, list(rejects)), None)
+        return _joined(documents, tuple(rejects[row] for row in sorted(rejects)))
+
+
+def _some(texts: Texts, which: NDArray[np.int64]) -> Texts:
+    assert texts.spans is not None
+    assert texts.ends is not None
+    return Texts(
+        texts=texts.texts.take(pa.array(which)),
+        rows=texts.rows[which],
+        rejects=(),
+        spans=[texts.spans[i] for i in which.tolist()],
+        ends=texts.ends[which],
+        lost=None if texts.lost is None else texts.lost[which],
+        cut_by=texts.cut_by,
+    )
+
+
+def _joined(documents: Sequence[Documents], rejects: tuple[Reject, ...]) -> Documents:
+    """One document of the two of every row; both have the same rows."""
+    chosen, rejected = (side.batch for side in documents)
+    lists = [
+        [batch.column(name) for batch in (chosen, rejected)] for name in (INPUT_IDS, LOSS_MASK)
+    ]
+    starts = [np.asarray(column.offsets.to_numpy(), np.int64) for column in lists[0]]
+    sizes = [np.diff(edges) for edges in starts]
+    offsets = np.concatenate([[0], np.cumsum(sizes[0] + sizes[1])]).astype(np.int64)
+    begins = [offsets[:-1], offsets[:-1] + sizes[0]]
+    merged = []
+    for sides in lists:
+        values = [side.values.to_numpy() for side in sides]
+        out = np.empty(int(offsets[-1]), values[0].dtype)
+        for value, begin, size, edges in zip(values, begins, sizes, starts, strict=True):
+            out[np.repeat(begin - edges[:-1], size) + np.arange(len(value))] = value
+        merged.append(out)
+    ids, mask = merged
+    mask[begins[1]] = SEGMENT_BREAK
+    columns = {
+        INPUT_IDS: pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids)),
+        # packing adds none: it would end one answer of the two
+        HAS_EOS: pa.array(np.ones(chosen.num_rows, np.uint8)),
+        ROW_NUMBER: chosen.column(ROW_NUMBER),
+        LOSS_MASK: pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(mask)),
+    }
+    counted = ("encoded", "added", "truncated", "tokens", "special", "escaped", "lost")
+    sums = {name: sum(getattr(side, name) for side in documents) for name in counted}
+    lengths = Counter[str]()
+    for side in documents:
+        lengths.update(side.lengths)
+    return Documents(
+        batch=pa.RecordBatch.from_arrays(
+            [columns[field.name] for field in chosen.schema], schema=chosen.schema
+        ),
+        rejects=rejects,
+        trained=int((mask == 1).sum()),
+        lengths=lengths,
+        **sums,
+    )

@@ -1,0 +1,274 @@
+"""Conversations, prompts with completions, and rows through templates, as rows to tokenize: read,
+written, with what is trained.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.cache.ranges import BLANK_TEXTS
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.protocols import Reject, ShardedSource, counted, scan
+from easypipe.core.schema import ROW_NUMBER
+from easypipe.stages.tokenize.text_rows import Texts
+from easypipe.stages.tokenize.token_rows import Documents, encode_spans
+from easypipe.transforms.chat.messages import decoded_of, plain_of
+from easypipe.transforms.chat.render import (
+    HostileTemplateError,
+    Refused,
+    Rendered,
+    check_date,
+    check_whole,
+)
+from easypipe.transforms.chat.split_turns import CUT_BY
+from easypipe.transforms.prompt.config import check_thinking
+from easypipe.transforms.prompt.engine import PromptEngine
+from easypipe.transforms.prompt.fields import BENIGN, EMPTY
+from easypipe.transforms.tokenizer.lengths import TOO_LONG, Lengths
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer
+
+ROWS_AT_A_TIME = 1000  # that are Python objects: Python looks through all there are again and again
+PROMPT_OPTIONS = (
+    "prompt_field",
+    "completion_field",
+    "train_on",
+    "chat_template",
+    "template_date",
+    "train_empty_thinking",
+    "tools_field",
+)
+
+
+def check_prompts(dataset: Any) -> None:
+    """Raises ConfigError where options of a DatasetConfig about conversations, prompts and
+    completions do not go together.
+    """
+    given = [name for name in PROMPT_OPTIONS if getattr(dataset, name) is not None]
+    if dataset.prompt is not None:
+        if given or dataset.content_field != "text":
+            at = given[0] if given else "content_field"
+            raise ConfigError(
+                at=at,
+                problem="has no effect beside prompt",
+                fix="Say it in prompt, or leave prompt out.",
+            )
+        return
+    if (dataset.prompt_field is None) != (dataset.completion_field is None):
+        missing, given = (
+            ("prompt_field", "completion_field")
+            if dataset.prompt_field is None
+            else ("completion_field", "prompt_field")
+        )
+        raise ConfigError(
+            at=missing, problem=f"{given} needs it", fix=f"Name the column, or leave {given} out."
+        )
+    if dataset.prompt_field is not None:
+        if dataset.prompt_field == dataset.completion_field:
+            raise ConfigError(
+                at="completion_field", problem="is the prompt_field too", fix="Name another column."
+            )
+        for name in ("chat_template", "template_date", "train_empty_thinking", "tools_field"):
+            if getattr(dataset, name) is not None:
+                raise ConfigError(
+                    at=name, problem="has no effect on prompts and completions", fix="Leave it out."
+                )
+        if dataset.train_on in ("assistant", "last_assistant"):
+            raise ConfigError(
+                at="train_on",
+                problem="prompts have no assistant",
+                have=["completion", "all"],
+                fix="Use 'completion'.",
+            )
+    check_thinking(dataset)
+    check_whole(dataset.chat_template, "chat_template")
+    if dataset.template_date is not None:
+        check_date(dataset.template_date)
+
+
+def lengths_identity(lengths: Lengths | None) -> list[Any]:
+    return [] if lengths is None else [lengths.identity]
+
+
+class PromptForm:
+    """Rows that a PromptEngine writes: conversations, prompts with completions, rows through a
+    template.
+    """
+
+    masked, pairs = True, False
+
+    def __init__(self, engine: PromptEngine, have: Sequence[str], room: int | None = None) -> None:
+        """have: the columns of the source, of which the format may read some that others lack.
+        room: tokens of a row of packing, for which conversations without a length of their own are
+        cut between turns; None cuts none."""
+        self.engine = engine
+        # whether a room has an effect
+        self.splits = engine.splits and _length(engine.tokenizer) is None
+        self.room = room if self.splits else None
+        format = engine.format
+        rejected = engine.config.rejected_column
+        self.columns = (
+            *engine.columns,
+            *(name for name in (*format.optional, *engine.verdicts) if name in have),
+        )
+        self._pair = [] if rejected is None else ["rejected", rejected]
+        self.label = format.columns[0] if format.kind == "chat" else ", ".join(format.columns)
+
+    def require(self, source: ShardedSource, dataset: str) -> None:
+        for column in self.columns:
+            at = place(f"dataset {dataset!r}", column=column)
+            if column not in source.schema.names:
+                fix = did_you_mean(column, source.schema.names) or "Name the column that holds it."
+                raise SourceError(
+                    at=at, problem="no such column", have=source.schema.names, fix=fix
+                )
+            kind = source.schema.field(column).type
+            if column not in self.engine.verdicts and not self.engine.format.accepts(kind):
+                wanted = ("lists of objects", "Give messages as [{role, content}, ...].")
+                wanted = (
+                    wanted
+                    if self.engine.format.kind == "chat"
+                    else ("text", "Name a column of text.")
+                )
+                raise SourceError(at=at, problem=f"holds {kind}, not {wanted[0]}", fix=wanted[1])
+
+    def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
+        format = self.engine.format
+        open_end = (
+            ["cut ends are open"]
+            if format.kind != "text" and _length(tokenizer) is not None
+            else []
+        )
+        what = (
+            format.kind,
+            refuted,
+            BLANK_TEXTS,
+            tokenizer.fingerprint,
+            _length(tokenizer),
+            list(self.columns),
+            format.identity,
+        )
+        cut = [] if self.room is None else [CUT_BY, 1, self.room]
+        return digest(
+            *what,
+            *tokenizer.special.recipe,
+            *lengths_identity(self.engine.lengths),
+            *self._pair,
+            *open_end,
+            *cut,
+        )
+
+    def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
+        """Raises TokenizerError naming the row on which a template went beyond its limits."""
+        batch, rejects = scan(source, shard, start, stop)
+        numbers = _numbers(batch, start)
+        rendered: list[Rendered | Refused] = []
+        of: list[int] = []
+        # JSON of conversations is read by who renders them
+        values = plain_of if self.engine.format.kind == "chat" else decoded_of
+        for first in range(0, batch.num_rows, ROWS_AT_A_TIME):
+            columns = [
+                values(batch.column(name).slice(first, ROWS_AT_A_TIME)) for name in self.columns
+            ]
+            rows = [
+                dict(zip(self.columns, values, strict=True))
+                for values in zip(*columns, strict=True)
+            ]
+            try:
+                some, of_some = self.written(rows, numbers[first : first + len(rows)])
+            except HostileTemplateError as error:
+                at = place(
+                    source.shards[shard].name, row=numbers[first + error.row], column=self.label
+                )
+                raise type(error)(
+                    at=at, problem=f"{error.at}: {error.problem}", fix=error.fix
+                ) from None
+            rendered += some
+            of += of_some
+        cut_by = (
+            CUT_BY
+            if self.room is not None
+            else "trim_oldest_turns"
+            if self.engine.format.kind == "chat"
+            else "budgets"
+        )
+        return _texts(rendered, of, list(rejects), cut_by)
+
+    def written(
+        self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]
+    ) -> tuple[list[Rendered | Refused], list[int]]:
+        """The texts of rows, and the number of the row that each is of."""
+        if self.room is None:
+            return self.engine.render_rows(rows), list(numbers)
+        texts = self.engine.render_split(rows, self.room)
+        return list(itertools.chain.from_iterable(texts)), [
+            n for n, some in zip(numbers, texts, strict=True) for _ in some
+        ]
+
+    def encode(
+        self,
+        texts: Texts,
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int,
+        at: str,
+        audit_key: str | None = None,
+    ) -> Documents:
+        raw, lengths = self.engine.format.raw, self.engine.lengths
+        return encode_spans(
+            texts,
+            tokenizer,
+            batch_size=batch_size,
+            at=at,
+            raw=raw,
+            audit_key=audit_key,
+            lengths=lengths,
+        )
+
+
+def _numbers(batch: pa.RecordBatch, start: int) -> list[int]:
+    if ROW_NUMBER in batch.schema.names:
+        return batch.column(ROW_NUMBER).to_pylist()
+    return list(range(start, start + batch.num_rows))
+
+
+def _length(tokenizer: Tokenizer) -> int | None:
+    return tokenizer.config.max_length if tokenizer.config.truncation else None
+
+
+def _texts(
+    rendered: Sequence[Rendered | Refused], rows: Sequence[int], rejects: list[Reject], cut_by: str
+) -> Texts:
+    found = [
+        (row, item) for row, item in zip(rows, rendered, strict=True) if isinstance(item, Rendered)
+    ]
+    rejects += [
+        Reject(
+            row=row,
+            reason=item.reason,
+            detail=item.detail,
+            benign=item.reason in (BENIGN, EMPTY, TOO_LONG),
+        )
+        for row, item in zip(rows, rendered, strict=True)
+        if isinstance(item, Refused)
+    ]
+    spans = [item.spans for _, item in found]
+    return Texts(
+        texts=pa.array([item.text for _, item in found], pa.large_string()),
+        rows=np.array([row for row, _ in found], np.int64),
+        rejects=counted(rejects),
+        spans=spans,
+        ends=np.array([item.end for _, item in found], np.uint8),
+        lost=np.array([item.lost for _, item in found], np.int64)
+        if any(item.lost for _, item in found)
+        else None,
+        cut_by=cut_by,
+        goes_on=np.array([item.goes_on for _, item in found], np.bool_)
+        if any(item.goes_on for _, item in found)
+        else None,
+    )

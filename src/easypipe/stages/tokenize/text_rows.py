@@ -1,0 +1,196 @@
+"""Reading the text of a range of rows: which rows have one, and why the others do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from easypipe.core.errors import SourceError, did_you_mean, place
+from easypipe.core.protocols import Reject, ShardedSource, counted, left_out, scan
+from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.text import has_text
+from easypipe.transforms.chat.messages import is_text
+from easypipe.transforms.prompt.fields import EMPTY
+
+RAW_CHARACTERS = 1 << 16  # of a bad row, kept for the quarantine
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Rows `start` to `stop` of a shard that hold text.
+
+    texts: large_string without nulls or blank texts. rows: Int64[n], their physical numbers.
+    rejects: the other rows, ascending.
+    spans: of each text, the character ranges that are trained; None where all of every text is.
+    ends: UInt8[n], what follows each (transforms/tokenizer/masked.py). lost: Int64[n], tokens that each was
+    cut by as it was written, and what cut them; None where none was; fewer than 0 stand in another
+    text of the row too. goes_on: Bool[n], where the row does so in another text; None where none is
+    cut into several.
+    """
+
+    texts: pa.LargeStringArray
+    rows: NDArray[np.int64]
+    rejects: tuple[Reject, ...]
+    spans: Sequence[Sequence[Sequence[int]]] | None = None
+    ends: NDArray[np.uint8] | None = None
+    lost: NDArray[np.int64] | None = None
+    cut_by: str = ""
+    goes_on: NDArray[np.bool_] | None = None
+
+    def content_hash(self) -> str:
+        """XXH3-128 of texts and row numbers; the same whatever buffers they lie in."""
+        hasher = xxhash.xxh3_128()
+        rows: Any = self.rows  # NumPy's stubs do not know that arrays are buffers
+        hasher.update(rows)
+        if len(self.texts):
+            _, offsets, data = self.texts.buffers()
+            ends = np.frombuffer(offsets, np.int64, len(self.texts) + 1, self.texts.offset * 8)
+            hasher.update(memoryview(ends - ends[0]))
+            if data is not None:
+                hasher.update(memoryview(data)[ends[0] : ends[-1]])
+        if self.spans is not None and self.ends is not None:
+            hasher.update(json.dumps([self.spans, self.ends.tolist()]).encode())
+        if self.lost is not None:
+            hasher.update(json.dumps(self.lost.tolist()).encode())
+        if self.goes_on is not None:
+            hasher.update(json.dumps(self.goes_on.tolist()).encode())
+        return hasher.hexdigest()
+
+    @property
+    def num_bytes(self) -> int:
+        if not len(self.texts):
+            return 0
+        ends = np.frombuffer(
+            self.texts.buffers()[1], np.int64, len(self.texts) + 1, self.texts.offset * 8
+        )
+        return int(ends[-1] - ends[0])
+
+
+def require_text(source: ShardedSource, content_field: str, dataset: str) -> None:
+    """Raises SourceError where the column does not exist or is of a type that holds no text. Reads
+    no rows.
+    """
+    schema = source.schema
+    columns = [name for name in schema.names if name != ROW_NUMBER]
+    at = place(f"dataset {dataset!r}", column=content_field)
+    if content_field not in columns:
+        fix = (
+            did_you_mean(content_field, columns)
+            or "Set content_field to the column that holds the text."
+        )
+        if content_field.partition(".")[0] in columns:
+            extract = f'pipeline.transform(Extract({{"text": "{content_field}"}}))'
+            fix = f'Take it out of its column first, {extract}, and set content_field to "text".'
+        raise SourceError(at=at, problem="no such column", have=columns, fix=fix)
+    kind = schema.field(content_field).type
+    if not is_text(kind) and not pa.types.is_null(kind):
+        texts = [field.name for field in schema if is_text(field.type)]
+        raise SourceError(
+            at=at,
+            problem=f"holds {kind}, not text; columns of text",
+            have=texts,
+            fix="Set content_field to one of them.",
+        )
+
+
+def read_texts(
+    source: ShardedSource,
+    shard: int,
+    start: int,
+    stop: int,
+    content_field: str,
+    *,
+    blanks: bool = False,
+) -> Texts:
+    """blanks: texts of white space alone are texts, but for empty ones. Raises what the source
+    raises for rows that it does not accept.
+    """
+    batch, rejects = scan(source, shard, start, stop)
+    numbered = ROW_NUMBER in batch.schema.names
+    rows = (
+        batch.column(ROW_NUMBER).to_numpy()
+        if numbered
+        else np.arange(start, start + batch.num_rows, dtype=np.int64)
+    )
+    column = batch.column(content_field)
+    bad: list[Reject] = []
+    if is_text(column.type):
+        column = (
+            column.cast(pa.large_string()) if not pa.types.is_large_string(column.type) else column
+        )
+        bad += [] if getattr(source, "checks_text", False) else _invalid(column, rows)
+    else:
+        bad += [
+            Reject(row=int(row), reason="not_a_string", detail=f"{column.type}, not text")
+            for row, valid in zip(rows.tolist(), column.is_valid().to_pylist(), strict=True)
+            if valid
+        ]
+    missing = column.is_null().to_numpy(zero_copy_only=False)
+    empty = np.zeros(len(column), np.bool_)
+    if is_text(column.type):
+        ends = (
+            np.frombuffer(column.buffers()[1], np.int64, len(column) + 1, column.offset * 8)
+            if len(column)
+            else np.zeros(1, np.int64)
+        )
+        empty = (np.diff(ends) == 0 if blanks else ~has_text(column)) & ~missing
+    bad += [Reject(row=int(row), reason="null", detail="no value") for row in rows[missing]]
+    if not bad and not empty.any():
+        return Texts(column, rows, counted(rejects))
+    keep = ~np.isin(rows, np.array([reject.row for reject in bad], np.int64)) & ~empty
+    bad += left_out(rows[empty], EMPTY, "an empty text")
+    texts = (
+        column.filter(pa.array(keep)) if is_text(column.type) else pa.array([], pa.large_string())
+    )
+    return Texts(texts, rows[keep], counted((*rejects, *bad)))
+
+
+def raw_row(source: ShardedSource, shard: int, reject: Reject, content_field: str) -> str | None:
+    """A bad row for people to look at: as its file has it where the source can tell, else its value
+    as JSON.
+    """
+    if reject.reason == "null":
+        return "null"
+    of_file = getattr(source, "raw", None)
+    raw = of_file(shard, reject.row) if of_file is not None else None
+    if raw is None:
+        batch = source.read(shard, reject.row, reject.row + 1)
+        if batch.num_rows:
+            value = batch.column(content_field)[0]
+            data = (
+                value.as_buffer()
+                if isinstance(value, pa.StringScalar | pa.LargeStringScalar)
+                else None
+            )
+            shown = (
+                value.as_py()
+                if data is None
+                else data.to_pybytes().decode("utf-8", "backslashreplace")
+            )
+            raw = json.dumps(shown, ensure_ascii=False, default=str)
+    return raw if raw is None or len(raw) <= RAW_CHARACTERS else raw[:RAW_CHARACTERS] + "…"
+
+
+def _invalid(column: pa.LargeStringArray, rows: NDArray[np.int64]) -> list[Reject]:
+    """Rows that are no UTF-8, which Arrow files may hold unnoticed. Halves are looked at, so that a
+    few cost little more than none.
+    """
+    bad, pending = [], [(0, len(column))]
+    while pending:
+        first, last = pending.pop()
+        try:
+            column.slice(first, last - first).validate(full=True)
+        except (pa.ArrowInvalid, UnicodeDecodeError):
+            middle = (first + last) // 2
+            if last - first == 1:
+                bad.append(Reject(row=int(rows[first]), reason="invalid_utf8", detail="not UTF-8"))
+            else:
+                pending += [(first, middle), (middle, last)]
+    return bad

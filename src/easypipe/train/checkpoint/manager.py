@@ -1,0 +1,346 @@
+"""Checkpoints for a training loop of one's own: model, optimizer, loader and what else it needs,
+committed together, without pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from easypipe.core.errors import ConfigError, MissingFileError, StateError
+from easypipe.train.checkpoint.checkpoint import Checkpoints
+from easypipe.train.checks import loader_state, saved_loader_state
+
+_PARTS = ("model", "optimizer")
+
+
+class CheckpointManager:
+    """`path = manager.save(model=model, optimizer=optimizer, epoch=5, metrics={"val_loss": 0.38},
+    loader=loader)`; `manager.load(path)`.
+
+    Checkpoints are folders in `checkpoint_dir`, numbered as they were saved; a process that is
+    killed leaves the last whole one.
+    keep: how many of the newest stay; None: all. best_metric: a name in `metrics`; those with the
+    best `keep_best` of it stay besides.
+    best_mode: whether a small one is best, or a large one. Close it, or use it as a context
+    manager.
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str | Path,
+        *,
+        keep: int | None = None,
+        best_metric: str | None = None,
+        best_mode: Literal["min", "max"] = "min",
+        keep_best: int = 1,
+    ) -> None:
+        """Raises ConfigError for options that cannot be, StorageError for a folder that cannot hold
+        checkpoints.
+        """
+        for name, value in (("keep", keep), ("keep_best", keep_best)):
+            if value is not None and value < 1:
+                raise ConfigError(at=name, problem=f"{value} is too few", fix="Give at least 1.")
+        if best_mode not in ("min", "max"):
+            raise ConfigError(
+                at="best_mode", problem=f"{best_mode!r} is not an option", have=("min", "max")
+            )
+        if best_metric is None and (best_mode, keep_best) != ("min", 1):
+            raise ConfigError(
+                at="best_metric",
+                problem="not given, and without it best_mode and keep_best have no effect",
+                fix="Name one.",
+            )
+        self._checkpoints = Checkpoints(
+            Path(checkpoint_dir).expanduser(), keep=sys.maxsize if keep is None else keep
+        )
+        self._metric, self._sign, self._keep_best = (
+            best_metric,
+            1 if best_mode == "min" else -1,
+            keep_best,
+        )
+        self._seen: dict[int, float] = {}
+        if best_metric is not None:
+            found = {
+                step: self._run(step)["metrics"].get(best_metric)
+                for step in self._checkpoints.steps()
+            }
+            self._seen = {step: value for step, value in found.items() if value is not None}
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def save(
+        self,
+        *,
+        model: Any,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        epoch: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        custom_state: Mapping[str, Any] | None = None,
+        loader: Any = None,
+    ) -> Path:
+        """Writes a checkpoint, and returns its folder once it is whole.
+
+        model, optimizer: an nnx.Module (nnx.Optimizer is one), or any tree of arrays, as optax
+        states are. scheduler: an object with `state_dict()`, or plain JSON; a schedule function has
+        no state. metrics: numbers by name. custom_state: plain JSON.
+        loader: whatever has `state()`; resumed by `load(loader=...)`, it yields the batch that
+        would have come next. Raises ConfigError for what cannot be written without pickle, with its
+        place; StorageError.
+        """
+        arrays, keys = _named({"model": model, "optimizer": optimizer})
+        run = {
+            "epoch": epoch,
+            "metrics": {
+                name: _number(f"metrics.{name}", value) for name, value in (metrics or {}).items()
+            },
+            "custom_state": _json("custom_state", dict(custom_state or {})),
+            "scheduler": _json("scheduler", _scheduler_state(scheduler)),
+            "loader": None if loader is None else saved_loader_state(loader),
+            "keys": keys,
+        }
+        step = (self._checkpoints.latest() or 0) + 1
+        if self._metric is not None:
+            if self._metric not in run["metrics"]:
+                raise ConfigError(
+                    at="metrics",
+                    problem=f"without {self._metric!r}, by which the best is told",
+                    have=run["metrics"],
+                )
+            self._seen[step] = run["metrics"][self._metric]
+            self._checkpoints.protected["best"] = set(self._ranked()[: self._keep_best])
+        self._checkpoints.save(step, arrays, run)
+        self._checkpoints.wait()
+        return self._path(step)
+
+    def load(
+        self,
+        path: str | Path | None = None,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        loader: Any = None,
+    ) -> dict[str, Any]:
+        """What `save` was given: model, optimizer, scheduler, epoch, metrics, custom_state and
+        loader (its state).
+
+        path: what `save` returned; None: the newest. A model or an optimizer that is given here is
+        what the arrays are put into: an nnx.Module is changed in place, of other trees one of the
+        same structure is returned; the arrays lie as those of what is given do. One that is not
+        given comes back as nested dicts of arrays. A loader that is given goes on behind the last
+        batch that was taken; a scheduler gets `load_state_dict`. Raises MissingFileError where
+        there is none, ConfigError for another folder's, StateError for damage and for arrays that
+        differ in name, shape or dtype.
+        """
+        step = self._step(path)
+        run = self._run(step)
+        first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        described = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=first)
+            for name, leaf in self._checkpoints.describe(step).items()
+        }
+        wanted: dict[str, Any] = {}
+        for part, given in zip(_PARTS, (model, optimizer), strict=True):
+            if given is not None:
+                wanted |= _abstract(_named({part: given})[0])
+            else:
+                wanted |= {
+                    name: leaf for name, leaf in described.items() if name.partition("/")[0] == part
+                }
+        arrays: dict[str, Any] = dict(self._checkpoints.load(step, wanted)) if wanted else {}
+        arrays |= {
+            name: jax.random.wrap_key_data(arrays[name], impl=impl)
+            for name, impl in run["keys"].items()
+        }
+        state = {
+            part: _put(part, given, arrays)
+            for part, given in zip(_PARTS, (model, optimizer), strict=True)
+        }
+        if scheduler is not None and hasattr(scheduler, "load_state_dict"):
+            scheduler.load_state_dict(run["scheduler"])
+        if loader is not None:
+            if run["loader"] is None:
+                raise ConfigError(
+                    at="loader",
+                    problem=f"{self._path(step)} was saved without one",
+                    fix="Save it: save(..., loader=loader).",
+                )
+            loader.restore(loader_state(loader, run["loader"]))
+        return {
+            **state,
+            **{
+                name: run[name]
+                for name in ("scheduler", "epoch", "metrics", "custom_state", "loader")
+            },
+        }
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint."""
+        step = self._checkpoints.latest()
+        return None if step is None else self._path(step)
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best `best_metric`, the earlier one of two alike. Raises
+        ConfigError where none was named.
+        """
+        if self._metric is None:
+            raise ConfigError(
+                at="best_metric",
+                problem="not given: nobody knows which is best",
+                fix="CheckpointManager(best_metric=...).",
+            )
+        ranked = self._ranked()
+        return self._path(ranked[0]) if ranked else None
+
+    def all(self) -> list[Path]:
+        """Every checkpoint that is there, oldest first."""
+        return [self._path(step) for step in self._checkpoints.steps()]
+
+    def close(self) -> None:
+        self._checkpoints.close()
+
+    def _run(self, step: int) -> dict[str, Any]:
+        run = self._checkpoints.run(step)
+        if "custom_state" not in run:
+            fix = (
+                "Read it with easypipe.train.finished.load_trained, or give another checkpoint_dir."
+            )
+            raise StateError(
+                at=str(self._path(step)), problem="is a checkpoint of a Trainer's run", fix=fix
+            )
+        return run
+
+    def _ranked(self) -> list[int]:
+        return sorted(self._seen, key=lambda step: (self._sign * self._seen[step], step))
+
+    def _path(self, step: int) -> Path:
+        return self._checkpoints.folder / str(step)
+
+    def _step(self, path: str | Path | None) -> int:
+        steps = self._checkpoints.steps()
+        if path is None:
+            if not steps:
+                raise MissingFileError(
+                    at=str(self._checkpoints.folder),
+                    problem="holds no checkpoint yet",
+                    fix="Save one first.",
+                )
+            return steps[-1]
+        given = Path(path).expanduser().absolute()
+        if given.parent != self._checkpoints.folder:
+            fix = f"CheckpointManager({str(given.parent)!r}).load(...)."
+            raise ConfigError(
+                at=str(path), problem=f"is no checkpoint of {self._checkpoints.folder}", fix=fix
+            )
+        if not given.name.isdigit() or int(given.name) not in steps:
+            raise MissingFileError(
+                at=str(path),
+                problem=f"no such checkpoint (have: {', '.join(map(str, steps)) or 'none'})",
+            )
+        return int(given.name)
+
+
+def _named(parts: Mapping[str, Any]) -> tuple[dict[str, jax.Array], dict[str, str]]:
+    """(name → array, name → kind of the random keys among them, which are held as their data)."""
+    arrays, keys = {}, {}
+    for part, given in parts.items():
+        tree = nnx.to_pure_dict(nnx.state(given)) if isinstance(given, nnx.Pytree) else given
+        leaves: list[tuple[Any, Any]] = jax.tree_util.tree_flatten_with_path(tree)[0]
+        for path, leaf in leaves:
+            name = f"{part}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+            if not isinstance(leaf, bool | int | float) and not hasattr(leaf, "dtype"):
+                problem = f"{type(leaf).__name__} is neither an array nor a number"
+                raise ConfigError(
+                    at=name.replace("/", "."),
+                    problem=problem,
+                    fix="Put it into custom_state, or leave it out.",
+                )
+            if jnp.issubdtype(getattr(leaf, "dtype", jnp.float32), jax.dtypes.prng_key):
+                keys[name] = str(jax.random.key_impl(leaf))
+                leaf = jax.random.key_data(leaf)
+            arrays[name] = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    return arrays, keys
+
+
+def _abstract(arrays: Mapping[str, jax.Array]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+        for name, array in arrays.items()
+    }
+
+
+def _put(part: str, given: Any, arrays: Mapping[str, Any]) -> Any:
+    """`given` with its arrays; where nothing was given, nested dicts of them, and None where there
+    are none.
+    """
+    if given is None:
+        nested: dict[str, Any] = {}
+        for name, array in arrays.items():
+            own, *parents, last = name.split("/")
+            node = nested
+            for key in parents:
+                node = node.setdefault(key, {})
+            if own == part:
+                node[last] = array
+        return nested or None
+    is_module = isinstance(given, nnx.Pytree)
+    state: Any = nnx.state(given) if is_module else None
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(
+        nnx.to_pure_dict(state) if is_module else given
+    )
+    names = [
+        f"{part}/{jax.tree_util.keystr(path, simple=True, separator='/')}" for path, _ in leaves
+    ]
+    tree = jax.tree.unflatten(treedef, [arrays[name] for name in names])
+    if not is_module:
+        return tree
+    nnx.replace_by_pure_dict(state, tree)
+    nnx.update(given, state)
+    return given
+
+
+def _number(at: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            at=at, problem=f"{value!r} is no number", fix="Put it into custom_state."
+        ) from None
+    if not math.isfinite(number):
+        raise ConfigError(at=at, problem=f"{number} cannot be compared", fix="Leave it out.")
+    return number
+
+
+def _json(at: str, value: Any) -> Any:
+    """`value`, if it is plain JSON. Raises ConfigError with the place of what is not."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                _json(f"{at}.{key}", item)
+        raise ConfigError(
+            at=at,
+            problem=f"is not plain JSON: {error}",
+            fix="Give numbers, texts, lists and dicts.",
+        ) from None
+
+
+def _scheduler_state(scheduler: Any) -> Any:
+    if hasattr(scheduler, "state_dict"):
+        return scheduler.state_dict()
+    return None if callable(scheduler) else scheduler

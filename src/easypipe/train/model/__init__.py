@@ -1,0 +1,1 @@
+"""The decoder, its layers, adapters, and text made by it."""

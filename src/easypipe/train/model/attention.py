@@ -1,0 +1,282 @@
+"""Attention over packed rows: the one function through which every layer mixes tokens.
+
+Backends: "xla" holds all scores and runs everywhere; "splash" (TPU) and "triton" (NVIDIA) hold a
+block of them. All obey the isolation law: no slot sees another segment, in value or gradient.
+
+B batch · S sequence · H query heads · K key and value heads · G query heads of a key head · h head
+width
+"""
+# ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Bool, Float, Int
+
+from easypipe.core.errors import ConfigError
+from easypipe.kernels.loss.choice import missing, platform_at_hand
+from easypipe.train.model.config import TRITON_WIDTHS, AttentionBackend
+from easypipe.train.parallel.axes import BATCH_AXES, TOKEN_AXES, constrain, fitting, on_mesh, rules
+from easypipe.train.parallel.config import axes_of
+
+logger = logging.getLogger("easypipe")
+
+# by platform; elsewhere "xla"
+FAVOURITES: dict[str, AttentionBackend] = {"tpu": "splash", "cuda": "triton"}
+SLOTS = 128  # the fused kernels take rows of a multiple of this; others are padded for them
+
+
+def attend(
+    query_BSHh: Float[Array, "B S H h"],
+    key_BSKh: Float[Array, "B S K h"],
+    value_BSKh: Float[Array, "B S K h"],
+    segment_ids: Int[Array, "B S"],
+    *,
+    window: int | None = None,
+    windowed: Bool[Array, ""] | bool = True,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    backend: AttentionBackend | None = None,
+) -> Float[Array, "B S H h"]:
+    """Every query's mean of the values it may see, weighted by softmax(cap(query·key·scale));
+    scores are float32.
+
+    A slot sees the slots of its own segment that are not after it, itself included. Segments are
+    contiguous; padding (id 0) sees padding.
+    window: slots it sees at most, the nearest; None: all. windowed: whether this layer has that
+    window; may be traced, so that one compiled layer serves both kinds. scale: None for h^-1/2.
+    soft_cap: c, scores become c·tanh(score/c).
+    backend: None for the platform's favourite, and "xla" where that refuses. Raises ConfigError
+    where the one asked for cannot run.
+    """
+    backend = choose(backend, query_BSHh.shape[-1], query_BSHh.dtype)
+    if backend == "xla":
+        mask_BSS = segment_mask(segment_ids)
+        if window is not None:
+            length = segment_ids.shape[1]
+            mask_BSS &= _near(length, jnp.where(windowed, window, length))
+        # every query needs the keys of its whole row
+        if on_mesh() and jax.sharding.get_abstract_mesh().shape["sequence"] > 1:
+            query_BSHh = constrain(query_BSHh, *TOKEN_AXES, head_axes(), None)
+            key_BSKh, value_BSKh = (
+                constrain(array, BATCH_AXES, None, head_axes(), None)
+                for array in (key_BSKh, value_BSKh)
+            )
+        return _xla(query_BSHh, key_BSKh, value_BSKh, mask_BSS, scale, soft_cap)
+    fused = _splash if backend == "splash" else _triton
+    length = segment_ids.shape[1]
+    shards = jax.sharding.get_abstract_mesh().shape.get("sequence", 1) if on_mesh() else 1
+    missing = -length % (SLOTS * shards)
+    query, key, value = query_BSHh, key_BSKh, value_BSKh
+    if missing:
+        query, key, value = (
+            jnp.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0))) for array in (query, key, value)
+        )
+        # a segment of its own: none sees it
+        segment_ids = jnp.pad(segment_ids, ((0, 0), (0, missing)), constant_values=-1)
+    scale = query_BSHh.shape[-1] ** -0.5 if scale is None else scale
+    interpret = platform_at_hand() == "cpu"
+    mixed = fused(query, key, value, segment_ids, window, windowed, scale, soft_cap, interpret)
+    return mixed[:, :length] if missing else mixed
+
+
+def choose(backend: AttentionBackend | None, head_width: int, dtype: Any) -> AttentionBackend:
+    """The backend that will run on the platform at hand.
+
+    Where the platform's favourite cannot, "xla" runs with a warning. Raises ConfigError where the
+    one asked for cannot.
+    """
+    platform = platform_at_hand()
+    wanted = FAVOURITES.get(platform, "xla") if backend is None else backend
+    if wanted == "xla":
+        return wanted
+    own = next(name for name, favourite in FAVOURITES.items() if favourite == wanted)
+    problem = None
+    if platform not in (own, "cpu"):
+        problem = f"{wanted!r} is for {own}, and this program is for {platform}"
+    elif jnp.dtype(dtype).itemsize > 4:
+        problem = f"{wanted!r} knows bfloat16 and float32, not {jnp.dtype(dtype).name}"
+    elif wanted == "triton" and head_width not in TRITON_WIDTHS:
+        problem = f"'triton' knows heads of width {', '.join(map(str, TRITON_WIDTHS))}, and this model's have {head_width}"
+    elif (reason := missing(f"attention_{wanted}")) is not None:
+        problem = f"{wanted!r} cannot run: {reason}"
+    if problem is None:
+        if platform == "cpu":
+            _warn_once(
+                f"attention {wanted!r} is interpreted on cpu: right, and far slower than 'xla'"
+            )
+        return wanted
+    if backend is None:
+        _warn_once(f"attention runs by 'xla', which holds all scores: {problem}")
+        return "xla"
+    favourite = FAVOURITES.get(platform, "xla")
+    fix = "Leave attention out, and the fastest that can run is taken" + (
+        f" (here {favourite!r})." if favourite != wanted else "."
+    )
+    raise ConfigError(at="model.attention", problem=problem, fix=fix)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+def head_axes() -> tuple[str, ...]:
+    """The mesh axes over which heads are divided: those of the rules that divide neither rows nor
+    slots.
+    """
+    return tuple(
+        axis for axis in axes_of(rules()["heads"]) if axis not in (*BATCH_AXES, "sequence")
+    )
+
+
+def segment_mask(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
+    """True where query slot s may see key slot t: same segment, t not after s. Padding sees
+    padding, so that no row of it is empty.
+    """
+    causal_SS = jnp.tril(jnp.ones((segment_ids.shape[1],) * 2, dtype=bool))
+    return (segment_ids[:, :, None] == segment_ids[:, None, :]) & causal_SS
+
+
+def _near(length: int, window: Int[Array, ""]) -> Bool[Array, "S S"]:
+    """True where key slot t is less than `window` before query slot s. Segments are contiguous, so
+    slots count as positions do.
+    """
+    index_S = jnp.arange(length)
+    return index_S[:, None] - index_S[None, :] < window
+
+
+def _xla(
+    query_BSHh: Array,
+    key_BSKh: Array,
+    value_BSKh: Array,
+    mask_BSS: Array,
+    scale: float | None,
+    soft_cap: float | None,
+) -> Array:
+    if soft_cap is None:
+        return jax.nn.dot_product_attention(
+            query_BSHh, key_BSKh, value_BSKh, mask=mask_BSS[:, None], scale=scale
+        )
+    batch, length, heads, head = query_BSHh.shape
+    grouped_BSKGh = query_BSHh.reshape(batch, length, key_BSKh.shape[2], -1, head)
+    scores_BKGST = jnp.einsum(
+        "bskgh,btkh->bkgst", grouped_BSKGh, key_BSKh, preferred_element_type=jnp.float32
+    )
+    scores_BKGST = soft_cap * jnp.tanh(
+        scores_BKGST * ((head**-0.5 if scale is None else scale) / soft_cap)
+    )
+    shares_BKGST = jax.nn.softmax(
+        jnp.where(mask_BSS[:, None, None], scores_BKGST, -jnp.inf), axis=-1
+    )
+    mixed_BSKGh = jnp.einsum("bkgst,btkh->bskgh", shares_BKGST.astype(value_BSKh.dtype), value_BSKh)
+    return mixed_BSKGh.reshape(batch, length, heads, head)
+
+
+def _splash(query, key, value, segment_ids, window, windowed, scale, soft_cap, interpret) -> Array:
+    from easypipe.kernels.attention import splash as kernels
+
+    where = _Layout(query, key)
+    make = functools.partial(
+        kernels.make_kernel,
+        where.local_heads,
+        segment_ids.shape[1],
+        where.shards,
+        soft_cap=soft_cap,
+        interpret=interpret,
+    )
+
+    def run(kernel: Any) -> Array:
+        local = functools.partial(kernels.attention, scale=scale)
+        specs = (
+            where.query,
+            where.key,
+            where.key,
+            where.slots,
+            where.row,
+            kernels.kernel_specs(kernel, where.sequence),
+        )
+        return where.over(local, specs)(
+            query, where.repeated(key), where.repeated(value), segment_ids, segment_ids, kernel
+        )
+
+    if window is None or isinstance(windowed, bool):
+        return run(make(window=window if windowed is True else None))
+    return jax.lax.cond(windowed, lambda: run(make(window=window)), lambda: run(make(window=None)))
+
+
+def _triton(query, key, value, segment_ids, window, windowed, scale, soft_cap, interpret) -> Array:
+    from easypipe.kernels.attention import triton as kernels
+
+    where = _Layout(query, key)
+    slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+    first, last = _runs(segment_ids)
+    if window is not None:
+        reach = jnp.where(windowed, window, slots.size) - 1
+        first, last = jnp.maximum(first, slots - reach), jnp.minimum(last, slots + reach)
+    options = kernels.Options(scale, soft_cap, interpret)
+
+    def local(query: Array, key: Array, value: Array, *runs: Array) -> Array:
+        return kernels.attention(query, key, value, kernels.Runs(*runs), options)
+
+    specs = (where.query, where.key, where.key, P(where.sequence), where.slots, where.row)
+    return where.over(local, specs)(
+        query, where.repeated(key), where.repeated(value), slots, first, last
+    )
+
+
+def _runs(segment_ids: Int[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
+    """The first and the last slot of every slot's segment."""
+    slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    begins = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
+    ends = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)
+    first = jax.lax.cummax(jnp.where(begins, slots, 0), axis=1)
+    return first, jax.lax.cummin(jnp.where(ends, slots, slots.size - 1), axis=1, reverse=True)
+
+
+class _Layout:
+    """How the arrays of attention lie on the mesh: rows over the batch axes, heads as the rules
+    say, queries over `sequence`.
+
+    The compiler cannot divide a kernel, so each device runs it on its own part; keys and values of
+    a row are gathered over `sequence`.
+    """
+
+    def __init__(self, query_BSHh: Array, key_BSKh: Array) -> None:
+        batch, _, heads, _ = query_BSHh.shape
+        self.mesh = on_mesh()
+        shape = jax.sharding.get_abstract_mesh().shape if self.mesh else {}
+        rows, over = (
+            (fitting(batch, BATCH_AXES), fitting(heads, head_axes())) if self.mesh else (None, None)
+        )
+        parts = math.prod(shape[axis] for axis in over or ())
+        self.sequence = "sequence" if shape.get("sequence", 1) > 1 else None
+        self.shards = shape["sequence"] if self.sequence else 1
+        self.local_heads = heads // parts
+        # fewer key heads than devices: one each
+        self.copies = 1 if key_BSKh.shape[2] % parts == 0 else heads // key_BSKh.shape[2]
+        self.query, self.key = P(rows, self.sequence, over, None), P(rows, None, over, None)
+        self.slots, self.row = P(rows, self.sequence), P(rows, None)
+
+    def repeated(self, key_BSKh: Array) -> Array:
+        return key_BSKh if self.copies == 1 else jnp.repeat(key_BSKh, self.copies, axis=2)
+
+    def over(self, function: Callable[..., Array], specs: tuple[Any, ...]) -> Callable[..., Array]:
+        # Every axis that divides an input divides the result too, or is one along which it is
+        # summed (keys and values): so autodiff
+        # through shard_map is right here, which it is not where a result is replicated.
+        return (
+            jax.shard_map(function, in_specs=specs, out_specs=self.query, check_vma=False)
+            if self.mesh
+            else function
+        )

@@ -1,0 +1,222 @@
+"""A decoder in Flax NNX: RMSNorm, rotary positions, grouped-query attention, a gated MLP; by its
+options Llama, Qwen, Mistral or Gemma.
+
+B batch · S sequence · D width · H query heads · K key and value heads · h head width · F inner
+width of the MLP · V vocabulary
+"""
+# ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from easypipe.core.errors import ConfigError
+from easypipe.kernels.loss.stats import Layout
+from easypipe.train.model.attention import head_axes
+from easypipe.train.model.config import ModelConfig, RopeScaling
+from easypipe.train.model.layers import Layer, Turns, linear, norm, rotation
+from easypipe.train.parallel.axes import (
+    TOKEN_AXES,
+    constrain,
+    on_mesh,
+    partitioned,
+    rules,
+    vocab_axes,
+)
+from easypipe.train.parallel.config import axes_of
+
+__all__ = ["Decoder", "ModelConfig", "RopeScaling", "check_mesh", "param_count", "positions"]
+
+
+class Decoder(nnx.Module):
+    """Token ids in, logits (or the hidden states before the head) out.
+
+    Build inside `jax.jit` under `jax.set_mesh(mesh)`, and every parameter is born on its devices.
+    Raises ConfigError where a dimension does not divide over its mesh axis.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        check_mesh(config)
+        self.config = config
+        # config.json that the weights came with; what save_pretrained starts from
+        self.hf_config: str | None = None
+        width, vocab, param_dtype = (
+            config.hidden_size,
+            config.vocabulary,
+            jnp.dtype(config.param_dtype),
+        )
+        # Tokens must weigh as much in the residual stream as what the layers add to it (unit size),
+        # or early training is slow: a table
+        # of 0.02 reached 4.98 where 1/sqrt(D) reached 4.28, and 1 (untied) 3.89. A table that is
+        # also the head cannot be larger than
+        # 1/sqrt(D): its own token would win every logit.
+        table_init = partitioned(
+            nnx.initializers.normal(width**-0.5 if config.tie_embeddings else 1.0), "vocab", "embed"
+        )
+        self.embedding = nnx.Param(table_init(rngs.params(), (vocab, width), param_dtype))
+        make_layers = nnx.vmap(
+            functools.partial(Layer, config),
+            in_axes=0,
+            out_axes=0,
+            transform_metadata={nnx.PARTITION_NAME: "layers"},
+        )
+        self.layers = make_layers(rngs.split(config.num_layers))
+        self.norm = norm(config, config.hidden_size, rngs)
+        if not config.tie_embeddings:
+            # first logits small, first loss near log(V)
+            self.head = linear(config, width, vocab, ("embed", "vocab"), rngs, scale=0.25)
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"] | None = None,
+        position_ids: Int[Array, "B S"] | None = None,
+    ) -> Float[Array, "B S V"]:
+        """Float32 logits of every slot. They are large: training goes through train/losses/loss.py, which
+        never holds them.
+        """
+        return self.logits(self.hidden(input_ids, segment_ids, position_ids))
+
+    def logits(self, hidden: Float[Array, "*tokens D"]) -> Float[Array, "*tokens V"]:
+        """Float32 logits of hidden states, capped where the model caps them."""
+        logits = jnp.einsum(
+            f"...d,{self.lm_head_layout}->...v",
+            hidden,
+            self.lm_head(),
+            preferred_element_type=jnp.float32,
+        )
+        cap = self.logit_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def hidden(
+        self,
+        input_ids: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"] | None = None,
+        position_ids: Int[Array, "B S"] | None = None,
+    ) -> Float[Array, "B S D"]:
+        """States before the head, in `config.dtype`, normalised.
+
+        segment_ids: slots of one row see each other only within a segment; 0 is padding; None: each
+        row is one segment.
+        position_ids: place of the token in its segment, for the rotation; None: counted from
+        segment_ids.
+        """
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(input_ids)
+        if position_ids is None:
+            position_ids = positions(segment_ids)
+        # A table sharded over its vocabulary is gathered over `fsdp` first; without this the
+        # partitioner replicates it whole.
+        table_VD = constrain(self.embedding[...].astype(self.config.dtype), vocab_axes(), None)
+        x_BSD = constrain(jnp.take(table_VD, input_ids, axis=0), *TOKEN_AXES, None)
+        if self.config.scale_embeddings:
+            # rounded to the dtype first, as Gemma was trained
+            x_BSD = x_BSD * jnp.asarray(self.config.hidden_size**0.5, x_BSD.dtype)
+        config = self.config
+        # layers with the window, those without, or both
+        kinds = sorted(set(config.windowed), reverse=True)
+        turned = [self._turns(position_ids, windowed=kind) for kind in kinds]
+
+        def layer(x_BSD: Array, one: tuple[Layer, Array | None]) -> tuple[Array, None]:
+            block, windowed = one
+            turns = (
+                turned[0]
+                if windowed is None
+                else jax.tree.map(functools.partial(jnp.where, windowed), *turned)
+            )
+            x_BSD = block(x_BSD, segment_ids, kinds[0] if windowed is None else windowed, turns)
+            return constrain(x_BSD, *TOKEN_AXES, None), None
+
+        if config.remat == "full":
+            layer = jax.checkpoint(layer)
+        elif config.remat == "dots":
+            layer = jax.checkpoint(layer, policy=_PRODUCTS)
+        windowed = jnp.array(config.windowed) if len(kinds) > 1 else None
+        unroll = 1 if config.scan_layers else config.num_layers
+        x_BSD, _ = jax.lax.scan(layer, x_BSD, (self.layers, windowed), unroll=unroll)
+        return self.norm(x_BSD)
+
+    def _turns(self, position_ids: Array, *, windowed: bool) -> Turns:
+        """The rotation of layers with the window, or of those without."""
+        config = self.config
+        if windowed and config.local_rope_theta is not None:
+            return rotation(position_ids, config.head_width, config.local_rope_theta, None)
+        return rotation(position_ids, config.head_width, config.rope_theta, config.rope_scaling)
+
+    def lm_head(self) -> Float[Array, "D V"] | Float[Array, "V D"]:
+        """The matrix that turns hidden states into logits, in `config.dtype`; which way round,
+        `lm_head_layout` says.
+        """
+        matrix = self.embedding[...] if self.config.tie_embeddings else self.head.kernel[...]
+        return matrix.astype(self.config.dtype)
+
+    @property
+    def logit_soft_cap(self) -> float | None:
+        return self.config.logit_soft_cap
+
+    @property
+    def lm_head_layout(self) -> Layout:
+        """A table that is also the head stays as it lies: turned round, it would be copied."""
+        return "vd" if self.config.tie_embeddings else "dv"
+
+
+_PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    # what the fused kernels of attention give
+    jax.checkpoint_policies.save_only_these_names("attention"),
+)
+
+
+def check_mesh(config: ModelConfig) -> None:
+    """Raises ConfigError where a sharded dimension of the parameters does not divide over its axis
+    of the mesh in `jax.set_mesh`.
+    """
+    if not on_mesh():
+        return
+    shape = jax.sharding.get_abstract_mesh().shape
+    sizes = (
+        ("hidden_size", config.hidden_size, axes_of(rules()["embed"])),
+        ("intermediate_size", config.intermediate_size, axes_of(rules()["mlp"])),
+        # attention has whole heads on a device; fewer key heads than devices are copied
+        ("num_heads", config.num_heads, head_axes()),
+        ("num_heads", config.num_heads * config.head_width, axes_of(rules()["heads"])),
+        ("num_kv_heads", config.num_kv_heads * config.head_width, axes_of(rules()["heads"])),
+        ("vocab_size", config.vocabulary, axes_of(rules()["vocab"])),
+    )
+    for field, size, axes in sizes:
+        ways, axis = math.prod(shape[axis] for axis in axes), " x ".join(map(repr, axes))
+        if size % ways:
+            detail = (
+                f" times head width {config.head_width}"
+                if "heads" in field and size != getattr(config, field)
+                else ""
+            )
+            problem = f"{getattr(config, field)}{detail} does not divide over the {ways} devices of mesh axis {axis}"
+            fitting = [n for n in range(1, ways) if size % n == 0 == ways % n]
+            raise ConfigError(
+                at=f"model.{field}",
+                problem=problem,
+                fix=f"Give axis {axis} one of {fitting}, or change {field}.",
+            )
+
+
+def positions(segment_ids: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """Place of every slot within its run of equal segment ids, from 0."""
+    index_BS = jnp.broadcast_to(
+        jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape
+    )
+    starts_BS = jnp.pad(
+        segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True
+    )
+    return index_BS - jax.lax.cummax(jnp.where(starts_BS, index_BS, 0), axis=1)
+
+
+def param_count(model: nnx.Module) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))

@@ -1,0 +1,116 @@
+"""Floating-point operations of a training step, counted from the model and the data (XLA's own
+count is wrong under a scan).
+
+A product of an m x k and a k x n matrix counts 2·m·k·n; the backward pass counts twice the forward
+pass; recomputation (remat) is not counted, nor are norms, activations and softmax: this is the
+numerator of model FLOPs utilisation, not of hardware utilisation.
+
+A layer with a sliding window of W attends, for the token at place p of its segment, to min(p + 1,
+W) tokens; the half token that the diagonal has too much is left out for all layers alike, so a
+token counts p + 1/2, and W once that is less.
+"""
+# ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from easypipe.train.model.decoder import ModelConfig
+
+
+def matmul_params(config: ModelConfig) -> int:
+    """Parameters that take part in a matrix product: layers and head, without norms and without the
+    embedding lookup.
+    """
+    heads = 2 * config.num_heads * config.head_width + 2 * config.num_kv_heads * config.head_width
+    layer = config.hidden_size * (heads + 3 * config.intermediate_size)
+    return config.num_layers * layer + config.hidden_size * config.vocabulary
+
+
+def flops_per_step(config: ModelConfig, segment_lengths: Iterable[int]) -> int:
+    """Forward and backward FLOPs over packed segments of these lengths (tokens; padding left out),
+    exact as an integer.
+
+    `6·N·tokens + 6·H·h·Σ_layers Σ attended`, attended being `length²` of a segment, or `W² +
+    2·W·(length - W)` in a layer with a window W that is shorter: a token sees half its segment on
+    average, padding and other segments cost nothing that counts.
+    """
+    lengths = [int(length) for length in segment_lengths]
+    attended = sum(_attended(length, window) for window in windows(config) for length in lengths)
+    return (
+        6 * matmul_params(config) * sum(lengths)
+        + _attention(config) // config.num_layers * attended
+    )
+
+
+def flops_from_sums(config: ModelConfig, num_tokens: float, attended: float) -> float:
+    """`flops_per_step` from the two numbers that `segment_sums` gives, which add up over
+    micro-batches and steps.
+    """
+    return 6.0 * matmul_params(config) * num_tokens + float(_attention(config)) * attended
+
+
+def adapter_flops(config: ModelConfig, adapter_params: int) -> int:
+    """What adapters add to the FLOPs of a token, usually less than nothing: `6·adapter_params -
+    2·N`.
+
+    A frozen matrix passes a gradient through itself and has none of its own: 4 FLOPs a parameter
+    and token in place of 6.
+    """
+    return 6 * adapter_params - 2 * matmul_params(config)
+
+
+def windows(config: ModelConfig) -> list[int | None]:
+    """The sliding window of each layer, None for those that have none."""
+    return [config.sliding_window if windowed else None for windowed in config.windowed]
+
+
+def palm_flops_per_step(config: ModelConfig, num_slots: int, seq_length: int) -> int:
+    """The PaLM convention, `(6·N + 12·L·H·h·S)` a slot: padding counts, segments and the causal
+    mask do not. A layer with a window W has min(S, W) in place of S; PaLM had none.
+
+    Chowdhery et al., PaLM, 2022, appendix B. N is `matmul_params`. It is what most papers print,
+    and higher than `flops_per_step`.
+    """
+    seen = sum(
+        seq_length if window is None else min(seq_length, window) for window in windows(config)
+    )
+    return num_slots * (
+        6 * matmul_params(config) + 2 * (_attention(config) // config.num_layers) * seen
+    )
+
+
+def segment_sums(
+    segment_ids: Int[Array, "B S"],
+    position_ids: Int[Array, "B S"],
+    windows: Sequence[int | None] = (None,),
+) -> tuple[Int[Array, ""], Float[Array, ""]]:
+    """`(tokens, attended)` of the segments of a batch, on device: int32 and float32 (rounded to
+    1e-7 of itself above 2^24).
+
+    attended: Σ length², the mean over layers whose `windows` cut it off. The odd numbers 1, 3, ...
+    2n-1 sum to n², so positions, which restart at 0 in each segment, are all it takes.
+    """
+    is_token, seen = segment_ids > 0, 2.0 * position_ids + 1.0
+    attended = jnp.zeros((), jnp.float32)
+    for window, layers in Counter(windows).items():
+        within = seen if window is None else jnp.minimum(seen, 2.0 * window)
+        attended += layers / len(windows) * jnp.where(is_token, within, 0.0).sum(dtype=jnp.float32)
+    return is_token.sum(dtype=jnp.int32), attended
+
+
+def _attended(length: int, window: int | None) -> int:
+    return (
+        length * length
+        if window is None or length <= window
+        else window * window + 2 * window * (length - window)
+    )
+
+
+def _attention(config: ModelConfig) -> int:
+    return 6 * config.num_layers * config.num_heads * config.head_width

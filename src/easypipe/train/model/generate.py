@@ -1,0 +1,197 @@
+"""A look at what a model has learned: sampling with fixed shapes, one compiled program per shape.
+
+Each new token runs the whole row again, without a cache of keys and values: right for a few lines
+at the end of a run, not for serving.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from easypipe.core.errors import ConfigError
+from easypipe.train.model.decoder import Decoder
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    seed: int = 0,
+) -> list[list[int]]:
+    """The tokens that `model` adds to each of `prompts` (token ids), at most `max_new_tokens`,
+    without the prompt.
+
+    temperature: 0 takes the likeliest token every time; otherwise logits are divided by it. top_k:
+    only the k likeliest are drawn from (and any that tie with the last of them). top_p: only the
+    likeliest, as many as it takes to have that share of the odds together (Holtzman et al., 2020),
+    after temperature and top_k. A row ends before `eos_token_id`, or the first of these; when all
+    have, no more is computed. Row r draws from `seed` and r alone, so its text does not depend on
+    the other prompts of the call.
+
+    Raises ConfigError for an empty prompt, a token outside the vocabulary, a negative temperature,
+    a top_k outside 1..vocabulary, a top_p outside (0, 1], and for either beside temperature 0,
+    which draws nothing.
+    """
+    vocab = model.config.vocabulary
+    _check(prompts, vocab, max_new_tokens, temperature, top_k, top_p)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), int(lengths.max()) + max_new_tokens), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    ends = (
+        []
+        if eos_token_id is None
+        else [eos_token_id]
+        if isinstance(eos_token_id, int)
+        else list(eos_token_id)
+    )
+    graph, state = nnx.split(model)
+    filled = _fill(
+        graph,
+        state,
+        tokens,
+        lengths,
+        jax.random.key(seed),
+        jnp.float32(temperature or 1.0),
+        jnp.array(ends, jnp.int32),
+        steps=max_new_tokens,
+        greedy=temperature == 0,
+        top_k=None if top_k == vocab else top_k,
+        top_p=None if top_p == 1.0 else top_p,
+    )
+    rows = []
+    for row, length in zip(np.asarray(filled), lengths, strict=True):
+        new = row[length : length + max_new_tokens].tolist()
+        rows.append(new[: next((at for at, token in enumerate(new) if token in ends), len(new))])
+    return rows
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("steps", "greedy", "top_k", "top_p"))
+def _fill(
+    graph: nnx.GraphDef,
+    state: nnx.State,
+    tokens: Array,
+    lengths: Array,
+    key: Array,
+    temperature: Array,
+    ends: Array,
+    *,
+    steps: int,
+    greedy: bool,
+    top_k: int | None,
+    top_p: float | None,
+) -> Array:
+    """`tokens`, Int[B, S], with `steps` more in each row after its `lengths`; all shapes are fixed,
+    so one program serves every step.
+    """
+    model = nnx.merge(graph, state)
+    rows = jnp.arange(tokens.shape[0])
+    row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+
+    def add_one(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        step, tokens, ended = carry
+        last = lengths + step - 1
+        hidden = model.hidden(tokens)  # slots after `last` hold zeros; the causal mask hides them
+        logits = model.logits(hidden[rows, last])
+        if greedy:
+            choice = logits.argmax(axis=-1)
+        else:
+            if top_k is not None:
+                threshold = jax.lax.top_k(logits, top_k)[0][:, -1:]
+                logits = jnp.where(logits < threshold, -jnp.inf, logits)
+            logits = logits / temperature
+            if top_p is not None:
+                logits = _nucleus(logits, top_p)
+            keys = jax.vmap(lambda row_key: jax.random.fold_in(row_key, step))(row_keys)
+            choice = jax.vmap(jax.random.categorical)(keys, logits)
+        return (
+            step + 1,
+            tokens.at[rows, last + 1].set(choice.astype(tokens.dtype)),
+            ended | jnp.isin(choice, ends),
+        )
+
+    def goes_on(carry: tuple[Array, Array, Array]) -> Array:
+        return (carry[0] < steps) & ~carry[2].all()
+
+    return jax.lax.while_loop(
+        goes_on, add_one, (jnp.int32(0), jnp.asarray(tokens), jnp.zeros(tokens.shape[0], bool))
+    )[1]
+
+
+def _nucleus(logits: Array, top_p: float) -> Array:
+    """`logits`, [B, V], without those whose likelier ones have `top_p` of the odds already."""
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    odds = jax.nn.softmax(ordered, axis=-1)
+    kept = jnp.cumsum(odds, axis=-1) - odds < top_p
+    least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(logits < least, -jnp.inf, logits)
+
+
+def _check(
+    prompts: Sequence[Sequence[int]],
+    vocab: int,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> None:
+    if not prompts:
+        raise ConfigError(
+            at="prompts", problem="no prompt", fix="Give at least one list of token ids."
+        )
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ConfigError(
+                at=f"prompts[{index}]",
+                problem="no tokens",
+                fix="Start with the tokenizer's EOS or BOS token.",
+            )
+        outside = [token for token in prompt if not 0 <= token < vocab]
+        if outside:
+            fix = "Encode the prompt with the tokenizer that the model was trained with."
+            raise ConfigError(
+                at=f"prompts[{index}]",
+                problem=f"token {outside[0]} is outside the vocabulary of {vocab}",
+                fix=fix,
+            )
+    if max_new_tokens < 1:
+        raise ConfigError(
+            at="max_new_tokens", problem=f"{max_new_tokens} is no length", fix="Give at least 1."
+        )
+    if temperature < 0:
+        raise ConfigError(
+            at="temperature",
+            problem=f"{temperature} is negative",
+            fix="Give 0 for the likeliest token, 1 for the model's own odds.",
+        )
+    if top_k is not None and not 1 <= top_k <= vocab:
+        raise ConfigError(
+            at="top_k",
+            problem=f"{top_k} of a vocabulary of {vocab}",
+            fix=f"Give 1 to {vocab}, or None for all.",
+        )
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(
+            at="top_p",
+            problem=f"{top_p} is no share",
+            fix="Give more than 0 and at most 1; 0.9 is usual.",
+        )
+    for name, value in (("top_k", top_k), ("top_p", top_p)):
+        if value is not None and temperature == 0:
+            raise ConfigError(
+                at=name,
+                problem="has no effect with temperature 0",
+                fix="Leave it out, or give a temperature.",
+            )

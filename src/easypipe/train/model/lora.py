@@ -1,0 +1,219 @@
+"""Low-rank adapters in the place of a module's projections, and back.
+
+I inputs of a projection · O outputs · r rank; projections that are stacked for a scan over layers
+have one dimension more in front.
+"""
+# ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.random import fold
+from easypipe.train.model.lora_config import LoraConfig
+from easypipe.train.model.pretrained.families import PROJECTIONS
+
+_ADAPTER = ("lora_a", "lora_b", "lora")
+# projections of the decoder that are never called
+_UNCALLED = {"head": "its matrix goes into the loss whole"}
+
+
+class LoraLinear(nnx.Linear):
+    """A projection that was there, and its adapter: `x·W + bias + scale·(x·A)·B`, in the dtype of
+    the projection.
+
+    Its arrays keep their names; `lora_a` Float32[..., I, r] and `lora_b` Float32[..., r, O] are
+    nnx.LoRAParam, laid out as W's own dimensions are.
+    """
+
+    def __init__(self, linear: nnx.Linear, config: LoraConfig, key: Array) -> None:
+        _take(self, linear)
+        *stacked, inputs, outputs = self.kernel.shape
+        *in_front, input_axis, output_axis = _labels(self.kernel)
+        bound = inputs**-0.5  # what PEFT draws: Kaiming's uniform with a = sqrt(5)
+        first = jax.random.uniform(key, (*stacked, inputs, config.rank), jnp.float32, -bound, bound)
+        self.lora_a = _adapter(first, (*in_front, input_axis, None))
+        self.lora_b = _adapter(
+            jnp.zeros((*stacked, config.rank, outputs), jnp.float32), (*in_front, None, output_axis)
+        )
+        self.lora = config
+
+    def __call__(
+        self, inputs: Float[Array, "... I"], out_sharding: Any = None
+    ) -> Float[Array, "... O"]:
+        whole = super().__call__(inputs, out_sharding)
+        inputs = inputs.astype(whole.dtype)
+        low = inputs @ self.lora_a[...].astype(whole.dtype)
+        return whole + self.lora.scale * (low @ self.lora_b[...].astype(whole.dtype))
+
+
+def add_lora(module: nnx.Module, config: LoraConfig, seed: int) -> nnx.Module:
+    """`module` itself, its `config.targets` replaced by LoraLinear; first values depend on `seed`
+    and the projection's name alone.
+
+    Raises ConfigError for a target that fits no projection (with their names), and for a rank that
+    a projection cannot have.
+    """
+    found = dict(_projections(module))
+    named = {name for name in found if name not in _UNCALLED}
+    chosen: set[str] = set()
+    for i, target in enumerate(config.targets):
+        fitting = {
+            name
+            for name in named
+            if fnmatch.fnmatchcase(name, target)
+            or fnmatch.fnmatchcase(name.rpartition(".")[2], target)
+        }
+        if not fitting:
+            raise _no_target(f"targets[{i}]", target, sorted(named))
+        chosen |= fitting
+    for name in sorted(chosen):
+        parent, key, linear = found[name]
+        if isinstance(linear, LoraLinear):
+            raise ConfigError(
+                at="targets",
+                problem=f"{name} has an adapter already",
+                fix="Merge it first: merge_lora(module).",
+            )
+        most = min(linear.kernel.shape[-2:])
+        if config.rank > most:
+            problem = f"{config.rank}, but {name} is {list(linear.kernel.shape[-2:])}"
+            raise ConfigError(
+                at="rank",
+                problem=problem,
+                fix=f"Give at most {most}, or leave {name} out of targets.",
+            )
+        _put(
+            parent,
+            key,
+            LoraLinear(linear, config, jax.random.key(fold(seed, "lora", name) % 2**32)),
+        )
+    return module
+
+
+def merge_lora(module: Any) -> Any:
+    """A module without adapters that computes the same: every W + scale·A·B, added in float32 and
+    rounded to the dtype of W.
+
+    `module` is left as it is, and shares all arrays that have no adapter. One without adapters is
+    returned as it is.
+    """
+    if not has_lora(module):
+        return module
+    module = nnx.clone(module, variables=False)
+    for _, (parent, key, linear) in list(_projections(module)):
+        if isinstance(linear, LoraLinear):
+            plain: Any = nnx.Linear(1, 1, rngs=nnx.Rngs(0))  # a frame: everything in it is replaced
+            _take(plain, linear, without=_ADAPTER)
+            a, b, scale = linear.lora_a[...], linear.lora_b[...], linear.lora.scale
+            plain.kernel = linear.kernel.replace(_merged(linear.kernel[...], a, b, scale))
+            _put(parent, key, plain)
+    return module
+
+
+@jax.jit
+def _merged(
+    kernel: Float[Array, "... I O"],
+    a: Float[Array, "... I r"],
+    b: Float[Array, "... r O"],
+    scale: Any,
+) -> Float[Array, "... I O"]:
+    added = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    return (kernel.astype(jnp.float32) + scale * added).astype(kernel.dtype)
+
+
+def has_lora(module: Any) -> bool:
+    return any(isinstance(linear, LoraLinear) for _, (_, _, linear) in _projections(module))
+
+
+def adapters(module: Any) -> dict[str, LoraLinear]:
+    """Dotted name → projection, of all that have an adapter."""
+    return {
+        name: linear
+        for name, (_, _, linear) in _projections(module)
+        if isinstance(linear, LoraLinear)
+    }
+
+
+def fingerprint(arrays: Mapping[str, Array]) -> dict[str, int]:
+    """A number for the bits of every array, the same on every mesh: tells whether adapters belong
+    to these weights.
+    """
+    return {name: int(value) for name, value in jax.device_get(_fingerprint(dict(arrays))).items()}
+
+
+@jax.jit
+def _fingerprint(arrays: dict[str, Array]) -> dict[str, Array]:
+    def one(array: Array) -> Array:
+        kind = {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(array, kind).astype(jnp.uint32)
+        place = jnp.uint32(0)
+        # odd factors, one for each place, so that an order is told from another
+        for dimension in range(bits.ndim):
+            place = place * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(
+                jnp.uint32, bits.shape, dimension
+            )
+        # integers wrap: the same whatever the order of the sum
+        return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+
+    return {name: one(array) for name, array in arrays.items()}
+
+
+def _projections(module: nnx.Module) -> Iterator[tuple[str, tuple[Any, Any, nnx.Linear]]]:
+    """(dotted name, (owner, its key, projection)) of every nnx.Linear in `module`."""
+    owners = {path: node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)}
+    for path, node in owners.items():
+        if isinstance(node, nnx.Linear) and path:
+            yield ".".join(str(key) for key in path), (owners[path[:-1]], path[-1], node)
+
+
+def _put(owner: Any, key: Any, value: Any) -> None:
+    if isinstance(key, str):
+        setattr(owner, key, value)
+    else:
+        owner[key] = value
+
+
+def _take(target: Any, source: Any, without: tuple[str, ...] = ()) -> None:
+    """Everything that `source` holds becomes `target`'s."""
+    for name, value in vars(source).items():
+        if not name.startswith("_pytree__") and name not in without:
+            setattr(target, name, value)
+
+
+def _adapter(value: Array, labels: tuple[str | None, ...]) -> nnx.LoRAParam:
+    return (
+        nnx.LoRAParam(value, out_sharding=labels, eager_sharding=False)
+        if any(labels)
+        else nnx.LoRAParam(value)
+    )
+
+
+def _labels(kernel: nnx.Variable) -> tuple[str | None, ...]:
+    metadata: Any = kernel.get_metadata()
+    return tuple(metadata.get("out_sharding") or [None] * len(kernel.shape))
+
+
+def _no_target(at: str, target: str, named: list[str]) -> ConfigError:
+    theirs = {their.rpartition(".")[2]: ours for ours, their in PROJECTIONS.items()}
+    if target in _UNCALLED:
+        return ConfigError(
+            at=at,
+            problem=f"{target!r} takes no adapter: {_UNCALLED[target]}",
+            have=named,
+            fix="Leave it out.",
+        )
+    if target in theirs:
+        fix = f"What others call {target!r} is {theirs[target]!r} here."
+    else:
+        fix = did_you_mean(target, [*named, *(name.rpartition(".")[2] for name in named)])
+    return ConfigError(at=at, problem=f"no projection fits {target!r}", have=named, fix=fix)

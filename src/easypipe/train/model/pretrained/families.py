@@ -1,0 +1,448 @@
+"""Families of published decoders: their config.json as a ModelConfig and back, and the names of
+their weights.
+
+Sources: the configuration classes and modelling code of `transformers` 5, whose defaults stand for
+keys that a config.json leaves out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.train.model.config import ModelConfig, RopeScaling
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture of `transformers`."""
+
+    model_type: str
+    architecture: str
+    defaults: Mapping[str, Any]  # of config.json, where they differ from _DEFAULTS
+    # of ModelConfig: what all of the family have in common
+    options: Mapping[str, Any] = field(default_factory=dict)
+    activation_key: str = "hidden_act"
+    is_gemma: bool = False
+
+
+_DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+}
+_QWEN = {
+    "intermediate_size": 22016,
+    "vocab_size": 151936,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+}
+_GEMMA = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_GEMMA_OPTIONS = {
+    "activation": "gelu_tanh",
+    "norm_scale": "one_plus",
+    "post_norms": True,
+    "scale_embeddings": True,
+}
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family(model_type="llama", architecture="LlamaForCausalLM", defaults={}),
+        Family(
+            model_type="mistral",
+            architecture="MistralForCausalLM",
+            defaults={"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
+        ),
+        Family(
+            model_type="qwen2",
+            architecture="Qwen2ForCausalLM",
+            defaults=_QWEN,
+            options={"qkv_bias": True},
+        ),
+        Family(
+            model_type="qwen3",
+            architecture="Qwen3ForCausalLM",
+            defaults=_QWEN | {"head_dim": 128},
+            options={"qk_norm": True},
+        ),
+        Family(
+            model_type="gemma2",
+            architecture="Gemma2ForCausalLM",
+            defaults=_GEMMA
+            | {
+                "vocab_size": 256_000,
+                "final_logit_softcapping": 30.0,
+                "attn_logit_softcapping": 50.0,
+                "sliding_window_pattern": 2,
+            },
+            options=_GEMMA_OPTIONS,
+            activation_key="hidden_activation",
+            is_gemma=True,
+        ),
+        Family(
+            model_type="gemma3_text",
+            architecture="Gemma3ForCausalLM",
+            defaults=_GEMMA
+            | {
+                "vocab_size": 262_208,
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 10_000.0,
+                "sliding_window_pattern": 6,
+            },
+            options=_GEMMA_OPTIONS | {"qk_norm": True},
+            activation_key="hidden_activation",
+            is_gemma=True,
+        ),
+    )
+}
+SUPPORTED = tuple(f"{family.model_type} ({family.architecture})" for family in FAMILIES.values())
+
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+# key of config.json -> values under which it changes nothing that this decoder does
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "attention_dropout": (0, None),
+    "partial_rotary_factor": (1, None),
+    "use_bidirectional_attention": (False, None),
+    "quantization_config": (None,),
+    "hidden_activation_sparsity": (None,),
+    "num_experts": (0, None),
+    "num_local_experts": (0, None),
+}
+
+
+def family_of(hf: Mapping[str, Any], at: str) -> Family:
+    """Raises ConfigError for an architecture that is none of SUPPORTED."""
+    name = hf.get("model_type")
+    family = FAMILIES.get(str(name))
+    if family is None:
+        named = (
+            f"model_type {name!r}"
+            if name is not None
+            else f"architectures {hf.get('architectures')!r} without model_type"
+        )
+        fix = did_you_mean(str(name), FAMILIES)
+        raise ConfigError(
+            at=at,
+            problem=f"{named} is not a model that this decoder can be",
+            have=SUPPORTED,
+            fix=fix,
+        )
+    architectures = hf.get("architectures") or [family.architecture]
+    if architectures != [family.architecture]:
+        problem = f"{architectures!r} is not a language model of {name}"
+        raise ConfigError(at=f"{at}: architectures", problem=problem, have=[family.architecture])
+    return family
+
+
+def from_hf(hf: Mapping[str, Any], at: str = "config.json") -> ModelConfig:
+    """The ModelConfig of a config.json, of transformers 4 or 5. Raises ConfigError, with the key,
+    for what this decoder cannot do.
+    """
+    family = family_of(hf, at)
+    for key, neutral in _NEUTRAL.items():
+        if hf.get(key) not in neutral:
+            problem = f"{hf[key]!r} is not supported"
+            raise ConfigError(
+                at=f"{at}: {key}",
+                problem=problem,
+                have=neutral,
+                fix="Convert the model, or choose another.",
+            )
+    known = {
+        **_DEFAULTS,
+        **family.defaults,
+        **{key: value for key, value in hf.items() if value is not None or key in _OPTIONAL},
+    }
+    activation = _ACTIVATIONS[family.options.get("activation", "silu")]
+    given = (
+        hf.get(family.activation_key)
+        or (hf.get("hidden_act") if family.is_gemma else None)
+        or activation
+    )
+    if given != activation:
+        raise ConfigError(
+            at=f"{at}: {family.activation_key}",
+            problem=f"{given!r} is not supported",
+            have=[activation],
+        )
+    heads = known["num_attention_heads"]
+    head_dim = known["head_dim"] or known["hidden_size"] // heads
+    window, every = _windows(family, known, at)
+    values: Json = {
+        "vocab_size": known["vocab_size"],
+        "hidden_size": known["hidden_size"],
+        "intermediate_size": known["intermediate_size"],
+        "num_layers": known["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": known["num_key_value_heads"] or heads,
+        "head_dim": head_dim,
+        "norm_epsilon": float(known["rms_norm_eps"]),
+        "tie_embeddings": known["tie_word_embeddings"],
+        "sliding_window": window,
+        "global_every": every,
+        **_rope(family, known, window, every, at),
+        **family.options,
+    }
+    if family.is_gemma:
+        scalar = known["query_pre_attn_scalar"]
+        values["attention_width"] = None if scalar == head_dim else scalar
+        for key, option in (
+            ("attn_logit_softcapping", "attention_soft_cap"),
+            ("final_logit_softcapping", "logit_soft_cap"),
+        ):
+            cap = known.get(key)
+            values[option] = None if cap is None else float(cap)
+    try:
+        return ModelConfig(**values)
+    except ConfigError as error:
+        raise error.under(at) from None
+
+
+# null is a value of its own
+_OPTIONAL = ("sliding_window", "final_logit_softcapping", "attn_logit_softcapping")
+
+
+def to_hf(config: ModelConfig) -> Json:
+    """A config.json for `transformers`: of the first family that can be exactly this. Raises
+    ConfigError where none can.
+    """
+    for family in FAMILIES.values():
+        hf = _written(family, config)
+        if from_hf(hf) == shape_of(config):
+            return hf
+    plain, names = ModelConfig(), list(ModelConfig.__dataclass_fields__)
+    # what came before, all families have
+    values = {name: getattr(config, name) for name in names[names.index("rope_scaling") :]}
+    unusual = ", ".join(
+        f"{name}: {value}" for name, value in values.items() if value != getattr(plain, name)
+    )
+    problem = f"no family that transformers knows has {unusual or 'these options'}"
+    raise ConfigError(
+        at="model",
+        problem=problem,
+        have=SUPPORTED,
+        fix="Save checkpoints only, or choose the options of one family.",
+    )
+
+
+def shape_of(config: ModelConfig) -> ModelConfig:
+    """`config` as config.json can say it: without dtypes and the way it is compiled."""
+    one = ModelConfig()
+    same: Json = {
+        name: getattr(one, name) for name in ("dtype", "param_dtype", "remat", "scan_layers")
+    }
+    if not any(config.windowed):
+        same |= {"sliding_window": None, "global_every": None, "local_rope_theta": None}
+    elif all(config.windowed):
+        same["global_every"] = None
+    if config.local_rope_theta == config.rope_theta and config.rope_scaling is None:
+        same["local_rope_theta"] = None
+    if config.attention_width == config.head_width:
+        same["attention_width"] = None
+    return dataclasses.replace(config, head_dim=config.head_width, **same)
+
+
+def _written(family: Family, config: ModelConfig) -> Json:
+    hf: Json = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_width,
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rope_theta": config.rope_theta,
+        family.activation_key: _ACTIVATIONS[family.options.get("activation", "silu")],
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if config.rope_scaling is not None:
+        scaling = config.rope_scaling
+        hf["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            hf["rope_scaling"] |= {
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+            }
+            hf["rope_scaling"]["original_max_position_embeddings"] = scaling.original_length
+            hf["max_position_embeddings"] = int(scaling.original_length * scaling.factor)
+    if family.model_type == "mistral":
+        hf["sliding_window"] = config.sliding_window
+    elif family.model_type != "llama":
+        hf["sliding_window"] = config.sliding_window
+        hf["layer_types"] = [_SLIDING if windowed else _FULL for windowed in config.windowed]
+        if not family.is_gemma:
+            hf["use_sliding_window"] = config.sliding_window is not None
+    if family.is_gemma:
+        hf["query_pre_attn_scalar"] = config.attention_width or config.head_width
+        hf["attn_logit_softcapping"], hf["final_logit_softcapping"] = (
+            config.attention_soft_cap,
+            config.logit_soft_cap,
+        )
+    if family.model_type == "gemma3_text":
+        hf["rope_local_base_freq"] = config.local_rope_theta or config.rope_theta
+    return hf
+
+
+def _windows(family: Family, known: Mapping[str, Any], at: str) -> tuple[int | None, int | None]:
+    """(sliding_window, global_every)."""
+    window, layers = known.get("sliding_window"), known["num_hidden_layers"]
+    if window is None or family.model_type == "llama":
+        return None, None
+    if family.model_type == "mistral":
+        return window, None
+    types = known.get("layer_types")
+    if types is None and family.is_gemma:
+        every = known["sliding_window_pattern"]
+        types = [_SLIDING if (i + 1) % every else _FULL for i in range(layers)]
+    elif types is None:  # Qwen: the upper layers, and only where it is switched on
+        first = known.get("max_window_layers", 28) if known.get("use_sliding_window") else layers
+        types = [_SLIDING if i >= first else _FULL for i in range(layers)]
+    full = [i for i, kind in enumerate(types) if kind == _FULL]
+    if len(full) == layers:
+        return None, None
+    every = full[0] + 1 if full else None
+    expected = [_SLIDING if every is None or (i + 1) % every else _FULL for i in range(layers)]
+    if list(types) != expected:
+        problem = f"{types} does not repeat: every n-th layer may see the whole row, the others have the window"
+        raise ConfigError(
+            at=f"{at}: layer_types",
+            problem=problem,
+            fix="Choose a model whose layers alternate evenly.",
+        )
+    return window, every
+
+
+def _rope(
+    family: Family, known: Mapping[str, Any], window: int | None, every: int | None, at: str
+) -> Json:
+    """rope_theta, rope_scaling and local_rope_theta, from `rope_parameters` (transformers 5) or
+    `rope_scaling` beside `rope_theta` (4).
+    """
+    parameters = known.get("rope_parameters") or {}
+    nested = {kind: parameters[kind] or {} for kind in (_FULL, _SLIDING) if kind in parameters}
+    main = {
+        **(known.get("rope_scaling") or {}),
+        **(nested.get(_FULL, {}) if nested else parameters),
+    }
+    theta = float(main.get("rope_theta") or known["rope_theta"])
+    local = nested.get(_SLIDING, {})
+    if local.get("rope_type", "default") != "default":
+        raise ConfigError(
+            at=f"{at}: rope_parameters.{_SLIDING}",
+            problem=f"{local['rope_type']!r} is not supported",
+            have=["default"],
+        )
+    found: Json = {"rope_theta": theta, "rope_scaling": _scaling(main, known, at)}
+    if family.model_type == "gemma3_text" and window is not None:
+        near = float(local.get("rope_theta") or known["rope_local_base_freq"])
+        if every is None:  # no layer turns by the other
+            return {"rope_theta": near}
+        if near != theta or found["rope_scaling"] is not None:
+            found["local_rope_theta"] = near
+    return found
+
+
+def _scaling(rope: Mapping[str, Any], known: Mapping[str, Any], at: str) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(
+            at=f"{at}: partial_rotary_factor",
+            problem=f"{rope['partial_rotary_factor']} is not supported",
+            have=[1.0],
+        )
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3"):
+        raise ConfigError(
+            at=f"{at}: rope_type",
+            problem=f"{kind!r} is not supported",
+            have=["default", "linear", "llama3"],
+        )
+    values: Json = {"kind": kind, "factor": float(rope["factor"])}
+    if kind == "llama3":
+        values |= {key: float(rope[key]) for key in ("low_freq_factor", "high_freq_factor")}
+        values["original_length"] = rope.get("original_max_position_embeddings") or known.get(
+            "max_position_embeddings", 8192
+        )
+    return RopeScaling(**values)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Where the values of one array of the decoder stand: `{i}` in the name is the layer; matrices
+    are transposed there.
+    """
+
+    name: str
+    transposed: bool = False
+    stacked: bool = True  # one tensor a layer
+
+
+def weights(config: ModelConfig) -> dict[str, Weight]:
+    """Dotted name of every parameter of Decoder(config) -> its name in safetensors files."""
+    found = {
+        "embedding": Weight("model.embed_tokens.weight", stacked=False),
+        "norm.scale": Weight("model.norm.weight", stacked=False),
+    }
+    if not config.tie_embeddings:
+        found["head.kernel"] = Weight("lm_head.weight", transposed=True, stacked=False)
+    layer = "model.layers.{i}."
+    for ours, theirs in PROJECTIONS.items():
+        found[f"layers.{ours}.kernel"] = Weight(f"{layer}{theirs}.weight", transposed=True)
+        if config.qkv_bias and ours in ("query", "key", "value"):
+            found[f"layers.{ours}.bias"] = Weight(f"{layer}{theirs}.bias")
+    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if config.post_norms:
+        norms |= {
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        }
+    if config.qk_norm:
+        norms |= {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
+    return found | {
+        f"layers.{ours}.scale": Weight(f"{layer}{theirs}.weight") for ours, theirs in norms.items()
+    }
+
+
+PROJECTIONS = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}

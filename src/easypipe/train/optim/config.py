@@ -1,0 +1,286 @@
+"""Which optimizer, under which schedule, with which numbers. No jax here; train/optim/optimizers.py and
+train/optim/schedules.py make them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from easypipe.core.config import ListOf, config
+from easypipe.core.errors import ConfigError
+
+OptimizerName = Literal[
+    "adamw",
+    "nadamw",
+    "lion",
+    "sophia",
+    "muon",
+    "adafactor",
+    "schedule_free",
+    "ademamix",
+    "adan",
+    "prodigy",
+    "lamb",
+    "soap",
+]
+ScheduleName = Literal[
+    "cosine", "linear", "wsd", "polynomial", "inverse_sqrt", "constant", "one_cycle"
+]
+
+_ADAM = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
+# what each optimizer takes, and the values it has where none is given
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adamw": {"learning_rate": 3e-4, **_ADAM},
+    "nadamw": {"learning_rate": 3e-4, **_ADAM},
+    "lion": {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.3},
+    "sophia": {
+        "learning_rate": 3e-4,
+        "beta1": 0.965,
+        "beta2": 0.99,
+        "epsilon": 1e-12,
+        "weight_decay": 0.2,
+        "gamma": 0.01,
+        "update_interval": 10,
+    },
+    "muon": {"learning_rate": 3e-4, "momentum": 0.95, "newton_schulz_steps": 5, **_ADAM},
+    "adafactor": {"learning_rate": 1e-2, "decay_rate": 0.8, "epsilon": 1e-30, "weight_decay": 0.0},
+    "schedule_free": {"learning_rate": 1e-3, **_ADAM},
+    "ademamix": {"learning_rate": 3e-4, **_ADAM, "beta2": 0.999, "beta3": 0.9999, "alpha": 5.0},
+    "adan": {
+        "learning_rate": 1e-3,
+        "beta1": 0.98,
+        "beta2": 0.92,
+        "beta3": 0.99,
+        "epsilon": 1e-8,
+        "weight_decay": 0.02,
+    },
+    "prodigy": {"learning_rate": 1.0, **_ADAM, "beta2": 0.999},
+    "lamb": {"learning_rate": 1e-3, **_ADAM, "beta2": 0.999, "epsilon": 1e-6},
+    "soap": {
+        "learning_rate": 1e-3,
+        **_ADAM,
+        "beta1": 0.95,
+        "update_interval": 10,
+        "max_precondition_dim": 8192,
+    },
+}
+# schedules that fall to final_fraction by themselves
+_ENDS = ("cosine", "linear", "polynomial", "one_cycle", "wsd")
+_FLAT = ("wsd", "constant", "inverse_sqrt")  # schedules that may cool down at the end
+
+
+@config
+class ParameterGroup:
+    """Parameters that train otherwise. The first group whose `match` fits a parameter's name has
+    it.
+
+    `match` is a pattern of the shell (`*` and `?`) over dotted names such as `layers.query.kernel`;
+    a group that fits none is refused.
+    """
+
+    match: str
+    learning_rate_scale: float = 1.0  # times the schedule; 0.0 freezes
+    weight_decay: float | None = None  # None: the optimizer's, on matrices
+
+    def check(self) -> None:
+        for name in ("learning_rate_scale", "weight_decay"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ConfigError(at=name, problem=f"{value} is not a number from 0 up")
+
+
+@config
+class OptimizerConfig:
+    """The optimizer and its schedule. None means the optimizer's own value (docs/training.md lists
+    them); an option that the chosen optimizer or schedule does not have is refused.
+
+    Weight decay is decoupled and multiplied by the learning rate (Loshchilov and Hutter, 2019, as
+    in PyTorch), for every optimizer.
+    """
+
+    name: OptimizerName = "adamw"
+    learning_rate: float | None = None  # the peak; prodigy: a factor on the rate it finds by itself
+    schedule: ScheduleName | None = None  # None: cosine; schedule_free: constant, and no other
+    # step k of them (from 0) runs at learning_rate * (k + 1) / (warmup_steps + 1)
+    warmup_steps: int = 0
+    # wsd, constant, inverse_sqrt: last steps that fall to the end; None: a tenth for wsd, else 0
+    cooldown_steps: int | None = None
+    # None: linear; sqrt: 1 - sqrt(progress) (Haegele et al., 2024)
+    cooldown_shape: Literal["linear", "cosine", "sqrt"] | None = None
+    # a schedule that ends, ends at learning_rate * final_fraction; None: 0.1
+    final_fraction: float | None = None
+    power: float | None = None  # polynomial: of the remaining share; None: 2
+    beta1: float | None = None
+    beta2: float | None = None
+    beta3: float | None = None  # ademamix: the slow average; adan: the squares
+    epsilon: float | None = None
+    weight_decay: float | None = None  # on matrices only: norms and biases are left alone
+    momentum: float | None = None  # muon
+    newton_schulz_steps: int | None = None  # muon
+    decay_rate: float | None = None  # adafactor: second moments at step t keep 1 - t^-decay_rate
+    gamma: float | None = None  # sophia: scale of the curvature; larger clips less
+    alpha: float | None = None  # ademamix: weight of the slow average
+    # sophia: steps between curvature estimates; soap: between turns of its basis
+    update_interval: int | None = None
+    max_precondition_dim: int | None = None  # soap: a longer side of a matrix keeps its own basis
+    # gradients longer than this, over all parameters together, are scaled to it; None: never
+    clip_norm: float | None = 1.0
+    groups: ListOf[ParameterGroup] = ()
+
+    def check(self) -> None:
+        self._check_numbers()
+        for option in sorted({key for options in DEFAULTS.values() for key in options}):
+            takers = [name for name, options in DEFAULTS.items() if option in options]
+            if getattr(self, option) is not None and self.name not in takers:
+                raise ConfigError(
+                    at=option,
+                    problem=f"{self.name} has no {option}",
+                    fix=f"Remove it, or choose one of {', '.join(takers)}.",
+                )
+        if self.name == "schedule_free" and self.schedule not in (None, "constant"):
+            fix = "Remove schedule: it averages instead of decaying; warmup_steps remains."
+            raise ConfigError(
+                at="schedule",
+                problem=f"schedule_free runs at a constant rate, not {self.schedule}",
+                fix=fix,
+            )
+        schedule = self.chosen_schedule
+        if self.power is not None and schedule != "polynomial":
+            raise ConfigError(
+                at="power",
+                problem=f"the {schedule} schedule has none",
+                fix="Remove it, or set schedule: polynomial.",
+            )
+        cools = bool(self.cooldown_steps) or schedule == "wsd"
+        if self.cooldown_steps is not None and schedule not in _FLAT:
+            problem = f"{schedule} falls all along: it has no cool-down"
+            raise ConfigError(
+                at="cooldown_steps",
+                problem=problem,
+                fix=f"Remove it, or set schedule to one of {', '.join(_FLAT)}.",
+            )
+        if self.cooldown_shape is not None and not cools:
+            raise ConfigError(
+                at="cooldown_shape",
+                problem="there is no cool-down",
+                fix="Set cooldown_steps, or remove it.",
+            )
+        if self.final_fraction is not None and schedule not in _ENDS and not cools:
+            problem = f"the {schedule} schedule falls to no end"
+            raise ConfigError(
+                at="final_fraction", problem=problem, fix="Set cooldown_steps, or remove it."
+            )
+        if schedule == "one_cycle" and self.warmup_steps < 1:
+            raise ConfigError(
+                at="warmup_steps",
+                problem="one_cycle rises over its warm-up, and has none",
+                fix="Three tenths of the steps are usual.",
+            )
+
+    @property
+    def chosen_schedule(self) -> str:
+        return self.schedule or ("constant" if self.name == "schedule_free" else "cosine")
+
+    def value(self, option: str) -> Any:
+        """What `option` is for this optimizer: as given, or its own default. Raises KeyError where
+        it has none.
+        """
+        given = getattr(self, option)
+        return DEFAULTS[self.name][option] if given is None else given
+
+    def resolved(self) -> dict[str, Any]:
+        """Every number that this optimizer really uses; what a checkpoint is compared by."""
+        numbers = {option: self.value(option) for option in DEFAULTS[self.name]}
+        schedule = self.chosen_schedule
+        own = {
+            "name": self.name,
+            "schedule": schedule,
+            "warmup_steps": self.warmup_steps,
+            "clip_norm": self.clip_norm,
+        }
+        if schedule in _FLAT:
+            own["cooldown_steps"] = self.cooldown_steps
+            own["cooldown_shape"] = self.cooldown_shape or "linear"
+        if schedule == "polynomial":
+            own["power"] = 2.0 if self.power is None else self.power
+        own["final_fraction"] = 0.1 if self.final_fraction is None else self.final_fraction
+        groups = [
+            {
+                "match": g.match,
+                "learning_rate_scale": g.learning_rate_scale,
+                "weight_decay": g.weight_decay,
+            }
+            for g in self.groups
+        ]
+        return own | numbers | {"groups": groups}
+
+    def _check_numbers(self) -> None:
+        for name in ("beta1", "beta2", "beta3", "momentum"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ConfigError(
+                    at=name, problem=f"{value} is outside [0, 1)", fix="0.9 and 0.95 are usual."
+                )
+        for name in ("learning_rate", "epsilon", "clip_norm", "gamma", "alpha", "power"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(at=name, problem=f"{value} is not a positive number")
+        if self.weight_decay is not None and not (
+            math.isfinite(self.weight_decay) and self.weight_decay >= 0
+        ):
+            raise ConfigError(
+                at="weight_decay",
+                problem=f"{self.weight_decay} is not a number from 0 up",
+                fix="0.0 turns it off.",
+            )
+        if self.final_fraction is not None and not 0 <= self.final_fraction <= 1:
+            raise ConfigError(
+                at="final_fraction",
+                problem=f"{self.final_fraction} is outside [0, 1]",
+                fix="0.0 ends at nothing.",
+            )
+        if self.decay_rate is not None and not 0 < self.decay_rate < 1:
+            raise ConfigError(
+                at="decay_rate", problem=f"{self.decay_rate} is outside (0, 1)", fix="0.8 is usual."
+            )
+        if self.name == "schedule_free" and self.beta1 == 0:
+            raise ConfigError(
+                at="beta1", problem="schedule_free divides by it", fix="0.9 is usual."
+            )
+        for name, least in (
+            ("warmup_steps", 0),
+            ("cooldown_steps", 0),
+            ("update_interval", 1),
+            ("newton_schulz_steps", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(
+                    at=name, problem=f"{value} is too small", fix=f"Give at least {least}."
+                )
+        if self.max_precondition_dim is not None and self.max_precondition_dim < 2:
+            raise ConfigError(
+                at="max_precondition_dim",
+                problem=f"{self.max_precondition_dim} leaves no matrix",
+                fix="Give at least 2.",
+            )
+
+
+def cooldown_steps(config: OptimizerConfig, steps: int) -> int:
+    """Steps of the cool-down in a run of `steps`."""
+    if config.cooldown_steps is not None:
+        return config.cooldown_steps
+    return max(1, steps // 10) if config.chosen_schedule == "wsd" else 0
+
+
+def check_warmup(optimizer: OptimizerConfig, steps: int) -> None:
+    """Raises ConfigError where warm-up and cool-down leave no step between them."""
+    cooling = cooldown_steps(optimizer, steps)
+    if optimizer.warmup_steps + cooling >= steps:
+        cool = f" and {cooling} of cool-down" if cooling else ""
+        raise ConfigError(
+            at="optimizer.warmup_steps",
+            problem=f"{optimizer.warmup_steps} warm-up steps{cool} do not end before the last of {steps} steps",
+            fix=f"Give at most {max(0, steps - 1 - cooling)}.",
+        )

@@ -1,0 +1,224 @@
+"""The processes of a run: how they find each other, and what they have to agree about before they
+act.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from easypipe.core.config import from_dict
+from easypipe.core.errors import ConfigError, StallError
+from easypipe.core.random import draw_seed
+from easypipe.train.parallel.distributed_config import DistributedConfig
+
+logger = logging.getLogger("easypipe")
+
+VARIABLES = {
+    "coordinator_address": "JAX_COORDINATOR_ADDRESS",
+    "num_processes": "JAX_NUM_PROCESSES",
+    "process_id": "JAX_PROCESS_ID",
+}
+"""Field of DistributedConfig → the variable that says it where the field is left out."""
+
+
+def initialize(config: DistributedConfig | None = None) -> bool:
+    """Joins this process to the others of its run; True where there are others. Call it before
+    anything asks JAX for a device.
+
+    What config and VARIABLES leave open is asked of the scheduler: Slurm, Open MPI, Kubernetes
+    (indexed Jobs and JobSets), TPU pods. Where nothing speaks of other processes nothing is done,
+    and a second call does nothing. Raises ConfigError for a description that is not whole;
+    StallError where the others do not come within config.timeout seconds.
+    """
+    config = DistributedConfig() if config is None else config
+    if jax.distributed.is_initialized():
+        return several()
+    if not config.enabled:
+        return False
+    told = _told(config, os.environ)
+    whole = len(told) == len(VARIABLES)
+    scheduler = None if whole else _scheduler(os.environ)
+    if not whole and scheduler is None:
+        if not told:
+            return False
+        missing = [field for field in VARIABLES if field not in told]
+        fix = f"Set it, or {', '.join(VARIABLES[field] for field in missing)}; or nothing, where a scheduler can be asked."
+        raise ConfigError(
+            at=f"train.distributed.{missing[0]}",
+            problem=f"not given, though {', '.join(told)} is",
+            fix=fix,
+        )
+    # Its handler of SIGTERM would take the signal before there is a loop that saves, and leave the
+    # process running.
+    jax.config.update("jax_enable_preemption_service", False)
+    # No effect but on CPU, where programs in flight together mix up what they send.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    try:
+        joined = _join(config, cluster_detection_method="deactivate" if whole else None, **told)
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        if "must be called before" in reason:
+            reason, fix = (
+                "JAX has made devices already",
+                "Call easypipe.train.initialize() first thing in the program.",
+            )
+        else:
+            fix = (
+                f"Set {', '.join(VARIABLES.values())}."
+                if not whole
+                else "See that the address is free, and is one of process 0's host."
+            )
+        raise ConfigError(
+            at="train.distributed",
+            problem=f"cannot be joined to other processes: {reason}",
+            fix=fix,
+        ) from error
+    if not joined:
+        who = (
+            f"process {told['process_id']} of {told['num_processes']}" if whole else "this process"
+        )
+        where = told.get("coordinator_address", f"the address that {scheduler} gives")
+        raise StallError(
+            at="train.distributed",
+            problem=f"{who} did not meet the others within {config.timeout} s at {where}",
+            fix="See that all of them run, reach that address, and have ids of their own; or raise train.distributed.timeout.",
+        )
+    logger.info(
+        "process %d of %d, %d of %d devices",
+        jax.process_index(),
+        jax.process_count(),
+        jax.local_device_count(),
+        jax.device_count(),
+    )
+    return several()
+
+
+def several() -> bool:
+    """Whether the run has more processes than this one. Asks JAX for no device where there was no
+    `initialize`.
+    """
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def is_first() -> bool:
+    """Whether this process speaks for the run: its first one, or the only one."""
+    return not several() or jax.process_index() == 0
+
+
+def shared_seed() -> int | None:
+    """A new seed, the same in every process of a run of several; None in a run of one. Every
+    process calls it in the same place.
+    """
+    if not several():
+        return None
+    return int(multihost_utils.broadcast_one_to_all(np.int32(draw_seed())))
+
+
+class Largest:
+    """`largest(number)`: the largest that any process gave in the call before this one; 0 in the
+    first. Nobody waits for this call's.
+
+    Every process makes the same calls, in the same places of the same program. Numbers are int32,
+    from 0.
+    """
+
+    def __init__(self) -> None:
+        # One number a device and not a process: programs over all devices run on CPU one after the
+        # other, smaller ones beside them,
+        # and then gloo takes the numbers of one for those of the other.
+        self._mesh = Mesh(np.array(jax.devices()), ("device",))
+        self._spread, self._before = NamedSharding(self._mesh, PartitionSpec("device")), None
+        self._reduce = jax.jit(
+            lambda numbers: numbers.max(), out_shardings=NamedSharding(self._mesh, PartitionSpec())
+        )
+
+    def __call__(self, number: int) -> int:
+        numbers = jax.make_array_from_callback(
+            (self._mesh.size,), self._spread, lambda index: np.array([number], np.int32)
+        )
+        with jax.set_mesh(self._mesh):  # not that of the run, which has other axes
+            before, self._before = self._before, self._reduce(numbers)
+        return 0 if before is None else int(before.addressable_data(0))
+
+
+def _told(config: DistributedConfig, variables: Mapping[str, str]) -> dict[str, Any]:
+    """What config and environment say, by the names of `jax.distributed.initialize`. Raises
+    ConfigError.
+    """
+    told: dict[str, Any] = {}
+    for field, variable in VARIABLES.items():
+        value = getattr(config, field)
+        if value is None and variable in variables:
+            value = variables[variable]
+            if field != "coordinator_address":
+                if not value.isdecimal():
+                    raise ConfigError(
+                        at=variable,
+                        problem=f"{value!r} is no number",
+                        fix="Give a whole number from 0.",
+                    )
+                value = int(value)
+        if value is not None:
+            told[field] = value
+    from_dict(DistributedConfig, told, at="train.distributed")  # the variables obey the same rules
+    return told
+
+
+def _scheduler(variables: Mapping[str, str]) -> str | None:
+    """Who started several processes of this run, by name; None: nobody. Raises ConfigError where
+    jax could not ask it.
+    """
+    if int(variables.get("SLURM_NTASKS", "1")) > 1 and {
+        "SLURM_PROCID",
+        "SLURM_STEP_NODELIST",
+    } <= set(variables):
+        return "Slurm"
+    if int(variables.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        return "Open MPI"
+    from jax._src import clusters  # jax says nowhere else whether this is a TPU pod
+
+    if any(
+        cluster.is_env_present() for cluster in (clusters.GkeTpuCluster, clusters.GceTpuCluster)
+    ):
+        return "the TPU pod"
+    if "KUBERNETES_SERVICE_HOST" in variables and "JOB_COMPLETION_INDEX" in variables:
+        if importlib.util.find_spec("kubernetes") is None:
+            problem = "an indexed Kubernetes job, of which jax can ask nothing without the package kubernetes"
+            fix = f"Install jax[k8s], or set {', '.join(VARIABLES.values())} in the manifest; docs/multihost.md has one."
+            raise ConfigError(at="train.distributed", problem=problem, fix=fix)
+        return "Kubernetes"
+    return None
+
+
+def _join(config: DistributedConfig, **told: Any) -> bool:
+    """False where config.timeout passed. jax's own deadline aborts the process without a word, so
+    it is waited for in a thread.
+    """
+    raised: list[Exception] = []
+
+    def join() -> None:
+        later = config.timeout + 60  # by then this process has said what is wrong, and left
+        try:
+            jax.distributed.initialize(
+                **told, initialization_timeout=later, heartbeat_timeout_seconds=config.heartbeat
+            )
+        except Exception as error:  # noqa: BLE001  (crosses to the thread that waits)
+            raised.append(error)
+
+    joining = threading.Thread(target=join, name="easypipe joins its processes", daemon=True)
+    joining.start()
+    joining.join(config.timeout)
+    if raised:
+        raise raised[0]
+    return not joining.is_alive()

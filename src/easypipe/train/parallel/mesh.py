@@ -1,0 +1,218 @@
+"""The mesh of a run, and batches laid out on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from easypipe.core.errors import ConfigError, PlacementError, TrainError
+from easypipe.train.parallel.config import BATCH_AXES, MESH_AXES, MeshConfig, mesh_config
+
+
+def make_mesh(
+    mesh: MeshConfig | Mapping[str, Any] | str | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    at: str = "mesh",
+) -> Mesh:
+    """A mesh of all `devices` (default: every device of the run) with the axes data, fsdp, sequence
+    and tensor.
+
+    mesh: a MeshConfig; or the name of a preset; or sizes by axis, of which one may be -1, the
+    devices that remain. Default: all along data. Under the preset hybrid, neighbours along every
+    axis but data are devices that no slow link parts. Raises ConfigError, under the key path `at`,
+    for an unknown axis or preset and for sizes that do not use every device exactly once.
+    """
+    config = mesh_config(mesh, at)
+    devices = list(jax.devices() if devices is None else devices)
+    groups = _groups(devices) if config.preset == "hybrid" else {0: devices}
+    sizes = _fitted(config, devices, groups, at)
+    kinds = (AxisType.Auto,) * len(MESH_AXES)
+    if len(groups) == 1:
+        return jax.make_mesh(tuple(sizes.values()), MESH_AXES, axis_types=kinds, devices=devices)
+    across = tuple(len(groups) if axis == "data" else 1 for axis in MESH_AXES)
+    within = tuple(size // ways for size, ways in zip(sizes.values(), across, strict=True))
+    by_process = _slices(devices) is None
+    grid = mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, process_is_granule=by_process
+    )
+    return Mesh(grid, MESH_AXES, axis_types=kinds)
+
+
+def _slices(devices: Sequence[Any]) -> list[int] | None:
+    """The slice of each device, where the platform knows several: TPU slices, GPUs that one fabric
+    joins. None elsewhere.
+    """
+    found = [getattr(device, "slice_index", 0) for device in devices]
+    return found if len(set(found)) > 1 else None
+
+
+def _groups(devices: Sequence[Any]) -> dict[int, list[Any]]:
+    """Devices that fast links join: those of a slice; of a process, where the platform knows
+    none.
+    """
+    if devices[0].platform == "tpu" and _slices(devices) is None:
+        return {0: list(devices)}
+    groups: dict[int, list[Any]] = {}
+    for device, group in zip(
+        devices, _slices(devices) or [device.process_index for device in devices], strict=True
+    ):
+        groups.setdefault(group, []).append(device)
+    return groups
+
+
+def _fitted(
+    config: MeshConfig, devices: Sequence[Any], groups: Mapping[int, Sequence[Any]], at: str
+) -> dict[str, int]:
+    """axis → devices, of all axes. Raises ConfigError where they do not make up `devices`."""
+    sizes, count = config.sizes(slow=len(groups)), len(devices)
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if count % fixed or (-1 not in sizes.values() and fixed != count):
+        fitting, rest = {}, count
+        # what is nearest to what was asked for, and the rest along data
+        for axis in ("tensor", "sequence", "fsdp"):
+            fitting[axis] = (
+                max(n for n in range(1, min(sizes[axis], rest) + 1) if rest % n == 0)
+                if sizes[axis] > 1
+                else 1
+            )
+            rest //= fitting[axis]
+        such = _named({"data": rest, **{axis: n for axis, n in reversed(fitting.items()) if n > 1}})
+        raise ConfigError(
+            at=at,
+            problem=f"{_named(sizes)} does not fit {count} {devices[0].platform} device{'s' if count != 1 else ''}",
+            fix=f"Let the sizes multiply to {count}, such as {such}; {{data: -1}} uses them all.",
+        )
+    sizes = {axis: count // fixed if size == -1 else size for axis, size in sizes.items()}
+    each = {len(group) for group in groups.values()}
+    if len(each) > 1:
+        raise ConfigError(
+            at=f"{at}.preset",
+            problem=f"hybrid wants hosts alike, and these have {', '.join(map(str, sorted(each)))} devices",
+            fix="Choose another preset, or hosts of one kind.",
+        )
+    if sizes["data"] % len(groups):
+        problem = f"hybrid puts data across {len(groups)} hosts or slices, and {_named(sizes)} has {sizes['data']} along it"
+        fix = f"Let fsdp x sequence x tensor divide the {count // len(groups)} devices of one."
+        raise ConfigError(at=f"{at}.data", problem=problem, fix=fix)
+    return sizes
+
+
+def _named(sizes: Mapping[str, int]) -> str:
+    return f"{{{', '.join(f'{axis}: {size}' for axis, size in sizes.items())}}}"
+
+
+def checked_mesh(mesh: Mesh) -> Mesh:
+    """A mesh from elsewhere, with the axes of `make_mesh`. Raises ConfigError where it lacks
+    one.
+    """
+    if missing := [axis for axis in MESH_AXES if axis not in mesh.axis_names]:
+        problem = f"has no axis {', '.join(missing)}"
+        raise ConfigError(
+            at="mesh",
+            problem=problem,
+            have=mesh.axis_names,
+            fix="Make it with easypipe.train.parallel.mesh.make_mesh.",
+        )
+    return mesh
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Over how many devices the rows of a batch are spread."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def check_batch_size(
+    batch_size: int, mesh: Mesh, accumulate_steps: int = 1, at: str = "batch_size"
+) -> None:
+    """Raises PlacementError where micro-batches do not divide over the devices that share them."""
+    shards = batch_shards(mesh)
+    if batch_size % (shards * accumulate_steps):
+        unit = shards * accumulate_steps
+        below, above = batch_size // unit * unit, -(-batch_size // unit) * unit
+        axes = ", ".join(f"{axis} {mesh.shape[axis]}" for axis in BATCH_AXES)
+        raise PlacementError(
+            at=at,
+            problem=f"{batch_size} rows do not divide by the mesh ({axes}) times accumulate_steps {accumulate_steps}",
+            fix=f"Use {' or '.join(str(n) for n in (below, above) if n)} rows.",
+        )
+
+
+def check_row_length(slots: int, mesh: Mesh, at: str = "seq_length") -> None:
+    """Raises PlacementError where rows of so many slots do not divide over the devices that share a
+    row.
+    """
+    parts = mesh.shape["sequence"]
+    if slots % parts:
+        problem = f"rows of {slots} slots do not divide over mesh axis 'sequence' of {parts}"
+        raise PlacementError(
+            at=at,
+            problem=problem,
+            fix=f"Choose a seq_length that {parts} divides, or a smaller axis.",
+        )
+
+
+def place_batch(
+    batch: Mapping[str, Any], mesh: Mesh, *, rows: int | None = None, in_micro_batches: bool = False
+) -> dict[str, jax.Array]:
+    """The arrays of `batch`, rows spread over data and fsdp, slots over sequence; those that lie
+    there already are passed on untouched.
+
+    batch: [B, ...] NumPy arrays or jax.Arrays of the global batch. rows: pad to this many with
+    slots that train nothing (0, and -100 for labels).
+    in_micro_batches: arrays are [A, B/A, ...], and their second axis is spread.
+    Raises PlacementError for rows that do not divide, TrainError for arrays of which other
+    processes hold parts.
+    """
+    axis = 1 if in_micro_batches else 0
+    placed = {}
+    for name, value in batch.items():
+        sharding = NamedSharding(
+            mesh,
+            PartitionSpec(*(None,) * axis, BATCH_AXES, *["sequence"] * (value.ndim > axis + 1)),
+        )
+        if rows is not None and value.shape[0] < rows:
+            value = _padded(name, value, rows)
+        if isinstance(value, jax.Array) and _lies(value.sharding, sharding, value.ndim):
+            placed[name] = value
+            continue
+        if value.shape[axis] % batch_shards(mesh):
+            check_batch_size(value.shape[axis], mesh, at=f"batch.{name}")
+        if value.ndim > axis + 1:
+            check_row_length(value.shape[axis + 1], mesh, at=f"batch.{name}")
+        if jax.process_count() > 1:
+            raise TrainError(
+                at=f"batch.{name}",
+                problem="a host array, or one laid out for another mesh, in a run of several processes",
+                fix="Give the loader this run's mesh: LoadStageConfig(mesh=make_mesh(...)).",
+            )
+        placed[name] = jax.device_put(value, sharding)
+    return placed
+
+
+def _lies(found: Any, wanted: NamedSharding, ndim: int) -> bool:
+    return (
+        isinstance(found, NamedSharding)
+        and found.mesh == wanted.mesh
+        and found.is_equivalent_to(wanted, ndim)
+    )
+
+
+def _padded(name: str, value: Any, rows: int) -> np.ndarray:
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        raise TrainError(
+            at=f"batch.{name}",
+            problem="a short batch that other processes hold parts of",
+            fix="Set drop_last: true.",
+        )
+    missing = rows - value.shape[0]
+    fill = -100 if name == "labels" else 0
+    return np.concatenate(
+        [np.asarray(value), np.full((missing, *value.shape[1:]), fill, value.dtype)]
+    )

@@ -1,0 +1,1 @@
+"""A training step compiled for devices that are not there: memory, traffic, speed."""

@@ -1,0 +1,1 @@
+"""Conversations to text, by chat templates, with the characters that are trained."""

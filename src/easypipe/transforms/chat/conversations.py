@@ -1,0 +1,249 @@
+"""Conversations as values: read from JSON, told apart from what is none, put into OpenAI's keys.
+
+Imports no Arrow: what stands as JSON in a row is read in the worker process of chat_worker.py, and
+everything else by its parent.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from easypipe.transforms.chat.spans import FLAG, WEIGHT, flag_of
+
+Wrong = tuple[str, str]  # (a word for the ledger, what there is to say about it)
+
+
+@dataclass(frozen=True)
+class Talks:
+    """How rows become what templates see.
+
+    roles: ShareGPT's names of who speaks; None where messages have OpenAI's keys. system: the
+    prompt of those that have none. refuse: strings that no message may hold, as the template writes
+    the special tokens. everything: every token is trained, whoever says it.
+    """
+
+    roles: Mapping[str, str] | None = None
+    system: str | None = None
+    refuse: Sequence[str] = ()
+    everything: bool = False
+
+    @functools.cached_property
+    def _refused(self) -> re.Pattern[str] | None:
+        words = sorted(self.refuse, key=len, reverse=True)
+        return re.compile("|".join(re.escape(word) for word in words)) if words else None
+
+    def translated(self, value: Any) -> Any:
+        """Messages in OpenAI's keys; whatever else stands there is for `wrong`."""
+        if self.roles is None or not isinstance(value, list):
+            return value
+        return [self._turn(turn) if isinstance(turn, dict) else turn for turn in value]
+
+    def wrong(self, talk: Any, tools: Any) -> Wrong | None:
+        """What keeps these from being rendered."""
+        found = (
+            wrong_messages(talk)
+            or (("not_json", f"tools: {tools}") if isinstance(tools, BadJson) else None)
+            or self.wrong_flags(talk)
+        )
+        if found is None and self._refused is not None:
+            hit = next(
+                (
+                    hit
+                    for text in _strings_within([talk, tools])
+                    if (hit := self._refused.search(text))
+                ),
+                None,
+            )
+            found = (
+                None
+                if hit is None
+                else (
+                    "special_string",
+                    f"a message holds {hit[0]!r}, and special_strings is 'error'",
+                )
+            )
+        return found
+
+    def whole(
+        self,
+        talk: list[dict[str, Any]],
+        tools: Any,
+        examples: Sequence[dict[str, Any]] = (),
+        system: str | None = None,
+    ) -> dict[str, Any]:
+        """What the template sees of a row in which nothing is `wrong`.
+
+        examples: messages that go in front of its first turn. system: the row's own prompt, which
+        goes before that of all rows.
+        """
+        prompt = system or self.system
+        if prompt is not None or examples:
+            said = [message for message in talk[:1] if message["role"] == "system"]
+            rest = talk[len(said) :]
+            if not said and prompt is not None:
+                said = [{"role": "system", "content": prompt}]
+            talk = [*said, *examples, *rest]
+        return {"messages": talk, "tools": tools or None}
+
+    def _turn(self, turn: dict[str, Any]) -> Any:
+        assert self.roles is not None
+        rest = {
+            key: item
+            for key, item in turn.items()
+            if key not in ("from", "value", "role", "content")
+        }
+        who, said = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        role = self.roles.get(who, self.roles.get(who.lower())) if isinstance(who, str) else who
+        if role is None:
+            return {**rest, "role": None if who is None else _BadRole(who), "content": said}
+        if role != "function_call":
+            return {**rest, "role": role, "content": said}
+        try:
+            calls = json.loads(said or "")
+        except (ValueError, TypeError, RecursionError):
+            return {**rest, "role": _BadRole(f"{who} with other words than JSON"), "content": said}
+        calls = calls if isinstance(calls, list) else [calls]
+        return {
+            **rest,
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": call} for call in calls],
+        }
+
+    def wrong_flags(self, talk: Sequence[Mapping[str, Any]]) -> Wrong | None:
+        """What is wrong with roles and flags of messages that are otherwise in order."""
+        for i, message in enumerate(talk):
+            if isinstance(message["role"], _BadRole):
+                return (
+                    "unknown_role",
+                    f"message {i} is from {str(message['role'])!r}; roles names those that are known",
+                )
+            if (
+                self.roles is not None
+                and message.get("content") is None
+                and not message.get("tool_calls")
+            ):
+                return "not_a_message", f"message {i} has no value"
+            flag, weight, given = message.get(FLAG), message.get(WEIGHT), flag_of(message)
+            if given is None:
+                continue
+            if flag is not None and not isinstance(flag, bool):
+                return (
+                    "bad_train_flag",
+                    f"the train flag of message {i} is {flag!r}, not true or false",
+                )
+            if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
+                return (
+                    "bad_train_flag",
+                    f"the weight of message {i} is {weight!r}, and only 0 and 1 are known",
+                )
+            if flag is not None and weight is not None and flag != bool(weight):
+                return (
+                    "bad_train_flag",
+                    f"the train flag of message {i} is {flag}, and its weight {weight}",
+                )
+            if given and message["role"] != "assistant":
+                return (
+                    "bad_train_flag",
+                    f"message {i} is to be trained, and is the {message['role']}'s",
+                )
+            if self.everything:
+                what = "weight" if flag is None else "train flag"
+                return (
+                    "bad_train_flag",
+                    f"message {i} has a {what}, and train_on='all' trains every token",
+                )
+        return None
+
+
+class BadJson(str):
+    """What is wrong with a text that should have been JSON."""
+
+
+class _BadRole(str):
+    """A role that no list of roles knows."""
+
+
+def loaded(text: str | bytes) -> Any:
+    """The value of JSON text, BadJson where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        return BadJson(error)
+
+
+def wrong_messages(value: Any) -> Wrong | None:
+    """(reason, detail) where `value` is no conversation that can be rendered."""
+    if value is None:
+        return "null", "no messages"
+    if isinstance(value, BadJson):
+        return "not_json", str(value)
+    if not isinstance(value, list):
+        return "not_a_list", f"messages are {_kind(value)}"
+    if not value:
+        return "empty", "a conversation without messages"
+    for i, message in enumerate(value):
+        if not isinstance(message, dict):
+            return "not_a_message", f"message {i} is {_kind(message)}"
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            return "no_role", f"message {i} has no role"
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            continue
+        if not isinstance(content, list):
+            return "not_a_message", f"the content of message {i} is {_kind(content)}"
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else _kind(part)
+            if (
+                not isinstance(part, dict)
+                or kind != "text"
+                or not isinstance(part.get("text"), str)
+            ):
+                return (
+                    "multimodal",
+                    f"message {i} holds a part of type {kind!r}; only text can be tokenized",
+                )
+    return None
+
+
+def cleaned(value: Any, keep: Sequence[str] = ()) -> Any:
+    """A value without the keys that Arrow fills up with null because other rows have them; `keep`
+    names some that stay, outermost.
+    """
+    if isinstance(value, dict):
+        return {
+            key: cleaned(item) for key, item in value.items() if item is not None or key in keep
+        }
+    if isinstance(value, list | tuple):
+        return [cleaned(item, keep) for item in value]
+    return value
+
+
+def value_of(value: Any, *, keep: Sequence[str]) -> Any:
+    """A Python value of a row: text is taken for JSON, other values are `cleaned`."""
+    return loaded(value) if isinstance(value, str | bytes) else cleaned(value, keep)
+
+
+def _strings_within(value: Any) -> Iterator[str]:
+    """Every text in nested lists and objects, keys left out."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings_within(part)
+
+
+def _kind(value: Any) -> str:
+    return {
+        dict: "an object",
+        str: "text",
+        int: "a number",
+        float: "a number",
+        bool: "true or false",
+        list: "a list",
+    }.get(type(value), "null")

@@ -1,0 +1,265 @@
+"""Conversations to text with the characters that are trained: chat templates, run in processes that
+may not take long nor much.
+
+A template is a program of strangers, and a thread that runs one cannot be stopped. So templates run
+in a few worker processes (chat_pool.py), whose processor time and memory the system limits; one
+that goes too far ends alone, and is an error that names the row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, TokenizerError, did_you_mean
+from easypipe.transforms.chat.conversations import Talks
+from easypipe.transforms.chat.pool import Hostile, Refused, Rendered, WrittenTalk, asked
+from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
+from easypipe.transforms.tokenizer.files import find_chat_template
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer
+
+ENGINE_VERSION = 4  # counts up when the same conversation gives other text or other spans
+OTHER_FILES = ("include", "import", "from", "extends")  # statements of Jinja that read them
+
+
+class HostileTemplateError(TokenizerError):
+    """A template that took too long or too much, or reached for what it must not have. `row` counts
+    within the call.
+    """
+
+    row: int = 0
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """One chat template with what it is rendered with; `tool_use` is another one for rows that have
+    tools, where the tokenizer has it.
+    """
+
+    source: str
+    tool_use: str | None
+    names: Mapping[str, str]  # bos_token, eos_token, ...: strings that the template may print
+    closers: tuple[str, ...]  # special tokens of the tokenizer
+    train_on: str
+    date: str | None  # ISO date that strftime_now tells
+    origin: str
+    # whether `<think>\n\n</think>` in front of an answer is trained
+    train_empty_thinking: bool = True
+
+    @property
+    def fingerprint(self) -> str:
+        """Of everything that decides text and spans but the rows."""
+        values = (
+            self.source,
+            self.tool_use,
+            self.names,
+            list(self.closers),
+            self.train_on,
+            self.date,
+            self.train_empty_thinking,
+        )
+        return digest("chat", ENGINE_VERSION, *values)
+
+    def render(
+        self, rows: Sequence[Mapping[str, Any] | WrittenTalk], talks: Talks | None = None
+    ) -> list[Rendered | Refused]:
+        """rows: `messages`, a list of dicts, and `tools`, a list or None; or JSON of these, which
+        `talks` says how to read and to refuse. Thread safe; a thread waits for worker processes.
+
+        Raises HostileTemplateError for a template that goes beyond its limits or does not compile,
+        StallError where a worker hangs.
+        """
+        spec = {
+            "source": self.source,
+            "tool_use": self.tool_use,
+            "names": dict(self.names),
+            "closers": self.closers,
+            "train_on": self.train_on,
+            "date": self.date,
+            "train_empty_thinking": self.train_empty_thinking,
+            "talks": dataclasses.asdict(talks or Talks()),
+        }
+        return answers_of(spec, rows, self.origin)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How conversations were written for training. template: its text, as `transformers` takes
+    it.
+    """
+
+    template: str
+    # what a model that was trained on it writes when its turn is over; none where nobody can tell
+    stop_token_ids: tuple[int, ...]
+
+
+def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
+    """What `template` trains the assistant to end with, seen on a question and an answer.
+
+    Where it closes a turn with several special tokens, the last is what ends it. Where nothing is
+    written there, the EOS token that packing adds is the end. Raises HostileTemplateError.
+    """
+    question, answer = "easypipeQuestionProbe", "easypipeAnswerProbe"
+    talk = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    (seen,) = dataclasses.replace(template, train_on="assistant").render(
+        [{"messages": talk, "tools": None}]
+    )
+    if isinstance(seen, Refused) or not seen.spans or answer not in seen.text:
+        return Turns(template.source, ())
+    written = seen.text[seen.text.rindex(answer) + len(answer) : seen.spans[-1][1]]
+    (ids, _, _), *_ = tokenizer.encode_with_characters([written])
+    special = set(tokenizer.special_tokens)
+    closing = [number for number in ids if tokenizer.token(number) in special]
+    return Turns(template.source, tuple(closing[-1:]))
+
+
+def answers_of(
+    spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any] | WrittenTalk], origin: str
+) -> list[Rendered | Refused]:
+    """What worker processes make of rows with the template of `spec` (see chat_worker.py). origin:
+    what errors call the template.
+    """
+    answers: list[Rendered | Refused] = []
+    with contextlib.closing(asked(spec, rows)) as batches:
+        for answer in itertools.chain.from_iterable(batches):
+            if not isinstance(answer, Hostile):
+                answers.append(answer)
+                continue
+            error = HostileTemplateError(
+                at=origin,
+                problem=f"the template cannot be used: {answer.why}",
+                fix="Give another one.",
+            )
+            error.row = len(answers) + answer.row
+            raise error
+    return answers
+
+
+def load_chat_template(
+    tokenizer: Tokenizer,
+    *,
+    chat_template: str | Path | None,
+    train_on: str,
+    date: str | None,
+    train_empty_thinking: bool = True,
+) -> ChatTemplate:
+    """The tokenizer's own template, or the given one: a file, the text itself, or the name of a
+    built-in one.
+
+    Raises TokenizerError where there is none, ConfigError for a file that is not there, a date that
+    is none, and what `check_whole` raises.
+    """
+    if date is not None:
+        check_date(date)
+    tool_use = None
+    if chat_template is None:
+        source, tool_use, origin = find_chat_template(tokenizer.name)
+        source, tool_use = (
+            without_mark(source),
+            None if tool_use is None else without_mark(tool_use),
+        )
+    else:
+        source, origin = given_template(chat_template, at="chat_template", names=CHAT_TEMPLATES)
+    for text in (source, tool_use):
+        check_whole(text, "chat_template", origin)
+    return ChatTemplate(
+        source=source,
+        tool_use=tool_use,
+        names=tokenizer.special_strings,
+        closers=tokenizer.special_tokens,
+        train_on=train_on,
+        date=date,
+        origin=origin,
+        train_empty_thinking=train_empty_thinking,
+    )
+
+
+def check_date(date: str) -> None:
+    try:
+        datetime.date.fromisoformat(date)
+    except ValueError:
+        raise ConfigError(
+            at="template_date", problem=f"{date!r} is no date", fix="Write it as 2026-01-31."
+        ) from None
+
+
+def is_jinja(text: str) -> bool:
+    return "{%" in text or "{{" in text or "{#" in text
+
+
+def check_whole(template: Any, at: str, origin: str | None = None) -> None:
+    """Raises ConfigError for Jinja that asks for other files, which no template is given.
+
+    Anything but Jinja is passed over. origin: of the template.
+    """
+    if not isinstance(template, str) or not is_jinja(template):
+        return
+    import jinja2
+
+    try:
+        # read, not compiled: what is hostile is for the worker processes
+        tokens = list(jinja2.Environment(autoescape=True).lex(template))
+    except jinja2.TemplateSyntaxError:
+        return  # which they tell of
+    code = [(line, kind, text) for line, kind, text in tokens if kind != "whitespace"]
+    for (_, begins, _), (line, _, word) in itertools.pairwise(code):
+        if begins == "block_begin" and word in OTHER_FILES:
+            where = f"line {line}" if origin in (None, at) else f"{origin}, line {line}"
+            problem = (
+                f"{where}: asks for another file ({{% {word} %}}), and a template is given none"
+            )
+            raise ConfigError(at=at, problem=problem, fix="Write it as one template.")
+
+
+def given_template(
+    template: str | Path, *, at: str, names: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, str]:
+    """(source, origin) of a Jinja template that is given as its text, by a name of `names`, or as a
+    file.
+    """
+    text = str(template)
+    if isinstance(template, str) and is_jinja(text):
+        return without_mark(text), at
+    if text in names:
+        return names[text], f"built-in template {text!r}"
+    path = Path(text).expanduser()
+    try:
+        return without_mark(path.read_text(encoding="utf-8")), str(path)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        if path.is_file():
+            raise ConfigError(
+                at=at,
+                problem=f"{path} cannot be read: {error}",
+                fix="Give a Jinja template in UTF-8.",
+            ) from None
+        raise ConfigError(
+            at=at,
+            problem=f"{text[:200]!r} is neither a file nor the text of a template",
+            have=sorted(names) or None,
+            fix=did_you_mean(text, names) or "Give the path of a .jinja file.",
+        ) from None
+
+
+def without_mark(template: str) -> str:
+    """A template without the byte-order mark that editors put in front of files, which every row
+    would begin with.
+    """
+    return template.removeprefix("\ufeff")
+
+
+def is_unicode(value: Any) -> bool:
+    """Whether a value can be written as UTF-8, as far as it is text."""
+    try:
+        return not isinstance(value, bytes) and (
+            not isinstance(value, str) or value.encode() is not None
+        )
+    except UnicodeEncodeError:
+        return False

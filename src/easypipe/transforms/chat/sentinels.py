@@ -1,0 +1,197 @@
+"""Where a template prints the texts of a conversation: proven by printing other words in their
+place.
+
+sentinel  a word that stands nowhere in the conversation, put in place of a message's text
+
+Two renderings are read side by side, one as it is and one with sentinels: what stands between the
+sentinels of the second must stand in the first, with the very text (or its trimmed or JSON-escaped
+form) between. Then the positions of all texts are known, and known to be right. Runs in the worker
+process, as light as can be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from easypipe.transforms.chat.sandbox import KEYS_OF_REASONING, REASONING
+
+MOST_TRIES = 10_000  # of ways to read two renderings side by side
+
+_THINK = re.compile(r"(</?think>)")
+
+
+class UnprovenError(Exception):
+    """Where the trained text stands cannot be told for certain."""
+
+
+class Place(NamedTuple):
+    word: str
+    start: int
+    stop: int
+
+
+class Sentinels:
+    """Sentinels, and what they stand for."""
+
+    def __init__(self, text: str, messages: Sequence[Mapping[str, Any]]) -> None:
+        self._stem = unused_stem(text, messages)
+        self.value: dict[str, str] = {}
+        self.owner: dict[str, int] = {}
+        self.whole: set[str] = set()  # words that stand for all that a message says
+        self.of_tools: set[str] = set()
+        self.pattern = re.compile(rf"{self._stem}\d{{5}}x")
+
+    def fresh(self, value: str, owner: int, *, whole: bool = False) -> str:
+        word = f"{self._stem}{len(self.value):05d}x"
+        self.value[word], self.owner[word] = value, owner
+        if whole:
+            self.whole.add(word)
+        return word
+
+    def replace(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The message with a word in place of each text in it. Empty texts stay, for templates ask
+        whether there is any.
+        """
+        said = message.get("content")
+        thinks = not KEYS_OF_REASONING.isdisjoint(message) and any(
+            message.get(key) for key in REASONING
+        )
+        alone = not message.get("tool_calls") and not thinks
+        result = dict(message)
+        if isinstance(said, str) and said.strip():
+            pieces = _THINK.split(said) if "think>" in said else [said]
+            new = [
+                piece
+                if n % 2 or not piece.strip()
+                else self.fresh(piece, i, whole=alone and len(pieces) == 1)
+                for n, piece in enumerate(pieces)
+            ]
+            result["content"] = "".join(new)
+        elif isinstance(said, list):
+            result["content"] = [
+                {**part, "text": self.fresh(part["text"], i, whole=alone and len(said) == 1)}
+                if part["text"].strip()
+                else part
+                for part in said
+            ]
+        if message.get("role") != "assistant":
+            return result
+        thought: dict[str, str] = {}
+        for key in REASONING if thinks else ():
+            value = message.get(key)
+            if isinstance(value, str) and value.strip():
+                thought[value] = result[key] = thought.get(value) or self.fresh(value, i)
+        if isinstance(message.get("tool_calls"), list):
+            before = set(self.value)
+            result["tool_calls"] = [self._call(call, i) for call in message["tool_calls"]]
+            self.of_tools |= set(self.value) - before
+        return result
+
+    def _call(self, call: Any, i: int) -> Any:
+        if not isinstance(call, dict):
+            return call
+        function = call.get("function")
+        inner: dict[str, Any] = function if isinstance(function, dict) else call
+        new = {
+            key: self._leaves(value, i) if key in ("name", "arguments", "parameters") else value
+            for key, value in inner.items()
+        }
+        return {**call, "function": new} if inner is not call else new
+
+    def _leaves(self, node: Any, i: int) -> Any:
+        if isinstance(node, str):
+            return self.fresh(node, i) if node.strip() else node
+        if isinstance(node, list):
+            return [self._leaves(item, i) for item in node]
+        return (
+            {key: self._leaves(item, i) for key, item in node.items()}
+            if isinstance(node, dict)
+            else node
+        )
+
+
+def unused_stem(text: str, values: Any) -> str:
+    """A word that stands neither in `text` nor in any text of `values`."""
+    stem = "Sentinel"
+    while stem in text or _holds(values, stem):
+        stem = f"S{hashlib.sha256(stem.encode()).hexdigest()[:12]}"
+    return stem
+
+
+def _holds(value: Any, word: str) -> bool:
+    """Whether a text within a value of JSON, or a key, holds the word."""
+    if isinstance(value, str):
+        return word in value
+    if isinstance(value, dict):
+        return any(word in key or _holds(item, word) for key, item in value.items())
+    return isinstance(value, list) and any(_holds(item, word) for item in value)
+
+
+def align(text: str, other: str, words: Sentinels) -> list[Place]:
+    """Where the texts behind the words stand in `text`, so that putting them back into `other`
+    gives `text` exactly.
+    """
+    gaps, found = words.pattern.split(other), words.pattern.findall(other)
+    if not text.startswith(gaps[0]):
+        raise UnprovenError("the template writes other things around other words")
+    tries = 0
+    stack: list[Iterator[tuple[int, int]]] = []
+    places: list[Place] = []
+    at = len(gaps[0])
+    while True:
+        if len(stack) < len(found):
+            word = found[len(stack)]
+            stack.append(
+                _fits(
+                    text,
+                    at,
+                    words.value[word],
+                    gaps[len(stack) + 1],
+                    last=len(stack) + 1 == len(found),
+                )
+            )
+        elif at == len(text):
+            return places
+        while stack:
+            tries += 1
+            step = next(stack[-1], None) if tries < MOST_TRIES else None
+            if step is not None:
+                start, stop = step
+                del places[len(stack) - 1 :]
+                places.append(Place(found[len(stack) - 1], start, stop))
+                at = stop + len(gaps[len(stack)])
+                break
+            stack.pop()
+        else:
+            raise UnprovenError("putting its texts back does not give what the template printed")
+
+
+def _fits(text: str, at: int, value: str, gap: str, *, last: bool) -> Iterator[tuple[int, int]]:
+    """Forms of `value` that stand in `text` at `at` with `gap` behind them."""
+    for form in forms_of(value):
+        stop = at + len(form)
+        if (
+            text.startswith(form, at)
+            and text.startswith(gap, stop)
+            and (not last or stop + len(gap) == len(text))
+        ):
+            yield at, stop
+
+
+def forms_of(value: str) -> Iterator[str]:
+    """A text as templates print it: as it is, trimmed, or inside JSON; each form once."""
+    yield value
+    plain = [
+        value.strip(),
+        value.rstrip(),
+        value.lstrip(),
+        value.strip("\n"),
+        value.rstrip("\n"),
+        value.lstrip("\n"),
+    ]
+    escaped = [json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1]]
+    yield from (form for form in dict.fromkeys(plain + escaped) if form != value)

@@ -1,0 +1,464 @@
+# pyright: reportAttributeAccessIssue=false
+# (pyarrow makes the functions of its compute module when it is imported)
+"""Transforms that Arrow carries out itself: no row becomes a Python object.
+
+Every `narrow` leaves out what the wanted columns do not need, so that `Rename(...) >> Combine(...)`
+before tokenizing reads two columns of a file with fifty.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.core.protocols import Transform
+from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.text import has_text
+from easypipe.transforms.columns.base import ColumnTransform, Rows, column_names, require_columns
+
+
+class Rename(ColumnTransform):
+    """Columns under new names: `Rename({"old": "new"})`. The others stay, and so does the order.
+
+    Raises ConfigError for names that are no two different strings, SourceError for a column that is
+    not there or a name that is taken.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        if not isinstance(names, Mapping) or not names:
+            raise ConfigError(
+                at="Rename",
+                problem=f"expected old and new names, got {names!r}",
+                fix='Write Rename({"old": "new"}).',
+            )
+        for old, new in names.items():
+            if (
+                not isinstance(old, str)
+                or not isinstance(new, str)
+                or not old
+                or not new
+                or ROW_NUMBER in (old, new)
+            ):
+                raise ConfigError(
+                    at="Rename",
+                    problem=f"{old!r} cannot become {new!r}",
+                    fix='Write Rename({"old": "new"}).',
+                )
+        if len(set(names.values())) < len(names):
+            raise ConfigError(
+                at="Rename",
+                problem=f"two columns cannot have one name: {dict(names)}",
+                fix="Give each its own.",
+            )
+        self.names = dict(names)
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("rename", sorted(self.names.items()))
+
+    def columns(self, before: pa.Schema) -> pa.Schema:
+        require_columns(list(self.names), before, str(self))
+        for old, new in self.names.items():
+            if new in before.names and new not in self.names:
+                fix = f"Drop {new!r} first, or choose another name for {old!r}."
+                raise SourceError(
+                    at=str(self),
+                    problem=f"there is a column {new!r} already",
+                    have=before.names,
+                    fix=fix,
+                )
+        return pa.schema(
+            [pa.field(self.names.get(field.name, field.name), field.type) for field in before]
+        )
+
+    def rows(self, rows: Rows) -> Rows:
+        return Rows(
+            rows.batch.rename_columns(
+                [self.names.get(name, name) for name in rows.batch.schema.names]
+            ),
+            rows.numbers,
+        )
+
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
+        old = {new: old for old, new in self.names.items()}
+        kept = {old[name]: name for name in columns if name in old}
+        needs = [old.get(name, name) for name in columns]
+        return (Rename(kept) if kept else Select(needs)), needs
+
+    def __repr__(self) -> str:
+        return f"Rename({self.names})"
+
+
+class Select(ColumnTransform):
+    """Only these columns, in this order: `Select("text", "id")`."""
+
+    def __init__(self, *names: str | Sequence[str]) -> None:
+        self.names = column_names(names, "Select")
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("select", self.names)
+
+    def columns(self, before: pa.Schema) -> pa.Schema:
+        require_columns(self.names, before, str(self))
+        return pa.schema([before.field(name) for name in self.names])
+
+    def rows(self, rows: Rows) -> Rows:
+        return Rows(rows.batch.select(list(self.names)), rows.numbers)
+
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
+        return Select(columns), columns
+
+    def __repr__(self) -> str:
+        return f"Select({_shown(self.names)})"
+
+
+class Drop(ColumnTransform):
+    """All columns but these: `Drop("metadata")`. Raises SourceError where none would be left."""
+
+    def __init__(self, *names: str | Sequence[str]) -> None:
+        self.names = column_names(names, "Drop")
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("drop", sorted(self.names))
+
+    def columns(self, before: pa.Schema) -> pa.Schema:
+        require_columns(self.names, before, str(self))
+        if len(self.names) == len(before):
+            raise SourceError(
+                at=str(self),
+                problem="no column would be left",
+                have=before.names,
+                fix="Keep at least one.",
+            )
+        return pa.schema([field for field in before if field.name not in self.names])
+
+    def rows(self, rows: Rows) -> Rows:
+        return Rows(rows.batch.drop_columns(list(self.names)), rows.numbers)
+
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
+        return Select(columns), columns
+
+    def __repr__(self) -> str:
+        return f"Drop({_shown(self.names)})"
+
+
+class Extract(ColumnTransform):
+    """Columns out of nested ones: `Extract({"answer": "choices.0.message.content", "last":
+    "turns.-1"})`.
+
+    A path goes through keys of structs and positions in lists, from the end where they are
+    negative. A list that is too short gives null, as does anything inside of a null. A new name
+    that is a column already takes its place. Raises SourceError for a key that is not there.
+    """
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        if not isinstance(paths, Mapping) or not paths:
+            raise ConfigError(
+                at="Extract",
+                problem=f"expected names and paths, got {paths!r}",
+                fix='Write Extract({"text": "a.b.0"}).',
+            )
+        for name, path in paths.items():
+            if (
+                not isinstance(name, str)
+                or not isinstance(path, str)
+                or not name
+                or not path
+                or name == ROW_NUMBER
+            ):
+                raise ConfigError(
+                    at="Extract",
+                    problem=f"{path!r} is no path for {name!r}",
+                    fix='Write Extract({"text": "a.b.0"}).',
+                )
+        self.paths = dict(paths)
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("extract", list(self.paths.items()))
+
+    def columns(self, before: pa.Schema) -> pa.Schema:
+        found = {name: self._type(path, before) for name, path in self.paths.items()}
+        after = [pa.field(field.name, found.pop(field.name, field.type)) for field in before]
+        return pa.schema([*after, *(pa.field(name, kind) for name, kind in found.items())])
+
+    def rows(self, rows: Rows) -> Rows:
+        schema = self.columns(rows.batch.schema)
+        made = {name: self._values(path, rows.batch) for name, path in self.paths.items()}
+        arrays = [made[name] if name in made else rows.batch.column(name) for name in schema.names]
+        return Rows(pa.RecordBatch.from_arrays(arrays, schema=schema), rows.numbers)
+
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
+        kept = {name: path for name, path in self.paths.items() if name in columns}
+        needs = [name for name in columns if name not in kept]
+        needs += [
+            column
+            for path in kept.values()
+            if (column := _split(path, before, str(self))[0]) not in needs
+        ]
+        needs = list(dict.fromkeys(needs))
+        return (Extract(kept) if kept else Select(needs)), needs
+
+    def _type(self, path: str, schema: pa.Schema) -> pa.DataType:
+        name, steps = _split(path, schema, str(self))
+        kind = schema.field(name).type
+        for step in steps:
+            if _is_list(kind):
+                if _position(step) is None:
+                    fix = f"Give a position, as in {path.replace(step, '0', 1)!r}."
+                    raise SourceError(
+                        at=str(self),
+                        problem=f"{path!r}: {step!r} is no position in a list",
+                        fix=fix,
+                    )
+                kind = kind.value_type
+            elif pa.types.is_struct(kind):
+                keys = [kind.field(i).name for i in range(kind.num_fields)]
+                if step not in keys:
+                    raise SourceError(
+                        at=str(self),
+                        problem=f"{path!r}: no key {step!r}",
+                        have=keys,
+                        fix=did_you_mean(step, keys),
+                    )
+                kind = kind.field(step).type
+            else:
+                raise SourceError(
+                    at=str(self),
+                    problem=f"{path!r}: {kind} has nothing inside",
+                    fix=f"End the path before {step!r}.",
+                )
+        return kind
+
+    def _values(self, path: str, batch: pa.RecordBatch) -> pa.Array:
+        name, steps = _split(path, batch.schema, str(self))
+        array = batch.column(name)
+        for step in steps:
+            array = (
+                _item(array, _position(step) or 0)
+                if _is_list(array.type)
+                else pc.struct_field(array, step)
+            )
+        return array
+
+    def __repr__(self) -> str:
+        return f"Extract({self.paths})"
+
+
+class Combine(ColumnTransform):
+    """One column of text out of several: `Combine("text", "{question}\\n{answer}")`.
+
+    The format knows only `{column}`, and `{{` for a brace: no attributes, no positions, no
+    conversions, nothing that could run. Columns are text, numbers or booleans. A row in which one
+    is null becomes null, or has `null_as` there. The other columns stay; a column called `into` is
+    replaced.
+    """
+
+    def __init__(self, into: str, template: str, *, null_as: str | None = None) -> None:
+        if not into or not isinstance(into, str) or into == ROW_NUMBER:
+            raise ConfigError(
+                at="Combine",
+                problem=f"{into!r} cannot name a column",
+                fix='Write Combine("text", "{a} {b}").',
+            )
+        self.into, self.template, self.null_as = into, template, null_as
+        self._pieces = parse_template(template)
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("combine", self.into, self.template, self.null_as)
+
+    def columns(self, before: pa.Schema) -> pa.Schema:
+        names = [name for name, is_field in self._pieces if is_field]
+        require_columns(names, before, str(self))
+        t = pa.types
+        for name in names:
+            kind = before.field(name).type
+            if not (
+                t.is_large_string(kind)
+                or t.is_string(kind)
+                or t.is_integer(kind)
+                or t.is_floating(kind)
+                or t.is_boolean(kind)
+            ):
+                fix = "Take what you need of it first: Extract({...})."
+                raise SourceError(
+                    at=str(self),
+                    problem=f"column {name!r} holds {kind}, not text or a number",
+                    fix=fix,
+                )
+        after = [
+            pa.field(field.name, pa.large_string() if field.name == self.into else field.type)
+            for field in before
+        ]
+        return pa.schema(
+            after if self.into in before.names else [*after, pa.field(self.into, pa.large_string())]
+        )
+
+    def rows(self, rows: Rows) -> Rows:
+        batch, schema = rows.batch, self.columns(rows.batch.schema)
+        parts: list[pa.Array | pa.Scalar] = []
+        for text, is_field in self._pieces:
+            if is_field:
+                values = batch.column(text).cast(pa.large_string())
+                parts.append(
+                    values
+                    if self.null_as is None
+                    else pc.fill_null(values, pa.scalar(self.null_as, pa.large_string()))
+                )
+            else:
+                parts.append(pa.scalar(text, pa.large_string()))
+        empty = pa.scalar("", pa.large_string())  # of the separator
+        joined = pc.binary_join_element_wise(*parts, empty)
+        arrays = [joined if name == self.into else batch.column(name) for name in schema.names]
+        return Rows(pa.RecordBatch.from_arrays(arrays, schema=schema), rows.numbers)
+
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
+        if self.into not in columns:
+            return Select(columns), columns
+        names = [name for name, is_field in self._pieces if is_field]
+        return self, list(dict.fromkeys([*(name for name in columns if name != self.into), *names]))
+
+    def __repr__(self) -> str:
+        return f"Combine({self.into!r}, {self.template!r})"
+
+
+class FilterNonEmpty(ColumnTransform):
+    """Only rows in which every one of these columns holds something: `FilterNonEmpty("prompt",
+    "answer")`.
+
+    Null, text of nothing but white space and an empty list hold nothing; a number always holds
+    something.
+    """
+
+    drops = True
+
+    def __init__(self, *names: str | Sequence[str]) -> None:
+        self.names = column_names(names, "FilterNonEmpty")
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("filter non-empty", sorted(self.names))
+
+    def columns(self, before: pa.Schema) -> pa.Schema:
+        require_columns(self.names, before, str(self))
+        return before
+
+    def rows(self, rows: Rows) -> Rows:
+        keep = np.ones(rows.batch.num_rows, np.bool_)
+        for name in self.names:
+            column = rows.batch.column(name)
+            full = column.is_valid()
+            if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+                full = pa.array(has_text(column))
+            elif _is_list(column.type):
+                full = pc.and_(
+                    full, pc.fill_null(pc.greater(pc.list_value_length(column), 0), False)
+                )
+            keep &= full.to_numpy(zero_copy_only=False)
+        return kept(rows, keep)
+
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
+        return self, list(dict.fromkeys([*columns, *self.names]))
+
+    def __repr__(self) -> str:
+        return f"FilterNonEmpty({_shown(self.names)})"
+
+
+def kept(rows: Rows, keep: np.ndarray) -> Rows:
+    """The rows where `keep` (Bool[rows]) is set."""
+    if keep.all():
+        return Rows(rows.batch, rows.numbers, rows.rejects)
+    return Rows(rows.batch.filter(pa.array(keep)), rows.numbers[keep], rows.rejects)
+
+
+def parse_template(template: str) -> tuple[tuple[str, bool], ...]:
+    """(text, whether it is a column's name) in order. Raises ConfigError for anything but
+    `{column}`, `{{` and `}}`.
+    """
+    fix = 'Write only columns in braces, as in "{question} {answer}", and {{ for a brace.'
+    if not isinstance(template, str):
+        raise ConfigError(at="Combine", problem=f"{template!r} is no format", fix=fix)
+    pieces: list[tuple[str, bool]] = []
+    try:
+        for text, name, spec, conversion in string.Formatter().parse(template):
+            if text:
+                pieces.append((text, False))
+            if name is None:
+                continue
+            if not name or spec or conversion or any(c in name for c in ".[]{}!") or name.isdigit():
+                raise ConfigError(
+                    at="Combine",
+                    problem=f"{{{name}}} in {template!r} is more than the name of a column",
+                    fix=fix,
+                )
+            pieces.append((name, True))
+    except ValueError as error:
+        raise ConfigError(at="Combine", problem=f"{template!r}: {error}", fix=fix) from None
+    if not any(is_field for _, is_field in pieces):
+        raise ConfigError(at="Combine", problem=f"{template!r} names no column", fix=fix)
+    return tuple(pieces)
+
+
+def _split(path: str, schema: pa.Schema, at: str) -> tuple[str, list[str]]:
+    """The column that a path begins with (the longest name that is one, as names may have dots),
+    and the steps into it.
+    """
+    steps = path.split(".")
+    for n in range(len(steps), 0, -1):
+        name = ".".join(steps[:n])
+        if name in schema.names:
+            return name, steps[n:]
+    raise SourceError(
+        at=at,
+        problem=f"no column {steps[0]!r}",
+        have=schema.names,
+        fix=did_you_mean(steps[0], schema.names),
+    )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def _position(step: str) -> int | None:
+    return int(step) if step.removeprefix("-").isdigit() and step.isascii() else None
+
+
+def _item(array: pa.Array, position: int) -> pa.Array:
+    """Item `position` of every list; null where there is none."""
+    if pa.types.is_fixed_size_list(array.type):
+        array = array.cast(pa.large_list(array.type.value_type))
+    lengths = (
+        pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    )
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    there = lengths > position if position >= 0 else lengths >= -position
+    at = (offsets[:-1] if position >= 0 else offsets[1:]) + position
+    return array.values.take(pa.array(at, pa.int64(), mask=~there))
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)

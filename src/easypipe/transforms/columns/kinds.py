@@ -1,0 +1,260 @@
+"""What kind of rows a dataset holds, told from the names and types of its columns and from its
+first rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import pyarrow as pa
+
+from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SOURCE
+from easypipe.transforms.chat.messages import is_messages, is_text, values_of
+from easypipe.transforms.columns.mapper import Choice, Match, Slot, Tie, match_columns
+
+KindName = Literal[
+    "text", "prompt_completion", "alpaca", "sharegpt", "messages", "preference", "tokens", "unknown"
+]
+
+TITLES: dict[str, str] = {
+    "text": "plain text",
+    "prompt_completion": "prompts with completions",
+    "alpaca": "Alpaca instructions",
+    "sharegpt": "ShareGPT conversations",
+    "messages": "OpenAI messages",
+    "preference": "preference pairs",
+    "tokens": "tokens",
+    "unknown": "unknown",
+}
+
+_PROMPT = (
+    "question",
+    "query",
+    "instruction",
+    "input",
+    "problem",
+    "prompts",
+    "questions",
+    "user prompt",
+)
+_COMPLETION = (
+    "answer",
+    "response",
+    "output",
+    "target",
+    "solution",
+    "completions",
+    "answers",
+    "responses",
+    "reply",
+)
+_TALK = (
+    "messages",
+    "conversations",
+    "conversation",
+    "chat",
+    "dialogue",
+    "dialog",
+    "turns",
+    "message",
+)
+_TOOLS = Slot(name="tools", aliases=("functions", "available tools"), required=False)
+
+# In the order in which they are tried. Every slot's type is decided by `_fits`.
+SLOTS: dict[str, tuple[Slot, ...]] = {
+    "tokens": (Slot(name=INPUT_IDS, aliases=("tokens", "token ids", "ids")),),
+    "preference": (
+        Slot(name="chosen", aliases=("preferred", "winner", "response chosen", "chosen response")),
+        Slot(name="rejected", aliases=("dispreferred", "loser", "response rejected", "rejected response")),
+        Slot(name="prompt", aliases=_PROMPT, required=False),
+    ),
+    "messages": (Slot(name="messages", aliases=_TALK), _TOOLS),
+    "sharegpt": (Slot(name="conversations", aliases=_TALK), _TOOLS),
+    "alpaca": (
+        Slot(name="instruction", aliases=("instructions", "instruct")),
+        Slot(name="input", aliases=("context", "inputs"), required=False),
+        Slot(name="output", aliases=("response", "answer", "completion", "outputs", "responses")),
+    ),
+    "prompt_completion": (Slot(name="prompt", aliases=_PROMPT), Slot(name="completion", aliases=_COMPLETION)),
+    "text": (
+        Slot(name="text", aliases=("content", "document", "body", "article", "code", "passage", "story", "page content")),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A guess. choices: which column is what, and why. ties: what two columns could be. roles: who
+    speaks, in the order of the first rows.
+
+    tools: whether the first rows name or call tools.
+    """
+
+    name: KindName
+    choices: tuple[Choice, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    roles: tuple[str, ...] = ()
+    tools: bool = False
+
+    def column(self, slot: str) -> str | None:
+        return next((choice.column for choice in self.choices if choice.slot == slot), None)
+
+    def require_decided(self, at: str) -> None:
+        """Raises ConfigError naming the columns between which only the user can choose."""
+        if self.ties:
+            raise self.ties[0].error(at)
+
+    def __str__(self) -> str:
+        parts = [TITLES[self.name]]
+        parts += [f"roles {', '.join(self.roles)}"] if self.roles else []
+        parts += ["with tools"] if self.tools else []
+        return ", ".join(parts)
+
+
+def guess_kind(
+    schema: pa.Schema,
+    rows: Sequence[Mapping[str, Any]] = (),
+    *,
+    kind: str | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> Kind:
+    """What rows with this schema are. rows: some of the first, which tell who speaks, and what
+    lists in JSON text hold.
+
+    kind, columns (slot -> column): what the user has decided; the guess is then of the rest. Raises
+    ConfigError for a kind, a slot or a column that is not there.
+    """
+    names = [name for name in schema.names if name not in (ROW_NUMBER, SOURCE)]
+    if kind is not None and kind not in SLOTS:
+        raise ConfigError(
+            at="kind",
+            problem=f"{kind!r} is no kind of rows",
+            have=SLOTS,
+            fix=did_you_mean(kind, list(SLOTS)),
+        )
+    kinds = list(SLOTS) if kind is None else [kind]
+    kinds = _holding(columns or {}, kinds, names)
+    fitting = {
+        name: {
+            slot.name: [c for c in names if _fits(name, slot.name, schema.field(c), rows)]
+            for slot in SLOTS[name]
+        }
+        for name in kinds
+    }
+    # a name that is merely alike says less than the exact one of another kind
+    for fuzzy in (False, True):
+        for name in kinds:
+            found = match_columns(SLOTS[name], fitting[name], fuzzy=fuzzy, given=columns)
+            if found is not None:
+                return _kind(name, found, rows)
+    # conversations are told by their type; text may be anything where there is more
+    for name in ("messages", "sharegpt", "text"):
+        sure = name != "text" or len(names) == 1 or kind == "text"
+        if name in kinds and sure and len(only := fitting[name][SLOTS[name][0].name]) == 1:
+            return _kind(
+                name,
+                Match((Choice(slot=SLOTS[name][0].name, column=only[0], how="only"),), ()),
+                rows,
+            )
+    return Kind(name="unknown")
+
+
+def _holding(columns: Mapping[str, str], kinds: list[str], names: list[str]) -> list[str]:
+    """The kinds that have all of these slots."""
+    for slot, column in columns.items():
+        if column not in names:
+            raise ConfigError(
+                at=f"columns.{slot}",
+                problem=f"no column {column!r}",
+                have=names,
+                fix=did_you_mean(column, names),
+            )
+    held = [kind for kind in kinds if columns.keys() <= {slot.name for slot in SLOTS[kind]}]
+    if not held:
+        have = list(dict.fromkeys(slot.name for kind in kinds for slot in SLOTS[kind]))
+        raise ConfigError(
+            at="columns",
+            problem=f"no kind of rows has {sorted(columns)}",
+            have=have,
+            fix="Name the parts of one kind.",
+        )
+    return held
+
+
+def _kind(name: str, found: Match, rows: Sequence[Mapping[str, Any]]) -> Kind:
+    known: dict[str, KindName] = {key: key for key in get_args(KindName)}
+    kind = Kind(name=known[name], choices=found.choices, ties=found.ties)
+    if name not in ("messages", "sharegpt", "preference"):
+        return kind
+    talks = [
+        talk
+        for choice in found.choices
+        if choice.slot != "tools"
+        for talk in _talks(rows, choice.column)
+    ]
+    speaker = "from" if name == "sharegpt" else "role"
+    messages = [message for talk in talks for message in talk if isinstance(message, Mapping)]
+    roles = dict.fromkeys(
+        str(message[speaker]) for message in messages if message.get(speaker) is not None
+    )
+    tools = kind.column("tools")
+    named = any(row.get(tools) for row in rows) if tools is not None else False
+    called = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
+    return Kind(
+        name=known[name],
+        choices=found.choices,
+        ties=found.ties,
+        roles=tuple(roles),
+        tools=named or called,
+    )
+
+
+def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a column could be this by its type, or where that is text by what the first rows
+    hold.
+    """
+    t = pa.types
+    text = is_text(field.type)
+    if kind == "tokens":
+        return (t.is_list(field.type) or t.is_large_list(field.type)) and t.is_integer(
+            field.type.value_type
+        )
+    if slot == "tools":
+        return text or t.is_list(field.type) or t.is_large_list(field.type) or t.is_null(field.type)
+    talk = is_messages(field.type) or (text and bool(_talks(rows, field.name)))
+    if kind in ("messages", "sharegpt"):
+        return talk and _says(
+            ("role", "content") if kind == "messages" else ("from", "value"), field, rows
+        )
+    if kind == "preference" and talk:
+        return _says(("role", "content"), field, rows)
+    return text and not talk
+
+
+def _says(keys: tuple[str, str], field: pa.Field, rows: Sequence[Mapping[str, Any]]) -> bool:
+    if is_messages(field.type):
+        inside = field.type.value_type
+        return all(inside.get_field_index(key) >= 0 for key in keys)
+    first = _talks(rows, field.name)[0]
+    return all(isinstance(message, Mapping) and keys[0] in message for message in first)
+
+
+def _talks(rows: Sequence[Mapping[str, Any]], column: str) -> list[list[Any]]:
+    """The conversations of a column: lists as they are, or JSON of lists, where all of its text is
+    that.
+    """
+    found = [value for row in rows if (value := row.get(column))]
+    if any(isinstance(value, str) for value in found):
+        if not all(isinstance(value, str) and value.lstrip()[:1] == "[" for value in found):
+            return []
+        found = values_of(pa.array(found, pa.large_string()), keep=())
+    return (
+        found
+        if all(
+            isinstance(value, list) and value and isinstance(value[0], Mapping) for value in found
+        )
+        else []
+    )

@@ -1,0 +1,274 @@
+"""What a row becomes text by: PromptConfig, which DatasetConfig(prompt=...) and PromptEngine take
+alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from easypipe.core.config import ListOf, config
+from easypipe.core.errors import ConfigError
+from easypipe.transforms.chat.render import check_date, check_whole, given_template, without_mark
+from easypipe.transforms.prompt.fields import pieces_of
+
+FormatType = Literal["chat", "openai", "sharegpt", "alpaca", "custom", "prompt_completion", "text"]
+TrainOn = Literal["all", "completion", "assistant", "last_assistant"]
+
+TALKS = ("chat", "openai", "sharegpt")  # formats of messages, which chat templates render
+DEFAULT_COLUMNS: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "chat": (("messages",), None),
+    "openai": (("messages",), None),
+    "sharegpt": (("conversations",), None),
+    "alpaca": (("instruction", "input"), "output"),
+    "prompt_completion": (("prompt",), "completion"),
+    "text": (("text",), None),
+    "custom": ((), None),
+}
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "function_call": "function_call",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+def check_thinking(options: Any) -> None:
+    """Raises ConfigError where options say something of empty thoughts that has no effect."""
+    if options.train_empty_thinking is not None and options.train_on == "all":
+        problem = "has no effect beside train_on 'all', which trains every token"
+        raise ConfigError(at="train_empty_thinking", problem=problem, fix="Leave it out.")
+
+
+@config
+class FewShotConfig:
+    """Solved examples in front of every row, of which no token is trained.
+
+    examples: rows, as dicts with the columns of the format: these, in this order, for every row.
+    data_files: a file of rows (JSON lines, a JSON array, parquet) to draw from instead, such as the
+    dataset's own; it is held in memory.
+    count: how many are drawn for each row; a row that equals the one at hand is never one of them.
+    Which, follows from seed and row alone.
+    seed: of the draws.
+    separator: what stands between examples, and between the last one and the row; chat templates
+    write their own.
+    """
+
+    examples: ListOf[dict[str, Any]] = ()
+    data_files: str | Path | None = None
+    count: int | None = None
+    seed: int = 0
+    separator: str = "\n\n"
+
+    def check(self) -> None:
+        if bool(self.examples) == (self.data_files is not None):
+            problem = (
+                "given beside data_files" if self.examples else "there are none, and no data_files"
+            )
+            raise ConfigError(at="examples", problem=problem, fix="Give one of the two.")
+        if (self.data_files is None) != (self.count is None):
+            problem = (
+                "data_files needs it" if self.count is None else "has no effect without data_files"
+            )
+            raise ConfigError(
+                at="count",
+                problem=problem,
+                fix="Give how many are drawn for each row."
+                if self.count is None
+                else "Leave it out.",
+            )
+        if self.count is not None and self.count < 1:
+            raise ConfigError(
+                at="count",
+                problem=f"{self.count} examples are none",
+                fix="Give at least 1, or leave few_shot out.",
+            )
+        if self.examples and self.seed:
+            raise ConfigError(
+                at="seed", problem="has no effect on examples that are given", fix="Leave it out."
+            )
+
+
+@config
+class PromptConfig:
+    """How a row becomes a text, and which of its characters are trained.
+
+    format_type: "chat" (or "openai"): messages of role and content, tool calls too, through a chat
+    template; "sharegpt": the same from
+        lists of `from` and `value`; "alpaca": instruction, input (may be empty) and output;
+        "custom": your template; "prompt_completion": two columns, one after the other; "text": a
+        column as it is, all of it trained.
+    template: of messages a chat template, as a file, as its text, or by the name of a built-in one
+    (chatml, plain, zephyr, alpaca); None
+        takes the tokenizer's own. Of "custom" a file or a text, with `{column}` or in Jinja2. The
+        other formats have none.
+    input_columns: what is read beside the label: of messages the column that holds them, of
+    "custom" the columns that the template names.
+    label_column: the column that is trained; "custom" without one trains all.
+    rejected_column: makes pairs of rows, for train.preference: each is written twice, the second
+    time with this column in place of the
+        label (of messages, of the messages), as the answer that was not preferred.
+    tools_column: of messages, the column of tools; None takes the column `tools`, where there is
+    one.
+    roles: of "sharegpt", what `from` says to which role: {"bot": "assistant"}, beside human, gpt,
+    system, function_call, observation, ...
+    system_prompt: of messages, the system message of conversations without one; else text in front,
+    with an empty line behind.
+    few_shot: examples in front of every row.
+    train_on: of messages `assistant` (the default), `last_assistant`, `completion` (the last
+    message, if it is the assistant's) or `all`;
+        a message's own `train` (true or false) goes before it. Else `completion` (the default where
+        there is a label) or `all`.
+    template_date: the day (2026-01-31) that templates are told which ask for today's; None refuses
+    those.
+    train_empty_thinking: of messages, whether the thought without words that templates of models
+    that reason write in
+        front of an answer (`<think>\\n\\n</think>`) is trained; None means True, as in TRL's
+        training templates. Where a template has generation markers, they decide.
+    """
+
+    format_type: FormatType = "chat"
+    template: str | Path | None = None
+    input_columns: ListOf[str] = ()
+    label_column: str | None = None
+    rejected_column: str | None = None
+    tools_column: str | None = None
+    roles: dict[str, str] | None = None
+    system_prompt: str | None = None
+    few_shot: FewShotConfig | None = None
+    train_on: TrainOn | None = None
+    template_date: str | None = None
+    train_empty_thinking: bool | None = None
+
+    def check(self) -> None:
+        kind = self.format_type
+        talks = kind in TALKS
+        for name in self._without_effect():
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    at=name, problem=f"has no effect on format_type {kind!r}", fix="Leave it out."
+                )
+        if kind == "custom" and self.template is None:
+            raise ConfigError(
+                at="template",
+                problem="format_type 'custom' needs one",
+                fix="Write '{question}\\n{answer}', or name a file.",
+            )
+        check_whole(self.template, "template")
+        wanted = {"alpaca": (1, 2), "custom": (0, None)}.get(kind, (1, 1))
+        given = len(self.inputs)
+        if given < wanted[0] or (wanted[1] is not None and given > wanted[1]):
+            fix = (
+                "Name the columns of instruction and input."
+                if kind == "alpaca"
+                else "Name one column."
+            )
+            raise ConfigError(
+                at="input_columns", problem=f"{list(self.inputs)} for format_type {kind!r}", fix=fix
+            )
+        if self.rejected_column is not None and self.answer is None:
+            fix = "Name the label_column, whose place it takes."
+            raise ConfigError(
+                at="rejected_column", problem="there is no label whose place it could take", fix=fix
+            )
+        every = [*self.inputs, *([self.label] if self.label is not None else [])]
+        if self.rejected_column is not None:
+            every.append(self.rejected_column)
+        for i, name in enumerate(every):
+            if not name or name in every[:i]:
+                last = "rejected_column" if name == self.rejected_column else "label_column"
+                at = f"input_columns[{i}]" if i < len(self.inputs) else last
+                raise ConfigError(
+                    at=at,
+                    problem=f"{name!r} {'stands twice' if name else 'names no column'}",
+                    fix="Name each column once.",
+                )
+        possible = (
+            ["assistant", "last_assistant", "completion", "all"] if talks else ["completion", "all"]
+        )
+        if kind == "custom" and self.label is None:
+            possible = ["all"]
+        if self.train_on is not None and self.train_on not in possible:
+            why = (
+                "needs a label_column"
+                if kind == "custom" and self.train_on == "completion"
+                else f"is nothing that {kind!r} has"
+            )
+            raise ConfigError(
+                at="train_on",
+                problem=f"{self.train_on!r} {why}",
+                have=possible,
+                fix=f"Use {possible[0]!r}.",
+            )
+        check_thinking(self)
+        if talks and self.few_shot is not None and self.train_on == "all":
+            raise ConfigError(
+                at="train_on",
+                problem="'all' would train the few_shot examples of a conversation",
+                fix="Use 'assistant', or leave few_shot out.",
+            )
+        known = set(ROLES.values())
+        for name, role in (self.roles or {}).items():
+            if role not in known:
+                raise ConfigError(
+                    at=f"roles.{name}", problem=f"{role!r} is no role", have=sorted(known)
+                )
+        if self.template_date is not None:
+            check_date(self.template_date)
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """input_columns, or those that the format has where none are given."""
+        return self.input_columns or DEFAULT_COLUMNS[self.format_type][0]
+
+    @property
+    def label(self) -> str | None:
+        """label_column, or the one that the format has."""
+        return self.label_column or DEFAULT_COLUMNS[self.format_type][1]
+
+    @property
+    def answer(self) -> str | None:
+        """The column in whose place `rejected_column` stands in a row's second text."""
+        return self.inputs[0] if self.format_type in TALKS else self.label
+
+    def source(self) -> tuple[str, str]:
+        """(text, origin) of a custom template. Raises ConfigError for a file that cannot be
+        read.
+        """
+        text = str(self.template)
+        return (
+            (without_mark(text), "template")
+            if isinstance(self.template, str) and "{" in text
+            else given_template(text, at="template")
+        )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Those that every row has to have; of a custom template without input_columns those that
+        it names.
+        """
+        named = self.inputs
+        if self.format_type == "custom" and not named:
+            named = tuple(
+                dict.fromkeys(
+                    name for name in pieces_of(self.source()[0])[1::2] if name != self.label
+                )
+            )
+        further = (self.label, self.tools_column, self.rejected_column)
+        return (*named, *(name for name in further if name is not None))
+
+    def _without_effect(self) -> list[str]:
+        if self.format_type in TALKS:
+            return ["label_column", *([] if self.format_type == "sharegpt" else ["roles"])]
+        names = ["tools_column", "roles", "train_empty_thinking"]
+        if self.format_type != "custom":
+            names += ["template", "template_date"]
+        if self.format_type == "text":
+            names += ["label_column", "rejected_column", "system_prompt", "few_shot", "train_on"]
+        return names

@@ -1,0 +1,318 @@
+"""Rows to samples: one row at a time here, and many at a time in pipelines, by the same code.
+
+engine = PromptEngine("my-tokenizer", PromptConfig(format_type="prompt_completion"))
+engine.encode({"prompt": "2 + 2 = ", "completion": "4"})     # {"input_ids": int32[n], "loss_mask": uint8[n]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.core.schema import INPUT_IDS, LOSS_MASK
+from easypipe.transforms.chat.render import ChatTemplate, Refused, Rendered, load_chat_template
+from easypipe.transforms.prompt.config import TALKS, PromptConfig
+from easypipe.transforms.prompt.fields import BENIGN, advice
+from easypipe.transforms.prompt.formats import VERDICTS, Format, PlainFormat, TalkFormat, TextFormat
+from easypipe.transforms.tokenizer.lengths import TOO_LONG, LengthPolicy, Lengths, Whole, shape
+from easypipe.transforms.tokenizer.masked import encode_masked, has_target
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+
+
+class PromptEngine:
+    """Rows as texts with the characters that are trained, and as tokens with a loss mask. Thread
+    safe.
+
+    tokenizer: a loaded one, or what names one. config: PromptConfig() where it is None: messages
+    through the tokenizer's chat template.
+    max_length: most tokens of a sample, in place of the tokenizer's own. length: what becomes of
+    longer ones; None cuts them at their end.
+    Law: `encode(row)` equals what `DatasetConfig(prompt=config, length=length)` stores of that row.
+    Raises ConfigError for options that do not go together, TokenizerError where there is no
+    tokenizer, or no chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | TokenizerConfig | str | Path,
+        config: PromptConfig | None = None,
+        *,
+        max_length: int | None = None,
+        length: LengthPolicy | None = None,
+    ) -> None:
+        self.tokenizer = (
+            tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
+        )
+        self.config = config or PromptConfig()
+        if max_length is not None:
+            self.tokenizer = self.tokenizer.with_length(max_length)
+        self.lengths = None if length is None else Lengths(length, self.tokenizer)
+        self.format = _format(self.config, self.tokenizer, self.lengths)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that every row has to have; of messages, `tools` is read too where it is
+        there.
+        """
+        rejected = self.config.rejected_column
+        return self.format.columns if rejected is None else (*self.format.columns, rejected)
+
+    def render(self, row: Mapping[str, Any]) -> Rendered:
+        """(text, spans: ascending character ranges that are trained, end: what follows, see
+        transforms/tokenizer/masked.py).
+
+        Raises SourceError naming the reason for a row that is no sample, HostileTemplateError for a
+        template beyond its limits.
+        """
+        if not isinstance(row, Mapping):
+            raise SourceError(
+                at="row", problem=f"{type(row).__name__} is no row", fix="Give a dict of columns."
+            )
+        for name in self.columns:
+            if name not in row:
+                raise SourceError(
+                    at="row",
+                    problem=f"no column {name!r}",
+                    have=list(row),
+                    fix=did_you_mean(name, list(row)),
+                )
+        (found,) = self.render_rows([row])
+        if isinstance(found, Refused):
+            raise _no_sample(found)
+        return found
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template that writes conversations; None for samples of another kind."""
+        return self.format.template if isinstance(self.format, TalkFormat) else None
+
+    def render_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[Rendered | Refused]:
+        """`render` of rows that have all columns; a row that is no sample is Refused."""
+        found = self.format.render(rows)
+        if self.verdicts:
+            for i, row in enumerate(rows):
+                name = next((name for name in self.verdicts if row.get(name) is False), None)
+                if name is not None:
+                    detail = f"column {name!r} is false: an answer that is not to be learned; unpaired preferences are not trained yet"
+                    found[i] = Refused("rejected_answer", detail)
+        return found
+
+    @property
+    def splits(self) -> bool:
+        """Whether rows that are too long may be cut between turns: conversations, of which not all
+        is trained.
+        """
+        train_on = self.config.train_on
+        return (
+            self.lengths is None
+            and self.config.rejected_column is None
+            and isinstance(self.format, TalkFormat)
+            and train_on != "all"
+        )
+
+    def render_split(
+        self, rows: Sequence[Mapping[str, Any]], room: int
+    ) -> list[list[Rendered | Refused]]:
+        """`render_rows`, where `splits`, of each row the texts that it is cut into so that each has
+        at most `room` tokens.
+        """
+        assert isinstance(self.format, TalkFormat)
+        return self.format.split(rows, self.render_rows(rows), self.tokenizer, room)
+
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        """Columns, where a row has them, that say by true or false whether its answer is a good
+        one.
+        """
+        if self.config.format_type in ("text", "custom") or self.config.rejected_column is not None:
+            return ()
+        return tuple(name for name in VERDICTS if name not in self.columns)
+
+    def render_pairs(
+        self, rows: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[Rendered, Rendered] | Refused]:
+        """Of rows of pairs, the text of the answer that is preferred and of the one that is not."""
+        answer, rejected = str(self.config.answer), str(self.config.rejected_column)
+        other = [{**row, answer: row[rejected]} for row in rows]
+        pairs: list[tuple[Rendered, Rendered] | Refused] = []
+        for better, worse in zip(self.render_rows(rows), self.render_rows(other), strict=True):
+            if isinstance(better, Refused):
+                pairs.append(better)
+            elif isinstance(worse, Refused):
+                pairs.append(worse._replace(detail=f"column {rejected!r}: {worse.detail}"))
+            else:
+                pairs.append((better, worse))
+        return pairs
+
+    def encode(self, row: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        """`input_ids` Int32[n] and `loss_mask` UInt8[n] (1: the token is a target), special tokens
+        included. Raises as `render` does.
+
+        Of a row of a pair, the answer that is preferred: `encode_pair` gives both.
+        """
+        return self._encoded(self.render(row))
+
+    def encode_pair(
+        self, row: Mapping[str, Any]
+    ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
+        """What `encode` gives, of the answer that is preferred and of the one that is not. Raises
+        ConfigError without rejected_column.
+        """
+        if self.config.rejected_column is None:
+            raise ConfigError(
+                at="rejected_column",
+                problem="there is none, so rows are no pairs",
+                fix="Name it, or use encode.",
+            )
+        self.render(row)  # for what it raises of columns
+        (pair,) = self.render_pairs([row])
+        if isinstance(pair, Refused):
+            raise _no_sample(pair)
+        better, worse = (self._encoded(one) for one in pair)
+        return better, worse
+
+    def _encoded(self, found: Rendered) -> dict[str, NDArray[Any]]:
+        texts = pa.array([found.text], pa.large_string())
+        whole, raw = self.lengths is not None, self.format.raw
+        if isinstance(self.format, PlainFormat):
+            plain = self.tokenizer.encode_column(texts, whole=whole)
+            front = np.full(1, len(self.tokenizer.surrounding[0]))
+            made = Whole(
+                plain.offsets, plain.ids, None, front, np.full(1, plain.added), lambda _: found.text
+            )
+            special = plain.special[0]
+        else:
+            masked = encode_masked(
+                self.tokenizer, texts, [found.spans], [found.end], raw=raw, whole=whole
+            )
+            made = Whole(
+                masked.offsets,
+                masked.ids,
+                masked.mask,
+                masked.before,
+                masked.added,
+                lambda _: found.text,
+            )
+            special = masked.special[0]
+        if special and self.tokenizer.special.policy == "error":
+            raise _no_sample(
+                Refused(
+                    "special_string",
+                    "the text holds a special string, and special_strings is 'error'",
+                )
+            )
+        if made.mask is not None and not has_target(made.mask, made.offsets)[0]:
+            raise _no_sample(Refused(BENIGN, "no trained token remains"))
+        ids, mask = made.ids, made.mask
+        if self.lengths is not None:
+            shaped = shape(made, self.lengths, raw=raw)
+            if shaped.refused or shaped.untrained:
+                why = (
+                    (TOO_LONG, f"{len(made.ids)} tokens")
+                    if shaped.refused
+                    else (BENIGN, "no trained token remains")
+                )
+                raise _no_sample(Refused(*why))
+            if len(shaped.origin) > 1:
+                raise _no_sample(
+                    Refused(
+                        "split",
+                        f"it becomes {len(shaped.origin)} documents, which a Pipeline gives",
+                    )
+                )
+            ids, mask = shaped.ids, shaped.mask
+        return {
+            INPUT_IDS: ids.astype(np.int32),
+            LOSS_MASK: np.ones(len(ids), np.uint8) if mask is None else mask,
+        }
+
+    def __repr__(self) -> str:
+        return f"PromptEngine({self.tokenizer.name!r}, {self.config.format_type!r})"
+
+
+def _format(config: PromptConfig, tokenizer: Tokenizer, lengths: Lengths | None) -> Format:
+    talks = config.format_type in TALKS
+    if lengths is not None:
+        _check_lengths(config, lengths.policy)
+    if config.format_type == "text":
+        return PlainFormat(config.inputs[0])
+    if not talks:
+        return TextFormat(
+            config,
+            tokenizer.special_strings,
+            lengths if lengths is not None and lengths.policy.budgets else None,
+        )
+    train_on = config.train_on or "assistant"
+    try:
+        template = load_chat_template(
+            tokenizer,
+            chat_template=config.template,
+            train_on=train_on,
+            date=config.template_date,
+            train_empty_thinking=config.train_empty_thinking is not False,
+        )
+    except ConfigError as error:
+        raise ConfigError(
+            at="template", problem=error.problem, have=error.have, fix=error.fix
+        ) from None
+    policy = tokenizer.special.policy
+    if policy == "escape":
+        raise ConfigError(
+            at="tokenizer",
+            problem="special_strings='escape' is for raw text, and the template of conversations writes special tokens",
+            fix="Set special_strings='error', which looks into the messages.",
+        )
+    trim = lengths if lengths is not None and lengths.policy.policy == "trim_oldest_turns" else None
+    return TalkFormat(
+        config, template, tokenizer.special.strings if policy == "error" else (), trim
+    )
+
+
+def _check_lengths(config: PromptConfig, policy: LengthPolicy) -> None:
+    """Raises ConfigError, at `length`, for what samples of this format have not."""
+    kind = config.format_type
+    if policy.policy == "split" and config.rejected_column is not None:
+        raise ConfigError(
+            at="length.policy",
+            problem="'split' would part the answers of a pair",
+            fix="Use 'drop' or 'keep_start'.",
+        )
+    if policy.policy == "trim_oldest_turns" and kind not in TALKS:
+        raise ConfigError(
+            at="length.policy",
+            problem=f"{kind!r} has no turns to trim",
+            fix="Use 'trim_prompt_first' or 'keep_end'.",
+        )
+    if policy.policy == "trim_prompt_first" and kind == "text":
+        raise ConfigError(
+            at="length.policy",
+            problem="a text has no prompt",
+            fix="Use 'keep_start' or 'keep_end'.",
+        )
+    for name in policy.budgets or {}:
+        if kind in (*TALKS, "text") or name not in config.columns or name == config.label:
+            have = (
+                []
+                if kind in (*TALKS, "text")
+                else [column for column in config.columns if column != config.label]
+            )
+            raise ConfigError(
+                at=f"length.budgets.{name}",
+                problem="no column of a prompt",
+                have=have,
+                fix="Leave it out.",
+            )
+
+
+def _no_sample(why: Refused) -> SourceError:
+    return SourceError(
+        at="row",
+        problem=f"{why.reason}: {why.detail}",
+        fix=f"{advice(why.reason)}, or leave the row out.",
+    )

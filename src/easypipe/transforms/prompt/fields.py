@@ -1,0 +1,171 @@
+"""Texts with `{column}` in them, and nothing else: no attributes, no indexes, no formats. What
+braces are to print is written in Jinja.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.transforms.chat.render import Refused, Rendered
+from easypipe.transforms.tokenizer.masked import TRAINED_END
+
+BENIGN = "nothing_to_train"  # dropped and counted, not an error of the row
+EMPTY = "empty"  # no text, or white space alone: as BENIGN
+
+_ADVICE = {
+    "unproven_spans": "Give a chat_template with {% generation %} markers (the built-in ones have them), or set train_on to 'all'",
+    "refused_by_template": "Give a chat_template that takes such conversations",
+    "rejected_answer": "Leave such rows out, for example with a filter on that column",
+    "too_long": "Raise max_length, or choose another length.policy",
+}
+
+
+def advice(reason: str, otherwise: str = "Correct the row") -> str:
+    """What helps rows that are refused for `reason`, as the beginning of a sentence."""
+    return _ADVICE.get(reason, otherwise)
+
+
+_FIELD = re.compile(r"\{([^{}]*)\}")
+
+
+class Writer(Protocol):
+    """Writes rows as texts. columns: those that it reads. identity: JSON of what decides the texts
+    beside rows.
+    """
+
+    columns: tuple[str, ...]
+    identity: Any
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> list[Rendered | Refused]: ...
+
+
+def pieces_of(template: str, at: str = "template") -> list[str]:
+    """Text, column, text, column, ..., text. Raises ConfigError for a brace that belongs to no
+    field.
+    """
+    pieces = _FIELD.split(template)
+    for piece in pieces[::2]:
+        brace = next((found for found in "{}" if found in piece), None)
+        if brace is not None:
+            near = piece[max(0, piece.index(brace) - 20) :][:40]
+            raise ConfigError(
+                at=at,
+                problem=f"a brace that is no field, in {near!r}",
+                fix="Write the template in Jinja: {{ '{' }}.",
+            )
+    return pieces
+
+
+class FieldTemplate:
+    """Rows written into a text. pieces: see `pieces_of`. inputs, label: the columns that it has to
+    name; no inputs: those that it names.
+
+    everything: train all of it, not the label alone. Raises ConfigError where it names other
+    columns, not all, or the label twice.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[str],
+        inputs: Sequence[str],
+        label: str | None,
+        *,
+        everything: bool,
+        at: str = "template",
+    ) -> None:
+        self._pieces = tuple(pieces)
+        named = self._pieces[1::2]
+        inputs = inputs or [name for name in dict.fromkeys(named) if name != label]
+        have = [*inputs, *([label] if label is not None else [])]
+        for name in named:
+            if name not in have or not name:
+                known = [one for one in have if one]
+                fix = (
+                    did_you_mean(name, known)
+                    or "Name it in input_columns; a plain brace is written in Jinja: {{ '{' }}."
+                )
+                raise ConfigError(at=at, problem=f"it has a field {{{name}}}", have=known, fix=fix)
+        for name in have:
+            if name not in named:
+                where = "label_column" if name == label else "input_columns"
+                raise ConfigError(
+                    at=where,
+                    problem=f"{name!r} stands nowhere in the template",
+                    fix=f"Write {{{name}}} in it, or leave it out.",
+                )
+        if label is not None and named.count(label) != 1:
+            raise ConfigError(
+                at=at,
+                problem=f"the label {{{label}}} stands {named.count(label)} times in it",
+                fix="Write it once.",
+            )
+        self._label, self._everything = label, everything
+        self.columns = tuple(have)
+        self.identity: Any = [list(pieces), label, everything]
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> list[Rendered | Refused]:
+        """Trained is what stands from the label to the end: what follows it there is how an answer
+        ends.
+        """
+        return [self._written(row) for row in rows]
+
+    def _written(self, row: Mapping[str, Any]) -> Rendered | Refused:
+        texts = list(self._pieces)
+        begin, said = 0, None
+        for i in range(1, len(texts), 2):
+            name = self._pieces[i]
+            text = text_of(row[name], name)
+            if isinstance(text, Refused):
+                return text
+            if name == self._label and not self._everything:
+                begin, said = sum(map(len, texts[:i])), text
+            texts[i] = text
+        return rendered("".join(texts), begin, said, self._label)
+
+
+class AlpacaTemplate:
+    """One template for rows with an input, one for those without (null or empty). columns:
+    instruction, input, output.
+    """
+
+    def __init__(self, without: FieldTemplate, with_input: FieldTemplate) -> None:
+        self._without, self._with = without, with_input
+        self.columns = with_input.columns
+        self.identity: Any = [without.identity, with_input.identity]
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> list[Rendered | Refused]:
+        name = self.columns[1]
+        return [
+            (self._without if row[name] is None or row[name] == "" else self._with).write([row])[0]
+            for row in rows
+        ]
+
+
+def rendered(text: str, begin: int, said: str | None, label: str | None) -> Rendered | Refused:
+    """`text`, of which is trained what stands from `begin` on. said: the label's text, None where
+    it does not matter.
+    """
+    if not text.strip():
+        return Refused(EMPTY, "no text in any column")
+    if said == "":
+        return Refused(BENIGN, f"the {label} is empty")
+    return Rendered(text, [[begin, len(text)]], TRAINED_END)
+
+
+def text_of(value: Any, name: str) -> str | Refused:
+    """A value as people would write it: text as it is, numbers in digits, what has parts and truth
+    as JSON.
+    """
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return Refused("null", f"column {name!r} has no text")
+    if isinstance(value, bytes):
+        return Refused("invalid_utf8", f"column {name!r} has no text")
+    if isinstance(value, dict | list | bool):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return str(value)

@@ -1,0 +1,163 @@
+"""Documents of code turned about, so that a model learns to fill a gap between what stands before
+and behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+import xxhash
+
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, TokenizerError
+from easypipe.core.protocols import Transform
+from easypipe.core.random import child, fold
+from easypipe.transforms.chat.messages import is_text
+from easypipe.transforms.columns.base import ColumnTransform, Rows, require_columns
+from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig, load_tokenizer
+
+# What models in use call them: in front of the prefix, of the suffix, of the middle.
+KNOWN = (
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+)
+
+
+class FillInTheMiddle(ColumnTransform):
+    """A share of documents as prefix, suffix and middle: `FillInTheMiddle("my-tokenizer",
+    rate=0.5)`, for a column of text.
+
+    PSM writes PRE prefix SUF suffix MID middle, SPM writes PRE SUF suffix MID prefix middle
+    (Bavarian et al., Efficient Training of Language Models to Fill in the Middle, 2022, the second
+    variant of SPM). Cuts lie between any two characters; nothing is lost: see `restored`.
+
+    tokenizer: whose special tokens are written. rate: the share of documents. spm_rate: the share
+    of those that are SPM. seed: with the
+        text itself, it decides which documents, and where they are cut. column: that holds the
+        text. tokens: the special tokens in front of prefix, suffix and middle, where the tokenizer
+        calls them otherwise than other models do.
+    Empty documents, and those that hold one of the tokens already, stay as they are. Raises
+    TokenizerError where the tokenizer lacks the tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerConfig | str,
+        *,
+        rate: float = 0.5,
+        spm_rate: float = 0.5,
+        seed: int = 0,
+        column: str = "text",
+        tokens: Sequence[str] | None = None,
+    ) -> None:
+        for name, value in (("rate", rate), ("spm_rate", spm_rate)):
+            if not 0 <= value <= 1:
+                raise ConfigError(
+                    at=f"FillInTheMiddle.{name}",
+                    problem=f"{value} is no share",
+                    fix="Give a number from 0 to 1.",
+                )
+        if tokens is not None and (len(tokens) != 3 or len(set(tokens)) != 3 or not all(tokens)):
+            raise ConfigError(
+                at="FillInTheMiddle.tokens",
+                problem=f"{list(tokens)}",
+                fix="Give those of prefix, suffix and middle.",
+            )
+        loaded = load_tokenizer(tokenizer)
+        special = loaded.special_tokens
+        if loaded.special.policy != "allow":
+            raise ConfigError(
+                at="FillInTheMiddle.tokenizer",
+                problem=f"special_strings={loaded.special.policy!r} takes the tokens for text",
+                fix="Set special_strings='allow'.",
+            )
+        named = [tuple(tokens)] if tokens is not None else list(KNOWN)
+        found = next((names for names in named if all(name in special for name in names)), None)
+        if found is None:
+            lacking = ", ".join(name for name in named[0] if name not in special)
+            problem = f"no special tokens for prefix, suffix and middle: it lacks {lacking}"
+            raise TokenizerError(
+                at=loaded.name,
+                problem=problem,
+                fix="Take a tokenizer of a code model, or add the tokens and name them.",
+            )
+        self.prefix, self.suffix, self.middle = found
+        self.rate, self.spm_rate, self.seed, self.column = rate, spm_rate, seed, column
+
+    @property
+    def fingerprint(self) -> str:
+        return digest(
+            "fill in the middle",
+            2,
+            self.prefix,
+            self.suffix,
+            self.middle,
+            self.rate,
+            self.spm_rate,
+            self.seed,
+            self.column,
+        )
+
+    def columns(self, before: pa.Schema) -> pa.Schema:
+        require_columns([self.column], before, str(self))
+        kind = before.field(self.column).type
+        if not is_text(kind) and not pa.types.is_null(kind):
+            raise ConfigError(
+                at=str(self),
+                problem=f"column {self.column!r} holds {kind}, not text",
+                fix="Name a column of text.",
+            )
+        fields = [
+            pa.field(field.name, pa.large_string()) if field.name == self.column else field
+            for field in before
+        ]
+        return pa.schema(fields)
+
+    def rows(self, rows: Rows) -> Rows:
+        schema = self.columns(rows.batch.schema)
+        texts = rows.batch.column(self.column).cast(pa.large_string()).to_pylist()
+        turned = pa.array(
+            [None if text is None else self.turned(text) for text in texts], pa.large_string()
+        )
+        arrays = [
+            turned if name == self.column else rows.batch.column(name) for name in schema.names
+        ]
+        return Rows(pa.RecordBatch.from_arrays(arrays, schema=schema), rows.numbers)
+
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
+        return self, list(dict.fromkeys([*columns, self.column]))
+
+    def turned(self, text: str) -> str:
+        """What becomes of one document."""
+        key = fold(self.seed, "fill in the middle", xxhash.xxh3_128_hexdigest(text.encode()))
+        share = [child(key, i) / 2**64 for i in range(2)]
+        if (
+            not text
+            or share[0] >= self.rate
+            or any(token in text for token in (self.prefix, self.suffix, self.middle))
+        ):
+            return text
+        first, second = sorted(child(key, i) % (len(text) + 1) for i in (2, 3))
+        before, gap, behind = text[:first], text[first:second], text[second:]
+        if share[1] < self.spm_rate:
+            return f"{self.prefix}{self.suffix}{behind}{self.middle}{before}{gap}"
+        return f"{self.prefix}{before}{self.suffix}{behind}{self.middle}{gap}"
+
+    def restored(self, text: str) -> str:
+        """The document that `turned` made this of."""
+        if not text.startswith(self.prefix) or self.suffix not in text or self.middle not in text:
+            return text
+        before, _, rest = text.removeprefix(self.prefix).partition(self.suffix)
+        behind, _, gap = rest.partition(self.middle)
+        # Of SPM the prefix is empty here, and stands in front of the middle: before, then gap, then
+        # what is behind, either way.
+        return before + gap + behind
+
+    def __repr__(self) -> str:
+        return f"FillInTheMiddle(rate={self.rate}, spm_rate={self.spm_rate})"

@@ -1,0 +1,412 @@
+"""The formats of PromptConfig: what reads a row, and writes it as text with the characters that are
+trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from easypipe.core.errors import ConfigError
+from easypipe.transforms.chat.conversations import Talks, cleaned, value_of, wrong_messages
+from easypipe.transforms.chat.messages import is_messages, is_text
+from easypipe.transforms.chat.render import (
+    ChatTemplate,
+    HostileTemplateError,
+    Refused,
+    Rendered,
+    WrittenTalk,
+    check_whole,
+    is_jinja,
+)
+from easypipe.transforms.chat.spans import FLAG
+from easypipe.transforms.chat.split_turns import split_at_turns
+from easypipe.transforms.chat.trim_turns import trimmed
+from easypipe.transforms.prompt.config import ROLES, PromptConfig
+from easypipe.transforms.prompt.few_shot import FewShot
+from easypipe.transforms.prompt.fields import (
+    EMPTY,
+    AlpacaTemplate,
+    FieldTemplate,
+    Writer,
+    pieces_of,
+    text_of,
+)
+from easypipe.transforms.prompt.jinja import JinjaTemplate
+from easypipe.transforms.prompt.templates import ALPACA, ALPACA_WITH_INPUT
+from easypipe.transforms.tokenizer.lengths import Lengths
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer
+
+TOOLS = "tools"  # the column that holds them, where none is named
+SYSTEM = "system"  # the column of system prompts that rows of ShareGPT and Alpaca may have
+# columns of true and false that say whether an answer is a good one: unpaired preferences
+VERDICTS = ("label", "kto_tag")
+Row = Mapping[str, Any]
+
+
+class Format(Protocol):
+    """How rows are written as texts.
+
+    columns: those that every row has; optional: those that are read where there are some. raw: no
+    template of a tokenizer writes the texts, so its special tokens are put around them. kind,
+    identity: what decides texts and spans beside rows, for recipes of caches.
+    """
+
+    kind: str
+    raw: bool
+    columns: tuple[str, ...]
+    optional: tuple[str, ...]
+
+    @property
+    def identity(self) -> list[Any]: ...
+
+    def accepts(self, kind: pa.DataType) -> bool:
+        """Whether a column of this type can be one that it reads."""
+        ...
+
+    def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
+        """Raises HostileTemplateError, whose `row` numbers one of `rows`."""
+        ...
+
+
+class TalkFormat:
+    """Messages through a chat template. refuse: strings that no message may hold: the template
+    writes the special tokens.
+    """
+
+    kind, raw = "chat", False
+
+    def __init__(
+        self,
+        config: PromptConfig,
+        template: ChatTemplate,
+        refuse: Sequence[str],
+        trim: Lengths | None = None,
+    ) -> None:
+        """trim: what oldest turns are left out for; None: nothing is."""
+        self.template = template
+        self._trim = trim
+        self._messages = config.inputs[0]
+        self._tools = config.tools_column or TOOLS
+        self.columns = (
+            (self._messages,)
+            if config.tools_column is None
+            else (self._messages, config.tools_column)
+        )
+        self._system = (
+            SYSTEM if config.format_type == "sharegpt" and SYSTEM not in self.columns else None
+        )
+        optional = (TOOLS if config.tools_column is None else None, self._system)
+        self.optional: tuple[str, ...] = tuple(
+            name for name in optional if name is not None and name != self._messages
+        )
+        roles = {**ROLES, **(config.roles or {})} if config.format_type == "sharegpt" else None
+        self._talks = Talks(roles, config.system_prompt, tuple(refuse), template.train_on == "all")
+        self._few_shot = None
+        if config.few_shot is not None:
+            self._few_shot = FewShot(
+                config.few_shot, self.columns[:1], lambda row: {self._messages: self._talk(row)}
+            )
+            self._examples = [
+                self._example(i, row[self._messages]) for i, row in enumerate(self._few_shot.pool)
+            ]
+
+    @property
+    def identity(self) -> list[Any]:
+        more: dict[str, Any] = {}
+        if self._talks.roles is not None:
+            more["roles"] = self._talks.roles
+        if self._talks.system is not None:
+            more["system"] = self._talks.system
+        if self._few_shot is not None:
+            more["few_shot"] = self._few_shot.identity
+        return [self.template.fingerprint, *([more] if more else [])]
+
+    def accepts(self, kind: pa.DataType) -> bool:
+        return is_messages(kind) or is_text(kind) or pa.types.is_null(kind)
+
+    def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
+        found: list[Rendered | Refused | None] = []
+        asked, places = [], []
+        for i, row in enumerate(rows):
+            made = self._written(row) or self._request(row)
+            found.append(made if isinstance(made, Refused) else None)
+            if not isinstance(made, Refused):
+                asked.append(made)
+                places.append(i)
+        try:
+            answers = self.template.render(asked, self._talks)
+        except HostileTemplateError as error:
+            error.row = places[error.row]
+            raise
+        if self._trim is not None:
+            answers = trimmed(self.template, asked, answers, self._trim)
+        for i, answer in zip(places, answers, strict=True):
+            found[i] = answer
+        return [one for one in found if one is not None]
+
+    def split(
+        self,
+        rows: Sequence[Row],
+        found: Sequence[Rendered | Refused],
+        tokenizer: Tokenizer,
+        room: int,
+    ) -> list[list[Rendered | Refused]]:
+        """What `render` made of the rows, those of more than `room` tokens cut between their
+        turns.
+        """
+        return split_at_turns(
+            self.template, found, lambda i: self._request(rows[i]), tokenizer, room
+        )
+
+    def _written(self, row: Row) -> WrittenTalk | None:
+        """Of a row of JSON that JSON, which workers read, unless what it says is needed here."""
+        talk, tools = row[self._messages], row.get(self._tools)
+        alone = (
+            self._few_shot is None
+            and self._trim is None
+            and not (self._system and row.get(self._system))
+        )
+        return (
+            WrittenTalk(talk, tools)
+            if alone and isinstance(talk, str) and isinstance(tools, str | None)
+            else None
+        )
+
+    def _request(self, row: Row) -> dict[str, Any] | Refused:
+        talk, tools = self._talk(row), value_of(row.get(self._tools), keep=())
+        wrong = self._talks.wrong(talk, tools)
+        if wrong is not None:
+            return Refused(*wrong)
+        system = _system_of(row, self._system)
+        if isinstance(system, Refused):
+            return system
+        if system is not None and talk[0]["role"] == "system" and talk[0].get("content") != system:
+            return Refused(
+                "two_system_prompts",
+                f"column {SYSTEM!r} and the first message both hold one, and they differ",
+            )
+        drawn = [] if self._few_shot is None else self._few_shot.of({self._messages: talk})
+        return self._talks.whole(
+            talk, tools, [message for i in drawn for message in self._examples[i]], system
+        )
+
+    def _talk(self, row: Row) -> Any:
+        return self._talks.translated(value_of(row[self._messages], keep=("role", "content")))
+
+    def _example(self, i: int, talk: Any) -> list[dict[str, Any]]:
+        """The messages of an example, none of them trained; its system message stays away, as the
+        row has one.
+        """
+        wrong = wrong_messages(talk) or self._talks.wrong_flags(talk)
+        if wrong is not None:
+            raise ConfigError(
+                at=f"few_shot, example {i}",
+                problem=f"{wrong[0]}: {wrong[1]}",
+                fix="Give messages as rows have them.",
+            )
+        return [{**message, FLAG: False} for message in talk if message["role"] != "system"]
+
+
+def _system_of(row: Row, column: str | None) -> str | Refused | None:
+    """The row's own system prompt; None where it has none."""
+    system = None if column is None else row.get(column)
+    if system is not None and not isinstance(system, str):
+        return Refused("not_a_string", f"column {column!r}: {system!r:.80} is no text")
+    return system if system and system.strip() else None
+
+
+class TextFormat:
+    """Rows through one template of columns, `{column}` or Jinja2, with what stands in front of all
+    of them.
+    """
+
+    raw = True
+
+    def __init__(
+        self, config: PromptConfig, names: Mapping[str, str], lengths: Lengths | None = None
+    ) -> None:
+        """lengths: whose budgets columns are cut to; None: none are."""
+        self._lengths = lengths
+        self.kind = "pairs" if config.format_type == "prompt_completion" else "prompt"
+        self._everything = config.label is None or config.train_on == "all"
+        self._writer = _writer(config, names, everything=self._everything)
+        self.columns = self._writer.columns
+        self._system = (
+            SYSTEM if config.format_type == "alpaca" and SYSTEM not in self.columns else None
+        )
+        self.optional: tuple[str, ...] = () if self._system is None else (self._system,)
+        self._front = "" if config.system_prompt is None else f"{config.system_prompt}\n\n"
+        self._bos = names.get("bos_token", "")
+        self._few_shot = None
+        if config.few_shot is not None:
+            self._few_shot = FewShot(
+                config.few_shot,
+                self.columns,
+                lambda row: {name: cleaned(row[name]) for name in self.columns},
+            )
+            pool = [self._within(row)[0] for row in self._few_shot.pool]
+            self._examples = [
+                self._example(i, made) for i, made in enumerate(self._writer.write(pool))
+            ]
+
+    @property
+    def identity(self) -> list[Any]:
+        more: list[Any] = [self._front] if self._front or self._few_shot is not None else []
+        if self._few_shot is not None:
+            more.append(self._few_shot.identity)
+        if more and self._bos:
+            more.append("one BOS")
+        if self.kind == "pairs":
+            return ["all" if self._everything else "completion", *more]
+        return [self._writer.identity, *more]
+
+    def accepts(self, kind: pa.DataType) -> bool:
+        return self.kind == "prompt" or is_text(kind) or pa.types.is_null(kind)
+
+    def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
+        systems = [_system_of(row, self._system) for row in rows]
+        rows = [{name: cleaned(row[name]) for name in self.columns} for row in rows]
+        cut = [self._within(row) for row in rows]
+        found = self._writer.write([row for row, _ in cut])
+        if (
+            not self._front
+            and self._few_shot is None
+            and self._lengths is None
+            and not any(systems)
+        ):
+            return found
+        made: list[Rendered | Refused] = []
+        for one, row, (_, lost), system in zip(found, rows, cut, systems, strict=True):
+            if isinstance(one, Refused):
+                made.append(one)
+            elif isinstance(system, Refused):
+                made.append(system)
+            else:
+                made.append(
+                    self._behind(
+                        one._replace(lost=lost),
+                        row,
+                        self._front if system is None else f"{system}\n\n",
+                    )
+                )
+        return made
+
+    def _within(self, row: Row) -> tuple[Row, int]:
+        """The row with its columns cut to their budgets, and how many tokens they lost."""
+        if self._lengths is None:
+            return row, 0
+        changed, lost = dict(row), 0
+        for name, budget in (self._lengths.policy.budgets or {}).items():
+            if isinstance(row[name], str):
+                changed[name], gone = self._lengths.within(row[name], budget)
+                lost += gone
+        return changed, lost
+
+    def _behind(self, one: Rendered, row: Row, front: str) -> Rendered:
+        """The text with what stands in front; of examples nothing is trained, of the system prompt
+        what `all` asks for.
+
+        The BOS that a template writes in front of each of them stands once, in front of all.
+        """
+        if self._few_shot is not None:
+            front += "".join(
+                self._examples[i] + self._few_shot.separator for i in self._few_shot.of(row)
+            )
+        if not front:
+            return one
+        size, known = (
+            len(front),
+            len(self._bos) if self._bos and one.text.startswith(self._bos) else 0,
+        )
+        spans = [[max(a, known) + size, b + size] for a, b in one.spans if b > known]
+        if self._everything and self._few_shot is None and spans and spans[0][0] == size + known:
+            spans[0][0] = 0
+        return one._replace(text=one.text[:known] + front + one.text[known:], spans=spans)
+
+    def _example(self, i: int, made: Rendered | Refused) -> str:
+        if isinstance(made, Refused):
+            raise ConfigError(
+                at=f"few_shot, example {i}",
+                problem=f"{made.reason}: {made.detail}",
+                fix="Give rows that are samples.",
+            )
+        return made.text.removeprefix(self._bos)
+
+
+class PlainFormat:
+    """One column of text as it is. Every token is trained."""
+
+    kind, raw, optional = "text", True, ()
+    identity: list[Any] = []  # noqa: RUF012 (it decides nothing)
+
+    def __init__(self, column: str) -> None:
+        self.columns = (column,)
+
+    def accepts(self, kind: pa.DataType) -> bool:
+        return is_text(kind) or pa.types.is_null(kind)
+
+    def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
+        found: list[Rendered | Refused] = []
+        for row in rows:
+            text = row[self.columns[0]]
+            if not isinstance(text, str):
+                text = text_of(text, self.columns[0])
+                found.append(
+                    text
+                    if isinstance(text, Refused)
+                    else Refused("not_a_string", f"{text!r} is no text")
+                )
+            else:
+                found.append(
+                    Rendered(text, [[0, len(text)]], 0)
+                    if text.strip()
+                    else Refused(EMPTY, "an empty text")
+                )
+        return found
+
+
+def _writer(config: PromptConfig, names: Mapping[str, str], *, everything: bool) -> Writer:
+    """names: special tokens, as Jinja templates may print them."""
+    inputs, label = config.inputs, config.label
+    if config.format_type == "prompt_completion":
+        return FieldTemplate(
+            ["", inputs[0], "", str(label), ""], inputs, label, everything=everything
+        )
+    if config.format_type == "alpaca":
+        columns = {"instruction": inputs[0], "input": inputs[-1], "output": str(label)}
+        texts = []
+        for template, needed in ((ALPACA, inputs[:1]), (ALPACA_WITH_INPUT, inputs)):
+            pieces = pieces_of(template)
+            pieces[1::2] = [columns[name] for name in pieces[1::2]]
+            if len(needed) == template.count("{") - 1:
+                texts.append(FieldTemplate(pieces, needed, label, everything=everything))
+        return AlpacaTemplate(*texts) if len(texts) == 2 else texts[0]
+    source, origin = config.source()
+    check_whole(source, "template", origin)
+    if not is_jinja(source):
+        if config.template_date is not None:
+            raise ConfigError(
+                at="template_date",
+                problem="has no effect on a template of {column}s",
+                fix="Leave it out.",
+            )
+        return FieldTemplate(pieces_of(source), inputs, label, everything=everything)
+    if not inputs:
+        raise ConfigError(
+            at="input_columns",
+            problem="a Jinja template needs them",
+            fix="Name the columns that it may read.",
+        )
+    explicit = everything and (label is not None or config.train_on == "all")
+    return JinjaTemplate(
+        source,
+        inputs,
+        label,
+        everything=explicit,
+        names=names,
+        date=config.template_date,
+        origin=origin,
+    )

@@ -1,0 +1,139 @@
+"""The options of a tokenizer, and the check of those that say how rows are padded."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from easypipe.core.config import ListOf, config
+from easypipe.core.errors import ConfigError
+from easypipe.transforms.tokenizer.special import SpecialPolicy
+
+PaddingSide = Literal["left", "right"]
+
+
+class Padding(Protocol):
+    """What says how rows of several lengths become a rectangle."""
+
+    @property
+    def padding(self) -> Literal["longest", "max_length"] | bool: ...
+
+    @property
+    def padding_side(self) -> PaddingSide: ...
+
+    @property
+    def pad_to_multiple_of(self) -> int | None: ...
+
+    @property
+    def length_buckets(self) -> int | Sequence[int]: ...
+
+
+def check_padding(rule: Padding) -> None:
+    """Raises ConfigError for what is no width, and for options that contradict each other."""
+    multiple, buckets = rule.pad_to_multiple_of, rule.length_buckets
+    if multiple is not None and multiple < 1:
+        raise ConfigError(
+            at="pad_to_multiple_of",
+            problem=f"{multiple} is no number of slots",
+            fix="Give at least 1.",
+        )
+    if isinstance(buckets, int) and buckets < 1:
+        raise ConfigError(
+            at="length_buckets",
+            problem=f"{buckets} widths hold nothing",
+            fix="Give at least 1, or the widths themselves.",
+        )
+    if not isinstance(buckets, int) and any(b <= a for a, b in itertools.pairwise((0, *buckets))):
+        fix = "Give widths of at least 1 in ascending order, for example [128, 256, 512]."
+        raise ConfigError(at="length_buckets", problem=f"{list(buckets)} do not ascend", fix=fix)
+    if multiple is not None and buckets:
+        fix = "Leave one of them out, and give buckets that are multiples."
+        raise ConfigError(
+            at="pad_to_multiple_of", problem="length_buckets say every width already", fix=fix
+        )
+    for name, value in (("pad_to_multiple_of", multiple), ("length_buckets", buckets)):
+        if value and rule.padding not in ("longest", True):
+            problem = f"padding={rule.padding!r} leaves it nothing to do"
+            raise ConfigError(
+                at=name, problem=problem, fix="Leave it out, or set padding='longest'."
+            )
+    if rule.padding_side == "left" and rule.padding is False:
+        raise ConfigError(
+            at="padding_side",
+            problem="padding=False puts padding nowhere",
+            fix="Leave it out, or set padding='longest'.",
+        )
+
+
+@config
+class TokenizerConfig:
+    """Which tokenizer, and what it does to a text.
+
+    name_or_path: a tokenizer.json, a folder that holds one, or a Hub name; what looks like a path
+    is never looked up on the Hub.
+    max_length: most tokens of a document, special tokens included; None keeps all.
+    truncation: False keeps documents longer than max_length, which then is only what
+    padding="max_length" fills up to.
+    padding: how rows that are not packed are filled in a batch: to the "longest" of it (also True)
+    or to "max_length"; False refuses
+        rows of unequal length.
+    padding_side: "left" puts padding before the tokens of such rows, as generation wants it, in
+    every column.
+    pad_to_multiple_of: the "longest" row, rounded up to a multiple of this; longest rows of many
+    lengths then make few shapes.
+    length_buckets: every batch gets the first of these widths (ascending) that holds its longest
+    row, so there are no more shapes than
+        widths. A row that is longer than the last of them is an error. A number in place of widths:
+        so many are chosen, from the lengths of all documents, so that rows of batches of their own
+        would have the least padding; the last is the longest document's.
+    add_special_tokens: add what the tokenizer's own post-processor adds.
+    special_strings: what becomes of strings such as "<|endoftext|>" in raw text: "allow" makes them
+    special tokens, which are counted in
+        the ledger; "escape" takes them for ordinary text; "error" makes a bad row of theirs.
+    return_attention_mask: batches carry `attention_mask` (1 where a token stands, 0 where padding
+    does).
+    trust_remote_code: refused; easypipe reads tokenizer.json files, which hold no code.
+    backend: "auto" takes gigatoken where it is proved equal; "gigatoken" makes anything else an
+    error; "tokenizers" is the reference.
+    """
+
+    name_or_path: str
+    max_length: int | None = None
+    truncation: bool = True
+    padding: Literal["longest", "max_length"] | bool = "longest"
+    padding_side: PaddingSide = "right"
+    pad_to_multiple_of: int | None = None
+    length_buckets: int | ListOf[int] = ()
+    add_special_tokens: bool = True
+    special_strings: SpecialPolicy = "allow"
+    return_attention_mask: bool = False
+    trust_remote_code: bool = False
+    backend: Literal["auto", "gigatoken", "tokenizers"] = "auto"
+
+    def check(self) -> None:
+        if not self.name_or_path:
+            raise ConfigError(
+                at="name_or_path",
+                problem="names no tokenizer",
+                fix="Give a tokenizer.json, its folder, or a Hub name.",
+            )
+        if self.max_length is not None and self.max_length < 1:
+            raise ConfigError(
+                at="max_length",
+                problem=f"{self.max_length} is no length",
+                fix="Give at least 1, or null for no limit.",
+            )
+        if self.padding == "max_length" and self.max_length is None:
+            raise ConfigError(
+                at="padding",
+                problem="'max_length' needs a max_length",
+                fix="Set max_length, or padding='longest'.",
+            )
+        check_padding(self)
+        if self.trust_remote_code:
+            raise ConfigError(
+                at="trust_remote_code",
+                problem="easypipe never runs code that comes with a tokenizer",
+                fix="Leave it out; convert such a tokenizer to a tokenizer.json with transformers.",
+            )

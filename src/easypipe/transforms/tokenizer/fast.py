@@ -1,0 +1,151 @@
+"""gigatoken behind Arrow columns. Only transforms/tokenizer/proof.py decides whether it may be used."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import mmap
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+# gigatoken remembers every word it meets: random text costs six times its size. A new tokenizer
+# (0.1 s) gives the memory back.
+GROWN_BYTES = 48 << 20  # of this process's anonymous memory, whoever took it ...
+# ... and after so much time beyond what words met before take: new words are slow, and it is they
+# that are remembered
+SLOW_S = 0.2
+KNOWN_S_PER_BYTE = 10e-9  # text of known words takes 3 to 10 ns a byte, random text 40
+BLIND_BYTES = 128 << 20  # of text, where the system does not tell how much memory a process has
+
+
+@functools.cache  # reading a package's metadata takes milliseconds
+def version() -> str:
+    return importlib.metadata.version("gigatoken")
+
+
+@dataclass
+class _Engine:
+    """One gigatoken tokenizer, and what it has done."""
+
+    tokenizer: Any
+    num_bytes: int = 0
+    slow_s: float = 0.0
+
+
+class FastEngine:
+    """Token ids of whole columns, without special tokens. Thread safe; the GIL is released while it
+    works.
+
+    Each caller at work has a tokenizer of its own: calls to one wait for each other, two threads on
+    it are no faster than one. Raises RuntimeError or ValueError where gigatoken does not support
+    the tokenizer.
+    """
+
+    def __init__(self, definition: str) -> None:
+        self._definition = definition
+        self._lock = threading.Lock()
+        self._least = anonymous_bytes()  # seen since a tokenizer was last renewed
+        self._free = [self._load()]
+
+    def encode(self, texts: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """Int64[n+1] offsets from 0, UInt32[total] ids."""
+        import awkward
+
+        if len(texts) == 0:
+            return np.zeros(1, np.int64), np.zeros(0, np.uint32)
+        _, offset_buffer, data_buffer = texts.buffers()
+        offsets = np.frombuffer(offset_buffer, np.int64, len(texts) + 1, texts.offset * 8)
+        data = (
+            np.zeros(0, np.uint8) if data_buffer is None else np.frombuffer(data_buffer, np.uint8)
+        )
+        # Built by hand: awkward's own reading of Arrow adds an option layer, which gigatoken does
+        # not take.
+        characters = awkward.contents.NumpyArray(cast(Any, data), parameters={"__array__": "char"})
+        layout = awkward.contents.ListOffsetArray(
+            awkward.index.Index64(offsets), characters, parameters={"__array__": "string"}
+        )
+        engine = self._take()
+        try:
+            started = time.thread_time()
+            # One thread per call: the callers are threads themselves.
+            encoded: Any = engine.tokenizer.encode_batch(
+                awkward.Array(layout), parallel=False
+            ).layout
+            num_bytes = int(offsets[-1] - offsets[0])
+            engine.num_bytes += num_bytes
+            engine.slow_s += max(0.0, time.thread_time() - started - num_bytes * KNOWN_S_PER_BYTE)
+        finally:
+            with self._lock:
+                self._free.append(engine)
+        starts = np.asarray(encoded.offsets.data, dtype=np.int64)
+        ids = np.asarray(encoded.content.data, dtype=np.uint32)
+        return (
+            (starts, ids) if starts[0] == 0 else (starts - starts[0], ids[starts[0] : starts[-1]])
+        )
+
+    def _take(self) -> _Engine:
+        """A tokenizer that nobody else uses, renewed when its caches have grown."""
+        with self._lock:
+            now = anonymous_bytes()
+            self._least = min(self._least, now)
+            grown = now > self._least + GROWN_BYTES
+            engine = self._free.pop() if self._free else None
+        if engine is None:
+            return self._load()
+        if (grown and engine.slow_s > SLOW_S) or (not now and engine.num_bytes > BLIND_BYTES):
+            del engine  # the old memory goes before the new comes
+            _trim()
+            engine = self._load()
+            with self._lock:
+                self._least = anonymous_bytes()
+        return engine
+
+    def _load(self) -> _Engine:
+        import gigatoken  # with awkward a quarter of a second, for those who encode
+
+        return _Engine(gigatoken.Tokenizer.from_json(self._definition))
+
+
+_kept: tuple[str, FastEngine] | None = None
+_keeping = threading.Lock()
+
+
+def engine_of(definition: str) -> FastEngine:
+    """The engine of a tokenizer.json. The last one is kept: a run loads its tokenizer for every
+    dataset and every held-out set.
+    """
+    global _kept
+    with _keeping:
+        if _kept is None or _kept[0] != definition:
+            _kept = None
+            _kept = (definition, FastEngine(definition))
+        return _kept[1]
+
+
+def _trim() -> None:
+    """Hands freed memory back to the system where its C library (glibc) keeps it for itself: a
+    fifth of a gigabyte here.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs; 0 where the system does not tell (then only the
+    amount of text counts).
+    """
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+    except OSError:
+        return 0
+    return (resident - shared) * mmap.PAGESIZE

@@ -1,0 +1,554 @@
+"""Text columns to token ids. `tokenizers` is the reference; gigatoken is used where it was seen to
+give the same ids.
+
+content   the tokens of the text itself
+special   the tokens that the tokenizer's own post-processor puts before and after a text
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import re
+import threading
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from easypipe.core.config import digest
+from easypipe.core.errors import TokenizerError
+from easypipe.core.schema import token_dtype
+from easypipe.transforms.tokenizer import proof
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.fast import FastEngine, engine_of
+from easypipe.transforms.tokenizer.fast import version as fast_version
+from easypipe.transforms.tokenizer.files import (
+    SPECIAL_NAMES,
+    DeclaredToken,
+    TokenizerFiles,
+    content_of,
+    declared_tokens,
+    find_tokenizer,
+)
+from easypipe.transforms.tokenizer.lost import LostCharacters
+from easypipe.transforms.tokenizer.proof import Verdict
+from easypipe.transforms.tokenizer.ragged import surround, truncate
+from easypipe.transforms.tokenizer.special import SpecialStrings
+from easypipe.transforms.tokenizer.token_bytes import TokenBytes, token_bytes
+
+logger = logging.getLogger("easypipe")
+
+GOLDEN = "The quick brown fox, 1234 × naïve 日本語 😀\n\tdef f(x): return '  '  # end"
+_PROBES = ("a", "Hello world", "1 2", "x\ny")
+_EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+MOST_IDS = 1 << 24  # of a vocabulary: tables over it take 16 bytes an id and more
+_ADDED_IDS = re.compile(r'"id"\s*:\s*(\d{8,})')
+_REFERENCE_BYTES = 2 << 20  # `tokenizers` keeps about 100 bytes per token until a batch is done
+
+
+class Backend(NamedTuple):
+    """What encodes, and why it was chosen."""
+
+    name: Literal["gigatoken", "tokenizers"]
+    version: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version} ({self.why})"
+
+
+class Encoded(NamedTuple):
+    """n documents: `ids[offsets[i] : offsets[i + 1]]`, special tokens included.
+
+    offsets Int64[n+1] from 0 · ids `token_dtype(vocab_size)`[total] · added: special tokens in all
+    · truncated Int64[n]: content tokens cut off each document · special Int64[n]: special strings
+    in the text of each
+    """
+
+    offsets: NDArray[np.int64]
+    ids: NDArray[np.unsignedinteger]
+    added: int
+    truncated: NDArray[np.int64]
+    special: NDArray[np.int64]
+
+
+def load_tokenizer(config: TokenizerConfig | str | Path) -> Tokenizer:
+    """Raises TokenizerError naming what was looked for, what was found, and what helps."""
+    if isinstance(config, str | Path):
+        config = TokenizerConfig(name_or_path=str(config))
+    elif not isinstance(config, TokenizerConfig):
+        fix = "Give a tokenizer.json, its folder, a Hub name, or TokenizerConfig(...)."
+        raise TokenizerError(at="tokenizer", problem=f"{type(config).__name__} names none", fix=fix)
+    return Tokenizer(config, find_tokenizer(config.name_or_path))
+
+
+class Tokenizer:
+    """A loaded tokenizer. Thread safe.
+
+    Law: `encode_column(texts)` is row-wise, and row i equals `reference_encode(texts[i])`, whatever
+    backend runs.
+    """
+
+    def __init__(self, config: TokenizerConfig, files: TokenizerFiles) -> None:
+        self.config = config
+        self.name = config.name_or_path
+        self.origin = files.origin
+        self._files = files
+        self._reference: Any
+        self._reference, self._definition, self.vocab_size = _load_reference(
+            files.definition, files.origin, declared_tokens(files.options)
+        )
+        named = {
+            kind: self._named(kind, files.options)
+            for kind in ("bos_token", "eos_token", "pad_token")
+        }
+        self.bos_token_id, self.pad_token_id = named["bos_token"], named["pad_token"]
+        self.eos_token_id = (
+            named["eos_token"]
+            if named["eos_token"] is not None
+            else self._likely_eos(files.options)
+        )
+        self._prefix, self._suffix = (
+            _specials(self._reference, self.name) if config.add_special_tokens else ((), ())
+        )
+        room = len(self._prefix) + len(self._suffix)
+        if config.truncation and config.max_length is not None and config.max_length <= room:
+            raise TokenizerError(
+                at=self.name,
+                problem=f"max_length {config.max_length} is filled by {room} special tokens",
+                fix="Give a larger max_length.",
+            )
+        self._limit = (
+            config.max_length - room
+            if config.truncation and config.max_length is not None
+            else None
+        )
+        self._options = files.options
+        self.special = SpecialStrings(
+            self._reference, self._definition, config.special_strings, self.name
+        )
+        self.lost = LostCharacters(self._reference, self.name)
+        golden = self._reference.encode(GOLDEN, add_special_tokens=config.add_special_tokens).ids
+        self.fingerprint: str = digest(
+            "tokenizer",
+            _sha256(self._definition),
+            [self.bos_token_id, self.eos_token_id, self.pad_token_id, config.add_special_tokens],
+            golden,
+        )
+        self._lock = threading.Lock()
+        self._backend: Backend | None = None
+        self._fast: FastEngine | None = None
+        self._memo: Path | None = None
+
+    @property
+    def backend(self) -> Backend:
+        """What encodes, and why. Decided when first asked for, or by `prove`."""
+        return self._decide()[0]
+
+    def prove(self, sample: pa.Array, *, of: str, memo: Path | None) -> Backend:
+        """Decides on a backend: gigatoken where it agrees with the reference on hostile text and on
+        `sample`.
+
+        of: what the sample is from, for the message. memo: the cache folder where verdicts are
+        remembered. Raises TokenizerError where backend="gigatoken" was asked for and it does not
+        agree.
+        """
+        with self._lock:
+            self._memo = memo or self._memo
+        _, engine = self._decide()
+        if engine is not None:
+            verdict = proof.prove(engine, self._plain, _column(sample), f"texts of {of}")
+            if not verdict.equal:
+                self._fall_back(verdict)
+        return self._decide()[0]
+
+    def refute(self, why: str) -> None:
+        """Remembers that gigatoken wrote wrong tokens: from now on the reference encodes, and
+        nothing that gigatoken wrote is used.
+        """
+        with self._lock:
+            proof.remember(self._memo, self.fingerprint, Verdict(False, why, after_use=True))
+
+    def refuted(self, memo: Path) -> bool:
+        """Whether gigatoken was found to be wrong after it had written tokens into the cache folder
+        `memo`.
+        """
+        verdict = proof.recall(memo, self.fingerprint)
+        return verdict is not None and verdict.after_use
+
+    def with_length(self, max_length: int | None) -> Tokenizer:
+        """The same tokenizer with another max_length; None knows no limit."""
+        return Tokenizer(
+            dataclasses.replace(self.config, max_length=max_length, truncation=True), self._files
+        )
+
+    def encode_column(self, texts: pa.Array, *, whole: bool = False) -> Encoded:
+        """Token ids of a string column without nulls. whole: max_length cuts nothing. Raises
+        TokenizerError where there are nulls.
+        """
+        column = _column(texts)
+        if column.null_count:
+            raise TokenizerError(
+                at=self.name,
+                problem=f"{column.null_count} of {len(column)} texts are null",
+                fix="Drop them first.",
+            )
+        _, engine = self._decide()
+        offsets, wide = (
+            engine.encode(column) if engine is not None else self._encode_reference(column)
+        )
+        # at once: what follows reads half the bytes
+        ids = wide.astype(token_dtype(self.vocab_size), copy=False)
+        del wide
+        offsets, ids, special = self.special.settle(column, offsets, ids)
+        offsets, ids, truncated = truncate(offsets, ids, None if whole else self._limit)
+        offsets, ids = surround(offsets, ids, self._prefix, self._suffix)
+        return Encoded(
+            offsets, ids, len(column) * (len(self._prefix) + len(self._suffix)), truncated, special
+        )
+
+    def reference_encode(self, text: str, *, whole: bool = False) -> list[int]:
+        """One text by `tokenizers` and its own post-processor, whatever backend runs. whole:
+        max_length cuts nothing.
+        """
+        reference = self.special.escaped if self.special.policy == "escape" else self._reference
+        # asks for no offsets
+        ids = reference.encode_batch_fast(
+            [text], add_special_tokens=self.config.add_special_tokens
+        )[0].ids
+        if (
+            not whole
+            and self._limit is not None
+            and len(ids) > self._limit + len(self._prefix) + len(self._suffix)
+        ):
+            content = reference.encode(text, add_special_tokens=False).ids[: self._limit]
+            return [*self._prefix, *content, *self._suffix]
+        return ids
+
+    def encode_with_characters(
+        self, texts: Sequence[str], *, escaped: bool = False
+    ) -> Iterator[tuple[list[int], NDArray[np.int64], NDArray[np.int64]]]:
+        """(ids, first characters, ends of the characters) of each text by `tokenizers`, without
+        special tokens; both ascend.
+
+        escaped: take special strings for ordinary text.
+        """
+        for encoding in (self.special.escaped if escaped else self._reference).encode_batch(
+            list(texts), add_special_tokens=False
+        ):
+            edges = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+            yield (
+                encoding.ids,
+                np.maximum.accumulate(edges[:, 0]),
+                np.maximum.accumulate(edges[:, 1]),
+            )
+
+    def encode_fast(
+        self, column: pa.LargeStringArray
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint32], TokenBytes] | None:
+        """(offsets, ids, the bytes of tokens) without special tokens; None where gigatoken, or the
+        bytes, are not to be had.
+        """
+        _, engine = self._decide()
+        pieces = None if engine is None else token_bytes(self._definition)
+        return None if engine is None or pieces is None else (*engine.encode(column), pieces)
+
+    @property
+    def surrounding(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(before, after): the special tokens around each text."""
+        return self._prefix, self._suffix
+
+    @property
+    def special_strings(self) -> dict[str, str]:
+        """Named special tokens as chat templates know them: `bos_token`, `eos_token`, ..."""
+        return {
+            kind: token for kind in SPECIAL_NAMES if (token := content_of(self._options.get(kind)))
+        }
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Every special token of the vocabulary, in the order of ids."""
+        added = self._reference.get_added_tokens_decoder()
+        return tuple(added[i].content for i in sorted(added) if added[i].special)
+
+    def token(self, number: int) -> str | None:
+        """A token as the vocabulary spells it."""
+        return self._reference.id_to_token(number)
+
+    def decode(
+        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special_tokens: bool = False
+    ) -> str:
+        return self._reference.decode(
+            [int(i) for i in ids], skip_special_tokens=skip_special_tokens
+        )
+
+    @property
+    def content_limit(self) -> int | None:
+        """Most tokens that are kept of a text itself; None keeps all."""
+        return self._limit
+
+    @property
+    def specials_per_text(self) -> int:
+        """How many special tokens surround each text."""
+        return len(self._prefix) + len(self._suffix)
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, eos_token_id={self.eos_token_id})"
+
+    def _decide(self) -> tuple[Backend, FastEngine | None]:
+        with self._lock:
+            if self._backend is None:
+                self._choose()
+            assert self._backend is not None
+            return self._backend, self._fast
+
+    def _choose(self) -> None:
+        if self.config.backend == "tokenizers":
+            return self._use_reference("asked for by backend='tokenizers'", fallback=False)
+        verdict = proof.recall(self._memo, self.fingerprint)
+        if verdict is not None and not verdict.equal:
+            return self._use_reference(verdict.why, fallback=True)
+        try:
+            engine = engine_of(self._definition)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 (a Rust panic is no Exception; whatever gigatoken refuses, the reference encodes)
+            reason = " ".join(str(error).split())
+            return self._use_reference(
+                f"gigatoken {fast_version()} cannot load it: {reason[:200]}", fallback=True
+            )
+        if verdict is None:
+            added = self._reference.get_added_tokens_decoder()
+            specials = [added[i].content for i in sorted(added)]
+            verdict = proof.prove(engine, self._plain, proof.torture(specials), "hostile texts")
+            proof.remember(self._memo, self.fingerprint, verdict)
+        if not verdict.equal:
+            return self._use_reference(verdict.why, fallback=True)
+        self._fast, self._backend = engine, Backend("gigatoken", fast_version(), verdict.why)
+        logger.info("tokenizer %s: %s", self.name, self._backend)
+        return None
+
+    def _fall_back(self, verdict: Verdict) -> None:
+        with self._lock:
+            proof.remember(self._memo, self.fingerprint, verdict)
+            self._use_reference(verdict.why, fallback=True)
+
+    def _use_reference(self, why: str, *, fallback: bool) -> None:
+        import tokenizers
+
+        if fallback and self.config.backend == "gigatoken":
+            raise TokenizerError(
+                at=self.name,
+                problem=f"backend='gigatoken' cannot be used: {why}",
+                fix="Set backend='auto'.",
+            )
+        self._fast, self._backend = None, Backend("tokenizers", tokenizers.__version__, why)
+        logger.log(
+            logging.WARNING if fallback else logging.INFO,
+            "tokenizer %s: %s",
+            self.name,
+            self._backend,
+        )
+
+    def _plain(self, texts: list[str]) -> list[list[int]]:
+        return [
+            encoding.ids
+            for encoding in self._reference.encode_batch_fast(texts, add_special_tokens=False)
+        ]
+
+    def _encode_reference(
+        self, column: pa.LargeStringArray
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        starts = (
+            np.frombuffer(column.buffers()[1], np.int64, len(column) + 1, column.offset * 8)
+            if len(column)
+            else np.zeros(1, np.int64)
+        )
+        lengths, pieces, row = np.zeros(len(column), np.int64), [], 0
+        while row < len(column):
+            stop = max(
+                row + 1,
+                int(np.searchsorted(starts, starts[row] + _REFERENCE_BYTES, side="right")) - 1,
+            )
+            encoded = self._plain(column.slice(row, stop - row).to_pylist())
+            lengths[row:stop] = [len(ids) for ids in encoded]
+            # a third faster than NumPy takes lists in
+            pieces += [np.frombuffer(array("I", ids), np.uint32) for ids in encoded]
+            row = stop
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        return offsets, np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
+
+    def _named(self, kind: str, options: dict[str, Any]) -> int | None:
+        token = content_of(options.get(kind))
+        if not token:
+            return None
+        found = self._reference.token_to_id(token)
+        if found is None:
+            logger.warning(
+                "tokenizer %s: its %s %r is not in its vocabulary and is not used",
+                self.name,
+                kind,
+                token,
+            )
+        return found
+
+    def _likely_eos(self, options: dict[str, Any]) -> int | None:
+        """A tokenizer.json does not say which token ends a document; where exactly one bears a name
+        that always means it, take that.
+        """
+        if options.get("eos_token"):
+            return None
+        added = {
+            token.content: i for i, token in self._reference.get_added_tokens_decoder().items()
+        }
+        found = [name for name in _EOS_NAMES if name in added]
+        if len(found) != 1:
+            return None
+        logger.warning(
+            "tokenizer %s: no tokenizer_config.json names its eos_token; taking %r",
+            self.name,
+            found[0],
+        )
+        return added[found[0]]
+
+
+@functools.lru_cache(maxsize=1)
+def _sha256(definition: str) -> str:
+    return hashlib.sha256(definition.encode()).hexdigest()
+
+
+# a run loads its tokenizer for every dataset and every held-out set; nothing changes it
+@functools.lru_cache(maxsize=1)
+def _load_reference(
+    definition: str, origin: str, declared: tuple[DeclaredToken, ...]
+) -> tuple[Any, str, int]:
+    """The tokenizer with the tokens that are declared beside it, its definition with them, and its
+    highest id + 1.
+    """
+    import tokenizers
+
+    try:
+        reference = tokenizers.Tokenizer.from_str(definition)
+    except Exception as error:  # noqa: BLE001 (tokenizers raises plain Exception)
+        try:
+            json.loads(definition)
+            cause = f"not a tokenizer: {error}"
+        except ValueError as broken:
+            cause = f"not JSON: {broken}"
+        raise TokenizerError(
+            at=origin,
+            problem=cause,
+            fix="Give the tokenizer.json that `tokenizers` or transformers wrote.",
+        ) from None
+    if _declare(reference, declared, origin):
+        definition = reference.to_str()
+    # a tokenizer.json may carry both; length and padding are this project's own options
+    reference.no_truncation()
+    reference.no_padding()
+    if getattr(reference.model, "dropout", None):
+        raise TokenizerError(
+            at=origin,
+            problem=f"its dropout of {reference.model.dropout} makes tokens random",
+            fix="Set model.dropout to null in the file.",
+        )
+    vocabulary = reference.get_vocab(with_added_tokens=True)
+    vocab_size = max(vocabulary.values(), default=-1) + 1
+    if len(set(vocabulary.values())) < len(vocabulary):
+        _warn_of_twins(vocabulary, origin)
+    # `tokenizers` gives added tokens other ids than such; the fast encoder takes these.
+    highest = (
+        max(map(int, _ADDED_IDS.findall(definition)), default=0)
+        if vocab_size <= MOST_IDS
+        else vocab_size - 1
+    )
+    if highest >= MOST_IDS:
+        token = next(
+            (repr(token) for token, number in vocabulary.items() if number == highest),
+            "an added token",
+        )
+        raise TokenizerError(
+            at=origin,
+            problem=f"{token} has the id {highest}, and encoders hold a table of all ids up to the highest",
+            fix=f"Correct the id: there are {len(vocabulary)} tokens, and ids below {MOST_IDS} are read.",
+        )
+    if vocab_size == 0:
+        raise TokenizerError(
+            at=origin,
+            problem="the vocabulary is empty",
+            fix="Train it first: easypipe.transforms.tokenizer.bpe.train_bpe.",
+        )
+    return reference, definition, vocab_size
+
+
+def _warn_of_twins(vocabulary: Mapping[str, int], origin: str) -> None:
+    """Says which tokens have an id that others have too: ids cannot be told apart, nor decoded."""
+    owners: dict[int, list[str]] = {}
+    for token, number in vocabulary.items():
+        owners.setdefault(number, []).append(token)
+    twins = {number: sorted(tokens) for number, tokens in owners.items() if len(tokens) > 1}
+    first = min(twins)
+    logger.warning(
+        "tokenizer %s: token %d stands for each of %s, and so do %d ids in all",
+        origin,
+        first,
+        twins[first],
+        len(twins),
+    )
+
+
+def _declare(reference: Any, declared: Sequence[DeclaredToken], origin: str) -> bool:
+    """Adds those that tokenizer.json lacks, as transformers does: their strings would be text
+    otherwise. Whether there were any.
+    """
+    import tokenizers
+
+    had = {token.content for token in reference.get_added_tokens_decoder().values()}
+    missing = [token for token in declared if token.content not in had]
+    added = False
+    for token in missing:
+        own = reference.token_to_id(token.content)
+        number = reference.get_vocab_size(with_added_tokens=True) if own is None else own
+        if token.number is None and own is None:
+            continue  # a named one that no vocabulary has, which is told where it is asked for
+        if token.number not in (None, number):
+            problem = "tokenizer %s: tokenizer_config.json says that %r is token %d, and it would be %d: it is not used"
+            logger.warning(problem, origin, token.content, token.number, number)
+            continue
+        add = reference.add_special_tokens if token.special else reference.add_tokens
+        add([tokenizers.AddedToken(token.content, special=token.special, **dict(token.flags))])
+        added = True
+    return added
+
+
+def _specials(reference: Any, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(before, after): what the post-processor puts around every text."""
+    found: set[tuple[tuple[int, ...], tuple[int, ...]]] | None = None
+    for probe in _PROBES:
+        content = reference.encode(probe, add_special_tokens=False).ids
+        whole = reference.encode(probe, add_special_tokens=True).ids
+        extra = len(whole) - len(content)
+        fits = {
+            (tuple(whole[:p]), tuple(whole[p + len(content) :]))
+            for p in range(extra + 1)
+            if whole[p : p + len(content)] == content
+        }
+        found = fits if found is None else found & fits
+    if not found:
+        raise TokenizerError(
+            at=name,
+            problem="its post-processor does more than put fixed tokens before and after a text",
+            fix="Set add_special_tokens=False, and add what is needed to the text.",
+        )
+    return max(found, key=lambda around: len(around[0]))
+
+
+def _column(texts: pa.Array) -> pa.LargeStringArray:
+    return texts if pa.types.is_large_string(texts.type) else texts.cast(pa.large_string())  # pyright: ignore[reportReturnType]
