@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import plan_oracle as oracle
 from easypipe.core.errors import PlanError
-from easypipe.plan import mix, reference
+from easypipe.plan import mix
 from easypipe.plan.mix import MAX_WEIGHT_SUM, Stop, integer_weights
 from strategies import examples
 from strategies import weights as random_weights
@@ -103,7 +104,7 @@ def test_one_in_a_million_comes_once_in_a_million() -> None:
 @given(weights=small_weights, chunks=st.lists(st.integers(1, 50), min_size=1, max_size=4))
 def test_draws_equal_the_oracle_however_they_are_cut(weights: list[int], chunks: list[int]) -> None:
     drawn, ended = draw(weights, [1] * len(weights), "restart", 200, chunks)
-    assert drawn == list(itertools.islice(reference.assign(weights), 200))
+    assert drawn == list(itertools.islice(oracle.assign(weights), 200))
     assert not ended
 
 
@@ -116,7 +117,7 @@ def test_epochs_equal_the_oracle_and_say_when_they_end(
     pairs: list[tuple[int, int]], stop: Stop, chunks: list[int]
 ) -> None:
     weights, num_docs = [w for w, _ in pairs], [n for _, n in pairs]
-    expected = list(reference.draws(weights, num_docs, stop))
+    expected = list(oracle.draws(weights, num_docs, stop))
     drawn, ended = draw(weights, num_docs, stop, 1000, chunks)
     assert drawn == expected
     assert ended
@@ -143,7 +144,7 @@ def test_first_exhausted_ends_before_the_first_draw_it_cannot_make(
 ) -> None:
     weights, num_docs = [w for w, _ in pairs], [n for _, n in pairs]
     drawn, _ = draw(weights, num_docs, "first_exhausted", 1000, [7])
-    without_end = list(itertools.islice(reference.assign(weights), len(drawn) + 1))
+    without_end = list(itertools.islice(oracle.assign(weights), len(drawn) + 1))
     assert drawn == without_end[:-1]
     counts = np.bincount(drawn, minlength=len(pairs))
     assert (counts <= num_docs).all()
@@ -157,7 +158,7 @@ def test_datasets_leave_with_their_last_document_and_the_others_share_by_their_w
     drawn, _ = draw([4, 3, 1], [4, 100, 100], "all_exhausted", 100, [100])
     gone = np.flatnonzero(np.array(drawn) == 0)[3] + 1
     assert [dataset - 1 for dataset in drawn[gone:]] == list(
-        itertools.islice(reference.assign([3, 1]), 100 - gone)
+        itertools.islice(oracle.assign([3, 1]), 100 - gone)
     )
 
 

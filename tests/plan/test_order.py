@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import plan_oracle as oracle
 from easypipe.core import random
 from easypipe.core.errors import PlanError
-from easypipe.plan import reference
 from easypipe.plan.order import OrderSpec, documents, permute
 
 keys = st.integers(0, (1 << 64) - 1)
@@ -63,7 +63,7 @@ def test_documents_follow_the_permutation_of_their_pass(
     expected: list[int] = []
     for size, own, start, count in zip(sizes, keys, drawn, counts, strict=True):
         for position in range(start, start + count):
-            order = reference.one_pass(spec, size, random.child(own, epoch + position // size))
+            order = oracle.one_pass(spec, size, random.child(own, epoch + position // size))
             expected.append(order[position % size])
     assert docs.tolist() == expected
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import plan_oracle as oracle
 from easypipe.core.errors import PlanError
-from easypipe.plan import reference
 from easypipe.plan.deficit import MAX_SIZE, ROWS_TOTAL, TOKENS_TOTAL, draw_owed_most, weights_of
 from easypipe.plan.mix import MAX_DATASETS, NEVER, integer_weights
 from easypipe.plan.pack import PackSpec
@@ -320,11 +320,11 @@ def test_states_hold_all_and_stay_small() -> None:
 
 def test_equal_weights_under_a_schedule_come_in_turn_like_the_oracle() -> None:
     weights = weights_of([Fraction(2, 3), Fraction(1, 3)], [True, True], ROWS_TOTAL)
-    mixing = reference.Mixing([0, 0], [math.inf, math.inf], [True, True])
+    mixing = oracle.Mixing([0, 0], [math.inf, math.inf], [True, True])
     expected = [
         i
         for i, _ in zip(
-            reference.owed_most(mixing, lambda active: weights, "restart", None),
+            oracle.owed_most(mixing, lambda active: weights, "restart", None),
             range(200),
             strict=False,
         )

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import plan_oracle as oracle
 from easypipe.core.errors import PlanError, StateError
-from easypipe.plan import reference
 from easypipe.plan.mix import integer_weights
 from easypipe.plan.order import OrderSpec
 from easypipe.plan.pack import OVERSIZE, STRATEGIES, PackSpec
@@ -111,19 +111,19 @@ def plans(draw: st.DrawFn) -> tuple[list[PlanDataset], PlanSpec]:
     )
 
 
-def forward(datasets: list[PlanDataset], spec: PlanSpec) -> list[list[reference.Piece]]:
-    return list(itertools.islice(reference.plan_rows(datasets, spec), FIRST_ROWS))
+def forward(datasets: list[PlanDataset], spec: PlanSpec) -> list[list[oracle.Piece]]:
+    return list(itertools.islice(oracle.plan_rows(datasets, spec), FIRST_ROWS))
 
 
-def by_row(pieces: Pieces, num_rows: int) -> list[list[reference.Piece]]:
-    rows: list[list[reference.Piece]] = [[] for _ in range(num_rows)]
+def by_row(pieces: Pieces, num_rows: int) -> list[list[oracle.Piece]]:
+    rows: list[list[oracle.Piece]] = [[] for _ in range(num_rows)]
     assert (np.diff(pieces.row) >= 0).all()
     for row, *piece in zip(*(column.tolist() for column in pieces), strict=True):
         rows[row].append(tuple(piece))
     return rows
 
 
-def look(plan: Plan, rows: list[int]) -> list[list[reference.Piece]]:
+def look(plan: Plan, rows: list[int]) -> list[list[oracle.Piece]]:
     return by_row(plan.pieces(np.array(rows, dtype=np.int64)), len(rows))
 
 
@@ -248,7 +248,7 @@ def test_epochs_are_permuted_anew() -> None:
 
 
 def books(
-    datasets: list[PlanDataset], spec: PlanSpec, rows: list[list[reference.Piece]]
+    datasets: list[PlanDataset], spec: PlanSpec, rows: list[list[oracle.Piece]]
 ) -> dict[str, tuple[int, int]]:
     """(tokens, segments with tokens) that stand in `rows`, per dataset. In a stream, a document
     that goes on begins no segment.

@@ -4,7 +4,7 @@ most.
 Deficits are integers, `sum over draws of weight * size of the draw` less `total * sizes of what was
 drawn`, where the weights of the datasets in the mixture always sum to `total`, and a draw has size
 1, or that of its document in tokens. So they sum to 0 and stay what they are when the weights
-change. docs/mixing.md proves the bounds; `easypipe.plan.reference.owed_most` is the short oracle.
+change. docs/mixing.md proves the bounds; `owed_most` in tests/plan_oracle.py is the oracle.
 """
 
 from __future__ import annotations

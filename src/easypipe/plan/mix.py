@@ -2,7 +2,7 @@
 integers).
 
 Every dataset's count stays within 1 - 1/(2k - 2) of its share at every prefix, for k datasets
-however small their weights; docs/mixing.md has the proof. `easypipe.plan.reference.assign` is the
+however small their weights; docs/mixing.md has the proof. `assign` in tests/plan_oracle.py is the
 short oracle.
 
 deficit  draws owed: after n draws with integer weights w (sum W), `deficits[i] = n * w[i] -

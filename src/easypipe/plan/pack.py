@@ -5,7 +5,7 @@ draw    a document of the window, by its index in draw order
 piece   a run of a document's tokens that stands in one row; it becomes one segment
 slot    one token place in a row
 
-docs/packing.md describes the strategies; `easypipe.plan.reference` holds their oracles.
+docs/packing.md describes the strategies; tests/plan_oracle.py holds their oracles.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Short, obvious and slow: what the kernels of this package are checked against. Plain Python,
-exact integers, no arrays in the middle.
-"""
+"""The oracles of easypipe.plan: short, obvious and slow, in plain Python with exact integers."""
 
 from __future__ import annotations
 
