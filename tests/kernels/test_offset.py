@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from easypipe.kernels.loss import chunked, pallas_gpu, pallas_tpu, reference, rows
+from easypipe.kernels.loss import chunked, reference, rows
 from easypipe.kernels.loss.api import (
     fused_cross_entropy,
     fused_linear_cross_entropy,
     token_log_probs,
 )
-from easypipe.kernels.loss.pallas_gpu_rows import RowBlock
+from easypipe.kernels.loss.gpu import kernel as pallas_gpu
+from easypipe.kernels.loss.gpu.rows import RowBlock
 from easypipe.kernels.loss.stats import (
     Inputs,
     LogitStats,
@@ -24,6 +25,7 @@ from easypipe.kernels.loss.stats import (
     loss_cotangents,
     merged,
 )
+from easypipe.kernels.loss.tpu import kernel as pallas_tpu
 
 TOKENS, VOCAB, OFFSET = 8, 300, 1e5
 OBJECTIVE = Objective(vocab=VOCAB)

@@ -238,7 +238,7 @@ def without_pallas_triton(monkeypatch):
     """
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     monkeypatch.delattr(pallas, "triton", raising=False)
-    for name in ("pallas_gpu", "pallas_gpu_rows", "attention_triton"):
+    for name in ("loss.gpu.kernel", "loss.gpu.rows", "attention.triton"):
         monkeypatch.delitem(sys.modules, f"easypipe.kernels.{name}", raising=False)
 
 

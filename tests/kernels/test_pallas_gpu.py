@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from easypipe.kernels.loss import pallas_gpu, reference, rows
-from easypipe.kernels.loss.pallas_gpu_rows import RowBlock
+from easypipe.kernels.loss import reference, rows
+from easypipe.kernels.loss.gpu import kernel as pallas_gpu
+from easypipe.kernels.loss.gpu.rows import RowBlock
 from easypipe.kernels.loss.stats import Cotangents, Inputs, Objective, loss_cotangents
 
 # slabs of 8 tokens or columns, groups of 128 tokens, rows in several steps

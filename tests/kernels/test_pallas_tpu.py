@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from easypipe.core.errors import ConfigError
-from easypipe.kernels.loss import pallas_tpu, reference, rows
+from easypipe.kernels.loss import reference, rows
 from easypipe.kernels.loss.api import fused_linear_cross_entropy
-from easypipe.kernels.loss.pallas_tpu_blocks import V5E, V7X, Blocks, plan_blocks, sizes_of
 from easypipe.kernels.loss.stats import Cotangents, Inputs, Objective
+from easypipe.kernels.loss.tpu import kernel as pallas_tpu
+from easypipe.kernels.loss.tpu.blocks import V5E, V7X, Blocks, plan_blocks, sizes_of
 from strategies import examples
 
 SIDE = 128  # the smallest tile
@@ -239,7 +240,7 @@ def test_tokens_without_a_cotangent_add_nothing():
 
 def test_the_sum_over_columns_is_kept_in_float32_between_them():
     """A bfloat16 that 1,000 small numbers are added to one at a time would stand still."""
-    from easypipe.kernels.loss.pallas_tpu_backward import _joined, _split, _State
+    from easypipe.kernels.loss.tpu.backward import _joined, _split, _State
 
     x = jnp.asarray(np.random.default_rng(1).normal(size=(64, 128)), jnp.float32)
     high, low = _split(x)

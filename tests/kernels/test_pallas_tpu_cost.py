@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 import kernel_costs
-from easypipe.kernels.loss import pallas_tpu_backward, pallas_tpu_forward, pallas_tpu_rows
-from easypipe.kernels.loss.pallas_tpu_blocks import (
+from easypipe.kernels.loss.stats import Cotangents, Inputs, Objective
+from easypipe.kernels.loss.tpu import backward as pallas_tpu_backward
+from easypipe.kernels.loss.tpu import forward as pallas_tpu_forward
+from easypipe.kernels.loss.tpu import rows as pallas_tpu_rows
+from easypipe.kernels.loss.tpu.blocks import (
     V5E,
     V5P,
     V6E,
@@ -22,7 +25,6 @@ from easypipe.kernels.loss.pallas_tpu_blocks import (
     plan_blocks,
     sizes_of,
 )
-from easypipe.kernels.loss.stats import Cotangents, Inputs, Objective
 
 DEVICES = {"v5e": V5E, "v5p": V5P, "v6e": V6E, "tpu7x": V7X}
 # the last: a quarter of a vocabulary

@@ -22,7 +22,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from easypipe.core.errors import ConfigError
-from easypipe.kernels import sharded
+from easypipe.kernels.loss import sharded
 from easypipe.kernels.loss.api import LossSharding, fused_cross_entropy, fused_linear_cross_entropy, sequence_log_probs
 from loss_support import Case, case, oracle
 

@@ -13,9 +13,12 @@ import pytest
 
 from easypipe.cli.app import run
 from easypipe.core.errors import ConfigError
-from easypipe.kernels.loss import choice, pallas_gpu, pallas_tpu
+from easypipe.kernels.loss import choice
 from easypipe.kernels.loss.api import fused_linear_cross_entropy
-from easypipe.kernels.loss.pallas_tpu_blocks import (
+from easypipe.kernels.loss.gpu import kernel as pallas_gpu
+from easypipe.kernels.loss.stats import Inputs
+from easypipe.kernels.loss.tpu import kernel as pallas_tpu
+from easypipe.kernels.loss.tpu.blocks import (
     DEVICES,
     LANES,
     RESERVED,
@@ -33,7 +36,6 @@ from easypipe.kernels.loss.pallas_tpu_blocks import (
     plan_blocks,
     sizes_of,
 )
-from easypipe.kernels.loss.stats import Inputs
 from easypipe.kernels.tuning import measure as tune
 from easypipe.kernels.tuning import table as tuning
 from easypipe.kernels.tuning.table import (

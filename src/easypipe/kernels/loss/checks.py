@@ -19,7 +19,14 @@ from jax.core import Tracer
 
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.kernels.loss import choice
-from easypipe.kernels.loss.choice import FAVOURITES, Implementation, LossSharding, Plan, Rule
+from easypipe.kernels.loss.choice import (
+    FAVOURITES,
+    MODULES,
+    Implementation,
+    LossSharding,
+    Plan,
+    Rule,
+)
 from easypipe.kernels.loss.stats import (
     Inputs,
     Layout,
@@ -326,7 +333,7 @@ def _runs(request: Request, layout: Layout) -> Iterator[str]:
         return
     if (
         request.rule == "fast"
-        and choice.missing(name) is None
+        and choice.missing(MODULES[name]) is None
         and not hasattr(choice.kernel(name), "row_step")
     ):
         yield f"rule: {name!r} has no 'fast': leave it None"
@@ -335,7 +342,7 @@ def _runs(request: Request, layout: Layout) -> Iterator[str]:
 
 
 def _refusals(request: Request, name: str, layout: Layout) -> Iterator[str]:
-    if (reason := choice.missing(name)) is not None:
+    if (reason := choice.missing(MODULES[name])) is not None:
         yield reason
         return
     arrays = [

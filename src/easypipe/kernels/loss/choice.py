@@ -13,16 +13,22 @@ import importlib
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 from jax import Array
 
-from easypipe.kernels.loss.stats import Layout, vocab_size
+from easypipe.kernels.loss.stats import Kernel, Layout, vocab_size
 from easypipe.kernels.tuning.table import blocks_for, device_kind
 
 Implementation = Literal["reference", "chunked", "pallas_tpu", "pallas_gpu"]
 Rule = Literal["fast", "strict"]
+MODULES: dict[Implementation, str] = {
+    "reference": "easypipe.kernels.loss.reference",
+    "chunked": "easypipe.kernels.loss.chunked",
+    "pallas_tpu": "easypipe.kernels.loss.tpu.kernel",
+    "pallas_gpu": "easypipe.kernels.loss.gpu.kernel",
+}
 # by platform; elsewhere "chunked"
 FAVOURITES: dict[str, Implementation] = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}
 ANYWHERE = "cpu"  # stands for every platform without a favourite
@@ -90,19 +96,19 @@ def _dividing(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
-def kernel(name: str) -> Any:
+def kernel(name: Implementation) -> Kernel:
     """The module of an implementation. Imported when first asked for: Pallas takes half a
     second.
     """
-    return importlib.import_module(f"easypipe.kernels.loss.{name}")
+    return cast("Kernel", importlib.import_module(MODULES[name]))
 
 
-def missing(name: str) -> str | None:
-    """Why the module of an implementation cannot be imported (Pallas drops a backend now and then);
-    None where it can.
+def missing(module: str) -> str | None:
+    """Why a module of kernels cannot be imported (Pallas drops a backend now and then); None where
+    it can.
     """
     try:
-        kernel(name)
+        importlib.import_module(module)
     except ImportError as error:
         return f"jax {jax.__version__} does not have what it is written with ({error})"
     return None

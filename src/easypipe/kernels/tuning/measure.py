@@ -18,8 +18,8 @@ import numpy as np
 from easypipe.core.errors import ConfigError
 from easypipe.kernels.loss import choice, reference
 from easypipe.kernels.loss.api import fused_linear_cross_entropy
-from easypipe.kernels.loss.pallas_tpu_blocks import block_candidates, device_of, sizes_of
 from easypipe.kernels.loss.stats import Cotangents, Inputs
+from easypipe.kernels.loss.tpu.blocks import block_candidates, device_of, sizes_of
 from easypipe.kernels.tuning.table import Entry, blocks_for, bucket, device_kind
 
 CHUNK_TOKENS = (128, 256, 512, 1024, 2048, 4096)

@@ -107,7 +107,7 @@ def choose(backend: AttentionBackend | None, head_width: int, dtype: Any) -> Att
         problem = f"{wanted!r} knows bfloat16 and float32, not {jnp.dtype(dtype).name}"
     elif wanted == "triton" and head_width not in TRITON_WIDTHS:
         problem = f"'triton' knows heads of width {', '.join(map(str, TRITON_WIDTHS))}, and this model's have {head_width}"
-    elif (reason := missing(f"attention_{wanted}")) is not None:
+    elif (reason := missing(f"easypipe.kernels.attention.{wanted}")) is not None:
         problem = f"{wanted!r} cannot run: {reason}"
     if problem is None:
         if platform == "cpu":

@@ -14,9 +14,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from easypipe.kernels.loss.pallas_tpu_blocks import COLUMN_STEP, Blocks
-from easypipe.kernels.loss.pallas_tpu_loops import in_steps, logits, product
 from easypipe.kernels.loss.stats import Layout, soft_cap_slope
+from easypipe.kernels.loss.tpu.blocks import COLUMN_STEP, Blocks
+from easypipe.kernels.loss.tpu.loops import in_steps, logits, product
 
 
 class Problem(NamedTuple):

@@ -17,8 +17,6 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from easypipe.kernels.loss.pallas_tpu_blocks import RESERVED, Device, row_block
-from easypipe.kernels.loss.pallas_tpu_loops import LOWEST, in_steps, shape_like
 from easypipe.kernels.loss.stats import (
     Cotangents,
     LogitStats,
@@ -28,6 +26,8 @@ from easypipe.kernels.loss.stats import (
     soft_cap_slope,
     soft_capped,
 )
+from easypipe.kernels.loss.tpu.blocks import RESERVED, Device, row_block
+from easypipe.kernels.loss.tpu.loops import LOWEST, in_steps, shape_like
 
 COLUMN_STEP = 2048
 NUMBERS = 8  # per token, given and returned: as many as a TPU stores together

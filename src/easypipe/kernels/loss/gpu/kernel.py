@@ -1,7 +1,7 @@
 """The strict loss on NVIDIA GPUs: the logits are computed slab by slab, twice, and no more than a
 slab of them ever exists.
 
-The products are cuBLAS's (through XLA); between them stand the row kernels of pallas_gpu_rows.py. A
+The products are cuBLAS's (through XLA); between them stand the row kernels of rows.py. A
 slab is a bounded piece of the logits in the dtype of the inputs, or in float32 where
 `float32_logits` asks for it:
 
@@ -34,8 +34,8 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from easypipe.kernels.loss import pallas_gpu_rows as rows
-from easypipe.kernels.loss.pallas_gpu_rows import RowBlock, row_gradients, row_stats, row_step
+from easypipe.kernels.loss.gpu import rows as rows
+from easypipe.kernels.loss.gpu.rows import RowBlock, row_gradients, row_stats, row_step
 from easypipe.kernels.loss.stats import (
     Cotangents,
     Gradients,

@@ -17,7 +17,7 @@ Three schedules:
   two cores the tokens are passed in two halves, the second core always in the other half than the
   first: no core adds to what the other adds to. Between the halves the head's gradient of the
   group, [cores, ...] in float32, stands in HBM.
-- *apart* (pallas_tpu_apart.py), where even those 16 bits of every hidden state are too many: each
+- *apart* (apart.py), where even those 16 bits of every hidden state are too many: each
   gradient has a pass of its own.
 
 T tokens · D width · V vocabulary · R rows of a tile · C columns of a block
@@ -33,8 +33,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from easypipe.kernels.loss import pallas_tpu_apart
-from easypipe.kernels.loss.pallas_tpu_blocks import (
+from easypipe.kernels.loss.stats import Cotangents, Gradients, Inputs, Layout, varying_like
+from easypipe.kernels.loss.tpu import apart as pallas_tpu_apart
+from easypipe.kernels.loss.tpu.blocks import (
     LANES,
     SLACK,
     WIDTH_STEP,
@@ -43,9 +44,9 @@ from easypipe.kernels.loss.pallas_tpu_blocks import (
     cdiv,
     sizes_of,
 )
-from easypipe.kernels.loss.pallas_tpu_forward import ROWS
-from easypipe.kernels.loss.pallas_tpu_loops import in_steps, shape_like
-from easypipe.kernels.loss.pallas_tpu_tiles import (
+from easypipe.kernels.loss.tpu.forward import ROWS
+from easypipe.kernels.loss.tpu.loops import in_steps, shape_like
+from easypipe.kernels.loss.tpu.tiles import (
     At,
     Problem,
     Refs,
@@ -55,7 +56,6 @@ from easypipe.kernels.loss.pallas_tpu_tiles import (
     scratch,
     tile_dz,
 )
-from easypipe.kernels.loss.stats import Cotangents, Gradients, Inputs, Layout, varying_like
 
 
 def gradients(

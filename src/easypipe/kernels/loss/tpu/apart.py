@@ -1,5 +1,5 @@
 """The gradients on a TPU in two passes, one for each: the schedule *apart* of
-pallas_tpu_backward.py.
+backward.py.
 
 Whatever the order of the tiles, one pass over them has half-finished float32 sums of the smaller of
 the two gradients in HBM: 2·D bytes for each token (or column) beside the bfloat16 of the result.
@@ -24,10 +24,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from easypipe.kernels.loss.pallas_tpu_blocks import WIDTH_STEP, cdiv
-from easypipe.kernels.loss.pallas_tpu_forward import ROWS
-from easypipe.kernels.loss.pallas_tpu_loops import in_steps, shape_like
-from easypipe.kernels.loss.pallas_tpu_tiles import (
+from easypipe.kernels.loss.tpu.blocks import WIDTH_STEP, cdiv
+from easypipe.kernels.loss.tpu.forward import ROWS
+from easypipe.kernels.loss.tpu.loops import in_steps, shape_like
+from easypipe.kernels.loss.tpu.tiles import (
     At,
     Problem,
     Refs,
@@ -49,7 +49,7 @@ def gradients(
     interpret: Any,
 ) -> tuple[Array, Array, Array | None]:
     """(of hidden, of the head, of the bias as float32[1, 1, V]); `known_8T` is what
-    pallas_tpu_backward.py knows of the tokens.
+    backward.py knows of the tokens.
     """
     arguments = [hidden, lm_head, known_8T] + ([] if bias_1V is None else [bias_1V])
     d_head, *d_bias = _of_head(arguments, problem, head_dtype, interpret)

@@ -20,9 +20,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from easypipe.kernels.loss.pallas_tpu_blocks import SLACK, Blocks, cdiv, forward_vmem, sizes_of
-from easypipe.kernels.loss.pallas_tpu_loops import LOWEST, logits, shape_like
 from easypipe.kernels.loss.stats import Inputs, Layout, LogitStats
+from easypipe.kernels.loss.tpu.blocks import SLACK, Blocks, cdiv, forward_vmem, sizes_of
+from easypipe.kernels.loss.tpu.loops import LOWEST, logits, shape_like
 
 BEST, TOTAL, TARGET, SUM = range(4)  # rows of the result
 ROWS = 8  # of float32 that a TPU stores together

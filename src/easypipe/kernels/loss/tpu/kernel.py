@@ -2,9 +2,9 @@
 files of their own; here is the door.
 
 *strict*: no logits beyond a tile in VMEM. 8·T·D·V FLOPs, forward and backward; bytes: see
-pallas_tpu_blocks.py. Besides its results the backward pass has 2·T·D bytes in HBM (for bfloat16),
+blocks.py. Besides its results the backward pass has 2·T·D bytes in HBM (for bfloat16),
 and on two TensorCores one block of columns of the head's gradient in float32. Beyond 256 MiB of
-these it has none, and 10·T·D·V FLOPs (pallas_tpu_apart.py). *fast*: the matrix products are XLA's
+these it has none, and 10·T·D·V FLOPs (apart.py). *fast*: the matrix products are XLA's
 (chunked.py); between them `row_step` turns a chunk of logits into its gradient, in place, in one
 reading and one writing.
 
@@ -23,8 +23,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from easypipe.core.errors import ConfigError
-from easypipe.kernels.loss import pallas_tpu_backward, pallas_tpu_forward, pallas_tpu_rows
-from easypipe.kernels.loss.pallas_tpu_blocks import (
+from easypipe.kernels.loss.stats import (
+    Cotangents,
+    Gradients,
+    Inputs,
+    Layout,
+    LogitStats,
+    Objective,
+    vocab_size,
+)
+from easypipe.kernels.loss.tpu import backward as pallas_tpu_backward
+from easypipe.kernels.loss.tpu import forward as pallas_tpu_forward
+from easypipe.kernels.loss.tpu import rows as pallas_tpu_rows
+from easypipe.kernels.loss.tpu.blocks import (
     TOO_SMALL,
     UNKNOWN,
     Blocks,
@@ -36,15 +47,6 @@ from easypipe.kernels.loss.pallas_tpu_blocks import (
     refused_blocks,
     rounded,
     sizes_of,
-)
-from easypipe.kernels.loss.stats import (
-    Cotangents,
-    Gradients,
-    Inputs,
-    Layout,
-    LogitStats,
-    Objective,
-    vocab_size,
 )
 from easypipe.kernels.tuning import table as tuning
 
