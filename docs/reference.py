@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import easypipe
+from easypipe.core import lazy
 from easypipe.core.config import is_config
 
 ROOT = Path(__file__).parents[1]
@@ -140,10 +141,8 @@ def api_page() -> str:
         "What `from easypipe import ...` offers, generated from docstrings.\n",
     ]
     homes: dict[str, list[str]] = {}
-    for name in easypipe.__all__:
-        home = easypipe._HOME.get(name)
-        if home is not None:
-            homes.setdefault(home, []).append(name)
+    for name, home in sorted(lazy.homes(str(easypipe.__file__)).items()):
+        homes.setdefault(home, []).append(name)
     for home in sorted(homes, key=_room):
         parts.append(f"## {home.removeprefix('easypipe.')}\n")
         parts += [

@@ -1,4 +1,4 @@
-"""What `import easypipe` exports, for type checkers and editors; __init__.py loads the same names when they are first used."""
+"""What `import easypipe` exports and from where; `__init__.py` loads each name when it is first used."""
 
 from easypipe.cache.reader import TokenCache
 from easypipe.compat.classify import ClassifyConfig

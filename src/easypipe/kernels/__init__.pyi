@@ -1,4 +1,4 @@
-"""What `import easypipe.kernels` exports, for type checkers and editors; __init__.py loads it when it is first used."""
+"""What `import easypipe.kernels` exports and from where; `__init__.py` loads each name when it is first used."""
 
 from easypipe.kernels.loss.api import (
     LossWithTokens,

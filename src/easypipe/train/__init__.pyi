@@ -1,4 +1,4 @@
-"""What `import easypipe.train` exports, for type checkers and editors; __init__.py loads it when it is first used."""
+"""What `import easypipe.train` exports and from where; `__init__.py` loads each name when it is first used."""
 
 from easypipe.train.model.pretrained.load import load_pretrained
 from easypipe.train.model.pretrained.save import save_pretrained
