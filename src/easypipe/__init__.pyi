@@ -92,6 +92,7 @@ from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.model.lora_config import LoraConfig
 from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.trainer import TrainResult
+from easypipe.transforms.columns.base import TransformedSource
 from easypipe.transforms.columns.columns import (
     Combine,
     Drop,
@@ -101,9 +102,7 @@ from easypipe.transforms.columns.columns import (
     Select,
 )
 from easypipe.transforms.columns.conversation import Chat
-from easypipe.transforms.columns.expand import Expand
-from easypipe.transforms.columns.functions import Filter, Map
-from easypipe.transforms.columns.transformed import TransformedSource
+from easypipe.transforms.columns.functions import Expand, Filter, Map
 from easypipe.transforms.prompt.config import FewShotConfig, PromptConfig
 from easypipe.transforms.prompt.engine import PromptEngine
 from easypipe.transforms.prompt.fill_in_the_middle import FillInTheMiddle

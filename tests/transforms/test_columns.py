@@ -21,7 +21,7 @@ from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.protocols import ScanningSource, Transform
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.external.memory import InMemoryShardedSource
-from easypipe.transforms.columns.base import Chain
+from easypipe.transforms.columns.base import Chain, TransformedSource
 from easypipe.transforms.columns.columns import (
     Combine,
     Drop,
@@ -30,9 +30,7 @@ from easypipe.transforms.columns.columns import (
     Rename,
     Select,
 )
-from easypipe.transforms.columns.expand import Expand
-from easypipe.transforms.columns.functions import Filter, Map
-from easypipe.transforms.columns.transformed import TransformedSource
+from easypipe.transforms.columns.functions import Expand, Filter, Map
 from easypipe.transforms.columns.types import parse_type
 from strategies import examples, row_cuts, texts
 

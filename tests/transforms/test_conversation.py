@@ -14,7 +14,7 @@ from chat_support import MARKED, chat_tokenizer
 from easypipe import Chat, FilterNonEmpty, Rename
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.sources.external.memory import InMemoryShardedSource
-from easypipe.transforms.columns.transformed import TransformedSource
+from easypipe.transforms.columns.base import TransformedSource
 from strategies import examples, row_cuts
 
 

@@ -242,7 +242,7 @@ def test_memory_is_bounded_on_text_of_nothing_but_new_words(shared_data: Path) -
     """
     code = (
         "import sys, base64; import numpy as np, pyarrow as pa\n"
-        "from easypipe.transforms import fast\n"
+        "from easypipe.transforms.tokenizer import fast\n"
         "engine = fast.FastEngine(open(sys.argv[1]).read()); rng = np.random.default_rng(0); start = peak = fast.anonymous_bytes()\n"
         "for _ in range(40):\n"
         "    data = bytearray(base64.b64encode(rng.bytes(1_500_000)))\n"

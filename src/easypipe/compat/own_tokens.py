@@ -20,8 +20,7 @@ from easypipe.save.saved import TokenInfo
 from easypipe.stages.tokenize.text_rows import require_text
 from easypipe.stages.tokenize.tokens import require_documents
 from easypipe.transforms.chat.messages import is_text
-from easypipe.transforms.columns.base import ColumnTransform, Rows
-from easypipe.transforms.columns.transformed import TransformedSource
+from easypipe.transforms.columns.base import ColumnTransform, Rows, TransformedSource
 from easypipe.transforms.prompt.fields import EMPTY
 
 ANY_IDS = 1 << 32  # the vocabulary of an object that does not say how large its own is
@@ -50,7 +49,7 @@ class EncodeTexts(ColumnTransform):
             if vocabulary is None
             else sorted([str(token), int(number)] for token, number in vocabulary.items())
         )
-        self.tokens = TokenInfo(
+        self.tokens = self._info = TokenInfo(
             tokenizer=type(tokenizer).__name__,
             tokenizer_fingerprint=digest(
                 "own tokenizer", name_of(tokenizer), str(version), known, ends
@@ -63,7 +62,7 @@ class EncodeTexts(ColumnTransform):
 
     @property
     def fingerprint(self) -> str:
-        return digest("encode texts", self.tokens.tokenizer_fingerprint, self._held, self._column)
+        return digest("encode texts", self._info.tokenizer_fingerprint, self._held, self._column)
 
     def columns(self, before: pa.Schema) -> pa.Schema:
         del before  # whoever applies this has looked at it (`require_text`)
@@ -105,7 +104,7 @@ class EncodeTexts(ColumnTransform):
         )
 
     def __repr__(self) -> str:
-        return f"EncodeTexts({self.tokens.tokenizer}, {self._column!r})"
+        return f"EncodeTexts({self._info.tokenizer}, {self._column!r})"
 
 
 class EncodeStage(BaseStage):

@@ -199,6 +199,7 @@ def scan(source: ShardedSource, shard: int, start: int, stop: int) -> Scan:
     return Scan(source.read(shard, start, stop), ()) if own is None else own(shard, start, stop)
 
 
+@runtime_checkable
 class Transform(Protocol):
     """RecordBatch → RecordBatch, row by row. easypipe.transforms.columns.base.ColumnTransform is the base
     of those that compose with `>>`.

@@ -23,10 +23,10 @@ from easypipe.core.schema import (
     SEGMENT_IDS,
     SOURCE,
 )
+from easypipe.transforms.columns.base import TransformedSource
 from easypipe.transforms.columns.columns import Rename
 from easypipe.transforms.columns.functions import Map
 from easypipe.transforms.columns.hold_out import HoldOut
-from easypipe.transforms.columns.transformed import TransformedSource
 from easypipe.transforms.columns.types import column_types
 from easypipe.transforms.tokenizer.options import with_options
 

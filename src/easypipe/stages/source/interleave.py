@@ -26,7 +26,7 @@ from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.external.objects import open_object
 from easypipe.stages.mix.stage import block_weights, check_weights
 from easypipe.stages.source.inputs import is_object
-from easypipe.transforms.columns.overlay import as_array
+from easypipe.transforms.columns.base import as_array
 
 WINDOW_ROWS = 8192
 ROWS_AT_A_TIME = 1024  # that iterating reads

@@ -7,8 +7,7 @@ from typing import Any
 
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Transform
-from easypipe.transforms.columns.base import as_transform
-from easypipe.transforms.columns.transformed import TransformedSource
+from easypipe.transforms.columns.base import TransformedSource, as_transform
 
 
 class TransformStage(BaseStage):

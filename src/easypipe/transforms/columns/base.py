@@ -8,10 +8,12 @@ clean(source)     # a TransformedSource: lazy, nothing is read before it is aske
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +21,18 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
-from easypipe.core.protocols import Reject, Scan, Transform
+from easypipe.core.protocols import (
+    Reject,
+    Scan,
+    Shard,
+    ShardedDataSource,
+    ShardedSource,
+    Transform,
+    scan,
+)
 from easypipe.core.schema import ROW_NUMBER
+
+OnError = Literal["error", "skip", "quarantine"]
 
 
 @dataclass(frozen=True)
@@ -33,17 +45,34 @@ class Rows:
     numbers: NDArray[np.int64]
     rejects: tuple[Reject, ...] = ()
 
+    def kept(self, keep: NDArray[np.bool_], rejects: Iterable[Reject] = ()) -> Rows:
+        """The rows where `keep` (Bool[rows]) is set. rejects: further ones, in any order."""
+        every = tuple(sorted((*self.rejects, *rejects), key=lambda reject: reject.row))
+        if keep.all():
+            return Rows(self.batch, self.numbers, every)
+        return Rows(self.batch.filter(pa.array(keep)), self.numbers[keep], every)
+
+    def laid_over(self, schema: pa.Schema, made: Mapping[str, pa.Array]) -> Rows:
+        """The rows with `schema`: its columns from `made`, the others as they are."""
+        arrays = [made[n] if n in made else self.batch.column(n) for n in schema.names]
+        return Rows(pa.RecordBatch.from_arrays(arrays, schema=schema), self.numbers, self.rejects)
+
 
 class ColumnTransform(ABC):
     """The base of this package's transforms; implements Transform. A subclass says what becomes of
     a schema and of rows.
 
     Equal fingerprints mean equal rows: a subclass puts all its options into `fingerprint`.
+    reads: the columns that it needs beside those that are wanted of it; None: it may read any.
+    makes: a column that it makes, and does not read.
     """
 
     drops: bool = False
     fan_out: int = 1
     cacheable: bool = True
+    tokens: object | None = None
+    reads: Sequence[str] | None = None
+    makes: str | None = None
 
     @property
     @abstractmethod
@@ -63,50 +92,47 @@ class ColumnTransform(ABC):
 
     def narrow(
         self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[Transform, Sequence[str] | None]:
+    ) -> tuple[ColumnTransform, Sequence[str] | None]:
         """A transform with the same rows that needs to give only `columns`, and what it reads; None
         where that is everything.
         """
-        return self, None
+        if self.reads is None:
+            return self, None
+        return self, list(dict.fromkeys([*(n for n in columns if n != self.makes), *self.reads]))
 
     def schema(self, before: pa.Schema) -> pa.Schema:
         """The schema after, ROW_NUMBER last where `before` has it. Reads no rows; raises
         SourceError naming a column that is missing.
         """
-        after = self.columns(_plain(before))
+        after = self.columns(
+            pa.schema([pa.field(f.name, f.type) for f in before if f.name != ROW_NUMBER])
+        )
         if ROW_NUMBER in after.names:
             raise SourceError(
                 at=str(self),
                 problem=f"column {ROW_NUMBER!r} is kept for row numbers",
                 fix="Choose another name.",
             )
-        return (
-            after.append(pa.field(ROW_NUMBER, pa.int64())) if ROW_NUMBER in before.names else after
-        )
+        return _numbered(after) if ROW_NUMBER in before.names else after
 
     def scan(self, batch: pa.RecordBatch) -> Scan:
         """The batch transformed, and the rows on which that failed."""
         schema = self.schema(batch.schema)
-        numbered = ROW_NUMBER in batch.schema.names
-        numbers = (
-            batch.column(ROW_NUMBER).to_numpy()
-            if numbered
-            else np.arange(batch.num_rows, dtype=np.int64)
-        )
-        data = batch.drop_columns([ROW_NUMBER]) if numbered else batch
-        after = self.rows(Rows(data, numbers))
-        arrays = after.batch.columns
-        if numbered:
-            arrays = [*arrays, pa.array(after.numbers, pa.int64())]
+        if ROW_NUMBER not in batch.schema.names:
+            after = self.rows(Rows(batch, np.arange(batch.num_rows)))
+            return Scan(
+                pa.RecordBatch.from_arrays(after.batch.columns, schema=schema), after.rejects
+            )
+        numbers = batch.column(ROW_NUMBER).to_numpy()
+        after = self.rows(Rows(batch.drop_columns([ROW_NUMBER]), numbers))
+        arrays = [*after.batch.columns, pa.array(after.numbers, pa.int64())]
         return Scan(pa.RecordBatch.from_arrays(arrays, schema=schema), after.rejects)
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: pa.RecordBatch | ShardedSource) -> pa.RecordBatch | TransformedSource:
         """A batch gives a batch, a source a TransformedSource. Raises SourceError for the first row
         on which it failed.
         """
         if not isinstance(batch, pa.RecordBatch):
-            from easypipe.transforms.columns.transformed import TransformedSource
-
             return TransformedSource(batch, self)
         after, rejects = self.scan(batch)
         first = next((reject for reject in rejects if not reject.benign), None)
@@ -119,14 +145,10 @@ class ColumnTransform(ABC):
         return after
 
     def __rshift__(self, other: Transform) -> Chain:
-        if not is_transform(other):
-            return NotImplemented
-        return Chain([self, other])
+        return Chain([self, other]) if isinstance(other, Transform) else NotImplemented
 
     def __rrshift__(self, other: Transform) -> Chain:
-        if not is_transform(other):
-            return NotImplemented
-        return Chain([other, self])
+        return Chain([other, self]) if isinstance(other, Transform) else NotImplemented
 
 
 class Chain(ColumnTransform):
@@ -139,22 +161,13 @@ class Chain(ColumnTransform):
             raise ConfigError(
                 at="transform", problem="an empty list", fix="Give at least one transform."
             )
-        for step in steps:
-            if not is_transform(step):
-                fix = (
-                    "Wrap a function: Map(function)."
-                    if callable(step)
-                    else "Give easypipe.transforms, as in Rename(...) >> Select(...)."
-                )
-                raise ConfigError(at="transform", problem=f"{step!r} is no transform", fix=fix)
-        self.steps: tuple[Transform, ...] = tuple(
-            inner
-            for step in steps
-            for inner in (step.steps if isinstance(step, Chain) else (step,))
+        made = [as_transform(step) for step in steps]
+        self.steps: tuple[ColumnTransform, ...] = tuple(
+            inner for step in made for inner in (step.steps if isinstance(step, Chain) else (step,))
         )
-        self.drops = any(getattr(step, "drops", True) for step in self.steps)
-        self.fan_out = int(np.prod([fan_out_of(step) for step in self.steps], dtype=np.int64))
-        self.cacheable = all(getattr(step, "cacheable", True) for step in self.steps)
+        self.drops = any(step.drops for step in self.steps)
+        self.fan_out = prod(step.fan_out for step in self.steps)
+        self.cacheable = all(step.cacheable for step in self.steps)
 
     @property
     def fingerprint(self) -> str:
@@ -168,27 +181,21 @@ class Chain(ColumnTransform):
     def rows(self, rows: Rows) -> Rows:
         rejects = list(rows.rejects)
         for step in self.steps:
-            factor = fan_out_of(step)
-            if factor > 1:
-                rejects = [replace(reject, row=reject.row * factor) for reject in rejects]
-            if isinstance(step, ColumnTransform):
-                rows = step.rows(Rows(rows.batch, rows.numbers))
-            else:
-                rows = _foreign(step, rows)
-            rejects += rows.rejects
+            rows = step.rows(Rows(rows.batch, rows.numbers))
+            rejects = [*_spread(rejects, step.fan_out), *rows.rejects]
         return Rows(rows.batch, rows.numbers, tuple(sorted(rejects, key=lambda reject: reject.row)))
 
     def narrow(
         self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[Transform, Sequence[str] | None]:
+    ) -> tuple[ColumnTransform, Sequence[str] | None]:
         schemas = [before]
         for step in self.steps[:-1]:
             schemas.append(step.schema(schemas[-1]))
         wanted: Sequence[str] | None = columns
-        narrowed: list[Transform] = []
+        narrowed: list[ColumnTransform] = []
         for step, schema in zip(reversed(self.steps), reversed(schemas), strict=True):
             if wanted is not None:
-                step, wanted = narrow(step, wanted, schema)
+                step, wanted = step.narrow(wanted, schema)
             narrowed.insert(0, step)
         return Chain(narrowed), wanted
 
@@ -196,36 +203,274 @@ class Chain(ColumnTransform):
         return " >> ".join(repr(step) for step in self.steps)
 
 
-def is_transform(value: object) -> bool:
-    return (
-        callable(value)
-        and callable(getattr(value, "schema", None))
-        and hasattr(value, "fingerprint")
-    )
+class _Adapted(ColumnTransform):
+    """A transform of the user's own kind, with what the protocol says of attributes it lacks."""
+
+    def __init__(self, own: Transform) -> None:
+        self.own = own
+        self.drops = getattr(own, "drops", True)
+        self.fan_out = getattr(own, "fan_out", 1)
+        self.cacheable = getattr(own, "cacheable", True)
+        self.tokens = getattr(own, "tokens", None)
+
+    @property
+    def fingerprint(self) -> str:
+        return self.own.fingerprint
+
+    def columns(self, before: pa.Schema) -> pa.Schema:
+        return self.own.schema(before)
+
+    def schema(self, before: pa.Schema) -> pa.Schema:
+        return self.own.schema(before)
+
+    def scan(self, batch: pa.RecordBatch) -> Scan:
+        scan = getattr(self.own, "scan", None)
+        return Scan(self.own(batch), ()) if scan is None else scan(batch)
+
+    def rows(self, rows: Rows) -> Rows:
+        arrays = [*rows.batch.columns, pa.array(rows.numbers, pa.int64())]
+        batch, rejects = self.scan(
+            pa.RecordBatch.from_arrays(arrays, schema=_numbered(rows.batch.schema))
+        )
+        numbers = batch.column(ROW_NUMBER).to_numpy()
+        return Rows(batch.drop_columns([ROW_NUMBER]), numbers, tuple(rejects))
+
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[ColumnTransform, Sequence[str] | None]:
+        narrow = getattr(self.own, "narrow", None)
+        if narrow is None:
+            return self, None
+        own, reads = narrow(columns, before)
+        return as_transform(own), reads
+
+    def __repr__(self) -> str:
+        return repr(self.own)
 
 
-def as_transform(value: Transform | Sequence[Transform]) -> Transform:
-    """A transform as it is, a list of them as a chain. Raises ConfigError for anything else."""
+class TransformedSource(ShardedDataSource):
+    """The rows of a source after a transform; implements ScanningSource. No function is called
+    before rows are asked for.
+
+    Row numbers stay those of the source: a filter leaves gaps (benign rejects, `filtered`), and
+    `num_rows` counts before it. After Expand the rows of row r are r * most to r * most + most - 1;
+    those that do not exist are benign rejects too (`unfilled`).
+    on_error: "error" raises SourceError at the first row on which the transform failed, naming file
+    and row; "skip" and "quarantine" leave such rows out and list them in `scan(...).rejects`, with
+    the reason. Thread safe as far as the user's functions are.
+    """
+
+    def __init__(
+        self,
+        source: ShardedSource,
+        transform: Transform | Sequence[Transform],
+        *,
+        on_error: OnError = "error",
+    ) -> None:
+        """Raises ConfigError for what is no transform or option, SourceError where the columns do
+        not fit. Reads no rows.
+        """
+        if on_error not in get_args(OnError):
+            have = get_args(OnError)
+            raise ConfigError(
+                at="on_error",
+                problem=f"{on_error!r} is not an option",
+                have=have,
+                fix=did_you_mean(str(on_error), have),
+            )
+        self.source = source
+        self.transform = as_transform(transform)
+        self.on_error: OnError = on_error
+        self._factor = self.transform.fan_out
+        self._columns: tuple[str, ...] | None = None
+        self._reads: tuple[str, ...] | None = None
+        if self._factor > 1 and self.rows_are_bytes:
+            problem = "gives rows numbers of their own, and streaming does not count the lines of these files"
+            raise SourceError(
+                at=str(self.transform),
+                problem=problem,
+                fix="Leave streaming out, or give parquet or Arrow files.",
+            )
+        self._numbered = (
+            ROW_NUMBER in source.schema.names or on_error != "error" or self.transform.drops
+        )
+        self.schema = self._after(source.schema)
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        shards, k = self.source.shards, self._factor
+        if k == 1:
+            return shards
+        return tuple(
+            replace(
+                shard,
+                num_rows=None if shard.num_rows is None else shard.num_rows * k,
+                cuts=tuple(cut * k for cut in shard.cuts),
+            )
+            for shard in shards
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        return digest(
+            "transformed", self.transform.fingerprint, self.source.fingerprint, self._columns
+        )
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether the next process will know these rows by the same fingerprint."""
+        return self.transform.cacheable and getattr(self.source, "cacheable", True)
+
+    @property
+    def tokens(self) -> object | None:
+        """Whose tokens the rows hold, where the transform made them, or the source below knows."""
+        return self.transform.tokens or getattr(self.source, "tokens", None)
+
+    @property
+    def rows_are_bytes(self) -> bool:
+        """Whether rows are numbered by the byte at which they begin, as files that are read forward
+        number them.
+        """
+        return bool(getattr(self.source, "rows_are_bytes", False))
+
+    def shard_identity(self, shard: int) -> str:
+        """Of one shard below and the transform, so that new shards leave the old ones what they
+        are.
+        """
+        source = self.source
+        identity = getattr(source, "shard_identity", None)
+        own = (
+            identity(shard)
+            if identity is not None
+            else digest(source.fingerprint, source.shards[shard].name)
+        )
+        return digest("transformed", self.transform.fingerprint, own, self._columns)
+
+    def select(self, columns: Sequence[str]) -> TransformedSource:
+        """The same rows with only `columns`; below, only what those are made of is read."""
+        narrowed = copy.copy(self)
+        narrowed.transform, reads = self.transform.narrow(
+            list(columns), _without_numbers(self.source.schema)
+        )
+        narrowed._columns = tuple(columns)
+        if reads is not None:
+            select = getattr(self.source, "select", None)
+            narrowed.source = self.source if select is None else select(list(reads))
+        narrowed._reads = None if reads is None else tuple(reads)
+        narrowed.schema = narrowed._after(narrowed.source.schema)
+        return narrowed
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        return self.scan(shard, start, stop).batch
+
+    def scan(self, shard: int, start: int, stop: int) -> Scan:
+        """Rows `start` to `stop`, and those refused: by the source, by the transform, and, in one,
+        those that it left out.
+        """
+        k, info = self._factor, self.shards[shard]
+        if not 0 <= start <= stop or (info.num_rows is not None and stop > info.num_rows):
+            raise SourceError(
+                at=info.name,
+                problem=f"rows {start}:{stop} were asked for",
+                fix=f"It has rows 0:{info.num_rows}.",
+            )
+        first, last = start // k, -(-stop // k)
+        batch, below = scan(self.source, shard, first, last)
+        given = self._given(batch, first)
+        after, own = self.transform.scan(given)
+        bad = next((reject for reject in own if not reject.benign), None)
+        if bad is not None and self.on_error == "error":
+            raise self._refusal(info.name, bad)
+        if k > 1:  # benign ones below are among the numbers that stay unfilled
+            below = _spread([reject for reject in below if not reject.benign], k)
+        rejects = [reject for reject in (*below, *own) if start <= reject.row < stop]
+        if k > 1:
+            numbers = after.column(ROW_NUMBER).to_numpy()
+            a, b = np.searchsorted(numbers, [start, stop])
+            after = after.slice(int(a), int(b - a))
+            expected = np.arange(start, stop)
+            left_out = stop - start - after.num_rows - len(rejects)
+        else:
+            expected = given.column(ROW_NUMBER).to_numpy()
+            left_out = batch.num_rows - after.num_rows - len(own)
+        if left_out:
+            rejects.append(self._left_out(left_out, expected, after, rejects))
+        wanted = [after.column(name) for name in self.schema.names]
+        return Scan(
+            pa.RecordBatch.from_arrays(wanted, schema=self.schema),
+            tuple(sorted(rejects, key=lambda reject: reject.row)),
+        )
+
+    def raw(self, shard: int, row: int) -> str | None:
+        """A row as it stands in its file, before any transform; None where the source cannot
+        tell.
+        """
+        raw = getattr(self.source, "raw", None)
+        return None if raw is None else raw(shard, row // self._factor)
+
+    def _after(self, before: pa.Schema) -> pa.Schema:
+        if self._reads is not None:
+            before = pa.schema([before.field(name) for name in self._reads])
+        after = self.transform.schema(_without_numbers(before))
+        if self._columns is not None:
+            after = pa.schema([after.field(name) for name in self._columns])
+        return _numbered(after) if self._numbered else pa.schema(list(after))
+
+    def _given(self, batch: pa.RecordBatch, start: int) -> pa.RecordBatch:
+        """What the transform is given: the columns that it reads, and row numbers."""
+        numbers = (
+            batch.column(ROW_NUMBER)
+            if ROW_NUMBER in batch.schema.names
+            else pa.array(np.arange(start, start + batch.num_rows))
+        )
+        names = [name for name in (self._reads or batch.schema.names) if name != ROW_NUMBER]
+        data = batch.select(names)
+        schema = _numbered(_without_numbers(data.schema))
+        return pa.RecordBatch.from_arrays([*data.columns, numbers], schema=schema)
+
+    def _left_out(
+        self,
+        count: int,
+        expected: NDArray[np.int64],
+        after: pa.RecordBatch,
+        rejects: Sequence[Reject],
+    ) -> Reject:
+        """One that stands for all rows which are neither there nor refused."""
+        refused = np.array([reject.row for reject in rejects], np.int64)
+        seen = np.concatenate([after.column(ROW_NUMBER).to_numpy(), refused])
+        row = int(np.setdiff1d(expected, seen)[0])
+        reason, detail = "filtered", "left out by a filter"
+        if self._factor > 1:
+            reason = "unfilled"
+            detail = f"fewer than {self._factor} rows came of one, or a filter left it out"
+        return Reject(row=row, reason=reason, detail=detail, benign=True, count=count)
+
+    def _refusal(self, name: str, bad: Reject) -> SourceError:
+        return SourceError(
+            at=f"{name}, line at byte {bad.row}"
+            if self.rows_are_bytes
+            else place(name, row=bad.row // self._factor),
+            problem=f"{bad.reason}: {bad.detail}",
+            fix="Correct the row or the function, or set on_error to 'skip' or 'quarantine'.",
+        )
+
+
+def as_transform(value: Transform | Sequence[Transform]) -> ColumnTransform:
+    """A transform with all that the protocol leaves open, a list of them as a chain. Raises
+    ConfigError for anything else.
+    """
     if isinstance(value, list | tuple):
         return Chain(value)
-    return value if is_transform(value) else Chain([value])  # type: ignore[list-item, return-value]
-
-
-def fan_out_of(transform: Transform) -> int:
-    return getattr(transform, "fan_out", 1)
-
-
-def scan_with(transform: Transform, batch: pa.RecordBatch) -> Scan:
-    """`transform.scan` where there is one, else the transform with nothing refused."""
-    own = getattr(transform, "scan", None)
-    return Scan(transform(batch), ()) if own is None else own(batch)
-
-
-def narrow(
-    transform: Transform, columns: Sequence[str], before: pa.Schema
-) -> tuple[Transform, Sequence[str] | None]:
-    own = getattr(transform, "narrow", None)
-    return (transform, None) if own is None else own(columns, before)
+    if isinstance(value, ColumnTransform):
+        return value
+    if isinstance(value, Transform):
+        return _Adapted(value)
+    fix = (
+        "Wrap a function: Map(function)."
+        if callable(value)
+        else "Give easypipe.transforms, as in Rename(...) >> Select(...)."
+    )
+    raise ConfigError(at="transform", problem=f"{value!r} is no transform", fix=fix)
 
 
 def require_columns(names: Sequence[str], schema: pa.Schema, at: str) -> None:
@@ -240,37 +485,30 @@ def require_columns(names: Sequence[str], schema: pa.Schema, at: str) -> None:
             )
 
 
-def column_names(names: tuple[str | Sequence[str], ...], of: str) -> tuple[str, ...]:
-    """`("a", "b")` or `(["a", "b"],)` as names. Raises ConfigError where there is none, or one
-    stands twice.
-    """
-    flat = tuple(names[0]) if len(names) == 1 and not isinstance(names[0], str) else names
-    if (
-        not flat
-        or not all(isinstance(name, str) and name for name in flat)
-        or len(set(flat)) < len(flat)
-    ):
-        raise ConfigError(
-            at=of,
-            problem=f"expected different column names, got {names!r}",
-            fix=f'Write {of}("text").',
-        )
-    return flat  # type: ignore[return-value]
+def overlaid(before: pa.Schema, types: Mapping[str, pa.DataType]) -> pa.Schema:
+    """The schema with columns of these types: in place of those of their name, else behind all."""
+    rest = dict(types)
+    same = [pa.field(field.name, rest.pop(field.name, field.type)) for field in before]
+    return pa.schema([*same, *(pa.field(name, kind) for name, kind in rest.items())])
 
 
-def _plain(schema: pa.Schema) -> pa.Schema:
-    return pa.schema(
-        [pa.field(field.name, field.type) for field in schema if field.name != ROW_NUMBER]
-    )
+def as_array(values: Any, kind: pa.DataType) -> pa.Array:
+    """Values of any kind, an Arrow array among them, as an array of type `kind`."""
+    if isinstance(values, pa.ChunkedArray):
+        values = values.combine_chunks()
+    if isinstance(values, pa.Array):
+        return values if values.type.equals(kind) else values.cast(kind)
+    return pa.array(values, kind)
 
 
-def _foreign(step: Transform, rows: Rows) -> Rows:
-    """A step that knows nothing of Rows: it takes and gives batches with ROW_NUMBER."""
-    schema = rows.batch.schema.append(pa.field(ROW_NUMBER, pa.int64()))
-    numbered = pa.RecordBatch.from_arrays(
-        [*rows.batch.columns, pa.array(rows.numbers, pa.int64())], schema=schema
-    )
-    batch, rejects = scan_with(step, numbered)
-    return Rows(
-        batch.drop_columns([ROW_NUMBER]), batch.column(ROW_NUMBER).to_numpy(), tuple(rejects)
-    )
+def _spread(rejects: Iterable[Reject], factor: int) -> tuple[Reject, ...]:
+    """Rejects by the numbers of what each row becomes: the first of its `factor` rows."""
+    return tuple(replace(reject, row=reject.row * factor) for reject in rejects)
+
+
+def _numbered(schema: pa.Schema) -> pa.Schema:
+    return schema.append(pa.field(ROW_NUMBER, pa.int64()))
+
+
+def _without_numbers(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field for field in schema if field.name != ROW_NUMBER])

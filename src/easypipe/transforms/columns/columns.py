@@ -17,10 +17,11 @@ import pyarrow.compute as pc
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean
-from easypipe.core.protocols import Transform
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.text import has_text
-from easypipe.transforms.columns.base import ColumnTransform, Rows, column_names, require_columns
+from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid, require_columns
+
+_TEXT = pa.large_string()
 
 
 class Rename(ColumnTransform):
@@ -38,13 +39,7 @@ class Rename(ColumnTransform):
                 fix='Write Rename({"old": "new"}).',
             )
         for old, new in names.items():
-            if (
-                not isinstance(old, str)
-                or not isinstance(new, str)
-                or not old
-                or not new
-                or ROW_NUMBER in (old, new)
-            ):
+            if not _is_name(old) or not _is_name(new):
                 raise ConfigError(
                     at="Rename",
                     problem=f"{old!r} cannot become {new!r}",
@@ -78,16 +73,12 @@ class Rename(ColumnTransform):
         )
 
     def rows(self, rows: Rows) -> Rows:
-        return Rows(
-            rows.batch.rename_columns(
-                [self.names.get(name, name) for name in rows.batch.schema.names]
-            ),
-            rows.numbers,
-        )
+        names = [self.names.get(name, name) for name in rows.batch.schema.names]
+        return Rows(rows.batch.rename_columns(names), rows.numbers)
 
     def narrow(
         self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[Transform, Sequence[str] | None]:
+    ) -> tuple[ColumnTransform, Sequence[str] | None]:
         old = {new: old for old, new in self.names.items()}
         kept = {old[name]: name for name in columns if name in old}
         needs = [old.get(name, name) for name in columns]
@@ -116,7 +107,7 @@ class Select(ColumnTransform):
 
     def narrow(
         self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[Transform, Sequence[str] | None]:
+    ) -> tuple[ColumnTransform, Sequence[str] | None]:
         return Select(columns), columns
 
     def __repr__(self) -> str:
@@ -149,7 +140,7 @@ class Drop(ColumnTransform):
 
     def narrow(
         self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[Transform, Sequence[str] | None]:
+    ) -> tuple[ColumnTransform, Sequence[str] | None]:
         return Select(columns), columns
 
     def __repr__(self) -> str:
@@ -173,13 +164,7 @@ class Extract(ColumnTransform):
                 fix='Write Extract({"text": "a.b.0"}).',
             )
         for name, path in paths.items():
-            if (
-                not isinstance(name, str)
-                or not isinstance(path, str)
-                or not name
-                or not path
-                or name == ROW_NUMBER
-            ):
+            if not _is_name(name) or not _is_name(path):
                 raise ConfigError(
                     at="Extract",
                     problem=f"{path!r} is no path for {name!r}",
@@ -192,26 +177,20 @@ class Extract(ColumnTransform):
         return digest("extract", list(self.paths.items()))
 
     def columns(self, before: pa.Schema) -> pa.Schema:
-        found = {name: self._type(path, before) for name, path in self.paths.items()}
-        after = [pa.field(field.name, found.pop(field.name, field.type)) for field in before]
-        return pa.schema([*after, *(pa.field(name, kind) for name, kind in found.items())])
+        return overlaid(
+            before, {name: self._type(path, before) for name, path in self.paths.items()}
+        )
 
     def rows(self, rows: Rows) -> Rows:
-        schema = self.columns(rows.batch.schema)
         made = {name: self._values(path, rows.batch) for name, path in self.paths.items()}
-        arrays = [made[name] if name in made else rows.batch.column(name) for name in schema.names]
-        return Rows(pa.RecordBatch.from_arrays(arrays, schema=schema), rows.numbers)
+        return rows.laid_over(self.columns(rows.batch.schema), made)
 
     def narrow(
         self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[Transform, Sequence[str] | None]:
+    ) -> tuple[ColumnTransform, Sequence[str] | None]:
         kept = {name: path for name, path in self.paths.items() if name in columns}
         needs = [name for name in columns if name not in kept]
-        needs += [
-            column
-            for path in kept.values()
-            if (column := _split(path, before, str(self))[0]) not in needs
-        ]
+        needs += [_split(path, before, str(self))[0] for path in kept.values()]
         needs = list(dict.fromkeys(needs))
         return (Extract(kept) if kept else Select(needs)), needs
 
@@ -271,24 +250,25 @@ class Combine(ColumnTransform):
     """
 
     def __init__(self, into: str, template: str, *, null_as: str | None = None) -> None:
-        if not into or not isinstance(into, str) or into == ROW_NUMBER:
+        if not _is_name(into):
             raise ConfigError(
                 at="Combine",
                 problem=f"{into!r} cannot name a column",
                 fix='Write Combine("text", "{a} {b}").',
             )
-        self.into, self.template, self.null_as = into, template, null_as
-        self._pieces = parse_template(template)
+        self.into = self.makes = into
+        self.template, self.null_as = template, null_as
+        self._pieces = _parse_template(template)
+        self.reads = [name for name, is_field in self._pieces if is_field]
 
     @property
     def fingerprint(self) -> str:
         return digest("combine", self.into, self.template, self.null_as)
 
     def columns(self, before: pa.Schema) -> pa.Schema:
-        names = [name for name, is_field in self._pieces if is_field]
-        require_columns(names, before, str(self))
+        require_columns(self.reads or (), before, str(self))
         t = pa.types
-        for name in names:
+        for name in self.reads or ():
             kind = before.field(name).type
             if not (
                 t.is_large_string(kind)
@@ -303,39 +283,25 @@ class Combine(ColumnTransform):
                     problem=f"column {name!r} holds {kind}, not text or a number",
                     fix=fix,
                 )
-        after = [
-            pa.field(field.name, pa.large_string() if field.name == self.into else field.type)
-            for field in before
-        ]
-        return pa.schema(
-            after if self.into in before.names else [*after, pa.field(self.into, pa.large_string())]
-        )
+        return overlaid(before, {self.into: pa.large_string()})
 
     def rows(self, rows: Rows) -> Rows:
-        batch, schema = rows.batch, self.columns(rows.batch.schema)
         parts: list[pa.Array | pa.Scalar] = []
         for text, is_field in self._pieces:
-            if is_field:
-                values = batch.column(text).cast(pa.large_string())
-                parts.append(
-                    values
-                    if self.null_as is None
-                    else pc.fill_null(values, pa.scalar(self.null_as, pa.large_string()))
-                )
-            else:
-                parts.append(pa.scalar(text, pa.large_string()))
-        empty = pa.scalar("", pa.large_string())  # of the separator
-        joined = pc.binary_join_element_wise(*parts, empty)
-        arrays = [joined if name == self.into else batch.column(name) for name in schema.names]
-        return Rows(pa.RecordBatch.from_arrays(arrays, schema=schema), rows.numbers)
+            part = rows.batch.column(text).cast(_TEXT) if is_field else pa.scalar(text, _TEXT)
+            if is_field and self.null_as is not None:
+                part = pc.fill_null(part, pa.scalar(self.null_as, _TEXT))
+            parts.append(part)
+        separator = pa.scalar("", _TEXT)
+        joined = pc.binary_join_element_wise(*parts, separator)
+        return rows.laid_over(self.columns(rows.batch.schema), {self.into: joined})
 
     def narrow(
         self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[Transform, Sequence[str] | None]:
+    ) -> tuple[ColumnTransform, Sequence[str] | None]:
         if self.into not in columns:
             return Select(columns), columns
-        names = [name for name, is_field in self._pieces if is_field]
-        return self, list(dict.fromkeys([*(name for name in columns if name != self.into), *names]))
+        return super().narrow(columns, before)
 
     def __repr__(self) -> str:
         return f"Combine({self.into!r}, {self.template!r})"
@@ -352,7 +318,7 @@ class FilterNonEmpty(ColumnTransform):
     drops = True
 
     def __init__(self, *names: str | Sequence[str]) -> None:
-        self.names = column_names(names, "FilterNonEmpty")
+        self.names = self.reads = column_names(names, "FilterNonEmpty")
 
     @property
     def fingerprint(self) -> str:
@@ -374,25 +340,35 @@ class FilterNonEmpty(ColumnTransform):
                     full, pc.fill_null(pc.greater(pc.list_value_length(column), 0), False)
                 )
             keep &= full.to_numpy(zero_copy_only=False)
-        return kept(rows, keep)
-
-    def narrow(
-        self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[Transform, Sequence[str] | None]:
-        return self, list(dict.fromkeys([*columns, *self.names]))
+        return rows.kept(keep)
 
     def __repr__(self) -> str:
         return f"FilterNonEmpty({_shown(self.names)})"
 
 
-def kept(rows: Rows, keep: np.ndarray) -> Rows:
-    """The rows where `keep` (Bool[rows]) is set."""
-    if keep.all():
-        return Rows(rows.batch, rows.numbers, rows.rejects)
-    return Rows(rows.batch.filter(pa.array(keep)), rows.numbers[keep], rows.rejects)
+def column_names(names: tuple[str | Sequence[str], ...], of: str) -> tuple[str, ...]:
+    """`("a", "b")` or `(["a", "b"],)` as names. Raises ConfigError where there is none, or one
+    stands twice.
+    """
+    flat = tuple(names[0]) if len(names) == 1 and not isinstance(names[0], str) else names
+    if (
+        not flat
+        or not all(isinstance(name, str) and name for name in flat)
+        or len(set(flat)) < len(flat)
+    ):
+        raise ConfigError(
+            at=of,
+            problem=f"expected different column names, got {names!r}",
+            fix=f'Write {of}("text").',
+        )
+    return flat  # type: ignore[return-value]
 
 
-def parse_template(template: str) -> tuple[tuple[str, bool], ...]:
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", ROW_NUMBER)
+
+
+def _parse_template(template: str) -> tuple[tuple[str, bool], ...]:
     """(text, whether it is a column's name) in order. Raises ConfigError for anything but
     `{column}`, `{{` and `}}`.
     """

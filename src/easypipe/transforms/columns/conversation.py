@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place
-from easypipe.core.protocols import Reject, Transform
+from easypipe.core.protocols import Reject
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.transforms.chat.conversations import BadJson, wrong_messages
 from easypipe.transforms.chat.messages import is_messages, is_text, values_of
-from easypipe.transforms.chat.render import HostileTemplateError, Refused, load_chat_template
-from easypipe.transforms.columns.base import ColumnTransform, Rows, require_columns
-from easypipe.transforms.columns.columns import kept
+from easypipe.transforms.chat.render import (
+    HostileTemplateError,
+    Refused,
+    Rendered,
+    load_chat_template,
+)
+from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid, require_columns
 from easypipe.transforms.prompt.fields import EMPTY
 from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig, load_tokenizer
 
@@ -50,7 +51,9 @@ class Chat(ColumnTransform):
             raise ConfigError(
                 at="Chat.into", problem=f"{into!r} cannot name a column", fix='Write into="text".'
             )
-        self.messages, self.tools, self.into = messages, tools, into
+        self.messages, self.tools = messages, tools
+        self.into = self.makes = into
+        self.reads = (messages,) if tools is None else (messages, tools)
         self.template = load_chat_template(
             load_tokenizer(tokenizer),
             chat_template=chat_template,
@@ -65,7 +68,7 @@ class Chat(ColumnTransform):
         )
 
     def columns(self, before: pa.Schema) -> pa.Schema:
-        for name in self._reads:
+        for name in self.reads or ():
             require_columns([name], before, str(self))
             kind = before.field(name).type
             if not is_messages(kind) and not is_text(kind) and not pa.types.is_null(kind):
@@ -74,78 +77,42 @@ class Chat(ColumnTransform):
                     problem=f"column {name!r} holds {kind}, not lists of objects",
                     fix="Give [{role, content}, ...].",
                 )
-        after = [
-            pa.field(field.name, pa.large_string() if field.name == self.into else field.type)
-            for field in before
-        ]
-        return pa.schema(
-            after if self.into in before.names else [*after, pa.field(self.into, pa.large_string())]
-        )
+        return overlaid(before, {self.into: pa.large_string()})
 
     def rows(self, rows: Rows) -> Rows:
-        schema = self.columns(rows.batch.schema)
         talks = values_of(rows.batch.column(self.messages), keep=("role", "content"))
-        tools: list[Any] = (
+        tools = (
             [None] * len(talks)
             if self.tools is None
             else values_of(rows.batch.column(self.tools), keep=())
         )
-        good, failed = np.ones(len(talks), np.bool_), []
-        for i, talk in enumerate(talks):  # templates know rows
+        made: list[Refused | Rendered | None] = []
+        for talk, tool in zip(talks, tools, strict=True):  # templates know rows
             wrong = wrong_messages(talk) or (
-                ("not_json", f"tools: {tools[i]}") if isinstance(tools[i], BadJson) else None
+                ("not_json", f"tools: {tool}") if isinstance(tool, BadJson) else None
             )
-            if wrong is not None:
-                good[i] = False
-                failed.append(
-                    Reject(
-                        row=int(rows.numbers[i]),
-                        reason=wrong[0],
-                        detail=wrong[1],
-                        benign=wrong[0] == EMPTY,
-                    )
-                )
-        whole = np.flatnonzero(good)
+            made.append(None if wrong is None else Refused(*wrong))
+        whole = [i for i, one in enumerate(made) if one is None]
         try:
-            rendered = self.template.render(
-                [{"messages": talks[i], "tools": tools[i] or None} for i in whole]
-            )
+            asked = [{"messages": talks[i], "tools": tools[i] or None} for i in whole]
+            for i, answer in zip(whole, self.template.render(asked), strict=True):
+                made[i] = answer
         except HostileTemplateError as error:
             at = place(str(self), row=int(rows.numbers[whole[error.row]]))
             raise type(error)(
                 at=at, problem=f"{error.at}: {error.problem}", fix=error.fix
             ) from None
-        texts: list[str | None] = [None] * len(talks)
-        for i, made in zip(whole.tolist(), rendered, strict=True):
-            if isinstance(made, Refused):
-                good[i] = False
-                failed.append(
-                    Reject(
-                        row=int(rows.numbers[i]),
-                        reason=made.reason,
-                        detail=made.detail,
-                        benign=made.reason == EMPTY,
-                    )
-                )
-            else:
-                texts[i] = made.text
-        column = pa.array(texts, pa.large_string())
-        arrays = [column if name == self.into else rows.batch.column(name) for name in schema.names]
-        result = kept(Rows(pa.RecordBatch.from_arrays(arrays, schema=schema), rows.numbers), good)
-        return Rows(
-            result.batch, result.numbers, tuple(sorted(failed, key=lambda reject: reject.row))
+        failed = [
+            Reject(row=number, reason=one.reason, detail=one.detail, benign=one.reason == EMPTY)
+            for number, one in zip(rows.numbers.tolist(), made, strict=True)
+            if isinstance(one, Refused)
+        ]
+        texts = pa.array(
+            [one.text if isinstance(one, Rendered) else None for one in made], pa.large_string()
         )
-
-    def narrow(
-        self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[Transform, Sequence[str] | None]:
-        return self, list(
-            dict.fromkeys([*(name for name in columns if name != self.into), *self._reads])
-        )
-
-    @property
-    def _reads(self) -> tuple[str, ...]:
-        return (self.messages,) if self.tools is None else (self.messages, self.tools)
+        schema = self.columns(rows.batch.schema)
+        good = texts.is_valid().to_numpy(zero_copy_only=False)
+        return rows.laid_over(schema, {self.into: texts}).kept(good, failed)
 
     def __repr__(self) -> str:
         return f"Chat({self.template.origin!r})"

@@ -1,7 +1,6 @@
 # pyright: reportAttributeAccessIssue=false
 # (pyarrow makes the functions of its compute module when it is imported)
-"""Transforms that call a function of the user's, row by row or batch by batch: Map and Filter, and
-Expand in expand.py.
+"""Transforms that call a function of the user's, row by row or batch by batch: Map, Filter, Expand.
 
 A function takes a row as a dict and must be pure and safe to call from several threads: rows are
 transformed by whoever reads them, in any order, and again where they are read again. A row on which
@@ -12,28 +11,31 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place
+from easypipe.core.identity import UserFunction, why
 from easypipe.core.protocols import Reject
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.transforms.columns.base import ColumnTransform, Rows
-from easypipe.transforms.columns.columns import kept
-from easypipe.transforms.columns.identity import UserFunction, why
-from easypipe.transforms.columns.overlay import (
+from easypipe.transforms.columns.base import (
+    ColumnTransform,
+    Rows,
     as_array,
-    laid_over,
-    misfits_of,
     overlaid,
-    without_misfits,
+    require_columns,
 )
 from easypipe.transforms.columns.types import column_types
+
+Row = Mapping[str, Any]  # the values of a row, as Arrow gives them
+# what pyarrow raises for a value that is not of a type
+_CANNOT = (pa.ArrowException, ValueError, TypeError, OverflowError)
 
 
 class Map(ColumnTransform):
@@ -76,12 +78,8 @@ class Map(ColumnTransform):
 
     @property
     def fingerprint(self) -> str:
-        return digest(
-            "map",
-            self.function.fingerprint,
-            [[name, str(kind)] for name, kind in self.types.items()],
-            self.batched,
-        )
+        types = [[name, str(kind)] for name, kind in self.types.items()]
+        return digest("map", self.function.fingerprint, types, self.batched)
 
     def columns(self, before: pa.Schema) -> pa.Schema:
         return overlaid(before, self.types)
@@ -89,41 +87,7 @@ class Map(ColumnTransform):
     def rows(self, rows: Rows) -> Rows:
         if self.batched:
             return self._batch(rows)
-        schema = self.columns(rows.batch.schema)
-        returned: list[Mapping[str, Any]] = []
-        failed: list[Reject] = []
-        good = np.ones(rows.batch.num_rows, np.bool_)
-        for i, row in enumerate(rows.batch.to_pylist()):  # the user's function knows rows
-            number = int(rows.numbers[i])
-            try:
-                made = self.function(row)
-            except Exception as error:  # noqa: BLE001 (whatever a user's function raises is this row's fault; it is counted or raised)
-                made, good[i] = {}, False
-                failed.append(
-                    Reject(row=number, reason="map_failed", detail=why(self.function.name, error))
-                )
-            if not isinstance(made, Mapping):
-                failed.append(
-                    Reject(
-                        row=number,
-                        reason="map_failed",
-                        detail=f"{self.function.name} returned {made!r:.80}, not a mapping",
-                    )
-                )
-                made, good[i] = {}, False
-            self._require_known(made, schema, number)
-            returned.append(made)
-        if not good.all():
-            returned = list(itertools.compress(returned, good))
-            rows = kept(rows, good)
-        names = {name for made in returned for name in made}
-        arrays = [laid_over(field, rows.batch, returned, names) for field in schema]
-        bad = [
-            (i, field, error)
-            for field, array in zip(schema, arrays, strict=True)
-            for i, error in misfits_of(array)
-        ]
-        return without_misfits(rows, schema, arrays, bad, failed, self.function.name)
+        return _called(self, self.function, rows, lambda row: [self.function(row)], "map_failed")
 
     def _batch(self, rows: Rows) -> Rows:
         schema = self.columns(rows.batch.schema)
@@ -134,46 +98,48 @@ class Map(ColumnTransform):
             raise
         except Exception as error:  # noqa: BLE001 (as above: which row is to blame is found by giving it fewer)
             if rows.batch.num_rows <= 1:
+                detail = why(self.function.name, error)
                 failed = [
-                    Reject(row=int(row), reason="map_failed", detail=why(self.function.name, error))
-                    for row in rows.numbers
+                    Reject(row=row, reason="map_failed", detail=detail)
+                    for row in rows.numbers.tolist()
                 ]
-                return Rows(_empty(schema), rows.numbers[:0], tuple(failed))
+                empty = pa.RecordBatch.from_pylist([], schema=schema)
+                return Rows(empty, rows.numbers[:0], tuple(failed))
         middle = rows.batch.num_rows // 2
         first = self._batch(Rows(rows.batch.slice(0, middle), rows.numbers[:middle]))
         second = self._batch(Rows(rows.batch.slice(middle), rows.numbers[middle:]))
         return Rows(
-            _joined([first.batch, second.batch]),
+            pa.concat_batches([first.batch, second.batch]),
             np.concatenate([first.numbers, second.numbers]),
             first.rejects + second.rejects,
         )
 
     def _call(self, batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-        made = self.function(batch)
-        if isinstance(made, pa.Table):
-            made = made.combine_chunks()
-        returned = (
-            {name: made.column(name) for name in made.schema.names}
-            if isinstance(made, pa.RecordBatch | pa.Table)
-            else made
-        )
+        returned = self.function(batch)
+        if isinstance(returned, pa.RecordBatch | pa.Table):
+            returned = dict(zip(returned.schema.names, returned.columns, strict=True))
         if not isinstance(returned, Mapping):
-            raise TypeError(
-                f"it returned {type(made).__name__}, not a RecordBatch or a mapping of columns"
-            )
-        self._require_known(returned, schema, None)
-        arrays = []
+            kind = type(returned).__name__
+            raise TypeError(f"it returned {kind}, not a RecordBatch or a mapping of columns")
+        _require_announced(self, self.function, returned, schema, None)
+        made: dict[str, pa.Array] = {}
         for field in schema:
             values = returned.get(field.name)
-            array = as_array(values, field.type) if values is not None else _before(field, batch)
+            if values is None and field.name in batch.schema.names:
+                values = batch.column(field.name)
+            array = (
+                pa.nulls(batch.num_rows, field.type)
+                if values is None
+                else as_array(values, field.type)
+            )
             if len(array) != batch.num_rows:
                 raise SourceError(
                     at=str(self),
                     problem=f"{self.function.name} returned {len(array)} rows of {field.name!r} for {batch.num_rows}",
                     fix="Return a value for each row; Filter drops rows and Expand adds them.",
                 )
-            arrays.append(array)
-        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+            made[field.name] = array
+        return pa.RecordBatch.from_arrays(list(made.values()), schema=schema)
 
     def _check_row_wise(self, batch: pa.RecordBatch, schema: pa.Schema) -> None:
         """Once, on the first batch of several rows: a function that looks at its neighbours would
@@ -185,29 +151,18 @@ class Map(ColumnTransform):
         sample = batch.slice(0, 64)
         try:
             whole = self._call(sample, schema)
-            pieces = _joined(
-                [self._call(sample.slice(0, 1), schema), self._call(sample.slice(1), schema)]
-            )
+            pieces = [self._call(part, schema) for part in (sample.slice(0, 1), sample.slice(1))]
         except SourceError:
             raise
         except Exception:  # noqa: BLE001 (a bad row; the call that follows finds and reports it)
             return
-        if not whole.equals(pieces):
+        if not whole.equals(pa.concat_batches(pieces)):
             fix = "Make each row depend on itself alone."
             raise SourceError(
                 at=str(self),
                 problem=f"{self.function.name} gives a row other values when it comes with others",
                 fix=fix,
             )
-
-    def _require_known(self, made: Mapping[str, Any], schema: pa.Schema, row: int | None) -> None:
-        for name in made:
-            if name not in schema.names:
-                fix = f"Name it with its type: columns={{{name!r}: 'string'}}, which are format_columns in a dataset's options."
-                problem = f"{self.function.name} returned a column {name!r} that nobody announced"
-                raise SourceError(
-                    at=place(repr(self), row=row), problem=problem, have=schema.names, fix=fix
-                )
 
     def __repr__(self) -> str:
         return f"Map({self.function.name})"
@@ -230,32 +185,31 @@ class Filter(ColumnTransform):
         *,
         version: str | None = None,
     ) -> None:
-        self.expression = test if isinstance(test, pc.Expression) else None
-        self.function = (
-            None if isinstance(test, pc.Expression) else UserFunction(test, version, of="Filter")
+        self.test: UserFunction | pc.Expression = (
+            test if isinstance(test, pc.Expression) else UserFunction(test, version, of="Filter")
         )
-        if self.expression is not None and version is not None:
+        if isinstance(test, pc.Expression) and version is not None:
             raise ConfigError(
                 at="Filter.version",
                 problem="an expression says itself what it does",
                 fix="Leave version out.",
             )
-        self.cacheable = self.function is None or self.function.cacheable
+        self.cacheable = not isinstance(self.test, UserFunction) or self.test.cacheable
 
     @property
     def fingerprint(self) -> str:
-        if self.function is not None:
-            return digest("filter", self.function.fingerprint)
-        shown = str(self.expression)
+        if isinstance(self.test, UserFunction):
+            return digest("filter", self.test.fingerprint)
+        shown = str(self.test)
         if "..." not in shown:
             return digest("filter", shown)
-        whole: Any = self.expression.__reduce__()[1]  # type: ignore[union-attr]  (printed, long lists lack their middle)
+        whole: Any = self.test.__reduce__()[1]  # printed, long lists lack their middle
         return digest("filter", shown, hashlib.sha256(whole[0]).hexdigest())
 
     def columns(self, before: pa.Schema) -> pa.Schema:
-        if self.expression is not None:
+        if isinstance(self.test, pc.Expression):
             try:
-                before.empty_table().filter(self.expression)
+                before.empty_table().filter(self.test)
             except (pa.ArrowException, KeyError) as error:
                 problem = str(error).splitlines()[0]
                 raise SourceError(
@@ -267,50 +221,220 @@ class Filter(ColumnTransform):
         return before
 
     def rows(self, rows: Rows) -> Rows:
-        if self.expression is not None:
-            table = pa.table(
-                {
-                    **{name: rows.batch.column(name) for name in rows.batch.schema.names},
-                    ROW_NUMBER: np.arange(len(rows.numbers)),
-                }
-            )
-            keep = np.zeros(len(rows.numbers), np.bool_)
-            keep[table.filter(self.expression).column(ROW_NUMBER).to_numpy()] = True
-            return kept(rows, keep)
-        assert self.function is not None
-        keep, failed = np.zeros(rows.batch.num_rows, np.bool_), []
+        keep = np.zeros(rows.batch.num_rows, np.bool_)
+        if not isinstance(self.test, UserFunction):
+            table = pa.Table.from_batches([rows.batch])
+            table = table.append_column(ROW_NUMBER, pa.array(np.arange(len(keep))))
+            keep[table.filter(self.test).column(ROW_NUMBER).to_numpy()] = True
+            return rows.kept(keep)
+        failed: list[Reject] = []
         for i, row in enumerate(rows.batch.to_pylist()):  # the user's function knows rows
             try:
-                holds = self.function(row)
+                holds = self.test(row)
                 if not isinstance(holds, bool | np.bool_):
                     raise TypeError(f"it returned {holds!r:.80}, not True or False")
                 keep[i] = holds
             except Exception as error:  # noqa: BLE001 (whatever a user's function raises is this row's fault; it is counted or raised)
+                detail = why(self.test.name, error)
                 failed.append(
-                    Reject(
-                        row=int(rows.numbers[i]),
-                        reason="filter_failed",
-                        detail=why(self.function.name, error),
-                    )
+                    Reject(row=int(rows.numbers[i]), reason="filter_failed", detail=detail)
                 )
-        result = kept(rows, keep)
-        return Rows(result.batch, result.numbers, tuple(failed))
+        return rows.kept(keep, failed)
 
     def __repr__(self) -> str:
-        return f"Filter({self.expression if self.function is None else self.function.name})"
+        return f"Filter({self.test.name if isinstance(self.test, UserFunction) else self.test})"
 
 
-def _before(field: pa.Field, batch: pa.RecordBatch) -> pa.Array:
-    if field.name in batch.schema.names:
-        return as_array(batch.column(field.name), field.type)
-    return pa.nulls(batch.num_rows, field.type)
+class Expand(ColumnTransform):
+    """One row to several: `Expand("turns", most=16)` gives a row for every item of a list.
+
+    by: a column of lists, whose items take its place; or a function of a row that returns rows
+    (each laid over it, as in Map), or
+        "module:function". columns, version: of what a function returns, as in Map.
+    most: at most so many rows come of one; a row that gives more is a bad row. It makes row numbers
+    follow from the file alone, whatever
+        the rows hold: the i-th row of row r has number `r * most + i`. Numbers that stay unused are
+        counted as `unfilled`, and every place that counts rows of the source counts `most` for
+        each.
+    """
+
+    drops = True
+
+    def __init__(
+        self,
+        by: Callable[[dict[str, Any]], Iterable[Row]] | str,
+        *,
+        most: int,
+        columns: Mapping[str, str | pa.DataType] | None = None,
+        version: str | None = None,
+    ) -> None:
+        if most < 1:
+            raise ConfigError(
+                at="Expand.most",
+                problem=f"{most} rows are none",
+                fix="Give the most rows that one row can become.",
+            )
+        self.by = (
+            by if isinstance(by, str) and ":" not in by else UserFunction(by, version, of="Expand")
+        )
+        if isinstance(self.by, str):
+            self.reads = (self.by,)
+            if columns or version:
+                raise ConfigError(
+                    at="Expand",
+                    problem="a column of lists has a type and no version",
+                    fix="Leave out columns and version.",
+                )
+        self.types = column_types(columns, "Expand.columns")
+        self.fan_out = most
+        self.cacheable = isinstance(self.by, str) or self.by.cacheable
+
+    @property
+    def fingerprint(self) -> str:
+        by = self.by if isinstance(self.by, str) else self.by.fingerprint
+        types = [[name, str(kind)] for name, kind in self.types.items()]
+        return digest("expand", by, self.fan_out, types)
+
+    def columns(self, before: pa.Schema) -> pa.Schema:
+        if not isinstance(self.by, str):
+            return overlaid(before, self.types)
+        require_columns([self.by], before, str(self))
+        kind = before.field(self.by).type
+        if not _is_list(kind):
+            raise SourceError(
+                at=str(self),
+                problem=f"column {self.by!r} holds {kind}, not lists; columns of lists",
+                have=[field.name for field in before if _is_list(field.type)],
+            )
+        return overlaid(before, {self.by: kind.value_type})
+
+    def rows(self, rows: Rows) -> Rows:
+        if isinstance(self.by, UserFunction):
+            by = self.by
+            return _called(self, by, rows, lambda row: self._several(by(row)), "expand_failed")
+        schema, lists = self.columns(rows.batch.schema), rows.batch.column(self.by)
+        sizes = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+        fits = sizes <= self.fan_out
+        failed = [
+            _too_many(int(rows.numbers[i]), int(sizes[i]), self.fan_out)
+            for i in np.flatnonzero(~fits)
+        ]
+        rows = rows.kept(fits, failed)
+        items = pc.list_flatten(rows.batch.column(self.by))
+        others = Rows(rows.batch.drop_columns([self.by]), rows.numbers, rows.rejects)
+        spread = _spread(others, sizes[fits].astype(np.int64), self.fan_out)
+        return spread.laid_over(schema, {self.by: items})
+
+    def _several(self, made: Iterable[Row]) -> list[Row]:
+        return [dict(one) for one in itertools.islice(made, self.fan_out + 1)]
+
+    def __repr__(self) -> str:
+        return f"Expand({self.by if isinstance(self.by, str) else self.by.name!r}, most={self.fan_out})"
 
 
-def _empty(schema: pa.Schema) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
+def _called(
+    transform: Map | Expand,
+    function: UserFunction,
+    rows: Rows,
+    call: Callable[[Row], list[Any]],
+    reason: str,
+) -> Rows:
+    """What `call` makes of each row, so many mappings, each laid over the row. A row on which it
+    fails, or with a value that is not of its column's type, is a reject.
+    """
+    schema, most = transform.columns(rows.batch.schema), transform.fan_out
+    made: list[Row] = []
+    failed: list[Reject] = []
+    counts = np.zeros(len(rows.numbers), np.int64)
+    for i, row in enumerate(rows.batch.to_pylist()):  # the user's function knows rows
+        number = int(rows.numbers[i])
+        try:
+            several = call(row)
+        except Exception as error:  # noqa: BLE001 (whatever a user's function raises is this row's fault; it is counted or raised)
+            detail = why(function.name, error)
+            failed.append(Reject(row=number * most, reason=reason, detail=detail))
+            continue
+        if len(several) > most:
+            failed.append(_too_many(number, len(several), most))
+            continue
+        if not all(isinstance(one, Mapping) for one in several):
+            detail = f"{function.name} returned {several[0]!r:.80}, not a mapping"
+            failed.append(Reject(row=number * most, reason=reason, detail=detail))
+            continue
+        for one in several:
+            _require_announced(transform, function, one, schema, number)
+        counts[i] = len(several)
+        made += several
+    spread = _spread(rows, counts, most)
+    keep = np.ones(len(made), np.bool_)
+    given = {name for one in made for name in one}
+    arrays: dict[str, pa.Array] = {}
+    for field in schema:
+        old = spread.batch.column(field.name) if field.name in spread.batch.schema.names else None
+        if field.name not in given and old is not None and old.type.equals(field.type):
+            continue
+        values = [
+            one[field.name] if field.name in one else None if old is None else old[i].as_py()
+            for i, one in enumerate(made)
+        ]
+        for i, error in _fitted(values, field.type):
+            if keep[i]:
+                keep[i] = False
+                detail = f"{function.name} returned in column {field.name!r}: {error}"
+                row = int(spread.numbers[i])
+                failed.append(Reject(row=row, reason="wrong_type", detail=detail))
+        arrays[field.name] = as_array(values, field.type)
+    return spread.laid_over(schema, arrays).kept(keep, failed)
 
 
-def _joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    schema = batches[0].schema
-    arrays = [pa.concat_arrays([batch.column(i) for batch in batches]) for i in range(len(schema))]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+def _fitted(values: list[Any], kind: pa.DataType) -> list[tuple[int, str]]:
+    """Which values are not of this type, and why; in their place stands None then."""
+    try:
+        as_array(values, kind)
+        return []
+    except _CANNOT:
+        pass
+    errors: list[tuple[int, str]] = []
+    for i, value in enumerate(values):
+        try:
+            as_array([value], kind)
+        except _CANNOT as error:
+            errors.append((i, f"{value!r:.80} cannot be {kind}: {error}"))
+            values[i] = None
+    return errors
+
+
+def _require_announced(
+    transform: Map | Expand,
+    function: UserFunction,
+    made: Row,
+    schema: pa.Schema,
+    row: int | None,
+) -> None:
+    for name in made:
+        if name not in schema.names:
+            raise SourceError(
+                at=place(repr(transform), row=row),
+                problem=f"{function.name} returned a column {name!r} that nobody announced",
+                have=schema.names,
+                fix=f"Name it with its type: columns={{{name!r}: 'string'}}, which are format_columns in a dataset's options.",
+            )
+
+
+def _spread(rows: Rows, counts: NDArray[np.int64], most: int) -> Rows:
+    """Each row so many times, with the numbers of the rows that it becomes, of `most` each."""
+    if most == 1 and counts.all():
+        return rows
+    parents = np.repeat(np.arange(len(counts)), counts)
+    starts = np.cumsum(counts) - counts
+    numbers = (rows.numbers * most - starts)[parents] + np.arange(len(parents))
+    return Rows(rows.batch.take(pa.array(parents)), numbers, rows.rejects)
+
+
+def _too_many(row: int, count: int, most: int) -> Reject:
+    detail = f"row {row} becomes {count} rows or more, and most={most}"
+    return Reject(row=row * most, reason="too_many_rows", detail=detail)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_large_list(kind) or pa.types.is_list(kind)

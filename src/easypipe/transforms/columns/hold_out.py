@@ -11,9 +11,7 @@ import xxhash
 
 from easypipe.core.config import config, digest
 from easypipe.core.errors import ConfigError
-from easypipe.core.protocols import Transform
 from easypipe.transforms.columns.base import ColumnTransform, Rows, require_columns
-from easypipe.transforms.columns.columns import kept
 
 
 @config
@@ -51,7 +49,8 @@ class HoldOut(ColumnTransform):
     drops = True
 
     def __init__(self, options: HoldOutConfig, names: Sequence[str]) -> None:
-        self.options, self.names = options, tuple(sorted(names))
+        self.options = options
+        self.names = self.reads = tuple(sorted(names))
 
     @property
     def fingerprint(self) -> str:
@@ -72,12 +71,7 @@ class HoldOut(ColumnTransform):
                 else json.dumps(values, sort_keys=True, default=str)
             )
             held[i] = xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"), seed) < limit
-        return kept(rows, held == self.options.held)
-
-    def narrow(
-        self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[Transform, Sequence[str] | None]:
-        return self, list(dict.fromkeys([*columns, *self.names]))
+        return rows.kept(held == self.options.held)
 
     def __repr__(self) -> str:
         return f"HoldOut({self.options.fraction}, seed={self.options.seed})"

@@ -27,7 +27,9 @@ _SCALARS: dict[str, pa.DataType] = {
     "float64": pa.float64(),
     "double": pa.float64(),
 }
-_TOKEN = re.compile(r"\s*([A-Za-z_][\w ]*\w|[A-Za-z_]|[<>,:])")
+_KNOWN = [*_SCALARS, "list", "struct"]
+_NESTED = re.compile(r"(list|struct)\s*<(.*)>", re.DOTALL)
+_FIELD = re.compile(r"\s*(\w[\w ]*?)\s*:(.*)", re.DOTALL)
 
 
 def column_types(
@@ -43,90 +45,36 @@ def parse_type(kind: str | pa.DataType, at: str = "type") -> pa.DataType:
     """The Arrow type that text names. Raises ConfigError for what is no type."""
     if isinstance(kind, pa.DataType):
         return _large(kind)
-    if not isinstance(kind, str):
+    text = kind.strip() if isinstance(kind, str) else ""
+    if text in _SCALARS:
+        return _SCALARS[text]
+    nested = _NESTED.fullmatch(text)
+    if nested is None:
         raise ConfigError(
             at=at,
             problem=f"{kind!r} is no type",
-            have=_known(),
-            fix="Write it like 'string' or 'list<int64>'.",
+            have=_KNOWN,
+            fix=did_you_mean(text, _KNOWN) or "Write it like 'string' or 'list<int64>'.",
         )
-    tokens, end = [], 0
-    while end < len(kind.rstrip()):
-        found = _TOKEN.match(kind, end)
-        if found is None:
-            raise ConfigError(
-                at=at,
-                problem=f"{kind!r} is no type: {kind[end:]!r} does not belong there",
-                have=_known(),
-            )
-        tokens.append(found[1])
-        end = found.end()
-    parsed = _Parser(tokens, kind, at)
-    result = parsed.type()
-    parsed.end()
-    return result
+    if nested[1] == "list":
+        return pa.large_list(parse_type(nested[2], at))
+    fields = [_FIELD.fullmatch(field) for field in _parts(nested[2])]
+    if None in fields:
+        fix = "Write it like 'list<struct<role: string>>'."
+        raise ConfigError(at=at, problem=f"{kind!r} is no type: a field has no name", fix=fix)
+    return pa.struct([(field[1], parse_type(field[2], at)) for field in fields if field])
 
 
-class _Parser:
-    def __init__(self, tokens: list[str], text: str, at: str) -> None:
-        self._tokens, self._text, self._at = tokens, text, at
-
-    def type(self) -> pa.DataType:
-        name = self._next()
-        if name == "list":
-            self._expect("<")
-            inner = self.type()
-            self._expect(">")
-            return pa.large_list(inner)
-        if name == "struct":
-            self._expect("<")
-            fields = [self._field()]
-            while self._peek() == ",":
-                self._next()
-                fields.append(self._field())
-            self._expect(">")
-            return pa.struct(fields)
-        if name not in _SCALARS:
-            raise ConfigError(
-                at=self._at,
-                problem=f"{name!r} is no type",
-                have=_known(),
-                fix=did_you_mean(name, _known()),
-            )
-        return _SCALARS[name]
-
-    def end(self) -> None:
-        if self._tokens:
-            raise self._wrong(f"{self._tokens[0]!r} does not belong there")
-
-    def _field(self) -> pa.Field:
-        name = self._next()
-        self._expect(":")
-        return pa.field(name, self.type())
-
-    def _expect(self, token: str) -> None:
-        if self._peek() != token:
-            raise self._wrong(f"{token!r} is missing")
-        self._next()
-
-    def _peek(self) -> str | None:
-        return self._tokens[0] if self._tokens else None
-
-    def _next(self) -> str:
-        if not self._tokens:
-            raise self._wrong("it ends too early")
-        return self._tokens.pop(0)
-
-    def _wrong(self, why: str) -> ConfigError:
-        return ConfigError(
-            at=self._at,
-            problem=f"{self._text!r} is no type: {why}",
-            fix="Write it like 'list<struct<role: string>>'.",
-        )
-
-
-def _known() -> list[str]:
-    return [*_SCALARS, "list", "struct"]
+def _parts(text: str) -> list[str]:
+    """What stands between the commas that are inside of no bracket."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "<") - (letter == ">")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def _large(kind: pa.DataType) -> pa.DataType:
@@ -139,10 +87,5 @@ def _large(kind: pa.DataType) -> pa.DataType:
     if t.is_list(kind) or t.is_large_list(kind):
         return pa.large_list(_large(kind.value_type))
     if t.is_struct(kind):
-        return pa.struct(
-            [
-                pa.field(kind.field(i).name, _large(kind.field(i).type))
-                for i in range(kind.num_fields)
-            ]
-        )
+        return pa.struct([(field.name, _large(field.type)) for field in kind.fields])
     return kind

@@ -11,10 +11,9 @@ import xxhash
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, TokenizerError
-from easypipe.core.protocols import Transform
 from easypipe.core.random import child, fold
 from easypipe.transforms.chat.messages import is_text
-from easypipe.transforms.columns.base import ColumnTransform, Rows, require_columns
+from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid, require_columns
 from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig, load_tokenizer
 
 # What models in use call them: in front of the prefix, of the suffix, of the middle.
@@ -87,6 +86,7 @@ class FillInTheMiddle(ColumnTransform):
             )
         self.prefix, self.suffix, self.middle = found
         self.rate, self.spm_rate, self.seed, self.column = rate, spm_rate, seed, column
+        self.reads = (column,)
 
     @property
     def fingerprint(self) -> str:
@@ -111,27 +111,13 @@ class FillInTheMiddle(ColumnTransform):
                 problem=f"column {self.column!r} holds {kind}, not text",
                 fix="Name a column of text.",
             )
-        fields = [
-            pa.field(field.name, pa.large_string()) if field.name == self.column else field
-            for field in before
-        ]
-        return pa.schema(fields)
+        return overlaid(before, {self.column: pa.large_string()})
 
     def rows(self, rows: Rows) -> Rows:
-        schema = self.columns(rows.batch.schema)
         texts = rows.batch.column(self.column).cast(pa.large_string()).to_pylist()
-        turned = pa.array(
-            [None if text is None else self.turned(text) for text in texts], pa.large_string()
-        )
-        arrays = [
-            turned if name == self.column else rows.batch.column(name) for name in schema.names
-        ]
-        return Rows(pa.RecordBatch.from_arrays(arrays, schema=schema), rows.numbers)
-
-    def narrow(
-        self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[Transform, Sequence[str] | None]:
-        return self, list(dict.fromkeys([*columns, self.column]))
+        turned = [None if text is None else self.turned(text) for text in texts]
+        made = {self.column: pa.array(turned, pa.large_string())}
+        return rows.laid_over(self.columns(rows.batch.schema), made)
 
     def turned(self, text: str) -> str:
         """What becomes of one document."""
