@@ -142,7 +142,7 @@ def parity(session: nox.Session) -> None:
         "pytest",
         "tests/train/test_hf_torch.py",
         "tests/interop/test_torch.py",
-        "tests/faces",
+        "tests/compat",
         *session.posargs,
         env=TEST_ENV,
     )

@@ -1,5 +1,5 @@
 """What every option of a face's config does, and the test that shows it: tests/option_effects.py
-for the config classes of `faces/`.
+for the config classes of `compat/`.
 
 As for runs, an entry's words for cached tokens are its words. A new option gets a line here;
 tests/test_options.py fails without it.
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from option_effects import Effect
 
-_LOADERS = "faces/test_loaders.py::"
-_YAML = "faces/test_document_000.py::"
+_LOADERS = "compat/test_loaders.py::"
+_YAML = "compat/test_document_000.py::"
 _CHECKS = _YAML + "test_three_views_of_one_check"
-_IMAGES = "faces/test_classify.py::"
-_REGISTRY = "faces/test_registry.py::"
+_IMAGES = "compat/test_classify.py::"
+_REGISTRY = "compat/test_registry.py::"
 
 OPTIONS: dict[str, dict[str, Effect]] = {
     "DataPipelineConfig": {
@@ -131,12 +131,12 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         ),
         "pin_memory": Effect(
             "error",
-            "faces/test_torch_options.py::test_what_has_no_effect_is_said",
+            "compat/test_torch_options.py::test_what_has_no_effect_is_said",
             "a warning: nothing is pinned",
         ),
         "persistent_workers": Effect(
             "error",
-            "faces/test_torch_options.py::test_what_has_no_effect_is_said",
+            "compat/test_torch_options.py::test_what_has_no_effect_is_said",
             "a warning: threads need not be kept",
         ),
         "prefetch_to_device": Effect(
@@ -275,7 +275,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
     "OutputSchema": {
         "dtypes": Effect(
             "output",
-            "faces/test_collators.py::test_dtypes_come_from_the_output_schema_and_jax_arrays_from_return_tensors",
+            "compat/test_collators.py::test_dtypes_come_from_the_output_schema_and_jax_arrays_from_return_tensors",
             "dtypes of columns",
         ),
     },

@@ -61,12 +61,12 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         ),
         "epochs": Effect(
             "output",
-            "faces/test_training_config.py::test_a_run_makes_the_passes_that_its_config_says",
+            "compat/test_training_config.py::test_a_run_makes_the_passes_that_its_config_says",
             "how long, in passes over the data",
         ),
         "batch_size": Effect(
             "output",
-            "faces/test_training_config.py::test_batches_and_passes_of_a_training_config_are_told_to_the_data",
+            "compat/test_training_config.py::test_batches_and_passes_of_a_training_config_are_told_to_the_data",
             "rows of a batch, where the data does not say it",
         ),
         "optimizer": Effect(

@@ -65,8 +65,9 @@ from easypipe.loader.state import LoaderState
 from easypipe.pipeline import Pipeline, create_pipeline
 from easypipe.previews.samples import Preview, preview
 from easypipe.run import RunConfig
+from easypipe.save.config import SaveStageConfig
 from easypipe.save.saved import load_saved
-from easypipe.save.stage import SaveReport, SaveStageConfig
+from easypipe.save.stage import SaveReport
 from easypipe.sources.external.megatron import write_megatron
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.external.token_files import TokenFilesConfig

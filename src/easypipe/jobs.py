@@ -18,7 +18,8 @@ from easypipe.core.ledger import Ledger
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.pipeline import Pipeline
-from easypipe.save.stage import SaveReport, SaveStageConfig
+from easypipe.save.config import SaveStageConfig
+from easypipe.save.stage import SaveReport
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.recipes import recall, recall_saved
 from easypipe.stages.source.stage import DatasetConfig, SourceStage

@@ -30,7 +30,8 @@ from easypipe.core.random import draw_seed
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.steps import Begin
 from easypipe.loader.streaming import StreamLoader
-from easypipe.save.stage import SaveReport, SaveStage, SaveStageConfig
+from easypipe.save.config import SaveStageConfig
+from easypipe.save.stage import SaveReport, SaveStage
 from easypipe.sources.external.objects import is_dataset_object, open_object
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.load.stage import LoadStage
@@ -355,7 +356,7 @@ class Pipeline:
             folders += written
             chain = self._chain(stage)
             for folder in written:
-                remember(folder.fingerprint, chain, self._context)
+                remember(folder.manifest.fingerprint, chain, self._context)
             if (publication := stage.publication(written)) is not None:
                 from easypipe.interop.hub import push
 

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easypipe.save import parquet_lists, shard_writer
+from easypipe.save import config as save_config
+from easypipe.save import parquet_lists
 from easypipe.save.parquet_lists import ListsWriter, holds_lists_of_integers
 
-CODECS = sorted(shard_writer.CODECS["parquet"])
+CODECS = sorted(save_config.CODECS["parquet"])
 KINDS = [pa.uint8(), pa.uint16(), pa.uint32(), pa.int32(), pa.int64(), pa.uint64(), pa.int8()]
 
 

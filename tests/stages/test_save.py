@@ -50,10 +50,9 @@ from easypipe.core.protocols import Shard
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.save import sizes
 from easypipe.save.card import CARD, HUB_CARD, YAML, public_name, size_category
-from easypipe.save.layout import default_shard_bytes, edges_by_bytes, edges_by_size
+from easypipe.save.config import CODECS, Compression, parse_bytes
 from easypipe.save.saved import MANIFEST, SavedSource, schema_to_text
-from easypipe.save.shard_writer import CODECS, Compression
-from easypipe.save.stage import parse_bytes
+from easypipe.save.sizes import default_shard_bytes, edges_by_bytes, edges_by_size
 from easypipe.save.write_folder import SavedFolder
 from easypipe.sources.external.memory import InMemoryShardedSource
 from pipelines import config, jsonl, texts, tokenizer
@@ -356,7 +355,8 @@ def test_shards_stay_below_their_size(lengths: list[int], limit: int) -> None:
 @given(lengths=st.lists(st.integers(0, 50), min_size=1, max_size=60), data=st.data())
 def test_shards_of_equal_bytes(lengths: list[int], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(lengths)))
-    edges = edges_by_bytes(row_sizes(lengths), len(lengths), count, float(sum(lengths)))
+    ends = np.cumsum([0, *lengths])
+    edges = edges_by_bytes(ends.tolist(), range(len(ends)), count)
     assert len(edges) == count + 1
     assert (edges[0], edges[-1]) == (0, len(lengths))
     assert (edges[1:] > edges[:-1]).all(), "a shard without a row"
@@ -413,8 +413,8 @@ def test_large_files_are_judged_by_samples(tmp_path: Path, kind: str) -> None:
     codec, limit = "none" if kind == "jsonl" else "zstd", 700_000
     with mock.patch.object(sizes, "EXACT_BYTES", 0):
         edges, _ = sizes.plan_shards(source, kind, codec, num_shards=None, max_bytes=limit)
-    measure = sizes.DiskSizes(source, kind, codec, limit)
-    taken = [measure._written_rows(int(a), int(b)) / limit for a, b in itertools.pairwise(edges)]
+    measure = sizes.DiskSizes(source, kind, codec)
+    taken = [measure.of_rows(int(a), int(b)) / limit for a, b in itertools.pairwise(edges)]
     assert len(taken) > 3
     assert all(0.9 <= share <= 1.1 for share in taken[:-1]), taken
 

@@ -1,5 +1,4 @@
-"""What is in a dataset, before anybody describes it: its splits, columns, types, rows, and what
-kind of rows they are.
+"""`discover`: what is in a dataset, before anybody describes it: splits, columns, rows, their kind.
 
 Reads little and bounded, however large the dataset is: footers of parquet and Arrow, the first
 megabyte of files of lines, what a Hub dataset's card says.
@@ -8,14 +7,21 @@ megabyte of files of lines, what a Hub dataset's card says.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from easypipe.cache.location import cache_folder
-from easypipe.core.errors import ConfigError, EasypipeError, SourceError
+from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.remote import public_url
 from easypipe.discovery.findings import Discovery, Part
+from easypipe.discovery.inspection import (
+    Candidate,
+    Look,
+    inspect_files,
+    inspect_rows,
+    read_paths,
+)
 from easypipe.save.saved import is_saved, join, read_manifest
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.external.objects import is_dataset_dict, open_object
@@ -33,9 +39,7 @@ from easypipe.sources.open import open_files
 from easypipe.sources.refs import FileRef, format_of
 from easypipe.sources.splits import parse_split
 from easypipe.stages.source.inputs import is_hub, is_object
-from easypipe.stages.source.inspection import Candidate, Look, probe, rows_part
 from easypipe.stages.source.stage import READERS, DatasetConfig
-from easypipe.transforms.columns.kinds import Kind
 
 PARTS = 24  # that are looked into; those of a Hub dataset that follow are listed
 
@@ -93,54 +97,61 @@ def discover(
             problem=f"{split!r} is a part of a split",
             fix="Name the split: what is in it is the same.",
         )
-    indexes = cache_folder(cache_dir).local / "indexes"
     look = Look(
         storage=storage_options,
         token_files=token_files,
-        indexes=indexes,
+        indexes=cache_folder(cache_dir).local / "indexes",
         count=count,
         sample=sample_rows,
     )
     if not files:
-        return Discovery(
-            source=f"{data.__class__.__name__} in memory",
-            parts=tuple(_in_memory(data, split, look)),
-        )
+        source = f"{data.__class__.__name__} in memory"
+        return Discovery(source=source, parts=tuple(_in_memory(data, split, look)))
     if is_hub(dataset):
         found, notes = _on_hub(dataset)
     else:
-        kind = None if type is None else READERS.get(type, type)
-        every, notes = _in_files(
-            data if isinstance(data, str) else list(map(os.fspath, data)), kind, look
-        )
-        found = [group for group in every if split in (None, group.split)]
+        paths = data if isinstance(data, str) else list(map(os.fspath, data))
+        found, notes = _in_files(paths, None if type is None else READERS.get(type, type), look)
+        have = dict.fromkeys(candidate.split for candidate in found)
+        found = [candidate for candidate in found if split in (None, candidate.split)]
         if not found:
-            have = dict.fromkeys(group.split for group in every)
             raise ConfigError(
                 at="split",
                 problem=f"nothing here is called {split!r}",
                 have=have,
                 fix="Leave split out to see what there is.",
             )
+    parts, more = _inspect(found, look)
+    named = data if isinstance(data, list | tuple) else [data]
+    return Discovery(
+        source=", ".join(public_url(os.fspath(item)) for item in named),
+        parts=tuple(parts),
+        notes=(*notes, *more),
+    )
+
+
+def _inspect(found: Iterable[Candidate], look: Look) -> tuple[list[Part], list[str]]:
+    """The parts, and notes about files that cannot be read. Raises SourceError where none can."""
     parts: list[Part] = []
-    broken: list[EasypipeError] = []
-    for group in found:
-        if len(parts) >= PARTS:
-            parts.append(_listed(group))
+    notes: list[str] = []
+    broken: list[SourceError] = []
+    for candidate in found:
+        if len(parts) < PARTS:
+            try:
+                made, more = inspect_files(candidate, look)
+                parts += made
+                notes += more
+            except SourceError as error:
+                broken.append(error)
             continue
-        try:
-            made, more = probe(group, look)
-        except SourceError as error:
-            broken.append(error)
-            continue
-        parts += made
-        notes += more
+        counted: dict[str, Any] = {"cost": "discover this subset and split alone"}
+        if candidate.card_rows is not None:
+            counted = {"num_rows": candidate.card_rows, "rows_from": "card"}
+        note = f"listed only: {PARTS} parts were looked into"
+        parts.append(candidate.part([note], **counted))
     if not parts:
         raise broken[0]
-    source = ", ".join(
-        public_url(os.fspath(item)) for item in (data if isinstance(data, list | tuple) else [data])
-    )
-    return Discovery(source=source, parts=tuple(parts), notes=(*notes, *map(str, broken)))
+    return parts, [*notes, *map(str, broken)]
 
 
 def _names_files(data: Any) -> bool:
@@ -149,25 +160,17 @@ def _names_files(data: Any) -> bool:
     return isinstance(data, str)
 
 
-# Rows in memory
-
-
-def _in_memory(data: Any, split: str | None, look: Look) -> Iterable[Part]:
+def _in_memory(data: Any, split: str | None, look: Look) -> Iterator[Part]:
     if is_dataset_dict(data):
         for name in data if split is None else [split]:
-            yield rows_part(
-                open_object(data, split=name), {"data_files": data, "split": name}, name, look
-            )
-        return
-    source = (
-        open_object(data, split=split, counted=False)
-        if is_object(data)
-        else InMemoryShardedSource(data)
-    )
-    yield rows_part(source, {"data_files": data}, split or TRAIN, look)
-
-
-# Files
+            reads = {"data_files": data, "split": name}
+            yield inspect_rows(open_object(data, split=name), reads, name, look)
+    elif is_object(data):
+        source = open_object(data, split=split, counted=False)
+        yield inspect_rows(source, {"data_files": data}, split or TRAIN, look)
+    else:
+        source = InMemoryShardedSource(data)
+        yield inspect_rows(source, {"data_files": data}, split or TRAIN, look)
 
 
 def _in_files(
@@ -191,51 +194,35 @@ def _in_files(
         ], []
     if isinstance(data, str) and is_saved(data, look.storage):
         manifest = read_manifest(data, look.storage)
-        files = tuple(resolve([join(data, shard.name) for shard in manifest.shards], look.storage))
-        return [
-            Candidate(
-                files=files,
-                format=READERS.get(manifest.format, manifest.format),
-                reads=reads,
-                manifest=manifest,
-            )
-        ], []
+        files = resolve([join(data, shard.name) for shard in manifest.shards], look.storage)
+        format = READERS.get(manifest.format, manifest.format)
+        return [Candidate(files=tuple(files), format=format, reads=reads, manifest=manifest)], []
     files = resolve(data, look.storage, extensions=None if kind is None else [kind])
     reads |= {} if look.token_files is None else {"token_files": look.token_files}
+    reads |= {} if kind is None else {"type": kind}
     groups: dict[tuple[str, str], list[FileRef]] = {}
-    notes = []
-    above = (
-        os.path.commonpath([os.path.dirname(file.path) for file in files])
-        if len(files) > 1
-        else os.path.dirname(files[0].path)
-    )
+    notes: list[str] = []
+    above = os.path.commonpath([os.path.dirname(file.path) for file in files])
     for file in files:
-        of = kind or format_of(file.path)
-        if of is None:
+        format = kind or format_of(file.path)
+        if format is None:
             notes.append(f"{file.path}: its extension names no format, so it was left out")
             continue
-        groups.setdefault((split_word(file.path.removeprefix(above)) or TRAIN, of), []).append(file)
+        split = split_word(file.path.removeprefix(above)) or TRAIN
+        groups.setdefault((split, format), []).append(file)
     if not groups:
         open_files(data, storage_options=look.storage)  # which says what to do about the extension
-    named = {} if kind is None else {"type": kind}
     alone = len(groups) == 1 and not notes
     return [
         Candidate(
             files=tuple(group),
-            format=of,
+            format=format,
             split=split,
             apart=True,
-            reads=reads | named | ({} if alone else _paths(group)),
+            reads=reads | ({} if alone else read_paths(group)),
         )
-        for (split, of), group in groups.items()
+        for (split, format), group in groups.items()
     ], notes
-
-
-def _paths(files: Sequence[FileRef]) -> dict[str, Any]:
-    return {"data_files": files[0].path if len(files) == 1 else [file.path for file in files]}
-
-
-# The Hub
 
 
 def _on_hub(dataset: DatasetConfig) -> tuple[list[Candidate], list[str]]:
@@ -245,49 +232,42 @@ def _on_hub(dataset: DatasetConfig) -> tuple[list[Candidate], list[str]]:
         raise ConfigError(at="revision", problem=problem, fix="Leave one of them out.")
     hub = HubRepo(asked.repo, dataset.storage_options)
     listing = hub.listing(asked.revision or dataset.revision)
+    reads: dict[str, Any] = {"data_files": dataset.data_files, "type": "huggingface"}
+    reads |= {"revision": dataset.revision} if dataset.revision else {}
+    reads |= {"storage_options": dataset.storage_options} if dataset.storage_options else {}
+
+    def candidate(names: Iterable[str], reads: dict[str, Any], **which: Any) -> Candidate:
+        files = tuple(hub.file(name, listing) for name in names)
+        return Candidate(
+            files=files,
+            format=one_format(files, hub),
+            reads=reads,
+            ready=lambda file: hub.ready(file, listing.commit, whole=False),
+            **which,
+        )
+
     names = list(listing.sizes)
-    reads: dict[str, Any] = {
-        name: getattr(dataset, name) for name in ("data_files", "revision", "storage_options")
-    }
-    reads = {
-        key: value for key, value in (reads | {"type": "huggingface"}).items() if value is not None
-    }
-    found: list[Candidate] = []
-
-    def ready(file: FileRef) -> FileRef:
-        return hub.ready(file, listing.commit, whole=False)
-
     if asked.pattern is not None:
-        files = [
-            hub.file(file, listing)
-            for file in choose_files(names, listing.card, at=hub.at, pattern=asked.pattern)
-        ]
-        return [
-            Candidate(files=tuple(files), format=one_format(files, hub), reads=reads, ready=ready)
-        ], []
+        chosen = choose_files(names, listing.card, at=hub.at, pattern=asked.pattern)
+        return [candidate(chosen, reads)], []
     every = layouts(names, listing.card, at=hub.at, converted=listing.converted)
-    for config, splits in every.items():
-        for part, chosen in splits.items():
-            if subset not in (None, config) or split not in (None, part):
-                continue
-            files = [hub.file(file, listing) for file in chosen]
-            found.append(
-                Candidate(
-                    files=tuple(files),
-                    format=one_format(files, hub),
-                    reads=reads | {"split": part} | ({"subset": config} if len(every) > 1 else {}),
-                    split=part,
-                    subset=config,
-                    ready=ready,
-                    card_rows=_card_rows(listing.card, config, part),
-                )
-            )
+    found = [
+        candidate(
+            chosen,
+            reads | {"split": part} | ({"subset": config} if len(every) > 1 else {}),
+            split=part,
+            subset=config,
+            card_rows=_card_rows(listing.card, config, part),
+        )
+        for config, splits in every.items()
+        for part, chosen in splits.items()
+        if subset in (None, config) and split in (None, part)
+    ]
     if not found:
-        have = [f"{config}/{part}" for config, splits in every.items() for part in splits]
         raise ConfigError(
             at=hub.at,
             problem=f"no part {'/'.join(filter(None, (subset, split)))!r}",
-            have=have,
+            have=[f"{config}/{part}" for config, splits in every.items() for part in splits],
             fix="Name one of these.",
         )
     return found, [f"commit {listing.commit}"]
@@ -298,31 +278,7 @@ def _card_rows(card: Mapping[str, Any], subset: str, split: str) -> int | None:
     for info in infos if isinstance(infos, list) else [infos]:
         if isinstance(info, Mapping) and info.get("config_name", "default") == subset:
             for entry in info.get("splits") or ():
-                if (
-                    isinstance(entry, Mapping)
-                    and entry.get("name") == split
-                    and isinstance(entry.get("num_examples"), int)
-                ):
-                    return entry["num_examples"]
+                if isinstance(entry, Mapping) and entry.get("name") == split:
+                    rows = entry.get("num_examples")
+                    return rows if isinstance(rows, int) else None
     return None
-
-
-def _listed(group: Candidate) -> Part:
-    """A part that was not looked into."""
-    return Part(
-        subset=group.subset,
-        split=group.split,
-        format=group.format,
-        files=tuple(file.path for file in group.files),
-        num_bytes=sum(file.num_bytes for file in group.files),
-        num_rows=group.card_rows,
-        rows_from=None if group.card_rows is None else "card",
-        cost=None if group.card_rows is not None else "discover this subset and split alone",
-        columns=None,
-        kind=Kind(name="unknown"),
-        sample=(),
-        notes=(f"listed only: {PARTS} parts were looked into",),
-        reads=group.reads,
-        schema=None,
-        rows=(),
-    )

@@ -18,6 +18,8 @@ from easypipe.discovery.proposal import Proposal, propose
 from easypipe.discovery.trial import try_rows
 from easypipe.transforms.columns.kinds import Kind
 
+Row = Mapping[str, Any]
+
 SHOWN = 160  # characters of a value, in a report
 SHOWN_TYPE = 60  # of a type
 SHOWN_FILES = 4
@@ -52,18 +54,18 @@ class Part:
     format: str
     files: tuple[str, ...]
     num_bytes: int | None
-    num_rows: int | None
-    rows_from: str | None
-    cost: str | None
-    columns: tuple[Column, ...] | None
-    kind: Kind
-    sample: tuple[Mapping[str, Any], ...]
-    notes: tuple[str, ...]
+    num_rows: int | None = None
+    rows_from: str | None = None
+    cost: str | None = None
+    columns: tuple[Column, ...] | None = None
+    kind: Kind = dataclasses.field(default_factory=lambda: Kind(name="unknown"))
+    sample: tuple[Row, ...] = ()
+    notes: tuple[str, ...] = ()
     because: tuple[str, ...] = ()
     # fields of the DatasetConfig that reads this part, but for its columns
     reads: Mapping[str, Any] = dataclasses.field(repr=False)
-    schema: pa.Schema | None = dataclasses.field(repr=False)
-    rows: tuple[Mapping[str, Any], ...] = dataclasses.field(repr=False)  # all that were looked at
+    schema: pa.Schema | None = dataclasses.field(default=None, repr=False)
+    rows: tuple[Row, ...] = dataclasses.field(default=(), repr=False)  # all that were looked at
 
     @property
     def name(self) -> str:
@@ -194,26 +196,12 @@ def _part_lines(part: Part) -> Iterator[str]:
 
 
 def _part_json(part: Part) -> dict[str, Any]:
-    values = {
-        f.name: getattr(part, f.name)
-        for f in dataclasses.fields(part)
-        if f.name not in ("reads", "schema", "rows")
-    }
-    found = dataclasses.asdict(part.kind)
-    kind = found | {
-        "choices": [
-            dataclasses.asdict(choice) | {"reason": choice.reason} for choice in part.kind.choices
-        ]
-    }
-    columns = (
-        None if part.columns is None else [dataclasses.asdict(column) for column in part.columns]
-    )
-    return values | {
-        "files": list(part.files),
-        "kind": kind,
-        "columns": columns,
-        "sample": [_shown(row) for row in part.sample],
-    }
+    values = dataclasses.asdict(dataclasses.replace(part, reads={}, schema=None, rows=()))
+    for name in ("reads", "schema", "rows"):
+        del values[name]
+    for choice, known in zip(values["kind"]["choices"], part.kind.choices, strict=True):
+        choice["reason"] = known.reason
+    return values | {"files": list(part.files), "sample": [_shown(row) for row in part.sample]}
 
 
 def _shown(value: Any) -> Any:

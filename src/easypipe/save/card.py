@@ -9,9 +9,8 @@ nothing of the machine that wrote them stands in it.
 
 from __future__ import annotations
 
-import bisect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +27,11 @@ HUB_CARD = "README.md"  # of easypipe 0.1, beside the shards too
 # in a card that may be replaced by the next run; without it a README.md is somebody's own
 MARK = "Written by easypipe"
 
-# The Hub's own words for row counts: upper end, name.
-_SIZES = [
-    (10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M"), (10**8, "10M<n<100M"),
-    (10**9, "100M<n<1B"), (10**10, "1B<n<10B"), (10**11, "10B<n<100B"), (10**12, "100B<n<1T"),
-]  # fmt: skip
+# The Hub's own words for row counts, by their digits: the first is for up to three.
+SIZES = (
+    "n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B",
+    "1B<n<10B", "10B<n<100B", "100B<n<1T", "n>1T",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,34 +89,30 @@ def card_text(parts: Sequence[CardPart], load_from: str = "path/to/this/folder")
 
 
 def _yaml(parts: Sequence[CardPart]) -> str:
+    configs: list[dict[str, Any]] = []
+    infos: list[dict[str, Any]] = []
+    for part in parts:
+        path = join_below(part.folder, shards_glob(part.manifest))
+        configs.append(
+            {"config_name": part.name, "data_files": [{"split": "train", "path": path}]}
+            | ({} if configs else {"default": True})
+        )
+        num_bytes, num_rows = part.manifest.num_bytes, part.manifest.num_rows
+        infos.append(
+            {
+                "config_name": part.name,
+                "splits": [{"name": "train", "num_bytes": num_bytes, "num_examples": num_rows}],
+                "download_size": num_bytes,
+                "dataset_size": num_bytes,
+            }
+        )
     front = {
-        "configs": [_config(part, default=i == 0) for i, part in enumerate(parts)],
-        "dataset_info": [_info(part) for part in parts],
+        "configs": configs,
+        "dataset_info": infos,
         "size_categories": [size_category(sum(part.manifest.num_rows for part in parts))],
         "tags": ["easypipe"],
     }
     return yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
-
-
-def _config(part: CardPart, *, default: bool) -> dict[str, Any]:
-    known = {
-        "config_name": part.name,
-        "data_files": [
-            {"split": "train", "path": join_below(part.folder, shards_glob(part.manifest))}
-        ],
-    }
-    return known | ({"default": True} if default else {})
-
-
-def _info(part: CardPart) -> dict[str, Any]:
-    num_bytes = sum(shard.num_bytes for shard in part.manifest.shards)
-    split = {"name": "train", "num_bytes": num_bytes, "num_examples": part.manifest.num_rows}
-    return {
-        "config_name": part.name,
-        "splits": [split],
-        "download_size": num_bytes,
-        "dataset_size": num_bytes,
-    }
 
 
 def shards_glob(manifest: SavedManifest) -> str:
@@ -131,62 +126,49 @@ def join_below(folder: str, name: str) -> str:
 
 
 def _section(part: CardPart, *, several: bool) -> str:
-    manifest = part.manifest
-    tokens = sum(shard.num_tokens for shard in manifest.shards)
-    facts = [
-        ("rows", f"{manifest.num_rows:,}"),
-        (
-            "tokens",
-            f"{tokens:,}"
-            if manifest.tokens is not None or tokens
-            else "none: the rows are not tokenized",
-        ),
-        (
-            "files",
-            f"{len(manifest.shards):,} {manifest.format}, compression {manifest.compression}",
-        ),
-        ("bytes", f"{sum(shard.num_bytes for shard in manifest.shards):,}"),
-        ("fingerprint", f"`{manifest.fingerprint}`"),
-    ]
-    if manifest.tokens is not None:
-        info = manifest.tokens
-        facts += [
-            ("tokenizer", f"{public_name(info.tokenizer)}, vocabulary of {info.vocab_size:,}"),
-            ("tokenizer fingerprint", f"`{info.tokenizer_fingerprint}`"),
-            ("EOS, padding", f"{info.eos_token_id}, {info.pad_token_id}"),
-            (
-                "a row is",
-                "one document"
-                if info.seq_length is None
-                else f"{info.seq_length:,} slots of packed documents",
-            ),
+    manifest, info = part.manifest, part.manifest.tokens
+    counted = info is not None or manifest.num_tokens
+    facts = {
+        "rows": f"{manifest.num_rows:,}",
+        "tokens": f"{manifest.num_tokens:,}" if counted else "none: the rows are not tokenized",
+        "files": f"{len(manifest.shards):,} {manifest.format}, compression {manifest.compression}",
+        "bytes": f"{manifest.num_bytes:,}",
+        "fingerprint": f"`{manifest.fingerprint}`",
+    }
+    if info is not None:
+        slots = "one document"
+        if info.seq_length is not None:
+            slots = f"{info.seq_length:,} slots of packed documents"
+        facts |= {
+            "tokenizer": f"{public_name(info.tokenizer)}, vocabulary of {info.vocab_size:,}",
+            "tokenizer fingerprint": f"`{info.tokenizer_fingerprint}`",
+            "EOS, padding": f"{info.eos_token_id}, {info.pad_token_id}",
+            "a row is": slots,
+        }
+    balance = [
+        [
+            *(str(entry[key]) for key in ("stage", "dataset", "unit")),
+            *(", ".join(f"{k} {n:,}" for k, n in entry[side].items()) for side in ("in", "out")),
         ]
-    lines = [f"## {part.name}\n"] if several else []
-    lines += ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in facts), ""]
-    lines += [
-        "| column | type |",
-        "| --- | --- |",
-        *(f"| `{field.name}` | `{field.type}` |" for field in manifest.schema),
-        "",
+        for entry in manifest.ledger["entries"]
     ]
-    return "\n".join([*lines, _ledger(manifest.ledger)])
+    columns = [(f"`{field.name}`", f"`{field.type}`") for field in manifest.schema]
+    return "\n".join(
+        [
+            *([f"## {part.name}\n"] if several else []),
+            _table(("", ""), facts.items()),
+            _table(("column", "type"), columns),
+            "Where every row and token went:\n",
+            _table(("stage", "dataset", "unit", "in", "out"), balance),
+        ]
+    )
 
 
-def _ledger(ledger: Mapping[str, Any]) -> str:
-    lines = [
-        "Where every row and token went:\n",
-        "| stage | dataset | unit | in | out |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for entry in ledger["entries"]:
-        into, out = (
-            ", ".join(f"{name} {count:,}" for name, count in entry[side].items())
-            for side in ("in", "out")
-        )
-        lines.append(
-            f"| {entry['stage']} | {entry['dataset']} | {entry['unit']} | {into} | {out} |"
-        )
-    return "\n".join(lines) + "\n"
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(
+        "|" + "".join(f" {cell} |" if cell else " |" for cell in line) + "\n" for line in lines
+    )
 
 
 def _loading(parts: Sequence[CardPart], load_from: str) -> str:
@@ -204,5 +186,4 @@ def public_name(tokenizer: str) -> str:
 
 def size_category(rows: int) -> str:
     """The Hub's words for so many rows."""
-    i = bisect.bisect_right([end for end, _ in _SIZES], rows)
-    return _SIZES[i][1] if i < len(_SIZES) else "n>1T"
+    return SIZES[min(max(len(str(rows)) - 3, 0), len(SIZES) - 1)]

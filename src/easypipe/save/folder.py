@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from easypipe.core import storage
@@ -16,18 +16,40 @@ RECORDS = "_shards"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Claim:
+    """Whose the folder is while a run is under way.
+
+    Attributes:
+        replaces: Shard files of an older run, removed after the commit.
+        edges: The rows of its shards. They are kept because sizes on disk are measured: the next
+            process may have another version of the codec.
+    """
+
+    fingerprint: str
+    replaces: Sequence[str] = ()
+    edges: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """One fingerprint's claim on a folder."""
+    """One fingerprint in a folder.
+
+    Attributes:
+        manifest: Of its complete run.
+        replaces: As in `Claim`.
+        claimed: Its own claim stands there.
+        takes_over: Somebody's claim stands there, and is to be replaced.
+        edges: The rows of its shards, where an earlier process planned them.
+    """
 
     folder: str
     fingerprint: str
-    manifest: SavedManifest | None  # of a complete run
-    replaces: Sequence[str]  # shard files of an older run, removed after the commit
-    claimed: bool
-    takes_over: bool = False  # somebody's claim stands there, and is to be replaced
-    # the rows of its shards, where an earlier process planned them
-    edges: tuple[int, ...] | None = None
     storage_options: dict[str, Any] | None = field(default=None, repr=False)
+    manifest: SavedManifest | None = None
+    replaces: Sequence[str] = ()
+    claimed: bool = False
+    takes_over: bool = False
+    edges: Sequence[int] | None = None
 
     @property
     def prefix(self) -> str:
@@ -37,25 +59,16 @@ class Run:
         """The shards of a complete run, None where it is not, or where a file of it is gone or of
         another size.
         """
-        if self.manifest is None or not all(
-            self._has_size(shard) for shard in self.manifest.shards
-        ):
+        if self.manifest is None or not all(map(self._has_size, self.manifest.shards)):
             return None
         return self.manifest.shards
 
     def finished(self, names: Sequence[str]) -> dict[str, SavedShard]:
         """Those of `names` that stand as they were committed."""
-        known = (
-            {shard.name: shard for shard in self.manifest.shards}
-            if self.manifest is not None
-            else {}
-        )
-        found = {name: known.get(name) or self._recorded(name) for name in names}
-        return {
-            name: shard
-            for name, shard in found.items()
-            if shard is not None and self._stands(shard)
-        }
+        shards = () if self.manifest is None else self.manifest.shards
+        known = {shard.name: shard for shard in shards}
+        found = [known.get(name) or self._recorded(name) for name in names]
+        return {shard.name: shard for shard in found if shard is not None and self._stands(shard)}
 
     def record(self, shard: SavedShard) -> None:
         commit_checked(self._record_path(shard.name), asdict(shard), self.storage_options)
@@ -63,8 +76,9 @@ class Run:
     def commit(self, manifest: SavedManifest) -> None:
         """The manifest last; then what was only needed on the way, and what it replaces, goes.
 
-        Raises ConfigError where another run has taken the folder meanwhile: its shards would go,
-        and this manifest name what is gone.
+        Raises:
+            ConfigError: Another run has taken the folder meanwhile: its shards would go, and this
+                manifest name what is gone.
         """
         if storage.is_remote(self.folder):
             found = open_run(
@@ -90,20 +104,15 @@ class Run:
 
     def claim(self, edges: Sequence[int]) -> None:
         """Says whose the folder is and which rows its shards hold, before the first one is written.
-        The first to say so has it: raises ConfigError where another run was quicker.
 
-        The edges are kept because sizes on disk are measured: the next process may have another
-        version of the codec.
+        Raises:
+            ConfigError: Another run was quicker: the first to say so has it.
         """
+        remote = storage.is_remote(self.folder)  # a local folder is locked
         if not self.claimed or self.edges is None:
-            claim = {
-                "fingerprint": self.fingerprint,
-                "replaces": list(self.replaces),
-                "edges": [int(edge) for edge in edges],
-            }
-            path, data = join(self.folder, RUN), checked_json(claim)
-            # a local folder is locked
-            if self.claimed or self.takes_over or not storage.is_remote(self.folder):
+            claim = Claim(fingerprint=self.fingerprint, replaces=self.replaces, edges=edges)
+            path, data = join(self.folder, RUN), checked_json(asdict(claim))
+            if self.claimed or self.takes_over or not remote:
                 storage.commit_bytes(path, data, self.storage_options)
             elif not storage.create_bytes(path, data, self.storage_options):
                 raise ConfigError(
@@ -111,7 +120,7 @@ class Run:
                     problem="another run began to write there at the same time",
                     fix="Choose another folder, or save again when it has ended.",
                 )
-        if not storage.is_remote(self.folder):
+        if not remote:
             storage.sweep(self.folder.removeprefix("file://"))
 
     def _recorded(self, name: str) -> SavedShard | None:
@@ -125,17 +134,17 @@ class Run:
 
     def _stands(self, shard: SavedShard) -> bool:
         path = join(self.folder, shard.name)
-        if storage.is_remote(path) or not self._has_size(shard):
-            return self._has_size(shard)
-        return storage.checksum(path.removeprefix("file://")).checksum == shard.checksum
-
-    def _has_size(self, shard: SavedShard) -> bool:
-        return (
-            storage.size_of(join(self.folder, shard.name), self.storage_options) == shard.num_bytes
+        return self._has_size(shard) and (
+            storage.is_remote(path)
+            or storage.checksum(path.removeprefix("file://")).checksum == shard.checksum
         )
 
+    def _has_size(self, shard: SavedShard) -> bool:
+        size = storage.size_of(join(self.folder, shard.name), self.storage_options)
+        return size == shard.num_bytes
+
     def _record_path(self, name: str) -> str:
-        return join(join(self.folder, RECORDS), f"{name}.json")
+        return join(self.folder, f"{RECORDS}/{name}.json")
 
 
 def prefix_of(fingerprint: str) -> str:
@@ -151,114 +160,66 @@ def open_run(
     storage_options: dict[str, Any] | None = None,
 ) -> Run:
     """What `fingerprint` finds in the folder: nothing, its earlier claim, or its complete run.
-    Changes nothing.
+    Changes nothing. Files that no run wrote are never removed.
 
-    before: what easypipe 0.1 called the same config, so that a refusal can say why its folder is
-    not taken for this run. Raises ConfigError where something else is there and `overwrite` is
-    False. Files that no run wrote are never removed.
+    Args:
+        before: What easypipe 0.1 called the same config, so that a refusal can say why its folder
+            is not taken for this run.
+
+    Raises:
+        ConfigError: Something else is there and `overwrite` is False.
     """
     names = storage.names_in(folder, storage_options)
-    manifest, claim = (
-        _manifest(folder, names, overwrite, storage_options),
-        _claim(folder, names, fingerprint, storage_options),
-    )
-    if claim is not None and claim["fingerprint"] == fingerprint:
-        own = manifest if manifest is not None and manifest.fingerprint == fingerprint else None
-        edges = claim["edges"]
-        return Run(
-            folder=folder,
-            fingerprint=fingerprint,
-            manifest=own,
-            replaces=claim["replaces"],
-            claimed=True,
-            edges=None if edges is None else tuple(edges),
-            storage_options=storage_options,
-        )
-    if manifest is not None and manifest.fingerprint == fingerprint and claim is None:
-        return Run(
-            folder=folder,
-            fingerprint=fingerprint,
-            manifest=manifest,
-            replaces=(),
-            claimed=False,
-            edges=manifest.edges,
-            storage_options=storage_options,
-        )
+    run = Run(folder=folder, fingerprint=fingerprint, storage_options=storage_options)
+    manifest = None
+    if MANIFEST in names:
+        try:
+            manifest = read_manifest(folder, storage_options)
+        except CacheError:
+            if not overwrite:  # what cannot be read is replaced, as asked
+                raise
+    own = manifest if manifest is not None and manifest.fingerprint == fingerprint else None
+    claim = _claim(run, names)
+    if claim is not None and claim.fingerprint == fingerprint:
+        return replace(run, manifest=own, claimed=True, replaces=claim.replaces, edges=claim.edges)
+    if own is not None and claim is None:
+        return replace(run, manifest=own, edges=own.edges)
     if names and not overwrite:
-        raise _occupied(folder, names, manifest, claim, before)
-    replaces = {shard.name for shard in manifest.shards} if manifest is not None else set()
+        if manifest is not None and manifest.fingerprint == before:
+            what = "holds the same rows in shards of another size: max_shard_size counted bytes before compression when they were written"
+        elif manifest is not None:
+            what = f"holds another saved run: {manifest.num_rows:,} rows in {len(manifest.shards)} {manifest.format} shards"
+        elif claim is not None:
+            what = (
+                f"holds an unfinished run of something else (fingerprint {claim.fingerprint[:8]})"
+            )
+        else:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            what = f"is not empty: {', '.join(names[:5])}{more}"
+        raise ConfigError(
+            at=f"save.output_dir={folder}",
+            problem=what,
+            fix="Choose another folder, or set overwrite=True to replace it.",
+        )
+    old = set() if manifest is None else {shard.name for shard in manifest.shards}
     if claim is not None:
-        replaces |= {name for name in names if name.startswith(prefix_of(claim["fingerprint"]))}
-    replaces = sorted(name for name in replaces if not name.startswith(prefix_of(fingerprint)))
-    return Run(
-        folder=folder,
-        fingerprint=fingerprint,
-        manifest=None,
-        replaces=replaces,
-        claimed=False,
-        takes_over=claim is not None,
-        storage_options=storage_options,
-    )
+        old |= {name for name in names if name.startswith(prefix_of(claim.fingerprint))}
+    old = sorted(name for name in old if not name.startswith(run.prefix))
+    return replace(run, replaces=old, takes_over=claim is not None)
 
 
-def _manifest(
-    folder: str, names: Sequence[str], overwrite: bool, storage_options: dict[str, Any] | None
-) -> SavedManifest | None:
-    if MANIFEST not in names:
-        return None
-    try:
-        return read_manifest(folder, storage_options)
-    except CacheError:
-        if overwrite:
-            return None  # what cannot be read is replaced, as asked
-        raise
-
-
-def _claim(
-    folder: str, names: Sequence[str], fingerprint: str, storage_options: dict[str, Any] | None
-) -> dict[str, Any] | None:
+def _claim(run: Run, names: Sequence[str]) -> Claim | None:
     """Whose folder it is, None where nobody says so. Where the claim is damaged, the names of its
     shards tell.
     """
     if RUN not in names:
         return None
     found = recall_checked(
-        join(folder, RUN),
-        lambda claim: {
-            "fingerprint": claim["fingerprint"],
-            "replaces": claim["replaces"],
-            "edges": claim.get("edges"),
-        },
+        join(run.folder, RUN),
+        lambda claim: Claim(**claim),
         what="the claim of a saved run",
-        storage_options=storage_options,
-        older=("fingerprint", "replaces", "edges"),
+        storage_options=run.storage_options,
+        older=[entry.name for entry in fields(Claim)],
     )
-    if found is not None:
-        return found
-    own = set(names) <= {RUN, RECORDS} or any(
-        name.startswith(prefix_of(fingerprint)) for name in names
-    )
-    return {"fingerprint": fingerprint if own else "unknown", "replaces": [], "edges": None}
-
-
-def _occupied(
-    folder: str,
-    names: Sequence[str],
-    manifest: SavedManifest | None,
-    claim: Mapping[str, Any] | None,
-    before: str | None,
-) -> ConfigError:
-    if manifest is not None and manifest.fingerprint == before:
-        what = "holds the same rows in shards of another size: max_shard_size counted bytes before compression when they were written"
-    elif manifest is not None:
-        what = f"holds another saved run: {manifest.num_rows:,} rows in {len(manifest.shards)} {manifest.format} shards"
-    elif claim is not None:
-        what = f"holds an unfinished run of something else (fingerprint {claim['fingerprint'][:8]})"
-    else:
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        what = f"is not empty: {shown}"
-    return ConfigError(
-        at=f"save.output_dir={folder}",
-        problem=what,
-        fix="Choose another folder, or set overwrite=True to replace it.",
-    )
+    own = set(names) <= {RUN, RECORDS} or any(name.startswith(run.prefix) for name in names)
+    return found or Claim(fingerprint=run.fingerprint if own else "unknown")

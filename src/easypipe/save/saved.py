@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -56,6 +57,11 @@ class SavedShard:
     # rows of the source that were not written, by reason
     rejected: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def num_read(self) -> int:
+        """Rows of the source: those that were written, and those that were not."""
+        return self.num_rows + sum(self.rejected.values())
+
 
 @dataclass(frozen=True, kw_only=True)
 class SavedManifest:
@@ -72,9 +78,25 @@ class SavedManifest:
         return sum(shard.num_rows for shard in self.shards)
 
     @property
+    def num_tokens(self) -> int:
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shard.num_bytes for shard in self.shards)
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """Rows of the source that were not written, by reason."""
+        counts = Counter[str]()
+        for shard in self.shards:
+            counts.update(shard.rejected)
+        return counts
+
+    @property
     def edges(self) -> tuple[int, ...]:
         """Row numbers of the source at which its shards begin, and the end."""
-        rows = [shard.num_rows + sum(shard.rejected.values()) for shard in self.shards]
+        rows = (shard.num_read for shard in self.shards)
         return tuple(itertools.accumulate(rows, initial=0))
 
     def to_json(self) -> dict[str, Any]:
@@ -86,7 +108,7 @@ class SavedManifest:
             "schema": schema_to_text(self.schema),
             "columns": {field.name: str(field.type) for field in self.schema},
             "num_rows": self.num_rows,
-            "num_tokens": sum(shard.num_tokens for shard in self.shards),
+            "num_tokens": self.num_tokens,
             "tokens": None if self.tokens is None else asdict(self.tokens),
             "shards": [asdict(shard) for shard in self.shards],
             "ledger": self.ledger,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
@@ -18,41 +17,22 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.schema import SOURCE
 from easypipe.save.parquet_lists import ListsWriter, holds_lists_of_integers
 
-Format = Literal["parquet", "arrow", "jsonl"]
-Compression = Literal["none", "gzip", "lz4", "zstd"]
-
-# format -> codec -> file extension; the first codec is the default. Arrow files without compression
-# are the ones that can be memory-mapped.
-CODECS: dict[str, dict[str, str]] = {
-    "parquet": {"zstd": ".parquet", "gzip": ".parquet", "lz4": ".parquet", "none": ".parquet"},
-    "arrow": {"none": ".arrow", "lz4": ".arrow", "zstd": ".arrow"},
-    "jsonl": {"none": ".jsonl", "gzip": ".jsonl.gz", "zstd": ".jsonl.zst"},
-}
-
-
-class BatchWriter(Protocol):
-    def __call__(self, batch: pa.RecordBatch) -> None: ...
-
-
-def check_codec(format: str, compression: str | None) -> str:
-    """The codec to use. Raises ConfigError where the format has no such one."""
-    codecs = CODECS[format]
-    if compression is None:
-        return next(iter(codecs))
-    if compression not in codecs:
-        raise ConfigError(
-            at="compression",
-            problem=f"{format} files cannot be compressed with {compression}",
-            have=codecs,
-            fix="Choose one of these.",
-        )
-    return compression
+JSON_HOLDERS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_dictionary)
+JSON_VALUES = (
+    pa.types.is_integer,
+    pa.types.is_floating,
+    pa.types.is_boolean,
+    pa.types.is_null,
+    pa.types.is_struct,
+    pa.types.is_string,
+    pa.types.is_large_string,
+)
 
 
 @contextlib.contextmanager
 def open_writer(
     sink: Path | pa.NativeFile, format: str, compression: str, schema: pa.Schema
-) -> Iterator[BatchWriter]:
+) -> Iterator[Callable[[pa.RecordBatch], None]]:
     """Writes a file, or to a sink that stays open.
 
     Each batch becomes one row group (parquet), record batch (arrow), or run of lines (jsonl, UTF-8,
@@ -86,20 +66,9 @@ def check_json(schema: pa.Schema) -> None:
     """Raises ConfigError for a column that JSON cannot hold."""
     for field in schema:
         inner = field.type
-        while (
-            pa.types.is_list(inner)
-            or pa.types.is_large_list(inner)
-            or pa.types.is_dictionary(inner)
-        ):
+        while any(holds(inner) for holds in JSON_HOLDERS):
             inner = inner.value_type
-        plain = (
-            pa.types.is_integer(inner)
-            or pa.types.is_floating(inner)
-            or pa.types.is_boolean(inner)
-            or pa.types.is_null(inner)
-        )
-        nested = pa.types.is_struct(inner)
-        if not (plain or nested or pa.types.is_string(inner) or pa.types.is_large_string(inner)):
+        if not any(fits(inner) for fits in JSON_VALUES):
             raise ConfigError(
                 at="format",
                 problem=f"JSON cannot hold column {field.name!r} of type {field.type}",
@@ -134,47 +103,3 @@ def _lines(batch: pa.RecordBatch) -> bytes:
         json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
         for row in rows
     ).encode()
-
-
-def row_bytes(batch: pa.RecordBatch) -> np.ndarray:
-    """Int64[rows]: bytes of each row's values before compression; nested columns count by their
-    mean.
-    """
-    total = np.zeros(batch.num_rows, dtype=np.int64)
-    for column in batch.columns:
-        total += _value_bytes(column) if len(column) else 0
-    return total
-
-
-def _value_bytes(column: pa.Array) -> np.ndarray:
-    kind = column.type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        width = _width(kind.value_type)
-        if width is not None:
-            lengths = np.diff(column.offsets.to_numpy())
-            return lengths.astype(np.int64) * width + 8
-    elif (
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-    ):
-        wide = (
-            np.int64
-            if pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
-            else np.int32
-        )
-        offsets = np.frombuffer(
-            column.buffers()[1], wide, len(column) + 1, column.offset * np.dtype(wide).itemsize
-        )
-        return np.diff(offsets).astype(np.int64) + 8
-    elif _width(kind) is not None:
-        return np.full(len(column), _width(kind), dtype=np.int64)
-    return np.full(len(column), -(-column.nbytes // max(1, len(column))), dtype=np.int64)
-
-
-def _width(kind: pa.DataType) -> int | None:
-    try:
-        return -(-kind.bit_width // 8)
-    except ValueError:
-        return None

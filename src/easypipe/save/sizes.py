@@ -1,54 +1,57 @@
-"""How large rows will be in a file: measured on samples of the data, with the format and codec that
-will write them.
+"""Which rows each saved shard holds: from row counts, or from what sampled rows take on disk.
 
-block     neighbouring rows, about a megabyte of values; some blocks are written to memory to see what becomes of them
-ratio     bytes in a file over bytes of values; a block that is not sampled takes the ratio of the last one that was
-stretch   rows as many as a shard holds, written to memory as a shard is; they correct what blocks
-alone cannot show
-          (a codec sees further in a long file, and each row group has a header)
+Edges follow from the rows alone, so that every run cuts the same shards. Sizes on disk are those
+of the very format and codec that will write them:
 
-Blocks, samples and stretches follow from the rows alone, so that every run measures the same and
-cuts the same shards.
+block    neighbouring rows of about a megabyte of values; some are written to memory
+ratio    bytes in a file over bytes of values; a block that is not sampled takes that of the last
+         one that was
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError
-from easypipe.core.protocols import ShardedSource
-from easypipe.save.layout import (
-    BATCH_BYTES,
-    Sizes,
-    batches,
-    count_rows,
-    default_shard_bytes,
-    edges_by_bytes,
-    edges_by_size,
-    even_edges,
-    raw_blocks,
-)
+from easypipe.core.protocols import Scan, Shard, ShardedSource, scan
+from easypipe.core.schema import ROW_NUMBER
 from easypipe.save.shard_writer import open_writer
 
 log = logging.getLogger("easypipe")
 
+LEAST_SHARD_BYTES, MOST_SHARD_BYTES = 16 << 20, 500 << 20
+BATCH_BYTES = 16 << 20  # of one row group or record batch, before compression
 BLOCK_BYTES = 1 << 20
-BLOCKS_PER_SHARD = 16
-MOST_BYTES = 1 << 62
-STRETCHES = 4
-EXACT_BYTES = 4 << 20  # of values; shards below it are measured whole
+BLOCK_ROWS = 4096  # at most: their sizes are held in memory
+SAMPLES = 16  # of each shard, at least
+EXACT_BYTES = 4 << 20  # of values; shards below it are tried out whole
 TRIALS = 12  # at finding how many rows such a shard takes
 NEAR = 0.97  # of the room is full enough
 EXACT_FILL = 0.99
 FILL = 0.96  # of the limit is planned for: what the samples do not show seldom passes it
 # a shard takes so many times what a file without rows takes, or its size says nothing about rows
 LEAST_FILES = 4
+
+# function that tells how long the values of a column are, and the types that it knows
+LENGTHS = {
+    "list_value_length": (pa.types.is_list, pa.types.is_large_list),
+    "binary_length": (
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+    ),
+}
+
+Edges = NDArray[np.int64]  # [shards + 1] row numbers
+# (first row, bytes of each row from there on), in order
+Sizes = Iterable[tuple[int, NDArray[np.float64]]]
 
 
 def plan_shards(
@@ -58,15 +61,16 @@ def plan_shards(
     *,
     num_shards: int | None,
     max_bytes: int | None,
-) -> tuple[NDArray[np.int64], str]:
-    """(Int64[shards + 1] row numbers, which option decided on them).
+) -> tuple[Edges, str]:
+    """The rows at which shards begin and end, and which option decided on them.
 
     num_shards alone deals the rows evenly. max_bytes alone fills file after file up to that size on
     disk. With both the one that makes more shards decides. With neither a shard takes an eighth of
     the data, before compression.
 
-    Raises ConfigError where there are fewer rows than shards, or where `max_bytes` cannot hold a
-    file of these columns.
+    Raises:
+        ConfigError: There are fewer rows than shards, or `max_bytes` cannot hold a file of these
+            columns.
     """
     total = count_rows(source.shards)
     if num_shards is not None and num_shards > max(1, total):
@@ -77,20 +81,10 @@ def plan_shards(
         )
     if max_bytes is None:
         if num_shards is not None:
-            return even_edges(total, num_shards), "num_shards"
-        blocks = ((first, sizes) for first, sizes, _ in raw_blocks(source, 0, total, MOST_BYTES))
-        return edges_by_size(blocks, total, default_shard_bytes(source.shards)), "default"
-    sizes = DiskSizes(source, format, compression, max_bytes)
-    sizes.check()
-    num_bytes = 0.0
-
-    def counted() -> Sizes:
-        nonlocal num_bytes
-        for first, block in sizes:
-            num_bytes += float(block.sum())
-            yield first, block
-
-    edges = sizes.exact_edges() if sizes.small else edges_by_size(counted(), total, sizes.room)
+            return np.arange(num_shards + 1, dtype=np.int64) * total // num_shards, "num_shards"
+        sizes = ((first, values) for first, values, _ in _blocks(source, total))
+        return edges_by_size(sizes, total, default_shard_bytes(source.shards)), "default"
+    edges, num_bytes, known = DiskSizes(source, format, compression).fill(max_bytes, total)
     needed = len(edges) - 1
     if num_shards is None:
         return edges, "max_shard_size"
@@ -107,144 +101,205 @@ def plan_shards(
         num_shards,
         needed,
     )
-    if sizes.small:
-        num_bytes = sum(float(block.sum()) for _, block in sizes)
-    return edges_by_bytes(sizes, total, num_shards, num_bytes), "num_shards"
+    return edges_by_bytes(num_bytes, known, num_shards), "num_shards"
+
+
+def count_rows(shards: Sequence[Shard]) -> int:
+    """Raises ConfigError where a shard does not know its rows."""
+    for shard in shards:
+        if shard.num_rows is None:
+            raise ConfigError(
+                at="save",
+                problem=f"shard {shard.name!r} does not know how many rows it has",
+                fix="Give it a row count.",
+            )
+    return sum(shard.num_rows or 0 for shard in shards)
+
+
+def default_shard_bytes(shards: Sequence[Shard]) -> int:
+    """An eighth of the data at rest, within bounds: it follows from the data alone, never from the
+    machine.
+    """
+    eighth = sum(shard.num_bytes for shard in shards) // 8
+    return min(max(eighth, LEAST_SHARD_BYTES), MOST_SHARD_BYTES)
+
+
+def edges_by_size(sizes: Sizes, total: int, limit: float) -> Edges:
+    """A shard takes rows until `limit` is full; a row above the limit has a shard of its own."""
+    edges, room = [0], limit
+    for base, block in sizes:
+        at = 0
+        while at < block.size:
+            fit = int(np.searchsorted(np.cumsum(block[at:]), room, side="right"))
+            if fit == 0 and base + at == edges[-1]:
+                fit = 1
+            if at + fit == block.size:
+                room -= float(block[at:].sum())
+                break
+            at += fit
+            edges.append(base + at)
+            room = limit
+    return np.array([*edges, total], dtype=np.int64)
+
+
+def edges_by_bytes(num_bytes: Sequence[float], rows: Sequence[int], num_shards: int) -> Edges:
+    """So many shards of about equal bytes, none of them without a row.
+
+    Args:
+        num_bytes: that all rows before each of `rows` take; both begin with 0 and end with all.
+    """
+    ranks = np.arange(num_shards + 1)
+    even = np.interp(num_bytes[-1] * ranks / num_shards, num_bytes, rows).astype(np.int64)
+    spread = np.maximum.accumulate(even - ranks) + ranks
+    return np.minimum(spread, rows[-1] - num_shards + ranks)
+
+
+def batches(source: ShardedSource, start: int, stop: int) -> Iterator[Scan]:
+    """Rows `start` to `stop` of the source as a whole, as they are written: about BATCH_BYTES at a
+    time, judged by the first rows.
+    """
+    step = _rows_of(BATCH_BYTES, source, start, stop)
+    for _, shard, a, b in _pieces(source.shards, start, stop, step):
+        yield scan(source, shard, a, b)
+
+
+def _pieces(
+    shards: Sequence[Shard], start: int, stop: int, step: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """(first row of the source, shard, first row there, end): at most `step` rows at a time."""
+    base = 0
+    for shard, rows in enumerate(each.num_rows or 0 for each in shards):
+        last = min(stop - base, rows)
+        for at in range(max(start - base, 0), last, step):
+            yield base + at, shard, at, min(at + step, last)
+        base += rows
+
+
+def _rows_of(num_bytes: int, source: ShardedSource, start: int, stop: int) -> int:
+    """About how many rows have so many bytes of values, judged by the first ones."""
+    for _, shard, a, b in _pieces(source.shards, start, stop, 64):
+        probe = source.read(shard, a, b)
+        if probe.num_rows:
+            return max(1, num_bytes // max(1, probe.nbytes // probe.num_rows))
+    return BLOCK_ROWS
+
+
+def _blocks(
+    source: ShardedSource, total: int
+) -> Iterator[tuple[int, NDArray[np.float64], tuple[int, int, int]]]:
+    """(first row, bytes of the values of each row, what to read): all rows, block by block.
+
+    Rows that a source refuses take no bytes, but keep their place. Sources that tell
+    `bytes_per_row` are not read for their sizes.
+    """
+    constant: int | None = getattr(source, "bytes_per_row", None)
+    step = min(BLOCK_ROWS, _rows_of(BLOCK_BYTES, source, 0, total))
+    for first, shard, a, b in _pieces(source.shards, 0, total, step):
+        sizes = np.full(b - a, constant or 0, np.float64)
+        if constant is None:
+            batch = source.read(shard, a, b)
+            numbers = np.arange(batch.num_rows)
+            if batch.num_rows < b - a:
+                numbers = batch.column(ROW_NUMBER).to_numpy() - a
+            sizes[numbers] = row_bytes(batch)
+        yield first, sizes, (shard, a, b)
+
+
+def row_bytes(batch: pa.RecordBatch) -> NDArray[np.float64]:
+    """Bytes of each row's values before compression: of each column its share by length."""
+    total = np.zeros(batch.num_rows)
+    for column in batch.columns:
+        weights = np.ones(batch.num_rows)
+        for length, kinds in LENGTHS.items():
+            if any(fits(column.type) for fits in kinds):
+                weights += pc.call_function(length, [column]).fill_null(0).to_numpy()
+        total += column.nbytes * weights / max(1, weights.sum())
+    return total
 
 
 class DiskSizes:
-    """Bytes that rows of `source` take in files of `format` with `compression`, for shards of
-    `max_bytes`.
-    """
+    """Bytes that rows of `source` take in files of a format and codec."""
 
-    def __init__(
-        self, source: ShardedSource, format: str, compression: str, max_bytes: int
-    ) -> None:
-        self.source, self.format, self.compression, self.max_bytes = (
-            source,
-            format,
-            compression,
-            max_bytes,
-        )
+    def __init__(self, source: ShardedSource, format: str, compression: str) -> None:
+        self.source, self.format, self.compression = source, format, compression
+        self.empty = self._written([])
 
-    @property
-    def small(self) -> bool:
-        """Whether shards are so small that samples would misjudge them, and each is written to
-        memory instead.
+    def fill(self, max_bytes: int, total: int) -> tuple[Edges, list[float], list[int]]:
+        """Shards of at most `max_bytes`, and what all rows before some row numbers take.
+
+        Raises:
+            ConfigError: `max_bytes` is too little for a file of this format.
         """
-        return self._shard_raw <= EXACT_BYTES
+        least = LEAST_FILES * self.empty
+        if max_bytes < least:
+            raise ConfigError(
+                at="save.max_shard_size",
+                problem=f"{max_bytes:,} bytes: a {self.format} file of these columns takes {self.empty:,} without any row",
+                fix=f"Give at least {least:,}.",
+            )
+        taken, known = [0.0], [0]
 
-    def exact_edges(self) -> NDArray[np.int64]:
-        """Int64[shards + 1]: each shard with as many rows as were seen to fit; a row above the
-        limit has a shard of its own.
-        """
-        room = self.max_bytes * EXACT_FILL
-        edges, rows = [0], max(1, int(room / self._ratio / self._probe[0]))
-        while edges[-1] < self._num_rows:
-            rows = self._fitting(edges[-1], rows, room)
-            edges.append(edges[-1] + rows)
-        return np.array(edges if self._num_rows else [0, 0], np.int64)
+        def note(row: int, num_bytes: float) -> None:
+            known.append(row)
+            taken.append(taken[-1] + num_bytes)
 
-    def _fitting(self, start: int, guess: int, room: float) -> int:
-        """Rows from `start` that fill `room` to within a few hundredths: the guess is corrected by
-        what it was seen to take.
+        row, ratio = self._probe(total)
+        if max_bytes <= EXACT_BYTES * ratio:
+            rows = int(max_bytes / ratio / row)
+            while known[-1] < total:
+                rows, num_bytes = self._fitting(known[-1], total, rows, max_bytes * EXACT_FILL)
+                note(known[-1] + rows, num_bytes)
+            return np.array(known if total else [0, 0], np.int64), taken, known
+
+        def noted() -> Sizes:
+            for first, sizes in self._estimates(total, max_bytes / ratio / SAMPLES):
+                note(first + sizes.size, float(sizes.sum()))
+                yield first, sizes
+
+        edges = edges_by_size(noted(), total, max_bytes * FILL - self.empty)
+        return edges, taken, known
+
+    def _probe(self, total: int) -> tuple[float, float]:
+        """(bytes of values of a row, ratio), of the first block."""
+        for _, sizes, place in _blocks(self.source, total):
+            if sizes.any():
+                return float(sizes.mean()), self._ratio(sizes, place)
+        return 1.0, 1.0
+
+    def _ratio(self, sizes: NDArray[np.float64], place: tuple[int, int, int]) -> float:
+        return (self._written([self.source.read(*place)]) - self.empty) / float(sizes.sum())
+
+    def _estimates(self, total: int, sample_every: float) -> Sizes:
+        ratio, unseen = 1.0, float("inf")
+        for first, sizes, place in _blocks(self.source, total):
+            unseen += float(sizes.sum())
+            if unseen >= sample_every and sizes.any():
+                ratio, unseen = self._ratio(sizes, place), 0.0
+            yield first, sizes * ratio
+
+    def _fitting(self, start: int, total: int, guess: int, room: float) -> tuple[int, float]:
+        """Rows from `start` that fill `room` to within a few hundredths, and their bytes: the guess
+        is corrected by what it was seen to take. One row at least.
         """
-        most = self._num_rows - start
-        rows, low, high = min(guess, most), 0, most + 1  # `low` rows fit, `high` do not
+        most = total - start
+        low, low_bytes, high = 0, 0.0, most + 1  # `low` rows fit, `high` do not
+        rows = min(max(guess, 1), most)
         for _ in range(TRIALS):
-            size = self._written_rows(start, start + rows)
+            size = self.of_rows(start, start + rows)
             if size <= room:
-                low = rows
+                low, low_bytes = rows, size
                 if rows == most or size >= room * NEAR:
                     break
             else:
                 high = rows
             if high - low <= 1:
                 break
-            wanted = int(rows * (room * (1 + NEAR) / 2 - self._empty) / max(1, size - self._empty))
+            wanted = int(rows * (room * (1 + NEAR) / 2 - self.empty) / max(1, size - self.empty))
             rows = min(max(wanted, low + 1), high - 1, most)
-        return max(1, low)
+        return (low, low_bytes) if low else (1, room)
 
-    def check(self) -> None:
-        """Raises ConfigError where `max_bytes` is too little for a file of this format."""
-        least = LEAST_FILES * self._empty
-        if self.max_bytes < least:
-            raise ConfigError(
-                at="save.max_shard_size",
-                problem=f"{self.max_bytes:,} bytes: a {self.format} file of these columns takes {self._empty:,} without any row",
-                fix=f"Give at least {least:,}.",
-            )
-
-    @property
-    def room(self) -> float:
-        """Bytes for the rows of a shard that samples are trusted with."""
-        return self.max_bytes * FILL - self._empty
-
-    def __iter__(self) -> Iterator[tuple[int, NDArray[np.float64]]]:
-        """(first row, bytes of each row from there on), over all rows. Rows that a source refuses
-        take nothing, but keep their place.
-        """
-        for first, sizes in self._estimates(0, self._num_rows):
-            yield first, sizes * self._correction
-
-    def _estimates(self, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.float64]]]:
-        ratio, unseen = self._ratio, float("inf")
-        for first, sizes, read in raw_blocks(self.source, start, stop, self._block_bytes):
-            unseen += sizes.sum()
-            if unseen >= self._sample_every and sizes.any():
-                written = self._written([read()]) - self._empty
-                ratio, unseen = written / sizes.sum(), 0.0
-            yield first, sizes.astype(np.float64) * ratio
-
-    @cached_property
-    def _num_rows(self) -> int:
-        return sum(shard.num_rows or 0 for shard in self.source.shards)
-
-    @cached_property
-    def _empty(self) -> int:
-        return self._written([])
-
-    @cached_property
-    def _probe(self) -> tuple[float, float]:
-        """(bytes of values of a row, ratio), of a few rows here and there."""
-        rows, raw, written = 0, 0, 0
-        for at in _places(self._num_rows):
-            for _, sizes, read in raw_blocks(self.source, at, self._num_rows, BLOCK_BYTES):
-                if sizes.any():
-                    rows += sizes.size
-                    raw += int(sizes.sum())
-                    written += self._written([read()]) - self._empty
-                    break
-        return (raw / rows, written / raw) if raw else (1.0, 1.0)
-
-    @property
-    def _ratio(self) -> float:
-        return self._probe[1]
-
-    @cached_property
-    def _shard_raw(self) -> float:
-        return self.max_bytes / max(self._ratio, 1e-6)
-
-    @cached_property
-    def _block_bytes(self) -> int:
-        return int(min(max(self._shard_raw / BLOCKS_PER_SHARD, 1), BLOCK_BYTES))
-
-    @cached_property
-    def _sample_every(self) -> float:
-        return self._shard_raw / BLOCKS_PER_SHARD
-
-    @cached_property
-    def _correction(self) -> float:
-        """What stretches take in a file over what their blocks let expect."""
-        count = max(1, int(min(self._shard_raw, BATCH_BYTES) / self._probe[0]))
-        expected, written = 0.0, 0
-        for at in _places(self._num_rows):
-            stop = min(at + count, self._num_rows)
-            expected += sum(float(sizes.sum()) for _, sizes in self._estimates(at, stop))
-            written += self._written_rows(at, stop) - self._empty
-        return written / expected if expected else 1.0
-
-    def _written_rows(self, start: int, stop: int) -> int:
+    def of_rows(self, start: int, stop: int) -> int:
+        """Bytes of one file of these rows."""
         return self._written(batch for batch, _ in batches(self.source, start, stop))
 
     def _written(self, rows: Iterable[pa.RecordBatch]) -> int:
@@ -253,11 +308,3 @@ class DiskSizes:
             for batch in rows:
                 write(batch)
         return sink.getvalue().size
-
-
-def _places(num_rows: int) -> list[int]:
-    return (
-        sorted({num_rows * (2 * i + 1) // (2 * STRETCHES) for i in range(STRETCHES)})
-        if num_rows
-        else []
-    )

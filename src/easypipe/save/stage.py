@@ -2,137 +2,21 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
 
-from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.core.publication import Publication, Pushed
+from easypipe.save.config import SaveStageConfig
 from easypipe.save.publish import publication
 from easypipe.save.saved import join
-from easypipe.save.shard_writer import Format, check_codec, check_json
+from easypipe.save.shard_writer import check_json
 from easypipe.save.write_folder import SavedFolder, Target, write_folder
 from easypipe.stages.reports.ledger import is_endless
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-}
-
-
-@config
-class SaveStageConfig:
-    """Where and how rows are written.
-
-    enabled: False skips the stage.
-    output_dir: folder or URL. Several datasets go to a folder each below it; a dataset's own
-    `save_path` goes before it.
-    format: of the files; a dataset's own `save_format` goes before it.
-    compression: None takes the format's own default: zstd for parquet, none for arrow (so that it
-    can be memory-mapped) and jsonl.
-    num_shards: exactly so many files, the rows dealt evenly; None makes as many as `max_shard_size`
-    asks for.
-    max_shard_size: bytes of a file on disk, as a number or as "500MB". Files are filled to within a
-    tenth of it, judged by what samples of
-        the data take with this format and compression. With num_shards too the one that makes more
-        files decides. None, where num_shards is None too: an eighth of the data, but at least 16
-        MiB and at most 500 MiB before compression, so that several cores can write.
-    overwrite: replace what another run left in the folder. The old shards stay readable until the
-    new ones are complete.
-    storage_options: passed to fsspec, for a remote output_dir or save_path: credentials, an
-    endpoint. Never logged, saved or part of an
-        identity.
-    push_to_hub: when the folder is complete, make the dataset repository `hub_repo_id` of the
-    Hugging Face Hub hold it, in one commit.
-    hub_repo_id: "user/name". Several datasets go to folders below its root. Read back with
-    `load_saved("hf://datasets/user/name")`.
-    hub_private: whether a repository that is made is private. True refuses one that exists and is
-    public.
-    hub_token: None takes HF_TOKEN from the environment, else the token of `hf auth login`. Never
-    logged, saved or part of an identity.
-    hub_revision: branch, made where it is missing; None is main.
-    """
-
-    enabled: bool = True
-    output_dir: str | Path | None = None
-    format: Format = "parquet"
-    compression: Literal["none", "gzip", "lz4", "zstd"] | None = None
-    num_shards: int | None = None
-    max_shard_size: int | str | None = None
-    overwrite: bool = False
-    storage_options: dict[str, Any] | None = field(
-        default=None, repr=False, metadata={"secret": True}
-    )
-    push_to_hub: bool = False
-    hub_repo_id: str | None = None
-    hub_private: bool = True
-    hub_token: str | None = field(default=None, repr=False, metadata={"secret": True})
-    hub_revision: str | None = None
-
-    def check(self) -> None:
-        check_codec(self.format, self.compression)
-        if self.num_shards is not None and self.num_shards < 1:
-            raise ConfigError(
-                at="num_shards",
-                problem=f"{self.num_shards} shards hold nothing",
-                fix="Give at least 1.",
-            )
-        if self.max_shard_size is not None:
-            parse_bytes(self.max_shard_size)
-        if self.push_to_hub and self.hub_repo_id is None:
-            raise ConfigError(
-                at="hub_repo_id",
-                problem="push_to_hub needs to know where to",
-                fix='Set it, like "user/name".',
-            )
-        if self.hub_repo_id is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub_repo_id):
-            raise ConfigError(
-                at="hub_repo_id",
-                problem=f"{self.hub_repo_id!r} names no repository",
-                fix='Write "user/name".',
-            )
-        if self.hub_token == "":
-            raise ConfigError(
-                at="hub_token",
-                problem="is empty",
-                fix="Give a token, or leave it out for HF_TOKEN or your login.",
-            )
-        if self.hub_revision is not None and not re.fullmatch(r"[\w][\w./-]*", self.hub_revision):
-            raise ConfigError(
-                at="hub_revision",
-                problem=f"{self.hub_revision!r} names no branch",
-                fix="Leave it out for main.",
-            )
-
-
-def parse_bytes(size: int | str) -> int:
-    """Bytes of `500`, `"500MB"` (10^6) or `"500MiB"` (2^20). Raises ConfigError at
-    `max_shard_size`.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    if (
-        found is None
-        or found[2].upper() not in _UNITS
-        or float(found[1]) * _UNITS[found[2].upper()] < 1
-    ):
-        raise ConfigError(
-            at="max_shard_size",
-            problem=f"{size!r} is no size",
-            fix='Write bytes as a number, or like "500MB" or "2GiB".',
-        )
-    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,14 +62,14 @@ class SaveStage(BaseStage):
     def process(
         self, data: dict[str, ShardedSource], context: PipelineContext
     ) -> dict[str, ShardedSource]:
-        for target in self._targets(data, context):
+        for target in self.targets(data, context):
             if is_endless(target.source):
                 raise ConfigError(
                     at="save",
                     problem=f"{target.dataset!r} never ends: its stop_strategy is 'restart'",
                     fix="Set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
                 )
-            if target.format == "jsonl":
+            if target.config.format == "jsonl":
                 check_json(target.source.schema)
         return data
 
@@ -193,7 +77,7 @@ class SaveStage(BaseStage):
         """Writes every dataset of `data`. Raises ConfigError where a folder holds something else,
         StorageError where writing fails.
         """
-        return [write_folder(target, context) for target in self._targets(data, context)]
+        return [write_folder(target, context) for target in self.targets(data, context)]
 
     def publication(self, folders: Sequence[SavedFolder]) -> Publication | None:
         """What of the written folders goes to the Hub; None where nothing is to."""
@@ -203,7 +87,8 @@ class SaveStage(BaseStage):
         paths = {folder.dataset: folder.path for folder in folders}
         return publication(paths, self.config.hub_repo_id, self.config.storage_options)
 
-    def _targets(self, data: Mapping[str, ShardedSource], context: PipelineContext) -> list[Target]:
+    def targets(self, data: Mapping[str, ShardedSource], context: PipelineContext) -> list[Target]:
+        """The folder of each dataset, and how it is written."""
         if not self.config.enabled:
             return []
         datasets = {dataset.name: dataset for dataset in context.config.datasets}
@@ -216,39 +101,22 @@ class SaveStage(BaseStage):
                 )
         targets = []
         for name, source in data.items():
-            own = datasets.get(name)
-            chosen: Format = (own.save_format if own is not None else None) or self.config.format
-            if own is not None and own.save_path is not None:
-                folder = str(own.save_path)
-            elif self.config.output_dir is not None:
-                folder = (
-                    str(self.config.output_dir)
-                    if len(data) == 1
-                    else join(self.config.output_dir, name)
-                )
-            else:
+            config, folder = self.config, self.config.output_dir
+            if folder is not None and len(data) > 1:
+                folder = join(folder, name)
+            if name in datasets:
+                folder = datasets[name].save_path or folder
+                try:
+                    config = dataclasses.replace(
+                        config, format=datasets[name].save_format or config.format
+                    )
+                except ConfigError as error:
+                    raise error.under("save") from None
+            if folder is None:
                 raise ConfigError(
                     at="save.output_dir",
                     problem=f"no folder for dataset {name!r}",
                     fix="Set it, or the dataset's save_path.",
                 )
-            try:
-                codec = check_codec(chosen, self.config.compression)
-            except ConfigError as error:
-                raise error.under("save") from None
-            targets.append(
-                Target(
-                    dataset=name,
-                    source=source,
-                    folder=folder,
-                    format=chosen,
-                    compression=codec,
-                    num_shards=self.config.num_shards,
-                    max_bytes=None
-                    if self.config.max_shard_size is None
-                    else parse_bytes(self.config.max_shard_size),
-                    overwrite=self.config.overwrite,
-                    storage_options=self.config.storage_options,
-                )
-            )
+            targets.append(Target(dataset=name, source=source, folder=str(folder), config=config))
         return targets

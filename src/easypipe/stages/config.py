@@ -13,7 +13,7 @@ from easypipe.cache.location import CacheConfig, check_cache
 from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError
 from easypipe.loader.loader import LoadStageConfig
-from easypipe.save.stage import SaveStageConfig
+from easypipe.save.config import SaveStageConfig
 from easypipe.stages.load.stream import problems_of
 from easypipe.stages.mix.stage import MixStageConfig
 from easypipe.stages.pack.stage import PackStageConfig

@@ -61,7 +61,7 @@ def _options_for(place: str, steps: Steps, context: PipelineContext) -> dict[str
     """The storage_options with which the pipeline writes to a URL."""
     for stage, data in steps:
         if isinstance(stage, SaveStage) and any(
-            place_of(target.folder).startswith(place) for target in stage._targets(data, context)
+            place_of(target.folder).startswith(place) for target in stage.targets(data, context)
         ):
             return stage.config.storage_options
     return None if context.cache is None else context.cache.options
@@ -134,16 +134,16 @@ def _repair_saved(found: Verification, steps: Steps, context: PipelineContext) -
     for stage, data in steps:
         if not isinstance(stage, SaveStage):
             continue
-        for target in stage._targets(data, context):
+        for target in stage.targets(data, context):
             if place_of(target.folder) != folder:
                 continue
             # Without a manifest nobody knows which bytes are right, so everything is written again
             # beside what stands.
-            lost = manifest in files and storage.exists(manifest, target.storage_options)
-            with _aside(files, target.storage_options):
-                write_folder(
-                    dataclasses.replace(target, overwrite=target.overwrite or lost), context
-                )
+            options = target.config.storage_options
+            lost = manifest in files and storage.exists(manifest, options)
+            config = dataclasses.replace(target.config, overwrite=target.config.overwrite or lost)
+            with _aside(files, options):
+                write_folder(dataclasses.replace(target, config=config), context)
 
 
 @contextlib.contextmanager

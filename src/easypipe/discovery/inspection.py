@@ -1,0 +1,249 @@
+"""A look at the first rows of some files, and at what their footers and indexes say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from easypipe.core.errors import SchemaError, SourceError
+from easypipe.core.protocols import ShardedSource, scan
+from easypipe.core.schema import ROW_NUMBER
+from easypipe.discovery.findings import Column, Part, Row, bytes_text
+from easypipe.save.saved import SavedManifest
+from easypipe.sources.base import FileSource
+from easypipe.sources.external.token_files import TokenFilesConfig
+from easypipe.sources.formats.txt import TextUnit
+from easypipe.sources.hub.layout import TRAIN
+from easypipe.sources.open import open_files
+from easypipe.sources.refs import FileRef
+from easypipe.sources.schemas import reconcile
+from easypipe.stages.source.text_units import guess_text_unit
+from easypipe.transforms.columns.kinds import guess_kind
+
+# read of each of the first files of a part, where they are files of lines
+HEAD_BYTES, HEADS = 4 << 20, 4
+OTHER_HEAD_BYTES = 1 << 16  # read of each other file
+LONG_HEAD_BYTES = 1 << 24  # where no row ends in those
+LOOKED_AT, LOOKED_AT_REMOTE = 256, 16  # files of a part that are opened
+SAMPLE_ROWS = 64  # from which the kind is told
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Files that may be one part.
+
+    Attributes:
+        reads: Fields of the DatasetConfig that reads them.
+        ready: Makes a file ready to be read.
+        card_rows: What the card of a Hub dataset says of their number.
+        manifest: Of a saved folder.
+        apart: Files of different kinds are parts of their own.
+        because: Why `reads` are so, where that was guessed.
+    """
+
+    files: tuple[FileRef, ...]
+    format: str
+    reads: Mapping[str, Any]
+    split: str = TRAIN
+    subset: str | None = None
+    ready: Callable[[FileRef], FileRef] = lambda file: file
+    card_rows: int | None = None
+    manifest: SavedManifest | None = None
+    apart: bool = False
+    because: tuple[str, ...] = ()
+
+    def part(self, notes: Iterable[str], **found: Any) -> Part:
+        """The part that these files are, with what was found in them."""
+        return Part(
+            subset=self.subset,
+            split=self.split,
+            format=self.format,
+            files=tuple(file.path for file in self.files),
+            num_bytes=sum(file.num_bytes for file in self.files) if self.files else None,
+            reads=self.reads,
+            because=self.because,
+            notes=tuple(notes),
+            **found,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """How far to look, and how files are opened for it."""
+
+    storage: dict[str, Any] | None
+    token_files: TokenFilesConfig | None
+    indexes: Path | None
+    count: bool
+    sample: int
+    text_unit: TextUnit | None = None
+
+    def open(self, files: Iterable[FileRef], kind: str) -> FileSource:
+        return open_files(
+            list(files),
+            type=kind,
+            on_error="skip",
+            storage_options=self.storage,
+            index_dir=self.indexes,
+            token_files=self.token_files if kind in ("tokens", "arrayrecord") else None,
+            text_unit=self.text_unit,
+        )
+
+    def rows(self, schema: pa.Schema, rows: Sequence[Row]) -> dict[str, Any]:
+        """What the first rows say, as fields of a Part."""
+        schema = pa.schema([field for field in schema if field.name != ROW_NUMBER])
+        return {
+            "columns": tuple(Column(name=field.name, type=str(field.type)) for field in schema),
+            "kind": guess_kind(schema, rows),
+            "sample": tuple(rows[: self.sample]),
+            "schema": schema,
+            "rows": tuple(rows),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """A file as far as it was looked at. head: a source of that file alone. total: its rows, where
+    they are known.
+    """
+
+    file: FileRef
+    head: FileSource
+    total: int | None
+
+    @property
+    def looked_at(self) -> int:
+        return self.head.shards[0].num_rows or 0
+
+
+def inspect_files(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
+    """The parts that the files make up, and notes about files that could not be read.
+
+    Raises:
+        SourceError: None can.
+    """
+    most = LOOKED_AT_REMOTE if found.files[0].remote else LOOKED_AT
+    if found.card_rows is not None:
+        most = 1
+    files = [found.ready(file) for file in found.files[:most]]
+    if found.format == "txt":
+        unit, why = guess_text_unit([*files, *found.files[most:]])
+        reads = {**found.reads, "text_unit": unit}
+        found = replace(found, reads=reads, because=(f"text_unit = {unit!r}: {why}",))
+        look = replace(look, text_unit=unit)
+    with ThreadPoolExecutor(8, thread_name_prefix="easypipe-discover") as pool:
+        sizes = [HEAD_BYTES if i < HEADS else OTHER_HEAD_BYTES for i in range(len(files))]
+        tried = list(pool.map(functools.partial(_open, found.format, look), files, sizes))
+    opened = [one for one in tried if isinstance(one, _Opened)]
+    errors = [one for one in tried if isinstance(one, SourceError)]
+    if not opened:
+        raise errors[0]
+    groups: dict[Any, list[_Opened]] = {}
+    # rows of one kind in the same columns are one dataset, whatever optional columns some files
+    # lack
+    for one in opened:
+        key = None
+        if found.apart:
+            kind = guess_kind(one.head.schema, _first_rows(one.head, 1)[0])
+            key = kind.name, tuple(c.column for c in kind.choices if c.slot != "tools")
+        groups.setdefault(key, []).append(one)
+    if len(groups) == 1:
+        return [_part(found, opened, look)], list(map(str, errors))
+    parts = []
+    for group in groups.values():
+        own = tuple(one.file for one in group)
+        reads = {**found.reads, **read_paths(own)}
+        parts.append(_part(replace(found, files=own, reads=reads), group, look))
+    return parts, list(map(str, errors))
+
+
+def read_paths(files: Sequence[FileRef]) -> dict[str, Any]:
+    """The field of a DatasetConfig that reads these files."""
+    return {"data_files": files[0].path if len(files) == 1 else [file.path for file in files]}
+
+
+def _open(kind: str, look: Look, file: FileRef, num_bytes: int) -> _Opened | SourceError:
+    try:
+        head = look.open([file], kind).head(num_bytes)
+        _ = head.schema  # which may be told from the rows
+        return _Opened(file=file, head=head, total=head.total_rows(0))
+    except SourceError as error:
+        if num_bytes == LONG_HEAD_BYTES or file.num_bytes <= num_bytes:
+            return error
+    return _open(kind, look, file, LONG_HEAD_BYTES)
+
+
+def _part(found: Candidate, group: Sequence[_Opened], look: Look) -> Part:
+    notes: list[str] = []
+    try:
+        schema = reconcile([(one.file.path, one.head.schema) for one in group])
+    except SchemaError as conflict:
+        schema = group[0].head.schema
+        notes.append(f"the columns are those of the first file; {conflict}")
+    if any(one.looked_at != one.total for one in group):
+        looked = sum(one.looked_at for one in group)
+        notes.append(f"columns and types are those of the first rows ({looked:,} were looked at)")
+    if len(found.files) > len(group):
+        notes.append(f"{len(group)} of {len(found.files)} files were looked at")
+    rows: list[Row] = []
+    for one in group[:HEADS]:  # who speaks may differ from file to file
+        first, bad = _first_rows(one.head, SAMPLE_ROWS)
+        rows, notes = rows + first, notes + bad
+    if found.manifest is not None:
+        counted = {"num_rows": found.manifest.num_rows, "rows_from": "manifest"}
+        return found.part(notes, **counted, **look.rows(found.manifest.schema, rows))
+    return found.part(notes, **_counted(found, group, look), **look.rows(schema, rows))
+
+
+def _counted(found: Candidate, group: Sequence[_Opened], look: Look) -> dict[str, Any]:
+    """Rows and who says so, or what it would cost to know, as fields of a Part."""
+    files, lines = found.files, found.format in ("json", "csv", "txt", "tokens")
+    totals = [one.total for one in group if one.total is not None]
+    known = len(totals) == len(group)
+    if look.text_unit == "file":
+        return {"num_rows": len(files), "rows_from": "files"}
+    if known and len(files) == len(group):
+        read = totals == [one.looked_at for one in group]
+        how = ("read" if read else "index") if lines else "footer"
+        return {"num_rows": sum(totals), "rows_from": how}
+    if look.count:
+        source = look.open([found.ready(file) for file in files], found.format)
+        total = sum(shard.num_rows or 0 for shard in source.shards)
+        return {"num_rows": total, "rows_from": "count"}
+    if found.card_rows is not None:
+        return {"num_rows": found.card_rows, "rows_from": "card"}
+    cost = f"counting opens the footers of {len(files):,} files"
+    if lines or not known:
+        cost = f"counting reads {bytes_text(sum(file.num_bytes for file in files))}"
+    return {"cost": f"{cost} (count=True, --count)"}
+
+
+def inspect_rows(source: ShardedSource, reads: Mapping[str, Any], split: str, look: Look) -> Part:
+    """Rows in memory."""
+    rows, notes = _first_rows(source, SAMPLE_ROWS)
+    counts = [shard.num_rows for shard in source.shards]
+    counted = {"cost": "every row would be asked for"}
+    if None not in counts:
+        counted = {"num_rows": sum(filter(None, counts)), "rows_from": "memory"}
+    found = Candidate(files=(), format="memory", reads=reads, split=split)
+    return found.part(notes, **counted, **look.rows(source.schema, rows))
+
+
+def _first_rows(source: ShardedSource, count: int) -> tuple[list[Row], list[str]]:
+    """Up to `count` rows, and a note about those among them that are bad."""
+    known = source.shards[0].num_rows
+    batch, rejects = scan(source, 0, 0, count if known is None else min(count, known))
+    kept = [name for name in batch.schema.names if name != ROW_NUMBER]
+    bad = [reject for reject in rejects if not reject.benign]
+    name = source.shards[0].name
+    notes = [
+        f"{name}: {len(bad)} of the first {count} rows are bad; row {first.row}: {first.reason}, {first.detail}"
+        for first in bad[:1]
+    ]
+    return batch.select(kept).to_pylist(), notes

@@ -1,0 +1,146 @@
+"""The options of saving: where rows go, in which format and codec, in how many files."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import field
+from pathlib import Path
+from typing import Any, Literal
+
+from easypipe.core.config import config
+from easypipe.core.errors import ConfigError
+
+Format = Literal["parquet", "arrow", "jsonl"]
+Compression = Literal["none", "gzip", "lz4", "zstd"]
+
+# format -> codec -> file extension; the first codec is the default. Arrow files without compression
+# are the ones that can be memory-mapped.
+CODECS: dict[str, dict[str, str]] = {
+    "parquet": {"zstd": ".parquet", "gzip": ".parquet", "lz4": ".parquet", "none": ".parquet"},
+    "arrow": {"none": ".arrow", "lz4": ".arrow", "zstd": ".arrow"},
+    "jsonl": {"none": ".jsonl", "gzip": ".jsonl.gz", "zstd": ".jsonl.zst"},
+}
+
+
+@config
+class SaveStageConfig:
+    """Where and how rows are written.
+
+    enabled: False skips the stage.
+    output_dir: folder or URL. Several datasets go to a folder each below it; a dataset's own
+    `save_path` goes before it.
+    format: of the files; a dataset's own `save_format` goes before it.
+    compression: None takes the format's own default: zstd for parquet, none for arrow (so that it
+    can be memory-mapped) and jsonl.
+    num_shards: exactly so many files, the rows dealt evenly; None makes as many as `max_shard_size`
+    asks for.
+    max_shard_size: bytes of a file on disk, as a number or as "500MB". Files are filled to within a
+    tenth of it, judged by what samples of
+        the data take with this format and compression. With num_shards too the one that makes more
+        files decides. None, where num_shards is None too: an eighth of the data, but at least 16
+        MiB and at most 500 MiB before compression, so that several cores can write.
+    overwrite: replace what another run left in the folder. The old shards stay readable until the
+    new ones are complete.
+    storage_options: passed to fsspec, for a remote output_dir or save_path: credentials, an
+    endpoint. Never logged, saved or part of an
+        identity.
+    push_to_hub: when the folder is complete, make the dataset repository `hub_repo_id` of the
+    Hugging Face Hub hold it, in one commit.
+    hub_repo_id: "user/name". Several datasets go to folders below its root. Read back with
+    `load_saved("hf://datasets/user/name")`.
+    hub_private: whether a repository that is made is private. True refuses one that exists and is
+    public.
+    hub_token: None takes HF_TOKEN from the environment, else the token of `hf auth login`. Never
+    logged, saved or part of an identity.
+    hub_revision: branch, made where it is missing; None is main.
+    """
+
+    enabled: bool = True
+    output_dir: str | Path | None = None
+    format: Format = "parquet"
+    compression: Compression | None = None
+    num_shards: int | None = None
+    max_shard_size: int | str | None = None
+    overwrite: bool = False
+    storage_options: dict[str, Any] | None = field(
+        default=None, repr=False, metadata={"secret": True}
+    )
+    push_to_hub: bool = False
+    hub_repo_id: str | None = None
+    hub_private: bool = True
+    hub_token: str | None = field(default=None, repr=False, metadata={"secret": True})
+    hub_revision: str | None = None
+
+    @property
+    def codec(self) -> str:
+        """The codec of the files: the one that was asked for, else the format's own."""
+        return self.compression or next(iter(CODECS[self.format]))
+
+    @property
+    def max_bytes(self) -> int | None:
+        """`max_shard_size` in bytes."""
+        return None if self.max_shard_size is None else parse_bytes(self.max_shard_size)
+
+    def check(self) -> None:
+        if self.codec not in CODECS[self.format]:
+            raise ConfigError(
+                at="compression",
+                problem=f"{self.format} files cannot be compressed with {self.compression}",
+                have=CODECS[self.format],
+                fix="Choose one of these.",
+            )
+        _ = self.max_bytes  # says so where it is no size
+        repo, branch = self.hub_repo_id, self.hub_revision
+        for wrong, at, problem, fix in (
+            (
+                self.num_shards is not None and self.num_shards < 1,
+                "num_shards",
+                f"{self.num_shards} shards hold nothing",
+                "Give at least 1.",
+            ),
+            (
+                self.push_to_hub and repo is None,
+                "hub_repo_id",
+                "push_to_hub needs to know where to",
+                'Set it, like "user/name".',
+            ),
+            (
+                repo is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo),
+                "hub_repo_id",
+                f"{repo!r} names no repository",
+                'Write "user/name".',
+            ),
+            (
+                self.hub_token == "",
+                "hub_token",
+                "is empty",
+                "Give a token, or leave it out for HF_TOKEN or your login.",
+            ),
+            (
+                branch is not None and not re.fullmatch(r"[\w][\w./-]*", branch),
+                "hub_revision",
+                f"{branch!r} names no branch",
+                "Leave it out for main.",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(at=at, problem=problem, fix=fix)
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of `500`, `"500MB"` (10^6) or `"500MiB"` (2^20).
+
+    Raises:
+        ConfigError: It is none of these; at `max_shard_size`.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMG])(I?)B|B?)\s*", str(size), re.IGNORECASE)
+    if found is not None:
+        base = 1024 if found[3] else 1000
+        num_bytes = int(float(found[1]) * base ** ("KMG".find((found[2] or " ").upper()) + 1))
+        if num_bytes >= 1:
+            return num_bytes
+    raise ConfigError(
+        at="max_shard_size",
+        problem=f"{size!r} is no size",
+        fix='Write bytes as a number, or like "500MB" or "2GiB".',
+    )
