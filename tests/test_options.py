@@ -31,9 +31,9 @@ from easypipe.compat.classify import ClassifyConfig
 from easypipe.compat.data_pipeline import DataPipelineConfig
 from easypipe.core.config import is_config
 from easypipe.core.schema import INPUT_IDS, OutputSchema, TaskSpec
-from easypipe.pipeline import PipelineConfig
 from easypipe.run import RunConfig
-from easypipe.stages.load.stream import KNOWN
+from easypipe.stages.config import PipelineConfig
+from easypipe.stages.streamable import KNOWN
 from option_effects import OPTIONS
 from pipelines import config, jsonl, texts
 

@@ -12,7 +12,8 @@ import pyarrow as pa
 from easypipe.core.config import digest
 from easypipe.core.protocols import Shard
 from easypipe.transforms.tokenizer.bpe import train_bpe
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from strategies import HOSTILE
 
 TOKENIZERS = ("gpt2", "mistral_v1", "olmo_neox", "torchtitan_tiny")

@@ -58,9 +58,10 @@ from easypipe.core.schema import OutputSchema, TaskSpec
 from easypipe.discovery.discover import discover
 from easypipe.discovery.findings import Discovery
 from easypipe.jobs import tokenize_and_save
+from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.explain import ExplainedBatch
-from easypipe.loader.loader import AsyncDataLoader, Loader, LoadStageConfig
+from easypipe.loader.loader import AsyncDataLoader, Loader
 from easypipe.loader.state import LoaderState
 from easypipe.pipeline import Pipeline, create_pipeline
 from easypipe.previews.samples import Preview, preview
@@ -78,13 +79,16 @@ from easypipe.sources.formats.parquet import ParquetShardedSource
 from easypipe.sources.formats.txt import TextShardedSource
 from easypipe.sources.hub.source import HuggingFaceShardedSource
 from easypipe.stages.config import OrderConfig, PipelineConfig
-from easypipe.stages.mix.schedule import WeightSchedulePoint, WeightScheduler
-from easypipe.stages.mix.stage import MixedShardedSource, MixStageConfig
-from easypipe.stages.pack.stage import PackedShardedSource, PackStageConfig
+from easypipe.stages.mix.config import MixStageConfig, WeightSchedulePoint
+from easypipe.stages.mix.schedule import WeightScheduler
+from easypipe.stages.mix.stage import MixedShardedSource
+from easypipe.stages.pack.config import PackStageConfig
+from easypipe.stages.pack.stage import PackedShardedSource
 from easypipe.stages.reports.plan_report import PlanReport
+from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.source.interleave import InterleavedSource, block_mixture_interleave
-from easypipe.stages.source.stage import DatasetConfig
-from easypipe.stages.tokenize.stage import TokenizedShardedSource, TokenizeStageConfig
+from easypipe.stages.tokenize.config import TokenizeStageConfig
+from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.stages.verify import Verification, verify
 from easypipe.train.checkpoint.manager import CheckpointManager
 from easypipe.train.config import OptimizerConfig, TrainingConfig
@@ -108,8 +112,9 @@ from easypipe.transforms.prompt.config import FewShotConfig, PromptConfig
 from easypipe.transforms.prompt.engine import PromptEngine
 from easypipe.transforms.prompt.fill_in_the_middle import FillInTheMiddle
 from easypipe.transforms.tokenizer.bpe import train_bpe
+from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.lengths import LengthPolicy
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 __version__: str
 

@@ -18,7 +18,8 @@ from easypipe.core.config import allowing_code, from_dict, load_yaml, require_no
 from easypipe.core.errors import EasypipeError, StateError
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.jobs import chain
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.loader import Loader
 from easypipe.loader.state import COMPONENTS, LoaderState
 from easypipe.loader.steps import Begin
 from easypipe.loader.streaming import StreamLoader

@@ -22,11 +22,12 @@ from easypipe.save.config import SaveStageConfig
 from easypipe.save.stage import SaveReport
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.recipes import recall, recall_saved
-from easypipe.stages.source.stage import DatasetConfig, SourceStage
-from easypipe.stages.tokenize.stage import TokenizeStageConfig
+from easypipe.stages.source.config import DatasetConfig
+from easypipe.stages.source.stage import SourceStage
+from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.stages.verify import Verification, cache_folder_of, place_of, verify
 from easypipe.train.model.pretrained.config import PretrainedConfig
-from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig
+from easypipe.transforms.tokenizer.config import TokenizerConfig
 
 log = logging.getLogger("easypipe")
 

@@ -27,7 +27,8 @@ from easypipe.core.protocols import (
     silent,
 )
 from easypipe.core.random import draw_seed
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.loader import Loader
 from easypipe.loader.steps import Begin
 from easypipe.loader.streaming import StreamLoader
 from easypipe.save.config import SaveStageConfig
@@ -35,23 +36,23 @@ from easypipe.save.stage import SaveReport, SaveStage
 from easypipe.sources.external.objects import is_dataset_object, open_object
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.load.stage import LoadStage
-from easypipe.stages.load.stream import no_plan, require_streamable
-from easypipe.stages.mix.stage import MixStage, MixStageConfig
-from easypipe.stages.pack.stage import PackStage, PackStageConfig
+from easypipe.stages.mix.config import MixStageConfig
+from easypipe.stages.mix.stage import MixStage
+from easypipe.stages.pack.config import PackStageConfig
+from easypipe.stages.pack.stage import PackStage
 from easypipe.stages.recipes import remember
 from easypipe.stages.repair import Verification, repair
 from easypipe.stages.reports.ledger import ledger_of
 from easypipe.stages.reports.plan_report import PlanReport, is_prepared, plan_report
 from easypipe.stages.reports.shares import warning_of_weights
-from easypipe.stages.source.stage import DatasetConfig, SourceStage
+from easypipe.stages.source.config import DatasetConfig
+from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.source.transform import TransformStage
+from easypipe.stages.streamable import no_plan, require_streamable
+from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.stages.tokenize.prompt_rows import PromptForm
-from easypipe.stages.tokenize.stage import (
-    TokenizedShardedSource,
-    TokenizeStage,
-    TokenizeStageConfig,
-)
-from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig
+from easypipe.stages.tokenize.stage import TokenizedShardedSource, TokenizeStage
+from easypipe.transforms.tokenizer.config import TokenizerConfig
 
 log = logging.getLogger("easypipe")
 T = TypeVar("T")

@@ -31,7 +31,7 @@ from easypipe import (
     create_masked_lm_collate,
 )
 from easypipe.core.errors import ConfigError, StateError
-from easypipe.loader.loader import LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.rows.items import ItemRows
 from easypipe.loader.streaming import StreamLoader
 from laws import assert_same_batches

@@ -28,7 +28,8 @@ from easypipe import (
 from easypipe.compat.loaders import text_loader
 from easypipe.compat.registry import CollatorRegistry
 from easypipe.core.errors import ConfigError, StateError
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.loader import Loader
 from easypipe.loader.rows.items import ForwardRows, ItemRows
 from laws import assert_exact_resume, assert_no_new_threads, assert_same_batch, assert_same_batches
 from pipelines import config, texts, tokenizer

@@ -23,12 +23,13 @@ from easypipe import (
     SaveStageConfig,
     SourceError,
 )
-from easypipe.cache.location import CacheConfig
+from easypipe.cache.config import CacheConfig
 from easypipe.core.protocols import ProgressEvent
 from easypipe.executors.ray import prepare_on_ray
 from easypipe.pipeline import _Remade
 from easypipe.stages.source.stage import SourceStage
-from easypipe.stages.tokenize.stage import TokenizeStage, TokenizeStageConfig
+from easypipe.stages.tokenize.config import TokenizeStageConfig
+from easypipe.stages.tokenize.stage import TokenizeStage
 from stores import Store
 from token_support import small_tokenizer_folder, texts
 

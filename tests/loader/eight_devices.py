@@ -11,7 +11,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from easypipe.core.errors import PlacementError
 from easypipe.loader.collate import CollateConfig
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.loader import Loader
 from easypipe.loader.placement import Placement, make_mesh
 from laws import assert_same_batches
 from loader_support import MemoryCache, plan_rows, some_docs

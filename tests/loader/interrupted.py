@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.loader import Loader
 from loader_support import MemoryCache, plan_rows, some_docs
 
 where = sys.argv[1]

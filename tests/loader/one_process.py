@@ -27,7 +27,8 @@ if count > 1:
 
 from easypipe import MixStageConfig, PackStageConfig, Pipeline, PipelineConfig  # noqa: E402
 from easypipe.loader.collate import CollateConfig  # noqa: E402
-from easypipe.loader.loader import Loader, LoadStageConfig  # noqa: E402
+from easypipe.loader.config import LoadStageConfig  # noqa: E402
+from easypipe.loader.loader import Loader  # noqa: E402
 from easypipe.loader.rows.planned import PlannedRows  # noqa: E402
 from easypipe.loader.state import LoaderState  # noqa: E402
 from easypipe.transforms.columns.functions import Filter  # noqa: E402

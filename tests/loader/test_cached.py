@@ -10,7 +10,8 @@ import pytest
 from easypipe.cache import mapping
 from easypipe.cache.reader import TokenCache
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.loader import Loader
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.stages.cache_writer import prepare
 from easypipe.transforms.tokenizer.bpe import train_bpe

@@ -15,7 +15,8 @@ from easypipe import Pipeline, PipelineConfig
 from easypipe.core.config import from_dict, to_dict
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.core.schema import INPUT_IDS
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.loader import Loader
 from easypipe.loader.state import MAX_CHANGES, LoaderState
 from laws import assert_exact_resume, assert_same_batches
 from loader_support import MemoryCache, plan_rows, some_docs

@@ -15,7 +15,8 @@ from easypipe.core.errors import ConfigError, PlacementError, SourceError, Stall
 from easypipe.core.protocols import BatchLoader
 from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, SEGMENT_IDS
 from easypipe.loader.collate import CollateConfig
-from easypipe.loader.loader import AsyncDataLoader, Loader, LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.loader import AsyncDataLoader, Loader
 from easypipe.loader.state import LoaderState
 from laws import assert_exact_resume, assert_no_new_threads, assert_same_batches
 from loader_support import MemoryCache, plan_rows, some_docs

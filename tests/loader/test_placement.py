@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from easypipe.core.errors import PlacementError
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.loader import Loader
 from easypipe.loader.placement import Placement
 from loader_processes import finish, python
 from loader_support import MemoryCache, plan_rows, some_docs

@@ -5,7 +5,8 @@ import pytest
 
 from easypipe.core.errors import ConfigError, SourceError, StateError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_IDS
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.loader import Loader
 from easypipe.loader.row_transforms import MappedRows
 from easypipe.loader.rows.stored import StoredRows
 from laws import (

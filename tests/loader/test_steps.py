@@ -13,7 +13,8 @@ from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, SEGMENT_IDS
 from easypipe.loader.collate import CollateConfig
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.loader import Loader
 from easypipe.loader.steps import Begin, Steps
 from laws import assert_exact_resume, assert_same_batches
 from loader_support import MemoryCache, plan_rows, some_docs

@@ -23,7 +23,8 @@ from easypipe.core.schema import (
     SEGMENT_IDS,
 )
 from easypipe.loader.collate import CollateConfig, collate
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.loader import Loader
 from easypipe.loader.rows.stored import StoredRows
 from laws import (
     assert_exact_resume,

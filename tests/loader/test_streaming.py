@@ -49,8 +49,9 @@ from easypipe.core.errors import (
 from easypipe.core.protocols import PipelineContext
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader import streaming_read, streaming_window
+from easypipe.loader.config import default_streams
 from easypipe.loader.state import LoaderState
-from easypipe.loader.streaming import StreamLoader, default_streams
+from easypipe.loader.streaming import StreamLoader
 from easypipe.loader.streaming_read import Place
 from easypipe.loader.streaming_state import StreamState
 from easypipe.sources.formats.forward import ForwardSource, open_forward
@@ -58,7 +59,8 @@ from easypipe.sources.limit import LimitedSource
 from easypipe.sources.open import open_files
 from easypipe.stages.load.stream import ForwardDocuments
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
-from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from laws import (
     assert_conserved,
     assert_exact_resume,

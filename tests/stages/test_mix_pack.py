@@ -31,7 +31,7 @@ from easypipe import (
 from easypipe.core.errors import PlanError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, SOURCE
 from easypipe.plan.window import Planner
-from easypipe.stages.mix.stage import block_weights
+from easypipe.stages.mix.config import block_weights
 from easypipe.transforms.tokenizer.bpe import train_bpe
 from pipelines import config, jsonl, texts, tokenizer, two_datasets
 from strategies import examples

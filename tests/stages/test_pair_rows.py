@@ -25,7 +25,7 @@ from easypipe import (
 )
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_BREAK, SEGMENT_IDS
-from easypipe.stages.config import MixStageConfig
+from easypipe.stages.mix.config import MixStageConfig
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.transforms.prompt.config import PromptConfig
 from easypipe.transforms.prompt.engine import PromptEngine

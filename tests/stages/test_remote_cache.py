@@ -30,8 +30,9 @@ from easypipe import (
     StorageError,
 )
 from easypipe.cache.blocks import BLOCK
+from easypipe.cache.config import CacheConfig
 from easypipe.cache.folder import RemoteFolder
-from easypipe.cache.location import CacheConfig, cache_folder
+from easypipe.cache.location import cache_folder
 from easypipe.cache.reader import TokenCache
 from easypipe.core import remote, storage
 from easypipe.loader.rows.documents import gather_documents

@@ -13,13 +13,10 @@ import strategies
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.protocols import PipelineContext, ScanningSource
 from easypipe.sources.external.memory import InMemoryShardedSource
-from easypipe.stages.source.stage import DatasetConfig
-from easypipe.stages.tokenize.stage import (
-    TokenizedShardedSource,
-    TokenizeStage,
-    TokenizeStageConfig,
-)
-from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig
+from easypipe.stages.source.config import DatasetConfig
+from easypipe.stages.tokenize.config import TokenizeStageConfig
+from easypipe.stages.tokenize.stage import TokenizedShardedSource, TokenizeStage
+from easypipe.transforms.tokenizer.config import TokenizerConfig
 from laws import assert_stateless_reads
 from strategies import examples
 from token_support import (

@@ -12,7 +12,8 @@ import pytest
 
 from easypipe.core.config import apply_overrides, from_dict
 from easypipe.core.errors import ConfigError, StateError
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.loader import Loader
 from easypipe.train.config import TrainingConfig
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.parallel.mesh import make_mesh

@@ -18,7 +18,8 @@ from easypipe.cli import main
 from easypipe.core.config import from_dict
 from easypipe.core.errors import StateError
 from easypipe.history import spans_of
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.loader import Loader
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.config import SpikeConfig, TrainingConfig
 from easypipe.train.metrics.report import page, write_report

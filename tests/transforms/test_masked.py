@@ -14,6 +14,7 @@ import strategies
 from chat_support import SHARED, chat_tokenizer, needs_shared
 from easypipe.core.errors import TokenizerError
 from easypipe.transforms.tokenizer import proof
+from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.masked import (
     MASKED_END,
     NO_END,
@@ -22,7 +23,7 @@ from easypipe.transforms.tokenizer.masked import (
     has_target,
     token_mask,
 )
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from strategies import examples
 from token_support import small_tokenizer
 

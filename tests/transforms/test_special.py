@@ -29,8 +29,8 @@ from easypipe import (
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.special import SpecialPolicy
-from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig
 from strategies import examples
 from token_support import TOKENIZERS, small_tokenizer_folder
 

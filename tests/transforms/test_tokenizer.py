@@ -24,7 +24,8 @@ import strategies
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.core.schema import token_dtype
 from easypipe.transforms.tokenizer import fast, proof
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from strategies import examples
 from token_support import FAST, TOKENIZERS, small_tokenizer, small_tokenizer_folder, texts
 

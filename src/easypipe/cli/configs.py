@@ -14,7 +14,8 @@ from easypipe.core.config import apply_overrides, from_dict, load_yaml
 from easypipe.core.errors import ConfigError
 from easypipe.history import host_load
 from easypipe.jobs import chain
-from easypipe.pipeline import Pipeline, PipelineConfig
+from easypipe.pipeline import Pipeline
+from easypipe.stages.config import PipelineConfig
 from easypipe.train.config import TrainingConfig
 from easypipe.train.record import recorded_seed
 

@@ -11,7 +11,7 @@ from easypipe.cli.show import console, progress, show_report
 from easypipe.core.config import apply_overrides, from_dict, load_yaml
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.jobs import chains, prepare_data, with_hold_outs, with_tokenizer_of
-from easypipe.pipeline import PipelineConfig
+from easypipe.stages.config import PipelineConfig
 from easypipe.train.model.pretrained.config import PretrainedConfig
 
 TASK = "task"  # the key by which a run on images is told from one on text

@@ -24,7 +24,7 @@ from easypipe.core.schema import INPUT_IDS, TaskSpec
 from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.loader import Loader
 from easypipe.plan.order import permute
-from easypipe.stages.source.stage import DatasetConfig
+from easypipe.stages.source.config import DatasetConfig
 
 log = logging.getLogger("easypipe")
 

@@ -19,10 +19,10 @@ from easypipe.core.config import ListOf, config, from_dict, load_yaml
 from easypipe.core.errors import ConfigError, EasypipeError, did_you_mean
 from easypipe.core.result import Err, Result, attempt
 from easypipe.loader.epochs import EpochLoader, EpochStreamLoader
-from easypipe.stages.source.stage import DatasetConfig
+from easypipe.stages.source.config import DatasetConfig
 from easypipe.transforms.prompt.config import PromptConfig
+from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.lengths import LengthPolicy
-from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig
 
 VERSION = "1.0"
 

@@ -24,7 +24,7 @@ from easypipe.core.protocols import ShardedSource
 from easypipe.pipeline import Pipeline
 from easypipe.sources.limit import select
 from easypipe.stages.config import PipelineConfig
-from easypipe.stages.source.stage import DatasetConfig
+from easypipe.stages.source.config import DatasetConfig
 
 ROWS_AT_A_TIME = 256
 COPY_VERSION = 1  # counts up when the same rows are copied otherwise

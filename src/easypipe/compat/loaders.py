@@ -18,15 +18,16 @@ from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.random import draw_seed
 from easypipe.core.schema import INPUT_IDS
+from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.epochs import EpochLoader, EpochStreamLoader, passes_over
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.loader import Loader
 from easypipe.loader.rows.items import ForwardRows, ItemRows
 from easypipe.loader.rows.ranks import check_rank
 from easypipe.pipeline import Pipeline
 from easypipe.sources.external.objects import is_streamed
 from easypipe.stages.config import OrderConfig, PipelineConfig
 from easypipe.stages.load.stage import require_a_batch
-from easypipe.stages.source.stage import DatasetConfig
+from easypipe.stages.source.config import DatasetConfig
 
 log = logging.getLogger("easypipe")
 

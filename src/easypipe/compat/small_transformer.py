@@ -22,15 +22,18 @@ from easypipe.compat.text_rows import is_own, tokenizer_config
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import INPUT_IDS, LABELS, SEGMENT_IDS
+from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.epochs import EpochLoader, seed_of_epoch
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.loader import Loader
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import OrderConfig, PipelineConfig
-from easypipe.stages.pack.stage import PackStage, PackStageConfig
-from easypipe.stages.source.stage import DatasetConfig
+from easypipe.stages.pack.config import PackStageConfig
+from easypipe.stages.pack.stage import PackStage
+from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.tokenize.text_rows import read_texts, require_text
 from easypipe.transforms.tokenizer.bpe import train_bpe
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 SPECIAL_TOKENS = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 # in tokenizer_config.json

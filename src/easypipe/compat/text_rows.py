@@ -11,7 +11,8 @@ import numpy as np
 
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.schema import INPUT_IDS
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 TEXT = "text"
 MESSAGES = "messages"

@@ -13,11 +13,11 @@ from easypipe.core.config import from_dict, load_yaml, meant, to_dict, with_alia
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import BatchLoader, ProgressListener
-from easypipe.loader.loader import LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
 from easypipe.run import RunConfig, check_vocabulary, inputs_of, with_vocabulary
 from easypipe.stages.config import PipelineConfig
-from easypipe.stages.pack.stage import PackStageConfig
-from easypipe.stages.source.stage import DatasetConfig
+from easypipe.stages.pack.config import PackStageConfig
+from easypipe.stages.source.config import DatasetConfig
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.config import LossConfig, TrainingConfig
 from easypipe.train.events import Callback, TrainListener

@@ -38,8 +38,8 @@ from easypipe.sources.hub.source import one_format, parse_hub_name
 from easypipe.sources.open import open_files
 from easypipe.sources.refs import FileRef, format_of
 from easypipe.sources.splits import parse_split
-from easypipe.stages.source.inputs import is_hub, is_object
-from easypipe.stages.source.stage import READERS, DatasetConfig
+from easypipe.stages.source.config import DatasetConfig, is_hub, is_object
+from easypipe.stages.source.stage import READERS
 
 PARTS = 24  # that are looked into; those of a Hub dataset that follow are listed
 

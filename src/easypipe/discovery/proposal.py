@@ -15,7 +15,7 @@ from easypipe.core.config import is_config, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS
 from easypipe.discovery.trial import Trial, names_roles_otherwise, try_rows
-from easypipe.stages.source.stage import DatasetConfig
+from easypipe.stages.source.config import DatasetConfig
 from easypipe.transforms.chat.conversations import value_of
 from easypipe.transforms.columns.kinds import SLOTS, TITLES, Kind, guess_kind
 from easypipe.transforms.prompt.config import ROLES, PromptConfig

@@ -13,8 +13,8 @@ from typing import Any, Generic, Self, TypeVar
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.random import fold
+from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
-from easypipe.loader.options import LoadStageConfig
 from easypipe.loader.row_transforms import RowTransform
 from easypipe.loader.rows.ranks import PassRows
 from easypipe.loader.state import LoaderState

@@ -19,8 +19,8 @@ import numpy as np
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, PlacementError, StateError
 from easypipe.loader.collate import CollateConfig, known_width, row_width, with_asked
+from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.explain import Decoder, ExplainedBatch, choose, explain_rows
-from easypipe.loader.options import LoadStageConfig
 from easypipe.loader.order import ReadingOrder
 from easypipe.loader.placement import Placement, local_mesh, make_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher

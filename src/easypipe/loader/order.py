@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from easypipe.core.errors import ConfigError
 from easypipe.core.random import fold
 from easypipe.loader.collate import CollateConfig, alone_widths
-from easypipe.loader.options import LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.rows.planned import Rows
 from easypipe.plan.order import permute
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import PlacementError, did_you_mean
 from easypipe.loader.collate import as_stack
+from easypipe.loader.config import axes_in_words, check_axes
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
@@ -51,14 +52,14 @@ def make_mesh(mesh: Any) -> Mesh:
         if count % fixed:
             raise PlacementError(
                 at="mesh",
-                problem=f"{_axes(sizes)}: the fixed axes take {fixed} devices, which does not divide the {count} there are",
+                problem=f"{axes_in_words(sizes)}: the fixed axes take {fixed} devices, which does not divide the {count} there are",
                 fix=f"Choose sizes whose product divides {count}.",
             )
         sizes = {axis: count // fixed if size == -1 else size for axis, size in sizes.items()}
     elif fixed != count:
         raise PlacementError(
             at="mesh",
-            problem=f"{_axes(sizes)} is {fixed} devices, there are {count}",
+            problem=f"{axes_in_words(sizes)} is {fixed} devices, there are {count}",
             fix="Set one axis to -1 to have it take what is left, or give a jax Mesh over some of the devices.",
         )
     return jax.make_mesh(
@@ -96,33 +97,6 @@ def gather_bytes(own: bytes) -> list[bytes]:
         return [own]
     gathered = np.asarray(process_allgather(np.frombuffer(own, np.uint8)))
     return [row.tobytes() for row in gathered.reshape(jax.process_count(), len(own))]
-
-
-def check_axes(mesh: Mapping[Any, Any]) -> dict[str, int]:
-    """`{axis: size}` with what can be said without devices. Raises PlacementError."""
-    sizes: dict[str, int] = {}
-    for axis, size in mesh.items():
-        if (
-            not isinstance(axis, str)
-            or isinstance(size, bool)
-            or not isinstance(size, int)
-            or (size < 1 and size != -1)
-        ):
-            raise PlacementError(
-                at=f"mesh.{axis}",
-                problem=f"{size!r} is no axis size",
-                fix="Give a count of devices, or -1 for what is left.",
-            )
-        sizes[axis] = size
-    if not sizes:
-        raise PlacementError(at="mesh", problem="no axes", fix="Write {'data': -1}.")
-    if list(sizes.values()).count(-1) > 1:
-        raise PlacementError(
-            at="mesh",
-            problem=f"{_axes(sizes)}: more than one axis is -1",
-            fix="Give all but one a size.",
-        )
-    return sizes
 
 
 class Placement:
@@ -300,7 +274,3 @@ def _partition_spec(spec: Any, mesh: Mesh) -> PartitionSpec:
                 )
             seen.add(axis)
     return spec
-
-
-def _axes(sizes: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import os
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from easypipe.core.errors import (
 )
 from easypipe.core.ledger import Ledger
 from easypipe.loader.collate import CollateConfig, known_width
-from easypipe.loader.options import LoadStageConfig
+from easypipe.loader.config import LoadStageConfig, check_streams
 from easypipe.loader.placement import Placement, gather_bytes, local_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher
 from easypipe.loader.state import LoaderState
@@ -51,26 +50,6 @@ from easypipe.plan.pack import nothing_fits
 from easypipe.plan.spec import in_words
 
 log = logging.getLogger("easypipe")
-
-MOST_STREAMS = 8  # that a batch has where nothing else is said
-
-
-def default_streams(*batch_sizes: int) -> int:
-    """The largest divisor of all batch sizes up to MOST_STREAMS."""
-    whole = math.gcd(*batch_sizes)
-    return next(count for count in range(min(MOST_STREAMS, whole), 0, -1) if whole % count == 0)
-
-
-def check_streams(num_streams: int, config: LoadStageConfig) -> None:
-    """Raises ConfigError where a batch of some step does not divide into the streams."""
-    sizes = {config.batch_size, *(size for _, size in config.batch_size_schedule)}
-    for size in sorted(sizes):
-        if num_streams < 1 or size % num_streams:
-            raise ConfigError(
-                at="num_streams",
-                problem=f"{num_streams} streams do not divide a batch of {size} rows",
-                fix=f"Give a divisor of {' and '.join(map(str, sorted(sizes)))}, or leave it out for {default_streams(*sizes)}.",
-            )
 
 
 class StreamLoader:

@@ -21,8 +21,8 @@ from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.jobs import chain
+from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.explain import ExplainedRow, Segment, Span
-from easypipe.loader.loader import LoadStageConfig
 from easypipe.pipeline import Pipeline
 from easypipe.save.stage import SaveStage
 from easypipe.stages.config import PipelineConfig

@@ -9,17 +9,17 @@ from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
-from easypipe.cache.location import CacheConfig, check_cache
+from easypipe.cache.config import CacheConfig, check_cache
 from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError
-from easypipe.loader.loader import LoadStageConfig
+from easypipe.loader.config import LoadStageConfig, check_streams
 from easypipe.save.config import SaveStageConfig
-from easypipe.stages.load.stream import problems_of
-from easypipe.stages.mix.stage import MixStageConfig
-from easypipe.stages.pack.stage import PackStageConfig
-from easypipe.stages.source.stage import DatasetConfig, no_datasets
-from easypipe.stages.tokenize.stage import TokenizeStageConfig
-from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig
+from easypipe.stages.mix.config import MixStageConfig
+from easypipe.stages.pack.config import PackStageConfig
+from easypipe.stages.source.config import DatasetConfig, no_datasets
+from easypipe.stages.streamable import require_streamable
+from easypipe.stages.tokenize.config import TokenizeStageConfig
+from easypipe.transforms.tokenizer.config import TokenizerConfig
 
 
 @config
@@ -121,7 +121,7 @@ class PipelineConfig:
                 )
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             problems.append(ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^63)"))
-        problems += problems_of(self)
+        problems += _streaming_problems(self)
         try:
             check_cache(
                 self.cache,
@@ -151,3 +151,62 @@ class PipelineConfig:
                 )
             )
         return problems
+
+
+def _streaming_problems(config: PipelineConfig) -> list[ConfigError]:
+    """What a PipelineConfig asks for that streaming cannot do, and streaming options without
+    streaming.
+    """
+    if not config.streaming:
+        if config.num_streams is None:
+            return []
+        return [
+            ConfigError(
+                at="num_streams",
+                problem="has no effect without streaming",
+                fix="Leave it out, or set streaming=True.",
+            )
+        ]
+    problems = []
+    for at in ("tokenize", "mix", "pack", "load"):  # save() is refused where it is called
+        try:
+            require_streamable(at, getattr(config, at))
+        except ConfigError as error:
+            problems.append(error)
+    if config.order.block_rows > 1:
+        problems.append(
+            ConfigError(
+                at="order.block_rows",
+                problem="has no effect in streaming: ranges are read whole",
+                fix="Leave it out.",
+            )
+        )
+    if config.executor != "local":
+        problem = f"{config.executor!r} fills a token cache, and streaming keeps none"
+        problems.append(
+            ConfigError(at="executor", problem=problem, fix="Leave it, or streaming, out.")
+        )
+    for i, dataset in enumerate(config.datasets):
+        if dataset.prompt is not None and dataset.prompt.rejected_column is not None:
+            problem = "is not there in streaming: pairs are laid out over token caches"
+            problems.append(
+                ConfigError(
+                    at=f"datasets[{i}].prompt.rejected_column",
+                    problem=problem,
+                    fix="Leave streaming out.",
+                )
+            )
+        if dataset.on_error == "quarantine":
+            problems.append(
+                ConfigError(
+                    at=f"datasets[{i}].on_error",
+                    problem="'quarantine' writes a file when all rows were seen, and streaming may see each many times",
+                    fix="Set it to 'skip', or leave streaming out.",
+                )
+            )
+    try:
+        if config.num_streams is not None:
+            check_streams(config.num_streams, config.load or LoadStageConfig())
+    except ConfigError as error:
+        problems.append(error)
+    return problems

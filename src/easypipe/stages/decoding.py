@@ -12,7 +12,8 @@ from easypipe.loader.explain import Decoder, Decodes
 from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.stage import PackedShardedSource
 from easypipe.stages.tokenize.tokens import token_info, tokenizer_of
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 
 def decoder_of(source: ShardedSource) -> Decoder:

@@ -16,8 +16,9 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from easypipe.cache.config import CacheConfig
 from easypipe.cache.folder import CacheFolder
-from easypipe.cache.location import CacheConfig, cache_folder
+from easypipe.cache.location import cache_folder
 from easypipe.cache.manifest import Manifest, Part, read_manifest
 from easypipe.cache.ranges import Record, read_record
 from easypipe.cache.reader import cache_schema

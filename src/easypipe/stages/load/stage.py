@@ -14,7 +14,8 @@ from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.collate import CollateConfig
-from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.loader import Loader
 from easypipe.loader.rows.planned import PlannedRows, Rows
 from easypipe.loader.rows.stored import StoredRows
 from easypipe.loader.streaming import StreamLoader
@@ -25,7 +26,7 @@ from easypipe.stages.mix.mixture import Mixture
 from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.stage import PackedShardedSource, single
 from easypipe.stages.tokenize.tokens import token_info, tokenizer_of
-from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig
+from easypipe.transforms.tokenizer.config import TokenizerConfig
 
 DOCUMENTS_AT_A_TIME = 1 << 20  # whose lengths are looked at, where all are
 

@@ -20,7 +20,7 @@ from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import PipelineContext
 from easypipe.core.schema import LOSS_MASK
-from easypipe.loader.options import LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.rows.documents import Documents as Tokens
 from easypipe.loader.rows.documents import gather_documents
 from easypipe.loader.rows.planned import PlannedRows

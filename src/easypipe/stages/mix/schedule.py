@@ -3,54 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
-from easypipe.core.config import config, from_dict
-from easypipe.core.errors import ConfigError, PlanError, did_you_mean
-from easypipe.loader.options import LoadStageConfig
-from easypipe.plan.mix import integer_weights
+from easypipe.core.config import from_dict
+from easypipe.core.errors import ConfigError
+from easypipe.loader.config import LoadStageConfig
 from easypipe.plan.schedule import KINDS, Schedule
+from easypipe.stages.mix.config import (
+    ScheduleType,
+    WeightSchedulePoint,
+    check_points,
+    exact_weights,
+)
 
-ScheduleType = Literal["step", "linear", "cosine"]
 BatchSizes = tuple[tuple[int, int], ...]
-
-
-@config
-class WeightSchedulePoint:
-    """The weights of all datasets at one training step.
-
-    step: of the trainer, counted from 0: one batch of the loader is one step.
-    weights: a number of at least 0 for each dataset, in any scale; 0 leaves the dataset out at that
-    step.
-    """
-
-    step: int
-    weights: dict[str, float]
-
-    def check(self) -> None:
-        if self.step < 0:
-            raise ConfigError(
-                at="step",
-                problem=f"{self.step} is before the first step",
-                fix="Steps count from 0.",
-            )
-        for name, weight in self.weights.items():
-            if not math.isfinite(weight) or weight < 0:
-                raise ConfigError(
-                    at=f"weights.{name}",
-                    problem=f"{weight!r} is no weight",
-                    fix="Give a number of at least 0.",
-                )
-        if not any(self.weights.values()):
-            raise ConfigError(
-                at="weights",
-                problem="no dataset has any",
-                fix="Give at least one a number above 0.",
-            )
 
 
 class WeightScheduler:
@@ -87,53 +56,6 @@ class WeightScheduler:
                 at="step", problem=f"{step} is before the first step", fix="Steps count from 0."
             )
         return dict(zip(self._names, map(float, self._schedule.shares(step)), strict=True))
-
-
-def check_points(points: Sequence[WeightSchedulePoint], at: str) -> None:
-    """Raises ConfigError where points do not follow one another, or do not name the same
-    datasets.
-    """
-    if not points:
-        raise ConfigError(
-            at=at, problem="there is no point", fix="Give at least one, or leave it out."
-        )
-    first = points[0].weights
-    for i, point in enumerate(points):
-        if i and point.step <= points[i - 1].step:
-            raise ConfigError(
-                at=f"{at}[{i}].step",
-                problem=f"{point.step} does not come after {points[i - 1].step}",
-                fix="Order the points by step.",
-            )
-        for name in point.weights:
-            if name not in first:
-                raise ConfigError(
-                    at=f"{at}[{i}].weights.{name}",
-                    problem=f"{at}[0] has no weight for {name!r}",
-                    have=first,
-                    fix=did_you_mean(name, list(first))
-                    or "Name the same datasets in every point; 0 leaves one out.",
-                )
-        for name in first:
-            if name not in point.weights:
-                raise ConfigError(
-                    at=f"{at}[{i}].weights",
-                    problem=f"no weight for {name!r}",
-                    have=point.weights,
-                    fix="Give it one; 0 leaves it out.",
-                )
-
-
-def exact_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[int, ...]:
-    """Integers in the ratio of `weights`, in the order of `names`; 0 stays 0. Raises ConfigError
-    for one too small beside the others.
-    """
-    above = {name: weight for name, weight in weights.items() if weight > 0}
-    try:
-        whole = dict(zip(above, integer_weights(above), strict=True))
-    except PlanError as error:
-        raise ConfigError(at=error.at, problem=error.problem, fix=error.fix) from None
-    return tuple(whole.get(name, 0) for name in names)
 
 
 def exact_points(

@@ -20,7 +20,7 @@ from easypipe.cache.reader import TokenCache
 from easypipe.core.errors import CacheError, ConfigError, StageOrderError
 from easypipe.core.protocols import PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
-from easypipe.loader.loader import LoadStageConfig
+from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.steps import Begin, Steps
 from easypipe.plan.tally import Tally
 from easypipe.plan.windows import Plan

@@ -12,83 +12,13 @@ import pyarrow as pa
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import (
-    ATTENTION_MASK,
-    HAS_EOS,
-    INPUT_IDS,
-    LABELS,
-    LOOK_AHEAD,
-    LOSS_MASK,
-    POSITION_IDS,
     ROW_NUMBER,
-    SEGMENT_IDS,
-    SOURCE,
 )
+from easypipe.stages.source.config import TOKEN_COLUMNS
 from easypipe.transforms.columns.base import TransformedSource
 from easypipe.transforms.columns.columns import Rename
 from easypipe.transforms.columns.functions import Map
 from easypipe.transforms.columns.hold_out import HoldOut
-from easypipe.transforms.columns.types import column_types
-from easypipe.transforms.tokenizer.options import with_options
-
-TOKEN_COLUMNS = (
-    INPUT_IDS,
-    LOSS_MASK,
-    SEGMENT_IDS,
-    POSITION_IDS,
-    LABELS,
-    LOOK_AHEAD,
-    ATTENTION_MASK,
-    HAS_EOS,
-    SOURCE,
-    ROW_NUMBER,
-)
-
-
-def check_formats(dataset: Any) -> None:
-    """What can be told of a DatasetConfig's columns without its rows. Raises ConfigError."""
-    call = dataset.format_callback
-    if call is None:
-        for name in ("format_columns", "format_version", "format_batched"):
-            if getattr(dataset, name):
-                raise ConfigError(
-                    at=name, problem="has no effect without a format_callback", fix="Leave it out."
-                )
-    elif not callable(call) and not (isinstance(call, str) and ":" in call):
-        raise ConfigError(
-            at="format_callback",
-            problem=f"{call!r} is no function",
-            fix='Give a function, or "module:function".',
-        )
-    column_types(dataset.format_columns, "format_columns")
-    if dataset.format_fields is not None:
-        try:
-            Rename(dataset.format_fields)
-        except ConfigError as error:
-            raise ConfigError(
-                at="format_fields", problem=error.problem, fix='Write {"old_name": "new_name"}.'
-            ) from None
-    fields = dataset.additional_fields
-    for i, name in enumerate(fields):
-        if name in fields[:i]:
-            raise ConfigError(
-                at=f"additional_fields[{i}]",
-                problem=f"{name!r} stands twice",
-                fix="Leave one of them out.",
-            )
-        require_free(name, f"additional_fields[{i}]")
-    try:
-        with_options("any", dataset.tokenizer_kwargs)
-    except ConfigError as error:
-        raise error.under("tokenizer_kwargs") from None
-
-
-def require_free(name: str, at: str) -> None:
-    """Raises ConfigError for a column that would stand where tokens have one of their own."""
-    if name in TOKEN_COLUMNS:
-        fix = f'Give it another name: format_fields={{"{name}": "my_{name}"}}.'
-        raise ConfigError(
-            at=at, problem=f"{name!r} is a column that tokens have themselves", fix=fix
-        )
 
 
 def read_columns(dataset: Any) -> list[list[str]]:

@@ -24,8 +24,8 @@ from easypipe.plan.spec import STOPS
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.external.objects import open_object
-from easypipe.stages.mix.stage import block_weights, check_weights
-from easypipe.stages.source.inputs import is_object
+from easypipe.stages.mix.config import block_weights, check_weights
+from easypipe.stages.source.config import is_object
 from easypipe.transforms.columns.base import as_array
 
 WINDOW_ROWS = 8192

@@ -10,8 +10,9 @@ from easypipe.cache.ranges import recipe_of
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ShardedSource
+from easypipe.stages.source.config import PROMPT_OPTIONS
 from easypipe.stages.tokenize.pair_rows import PairForm
-from easypipe.stages.tokenize.prompt_rows import PROMPT_OPTIONS, PromptForm, lengths_identity
+from easypipe.stages.tokenize.prompt_rows import PromptForm, lengths_identity
 from easypipe.stages.tokenize.text_rows import Texts, read_texts, require_text
 from easypipe.stages.tokenize.token_rows import Documents, encode_texts
 from easypipe.transforms.chat.messages import is_json, is_messages, is_text

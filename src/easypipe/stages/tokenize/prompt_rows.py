@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from easypipe.cache.ranges import BLANK_TEXTS
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.errors import SourceError, did_you_mean, place
 from easypipe.core.protocols import Reject, ShardedSource, counted, scan
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.stages.tokenize.text_rows import Texts
@@ -23,72 +23,14 @@ from easypipe.transforms.chat.render import (
     HostileTemplateError,
     Refused,
     Rendered,
-    check_date,
-    check_whole,
 )
 from easypipe.transforms.chat.split_turns import CUT_BY
-from easypipe.transforms.prompt.config import check_thinking
 from easypipe.transforms.prompt.engine import PromptEngine
 from easypipe.transforms.prompt.fields import BENIGN, EMPTY
 from easypipe.transforms.tokenizer.lengths import TOO_LONG, Lengths
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 ROWS_AT_A_TIME = 1000  # that are Python objects: Python looks through all there are again and again
-PROMPT_OPTIONS = (
-    "prompt_field",
-    "completion_field",
-    "train_on",
-    "chat_template",
-    "template_date",
-    "train_empty_thinking",
-    "tools_field",
-)
-
-
-def check_prompts(dataset: Any) -> None:
-    """Raises ConfigError where options of a DatasetConfig about conversations, prompts and
-    completions do not go together.
-    """
-    given = [name for name in PROMPT_OPTIONS if getattr(dataset, name) is not None]
-    if dataset.prompt is not None:
-        if given or dataset.content_field != "text":
-            at = given[0] if given else "content_field"
-            raise ConfigError(
-                at=at,
-                problem="has no effect beside prompt",
-                fix="Say it in prompt, or leave prompt out.",
-            )
-        return
-    if (dataset.prompt_field is None) != (dataset.completion_field is None):
-        missing, given = (
-            ("prompt_field", "completion_field")
-            if dataset.prompt_field is None
-            else ("completion_field", "prompt_field")
-        )
-        raise ConfigError(
-            at=missing, problem=f"{given} needs it", fix=f"Name the column, or leave {given} out."
-        )
-    if dataset.prompt_field is not None:
-        if dataset.prompt_field == dataset.completion_field:
-            raise ConfigError(
-                at="completion_field", problem="is the prompt_field too", fix="Name another column."
-            )
-        for name in ("chat_template", "template_date", "train_empty_thinking", "tools_field"):
-            if getattr(dataset, name) is not None:
-                raise ConfigError(
-                    at=name, problem="has no effect on prompts and completions", fix="Leave it out."
-                )
-        if dataset.train_on in ("assistant", "last_assistant"):
-            raise ConfigError(
-                at="train_on",
-                problem="prompts have no assistant",
-                have=["completion", "all"],
-                fix="Use 'completion'.",
-            )
-    check_thinking(dataset)
-    check_whole(dataset.chat_template, "chat_template")
-    if dataset.template_date is not None:
-        check_date(dataset.template_date)
 
 
 def lengths_identity(lengths: Lengths | None) -> list[Any]:

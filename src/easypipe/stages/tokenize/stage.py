@@ -16,7 +16,7 @@ from easypipe.cache.folder import CacheFolder, folder_of
 from easypipe.cache.location import TemporaryFolder, cache_folder_of
 from easypipe.cache.ranges import Range, ranges_of
 from easypipe.cache.reader import TokenCache, cache_schema
-from easypipe.core.config import ListOf, config, digest
+from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.protocols import (
     BaseStage,
@@ -33,48 +33,15 @@ from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
 from easypipe.sources.limit import select
 from easypipe.stages.cache_writer import OnError, manifest_key, pending, prepare, prepare_part
 from easypipe.stages.source.columns import kept_columns
+from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.stages.tokenize.encoders import RowForm, TextForm, form_of
 from easypipe.stages.tokenize.token_rows import Documents
 from easypipe.transforms.prompt.fields import advice
+from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.options import with_options
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("easypipe")
-
-
-@config
-class TokenizeStageConfig:
-    """How text becomes tokens.
-
-    default_tokenizer: for datasets that name none; itself in place of the pipeline's
-    default_tokenizer.
-    max_length: most tokens of a document, for tokenizers that name none of their own; None keeps
-    all.
-    batch_size: texts encoded at a time; decides memory and speed, never tokens.
-    num_workers: ranges of rows that are read and encoded at a time, each held in memory; None takes
-    one per core.
-    cache_tokenized: False is cache_enabled=False for every dataset; None and True keep tokens.
-    Streaming keeps none, which it says where
-        this is True.
-    remove_columns: columns of the sources that do not stay beside the tokens where documents are
-    saved; all others do. None removes all
-        but each dataset's additional_fields.
-    """
-
-    default_tokenizer: TokenizerConfig | str | None = None
-    max_length: int | None = None
-    batch_size: int = 1000
-    num_workers: int | None = None
-    cache_tokenized: bool | None = None
-    remove_columns: ListOf[str] | None = None
-
-    def check(self) -> None:
-        for name in ("max_length", "batch_size", "num_workers"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(
-                    at=name, problem=f"{value} is too few", fix="Give at least 1, or leave it out."
-                )
 
 
 class TokenizedShardedSource(ShardedDataSource):

@@ -20,7 +20,8 @@ from easypipe.transforms.chat.render import (
 )
 from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid, require_columns
 from easypipe.transforms.prompt.fields import EMPTY
-from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
 
 class Chat(ColumnTransform):

@@ -20,9 +20,10 @@ from easypipe.transforms.chat.render import ChatTemplate, Refused, Rendered, loa
 from easypipe.transforms.prompt.config import TALKS, PromptConfig
 from easypipe.transforms.prompt.fields import BENIGN, advice
 from easypipe.transforms.prompt.formats import VERDICTS, Format, PlainFormat, TalkFormat, TextFormat
+from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.lengths import TOO_LONG, LengthPolicy, Lengths, Whole, shape
 from easypipe.transforms.tokenizer.masked import encode_masked, has_target
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 
 class PromptEngine:

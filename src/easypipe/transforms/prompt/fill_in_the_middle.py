@@ -14,7 +14,8 @@ from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.core.random import child, fold
 from easypipe.transforms.chat.messages import is_text
 from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid, require_columns
-from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
 # What models in use call them: in front of the prefix, of the suffix, of the middle.
 KNOWN = (

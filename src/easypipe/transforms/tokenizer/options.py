@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from easypipe.core.errors import ConfigError, did_you_mean
-from easypipe.transforms.tokenizer.tokenizer import TokenizerConfig
+from easypipe.transforms.tokenizer.config import TokenizerConfig
 
 USE_FAST = "use_fast"  # transformers' word
 

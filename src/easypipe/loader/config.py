@@ -1,13 +1,15 @@
-"""The options of a loader."""
+"""The options of a loader, and the checks that need nothing else."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from easypipe.core.config import ListOf, config
-from easypipe.core.errors import ConfigError
-from easypipe.loader.placement import check_axes
+from easypipe.core.errors import ConfigError, PlacementError
+
+MOST_STREAMS = 8  # that a batch has where nothing else is said
 
 
 @config
@@ -121,3 +123,52 @@ class LoadStageConfig:
                     problem=f"{size} rows do not divide into accumulation_steps {self.accumulation_steps}",
                     fix=f"Give {f'{below} or {above}' if below else above} rows.",
                 )
+
+
+def default_streams(*batch_sizes: int) -> int:
+    """The largest divisor of all batch sizes up to MOST_STREAMS."""
+    whole = math.gcd(*batch_sizes)
+    return next(count for count in range(min(MOST_STREAMS, whole), 0, -1) if whole % count == 0)
+
+
+def check_streams(num_streams: int, config: LoadStageConfig) -> None:
+    """Raises ConfigError where a batch of some step does not divide into the streams."""
+    sizes = {config.batch_size, *(size for _, size in config.batch_size_schedule)}
+    for size in sorted(sizes):
+        if num_streams < 1 or size % num_streams:
+            raise ConfigError(
+                at="num_streams",
+                problem=f"{num_streams} streams do not divide a batch of {size} rows",
+                fix=f"Give a divisor of {' and '.join(map(str, sorted(sizes)))}, or leave it out for {default_streams(*sizes)}.",
+            )
+
+
+def check_axes(mesh: Mapping[Any, Any]) -> dict[str, int]:
+    """`{axis: size}` with what can be said without devices. Raises PlacementError."""
+    sizes: dict[str, int] = {}
+    for axis, size in mesh.items():
+        if (
+            not isinstance(axis, str)
+            or isinstance(size, bool)
+            or not isinstance(size, int)
+            or (size < 1 and size != -1)
+        ):
+            raise PlacementError(
+                at=f"mesh.{axis}",
+                problem=f"{size!r} is no axis size",
+                fix="Give a count of devices, or -1 for what is left.",
+            )
+        sizes[axis] = size
+    if not sizes:
+        raise PlacementError(at="mesh", problem="no axes", fix="Write {'data': -1}.")
+    if list(sizes.values()).count(-1) > 1:
+        raise PlacementError(
+            at="mesh",
+            problem=f"{axes_in_words(sizes)}: more than one axis is -1",
+            fix="Give all but one a size.",
+        )
+    return sizes
+
+
+def axes_in_words(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())

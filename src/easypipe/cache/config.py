@@ -1,0 +1,69 @@
+"""How a token cache at a URL is reached and read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import field
+from pathlib import Path
+from typing import Any, Literal
+
+from easypipe.core import storage
+from easypipe.core.config import config
+from easypipe.core.errors import ConfigError
+
+
+@config
+class CacheConfig:
+    """How a token cache at a URL (`s3://`, `gs://`) is reached and read. Files of this machine are
+    mapped as they are.
+
+    reading: "shards" fetches whole token files, each held against its checksum, which is right for
+    reading most of them, or neighbours
+        (`order.block_rows`); "ranges" fetches the documents that a batch has, in blocks of 64 KiB,
+        each checked.
+    staging_bytes: of fetched tokens that are kept on this machine's disk, for each process and
+    cache folder; what was not read for the
+        longest goes first.
+    staging_dir: the folder for them; None takes the system's temporary one (TMPDIR).
+    storage_options: passed to fsspec: credentials, an endpoint. Never logged, saved or part of an
+    identity.
+    """
+
+    reading: Literal["shards", "ranges"] = "shards"
+    staging_bytes: int = 16 << 30
+    staging_dir: str | Path | None = None
+    storage_options: dict[str, Any] | None = field(
+        default=None, repr=False, metadata={"secret": True}
+    )
+
+    def check(self) -> None:
+        if self.staging_bytes < 1:
+            raise ConfigError(
+                at="staging_bytes",
+                problem=f"{self.staging_bytes} is no room",
+                fix="Give at least what a batch needs.",
+            )
+
+
+def check_cache(
+    options: CacheConfig | None,
+    cache_dir: str | Path | None,
+    own: Iterable[str | Path | None],
+    *,
+    streaming: bool,
+) -> None:
+    """own: the datasets' cache_path. Raises ConfigError where `options` would do nothing."""
+    if options is None:
+        return
+    chosen = [cache_dir or os.environ.get("EASYPIPE_CACHE"), *own]
+    if streaming:
+        raise ConfigError(
+            at="cache", problem="has no effect: streaming keeps no tokens", fix="Leave it out."
+        )
+    if not any(place is not None and storage.is_remote(place) for place in chosen):
+        raise ConfigError(
+            at="cache",
+            problem="has no effect: no token cache is at a URL",
+            fix="Leave it out, or give cache_dir a URL.",
+        )

@@ -1,0 +1,281 @@
+"""The options of the mix stage: weights, their schedule, and the checks of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Literal
+
+from easypipe.core.config import ListOf, config
+from easypipe.core.errors import ConfigError, PlanError, did_you_mean
+from easypipe.plan.mix import integer_weights
+from easypipe.plan.spec import Unit
+
+ScheduleType = Literal["step", "linear", "cosine"]
+
+
+@config
+class WeightSchedulePoint:
+    """The weights of all datasets at one training step.
+
+    step: of the trainer, counted from 0: one batch of the loader is one step.
+    weights: a number of at least 0 for each dataset, in any scale; 0 leaves the dataset out at that
+    step.
+    """
+
+    step: int
+    weights: dict[str, float]
+
+    def check(self) -> None:
+        if self.step < 0:
+            raise ConfigError(
+                at="step",
+                problem=f"{self.step} is before the first step",
+                fix="Steps count from 0.",
+            )
+        for name, weight in self.weights.items():
+            if not math.isfinite(weight) or weight < 0:
+                raise ConfigError(
+                    at=f"weights.{name}",
+                    problem=f"{weight!r} is no weight",
+                    fix="Give a number of at least 0.",
+                )
+        if not any(self.weights.values()):
+            raise ConfigError(
+                at="weights",
+                problem="no dataset has any",
+                fix="Give at least one a number above 0.",
+            )
+
+
+@config
+class MixStageConfig:
+    """How much of each dataset the mixture holds. docs/mixing.md has the rules, and the bounds that
+    they keep.
+
+    weights: a positive number for each dataset, in any scale; None gives every dataset the same.
+    weight_schedule: weights that follow the training step, in place of `weights`, which then hold
+    until the first point (without them, the
+        first point's do). The mixture looks at them where a window of documents ends, and windows
+        end where they change.
+    weight_schedule_type: between two points the weights stay (`step`), or go over along a line
+    (`linear`) or half a cosine wave (`cosine`).
+    batch_size: rows of a training step, for weight_schedule. None takes that of load(), or of the
+    config's `load`; one that differs from
+        them is refused.
+    unit: what the weights are shares of: documents (`rows`), or the tokens of them that get a place
+    in a row (`tokens`).
+    max_epochs: for each dataset named, how often a document of it may come in the whole run. A
+    dataset that has come so often leaves, and
+        the others go on by their weights. A mixture that restarts ends where all its datasets have
+        such a number.
+    block_size: round the shares to whole documents of a block of so many, so that every block of
+    that many documents in a row holds the
+        same number of each dataset. None keeps the weights as they are; every prefix is then within
+        one document of them. Under a schedule the shares of a window are rounded so; with `unit` at
+        `tokens` there are no such blocks.
+    stop_strategy: `restart` begins an exhausted dataset again and never ends; `first_exhausted`
+    ends before the first document that an
+        exhausted dataset would have to give; `all_exhausted` goes on with the others, so that every
+        document comes exactly once.
+    seed: orders the mixture in place of the pipeline's seed.
+    allow_mixed_tokenizers: datasets of different tokenizers are refused unless this is True.
+    provenance: packed rows get a column `__source__` too: the dataset of every segment, in their
+    order. It is kept by save(), and left
+        out of batches. Mixed rows that are not packed always have it.
+    """
+
+    weights: dict[str, float] | None = None
+    weight_schedule: ListOf[WeightSchedulePoint] | None = None
+    weight_schedule_type: ScheduleType = "step"
+    batch_size: int | None = None
+    unit: Unit = "rows"
+    max_epochs: dict[str, int] | None = None
+    block_size: int | None = None
+    stop_strategy: Literal["restart", "first_exhausted", "all_exhausted"] = "restart"
+    seed: int | None = None
+    allow_mixed_tokenizers: bool = False
+    provenance: bool = False
+
+    def check(self) -> None:
+        for name, weight in (self.weights or {}).items():
+            if not math.isfinite(weight) or weight <= 0:
+                raise ConfigError(
+                    at=f"weights.{name}",
+                    problem=f"{weight!r} is no weight",
+                    fix="Give a positive number, or leave the dataset out.",
+                )
+        if self.weights is not None and not self.weights:
+            raise ConfigError(
+                at="weights",
+                problem="there is nothing to mix",
+                fix="Give a weight for every dataset, or leave it out.",
+            )
+        if self.block_size is not None:
+            if not 1 <= self.block_size <= 1 << 40:
+                raise ConfigError(
+                    at="block_size",
+                    problem=f"{self.block_size} is no block of documents",
+                    fix="Give at least 1.",
+                )
+            if self.unit == "tokens":
+                raise ConfigError(
+                    at="block_size",
+                    problem="counts documents, and unit is 'tokens'",
+                    fix="Leave one of them out.",
+                )
+            if self.weights is not None:
+                block_weights(self.weights, self.block_size)
+        for name, epochs in (self.max_epochs or {}).items():
+            if epochs < 1:
+                raise ConfigError(
+                    at=f"max_epochs.{name}",
+                    problem=f"{epochs} is no pass",
+                    fix="Give at least 1, or leave the dataset out.",
+                )
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        if self.weight_schedule is None:
+            for name, default in (("weight_schedule_type", "step"), ("batch_size", None)):
+                if getattr(self, name) != default:
+                    raise ConfigError(
+                        at=name,
+                        problem="has no effect without weight_schedule",
+                        fix="Leave it out, or give points.",
+                    )
+            return
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ConfigError(
+                at="batch_size",
+                problem=f"{self.batch_size} rows are no batch",
+                fix="Give at least 1.",
+            )
+        check_points(self.weight_schedule, "weight_schedule")
+        for i, point in enumerate(self.weight_schedule):
+            try:
+                exact_weights(point.weights, list(point.weights))
+                if self.block_size is not None:
+                    block_weights(
+                        {name: weight for name, weight in point.weights.items() if weight > 0},
+                        self.block_size,
+                    )
+            except ConfigError as error:
+                raise error.under(f"weight_schedule[{i}]") from None
+
+    def check_names(self, names: list[str]) -> None:
+        """Raises ConfigError where weights, points or max_epochs do not name these datasets."""
+        check_weights(self.weights, names)
+        for i, point in enumerate(self.weight_schedule or ()):
+            check_weights(point.weights, names, f"mix.weight_schedule[{i}].weights")
+        for name in self.max_epochs or {}:
+            if name not in names:
+                raise ConfigError(
+                    at=f"mix.max_epochs.{name}",
+                    problem=f"no dataset named {name!r}",
+                    have=sorted(names),
+                    fix=did_you_mean(name, names),
+                )
+
+    def ends(self, names: list[str]) -> bool:
+        """Whether the mixture of these datasets comes to an end."""
+        return (
+            self.stop_strategy != "restart"
+            or len(names) == 1
+            or set(names) <= set(self.max_epochs or {})
+        )
+
+
+def check_weights(
+    weights: dict[str, float] | None, names: list[str], at: str = "mix.weights"
+) -> None:
+    """Raises ConfigError where weights and datasets do not name the same."""
+    if weights is None:
+        return
+    for name in weights:
+        if name not in names:
+            raise ConfigError(
+                at=f"{at}.{name}",
+                problem=f"no dataset named {name!r}",
+                have=sorted(names),
+                fix=did_you_mean(name, names),
+            )
+    for name in names:
+        if name not in weights:
+            raise ConfigError(
+                at=at,
+                problem=f"no weight for dataset {name!r}",
+                have=weights,
+                fix="Give it one, or leave the dataset out.",
+            )
+
+
+def block_weights(weights: dict[str, float], block_size: int) -> tuple[int, ...]:
+    """Whole documents of each dataset in a block, largest remainders first. Raises ConfigError for
+    a share that rounds to none.
+    """
+    exact = dict(zip(weights, integer_weights(weights), strict=True))
+    shares = {
+        name: Fraction(part * block_size, sum(exact.values())) for name, part in exact.items()
+    }
+    whole = {name: int(share) for name, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda name: (whole[name] - shares[name], name))
+    for name in by_remainder[: block_size - sum(whole.values())]:
+        whole[name] += 1
+    for name, documents in whole.items():
+        if documents == 0:
+            needed = math.ceil(1 / (shares[name] / block_size))
+            raise ConfigError(
+                at="block_size",
+                problem=f"in a block of {block_size} documents {name!r} has {float(shares[name]):.3g}, which is none",
+                fix=f"Use blocks of at least {needed}, or leave block_size out.",
+            )
+    return tuple(whole.values())
+
+
+def check_points(points: Sequence[WeightSchedulePoint], at: str) -> None:
+    """Raises ConfigError where points do not follow one another, or do not name the same
+    datasets.
+    """
+    if not points:
+        raise ConfigError(
+            at=at, problem="there is no point", fix="Give at least one, or leave it out."
+        )
+    first = points[0].weights
+    for i, point in enumerate(points):
+        if i and point.step <= points[i - 1].step:
+            raise ConfigError(
+                at=f"{at}[{i}].step",
+                problem=f"{point.step} does not come after {points[i - 1].step}",
+                fix="Order the points by step.",
+            )
+        for name in point.weights:
+            if name not in first:
+                raise ConfigError(
+                    at=f"{at}[{i}].weights.{name}",
+                    problem=f"{at}[0] has no weight for {name!r}",
+                    have=first,
+                    fix=did_you_mean(name, list(first))
+                    or "Name the same datasets in every point; 0 leaves one out.",
+                )
+        for name in first:
+            if name not in point.weights:
+                raise ConfigError(
+                    at=f"{at}[{i}].weights",
+                    problem=f"no weight for {name!r}",
+                    have=point.weights,
+                    fix="Give it one; 0 leaves it out.",
+                )
+
+
+def exact_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[int, ...]:
+    """Integers in the ratio of `weights`, in the order of `names`; 0 stays 0. Raises ConfigError
+    for one too small beside the others.
+    """
+    above = {name: weight for name, weight in weights.items() if weight > 0}
+    try:
+        whole = dict(zip(above, integer_weights(above), strict=True))
+    except PlanError as error:
+        raise ConfigError(at=error.at, problem=error.problem, fix=error.fix) from None
+    return tuple(whole.get(name, 0) for name in names)

@@ -1,0 +1,131 @@
+"""The options of the pack stage."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from easypipe.core.config import config
+from easypipe.core.errors import ConfigError
+from easypipe.plan.pack import PackSpec
+
+DEFAULT_PACKERS = 16
+
+
+@config
+class PackStageConfig:
+    """How documents are laid into rows of `seq_length` tokens. docs/packing.md describes the
+    strategies.
+
+    enabled: False skips the stage.
+    strategy: `stream` lays documents one behind the other and cuts them wherever a row ends; the
+    others cut only what is longer than a row.
+    num_packers: open rows that `pool` keeps (16 where it is None); it has no effect on other
+    strategies, which a warning says.
+    oversize: what becomes of a document longer than a row; `stream` refuses all but `split`. Under
+    `split`,
+        tokenize() cuts conversations between turns to fit rows, unless they have a max_length or a
+        length of their own.
+    train_continued: with `split`, a document that begins with what is no target (a prompt, or the
+    first turn of a conversation) is trained
+        in the pieces behind its first too, which stand in other rows, without that prompt.
+        Elsewhere they have no targets.
+    segments: of `stream`, what a segment is: a `document`, as everywhere else, or the whole `row`:
+    documents of a row then see each other,
+        positions count through, and every token but the first of all is a label.
+    eos_token_id: ends every document that does not end with it already. None: the tokenizer's own;
+    a different one is an error.
+    pad_token_id: fills the rest of a row; such slots have segment 0. None: the tokenizer's own, or
+    its EOS where it has no padding.
+    include_segment_ids: False leaves `segment_ids` out of batches, for models that do not look at
+    them: documents of a row then see each
+        other, which is warned of. Labels never cross documents, and saved rows keep the column.
+    shuffle_packed: permute the rows within a window of documents; without it, `first_fit` gives
+    rows of long documents first.
+    shuffle_buffer_factor: permute rows over the borders of windows as well, when they are loaded:
+    within blocks of so many batches, as
+        load.shuffle_buffer_size does in rows, which goes before it. Needs shuffle_packed.
+    """
+
+    enabled: bool = True
+    seq_length: int = 2048
+    strategy: Literal["greedy", "pool", "first_fit", "stream"] = "greedy"
+    num_packers: int | None = None
+    oversize: Literal["split", "truncate", "drop", "error"] = "split"
+    train_continued: bool = False
+    segments: Literal["document", "row"] = "document"
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    include_segment_ids: bool = True
+    shuffle_packed: bool = True
+    shuffle_buffer_factor: int | None = None
+
+    def check(self) -> None:
+        factor = self.shuffle_buffer_factor
+        if factor is not None and factor < 1:
+            raise ConfigError(
+                at="shuffle_buffer_factor",
+                problem=f"{self.shuffle_buffer_factor} batches hold nothing",
+                fix="Give at least 1.",
+            )
+        if factor is not None and not self.shuffle_packed:
+            raise ConfigError(
+                at="shuffle_buffer_factor",
+                problem="has no effect without shuffle_packed",
+                fix="Leave it out.",
+            )
+        if not 1 <= self.seq_length <= 1 << 24:
+            raise ConfigError(
+                at="seq_length",
+                problem=f"{self.seq_length} is no row length",
+                fix=f"Give 1 to {1 << 24} tokens.",
+            )
+        if self.num_packers is not None and self.num_packers < 1:
+            raise ConfigError(
+                at="num_packers",
+                problem=f"{self.num_packers} open rows hold nothing",
+                fix="Give at least 1.",
+            )
+        if self.strategy == "stream" and self.oversize != "split":
+            problem = f"{self.oversize!r} has no effect on strategy 'stream', which cuts documents where rows end"
+            raise ConfigError(
+                at="oversize",
+                problem=problem,
+                fix="Leave it out, or set max_length to truncate when tokenizing.",
+            )
+        if self.train_continued and (self.strategy == "stream" or self.oversize != "split"):
+            what = (
+                "strategy 'stream', which trains them"
+                if self.strategy == "stream"
+                else f"oversize {self.oversize!r}, which makes none"
+            )
+            raise ConfigError(
+                at="train_continued", problem=f"has no effect on {what}", fix="Leave it out."
+            )
+        if self.segments == "row" and self.strategy != "stream":
+            problem = (
+                f"'row' has no effect on strategy {self.strategy!r}, which keeps documents apart"
+            )
+            raise ConfigError(
+                at="segments", problem=problem, fix="Leave it out, or set strategy to 'stream'."
+            )
+
+    @property
+    def holds(self) -> bool:
+        """Whether what goes on with a prompt or a conversation in another row has no targets
+        there.
+        """
+        return (
+            self.enabled
+            and self.oversize == "split"
+            and self.strategy != "stream"
+            and not self.train_continued
+        )
+
+    def spec(self) -> PackSpec:
+        return PackSpec(
+            seq_length=self.seq_length,
+            strategy=self.strategy,
+            num_packers=DEFAULT_PACKERS if self.num_packers is None else self.num_packers,
+            oversize=self.oversize,
+            shuffle_rows=self.shuffle_packed,
+        )

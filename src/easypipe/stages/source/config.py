@@ -1,0 +1,478 @@
+"""The options of a dataset: where its rows are and how they are read, and what goes together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from easypipe.core.config import ListOf, config
+from easypipe.core.errors import ConfigError
+from easypipe.core.schema import (
+    ATTENTION_MASK,
+    HAS_EOS,
+    INPUT_IDS,
+    LABELS,
+    LOOK_AHEAD,
+    LOSS_MASK,
+    POSITION_IDS,
+    ROW_NUMBER,
+    SEGMENT_IDS,
+    SOURCE,
+)
+from easypipe.sources.external.objects import is_dataset_object
+from easypipe.sources.external.saved_datasets import is_saved_dataset
+from easypipe.sources.external.token_files import TokenFilesConfig
+from easypipe.sources.formats.txt import TextUnit
+from easypipe.sources.hub.source import parse_hub_name
+from easypipe.sources.refs import TOKEN_EXTENSIONS, format_of
+from easypipe.sources.splits import Part, parse_split
+from easypipe.transforms.chat.render import check_date, check_whole
+from easypipe.transforms.columns.columns import Rename
+from easypipe.transforms.columns.hold_out import HoldOutConfig
+from easypipe.transforms.columns.types import column_types
+from easypipe.transforms.prompt.config import PromptConfig, TrainOn, check_thinking
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.lengths import LengthPolicy
+from easypipe.transforms.tokenizer.options import with_options
+
+WHOLE = "train"  # how `datasets` calls all rows of files that name no splits
+
+PROMPT_OPTIONS = (
+    "prompt_field",
+    "completion_field",
+    "train_on",
+    "chat_template",
+    "template_date",
+    "train_empty_thinking",
+    "tools_field",
+)
+
+TOKEN_COLUMNS = (
+    INPUT_IDS,
+    LOSS_MASK,
+    SEGMENT_IDS,
+    POSITION_IDS,
+    LABELS,
+    LOOK_AHEAD,
+    ATTENTION_MASK,
+    HAS_EOS,
+    SOURCE,
+    ROW_NUMBER,
+)
+
+
+@config
+class DatasetConfig:
+    """One dataset: where its rows are, and how they are read.
+
+    data_files: a path, glob, folder, URL or a list of those; a folder that `save()` wrote, or
+    `datasets` with save_to_disk; a dataset of
+        the Hub (`hf://datasets/owner/name`, or `owner/name` with type="huggingface"); rows in
+        memory (an Arrow table, a list of dicts, a dict of columns), a `datasets.Dataset`, a Grain
+        data source, or anything that gives dicts by number; a source of your own (see
+        ShardedDataSource), or a function without arguments that yields dicts.
+    version: of the rows of an object whose content nobody looks at: a source of your own, a
+    function, what gives dicts by number. Change
+        it when they change. None takes the object's attribute `version`; without one, rows by
+        number are known by their content, and those of the others are read anew in every process.
+    name: how weights, reports and errors call it; None gives `dataset1`, `dataset2`, ... by
+    position.
+    type: the format, where the file names do not tell it. `tokens` reads `.npy`, raw `.bin` and
+    Megatron's `.bin` with `.idx`;
+        `huggingface` reads a dataset of the Hub.
+    split: of a dataset of the Hub (None takes `train`), or of a DatasetDict, in memory or in a
+    folder. Plain files are all `train`. A part
+        of one is written as `datasets` does: `train[:10%]`, `train[100:200]`, `train[-5%:]`;
+        num_rows counts in it.
+    subset: the configuration of a dataset of the Hub; None takes its default.
+    revision: branch, tag or commit of a dataset of the Hub; None takes main. It is resolved to a
+    commit when the source is opened.
+    text_unit: what a document of `.txt` files is: a `line` (what None takes), a `paragraph` (lines
+    up to a blank one, with the line breaks
+        inside), or the whole `file`, as it is.
+    token_files: how documents lie in `.npy` and raw `.bin` files of tokens; for ArrayRecord files,
+    that records are tokens, of its dtype.
+    hold_out: read the rows that are held out for evaluation, or all others. `eval: {held_out:
+    {from: data, fraction: 0.01, seed: 7}}` of a
+        run sets it on both sides.
+    num_rows: only the first so many rows, counted over the files in order.
+    tokenizer: this dataset's own; None takes the stage's, then the pipeline's.
+    tokenizer_kwargs: fields of TokenizerConfig that this dataset changes, whichever tokenizer it
+    takes; and `use_fast`: False encodes with
+        the reference, as backend="tokenizers" does.
+    content_field: the column that is tokenized: text, or conversations (lists of objects with role
+    and content, or JSON of that, as in a
+        column `messages`).
+    prompt_field, completion_field: two columns of text that are tokenized one after the other, in
+    place of content_field.
+    prompt: how rows become text, of which columns, and what of it is trained, in place of
+    content_field and the options down to
+        tools_field, which say the plainest of it.
+    train_on: what the loss sees: `all` tokens, the `assistant`'s turns (what messages have where it
+    is None), its last one
+        (`last_assistant`), the `completion` (what prompts have where it is None; of messages, the
+        last one).
+    chat_template: a Jinja file, its text, or a built-in template's name (chatml, plain, zephyr,
+    alpaca), in place of the tokenizer's own.
+    template_date: the day (2026-01-31) that templates are told which ask for today's; None refuses
+    those.
+    train_empty_thinking: of messages, whether the thought without words that templates of models
+    that reason write in
+        front of an answer (`<think>\\n\\n</think>`) is trained; None means True, as in TRL's
+        training templates. Where a template has generation markers, they decide.
+    tools_field: the column with the tools of each conversation; None takes the column `tools`,
+    where there is one.
+    length: what becomes of documents with more than max_length tokens; None keeps their start.
+    format_fields: columns under new names, old to new; all other options know the new ones.
+    format_callback: a function that a row (a dict) is passed through, or "module:function"; what it
+    returns is laid over the row. In YAML
+        it needs --allow-code. It adds the content_field as text; further columns are announced in
+        format_columns.
+    format_columns: types of the columns that format_callback adds or changes, such as `{score:
+    float64, tags: "list<string>"}`.
+    format_batched: format_callback takes a pyarrow.RecordBatch instead, and returns one or a
+    mapping of columns, row by row.
+    format_version: raise it when format_callback changes. Without one, here or as the function's
+    attribute `version`, tokens are not kept.
+    additional_fields: columns that stay beside the tokens where documents are saved:
+    `source().tokenize().save()`. Packed and mixed rows
+        have no room for them, which a warning says.
+    cache_path: a cache folder for this dataset alone, in place of the pipeline's cache_dir.
+    cache_enabled: False keeps nothing: tokens lie in a temporary folder while the process runs, and
+    are made anew in the next one.
+    on_error: what a bad row does: `error` stops, `skip` counts it by reason, `quarantine` also
+    writes it to a file with its place.
+        Texts of white space alone are no bad rows: they are left out and counted.
+    max_bad_rows: with skip and quarantine, stop at the first bad row after so many; None knows no
+    limit. save_path, save_format: where and how `save()` writes this dataset, in place of the save
+    stage's own.
+    storage_options: passed to fsspec, for remote files; kept out of reports, fingerprints and saved
+    configs, as it may hold credentials.
+    """
+
+    data_files: Any
+    name: str | None = None
+    type: (
+        Literal[
+            "json",
+            "jsonl",
+            "parquet",
+            "csv",
+            "arrow",
+            "txt",
+            "tokens",
+            "arrayrecord",
+            "huggingface",
+        ]
+        | None
+    ) = None
+    split: str | None = None
+    subset: str | None = None
+    revision: str | None = None
+    text_unit: TextUnit | None = None
+    token_files: TokenFilesConfig | None = None
+    hold_out: HoldOutConfig | None = None
+    num_rows: int | None = None
+    version: str | int | None = None
+    tokenizer: TokenizerConfig | str | None = None
+    tokenizer_kwargs: dict[str, Any] | None = None
+    content_field: str = "text"
+    prompt_field: str | None = None
+    completion_field: str | None = None
+    prompt: PromptConfig | None = None
+    train_on: TrainOn | None = None
+    chat_template: str | Path | None = None
+    template_date: str | None = None
+    train_empty_thinking: bool | None = None
+    tools_field: str | None = None
+    length: LengthPolicy | None = None
+    format_fields: dict[str, str] | None = None
+    format_callback: Callable[..., Any] | str | None = None
+    format_columns: dict[str, Any] | None = None
+    format_batched: bool = False
+    format_version: str | None = None
+    additional_fields: ListOf[str] = ()
+    cache_path: str | Path | None = None
+    cache_enabled: bool = True
+    on_error: Literal["error", "skip", "quarantine"] = "error"
+    max_bad_rows: int | None = None
+    save_path: str | Path | None = None
+    save_format: Literal["parquet", "arrow", "jsonl"] | None = None
+    # may hold credentials
+    storage_options: dict[str, Any] | None = field(
+        default=None, repr=False, metadata={"secret": True}
+    )
+
+    def check(self) -> None:
+        files = self.data_files
+        if not self.in_memory:
+            paths = files if isinstance(files, list | tuple) else [files]
+            rows = any(isinstance(path, Mapping) for path in paths)
+            for i, path in enumerate(paths):
+                at = "data_files" if paths is not files else f"data_files[{i}]"
+                if rows and not isinstance(path, Mapping):
+                    raise ConfigError(
+                        at=at,
+                        problem=f"{path!r} is no row, as others are",
+                        fix="Give dicts alone, or paths alone.",
+                    )
+                if not rows and (not isinstance(path, str | Path) or not str(path)):
+                    raise ConfigError(
+                        at=at,
+                        problem=f"{path!r} is neither a path nor rows",
+                        fix="Give a path, a glob, a list, or a table.",
+                    )
+            if not paths:
+                raise ConfigError(
+                    at="data_files", problem="an empty list", fix="Give at least one path or row."
+                )
+        elif self.type is not None:
+            raise ConfigError(
+                at="type",
+                problem=f"{self.type!r} says nothing about rows in memory",
+                fix="Leave it out.",
+            )
+        if self.name is not None and (not self.name or "/" in self.name):
+            raise ConfigError(
+                at="name",
+                problem=f"{self.name!r} cannot name a dataset",
+                fix="Use a word without a slash.",
+            )
+        if self.num_rows is not None and self.num_rows < 1:
+            raise ConfigError(
+                at="num_rows",
+                problem=f"{self.num_rows} rows are none",
+                fix="Give at least 1, or leave it out for all.",
+            )
+        if self.max_bad_rows is not None and self.on_error == "error":
+            raise ConfigError(
+                at="max_bad_rows",
+                problem="has no effect while on_error is 'error'",
+                fix="Set on_error to 'skip' or 'quarantine'.",
+            )
+        if self.max_bad_rows is not None and self.max_bad_rows < 0:
+            raise ConfigError(
+                at="max_bad_rows",
+                problem=f"{self.max_bad_rows} is no number of rows",
+                fix="Give 0 or more.",
+            )
+        if self.cache_path is not None and not self.cache_enabled:
+            raise ConfigError(
+                at="cache_path",
+                problem="has no effect while cache_enabled is False",
+                fix="Leave one of them out.",
+            )
+        check_input(self)
+        check_formats(self)
+        check_prompts(self)
+
+    @property
+    def in_memory(self) -> bool:
+        files = self.data_files
+        if isinstance(files, pa.Table | Mapping) or is_object(files):
+            return True
+        return (
+            isinstance(files, list | tuple)
+            and bool(files)
+            and all(isinstance(row, Mapping) for row in files)
+        )
+
+
+def is_object(data: Any) -> bool:
+    return not isinstance(data, pa.Table | Path) and is_dataset_object(data)
+
+
+def is_hub(dataset: DatasetConfig) -> bool:
+    files = dataset.data_files
+    return dataset.type == "huggingface" or (isinstance(files, str) and files.startswith("hf://"))
+
+
+def is_tokens(dataset: DatasetConfig) -> bool:
+    """Files that token_files may describe."""
+    if dataset.type is not None:
+        return dataset.type in TOKEN_EXTENSIONS
+    files = (
+        dataset.data_files if isinstance(dataset.data_files, list | tuple) else [dataset.data_files]
+    )
+    return bool(files) and all(
+        isinstance(file, str | Path) and format_of(str(file)) in TOKEN_EXTENSIONS for file in files
+    )
+
+
+def _may_be_text(dataset: DatasetConfig) -> bool:
+    """Whether these can be text files, as far as their names tell."""
+    if dataset.in_memory or dataset.type not in (None, "txt", "huggingface"):
+        return False
+    files = (
+        dataset.data_files if isinstance(dataset.data_files, list | tuple) else [dataset.data_files]
+    )
+    return dataset.type is not None or all(format_of(str(file)) in (None, "txt") for file in files)
+
+
+def check_input(dataset: DatasetConfig) -> None:
+    """What type, split, subset and revision mean together. Raises ConfigError for those that would
+    have no effect.
+    """
+    files = dataset.data_files
+    if dataset.split is not None:
+        parse_split(dataset.split)
+    if dataset.version is not None and not is_object(files):
+        problem = "has no effect: files, and rows in memory, are known by their content"
+        raise ConfigError(at="version", problem=problem, fix="Leave it out.")
+    if dataset.token_files is not None and not is_tokens(dataset):
+        raise ConfigError(
+            at="token_files",
+            problem="has no effect: these are no files of tokens",
+            fix="Set type='tokens', or leave it out.",
+        )
+    if dataset.text_unit is not None and not _may_be_text(dataset):
+        raise ConfigError(
+            at="text_unit", problem="has no effect: these are no text files", fix="Leave it out."
+        )
+    if is_hub(dataset):
+        if dataset.type not in (None, "huggingface"):
+            problem = (
+                f"{dataset.type!r}, but {files} is on the Hub, where file names tell the format"
+            )
+            raise ConfigError(
+                at="type",
+                problem=problem,
+                fix="Leave it out, or name files: hf://datasets/owner/name/*.jsonl.",
+            )
+        if not isinstance(files, str):
+            raise ConfigError(
+                at="data_files",
+                problem=f"{files!r} names no dataset of the Hub",
+                fix="Write owner/name.",
+            )
+        if parse_hub_name(files).pattern and (dataset.split or dataset.subset):
+            at = "split" if dataset.split else "subset"
+            raise ConfigError(
+                at=at, problem="has no effect beside a pattern", fix="Leave it or the pattern out."
+            )
+        return
+    for name in ("subset", "revision"):
+        if getattr(dataset, name) is not None:
+            raise ConfigError(
+                at=name,
+                problem="means something for datasets of the Hub alone",
+                fix="Set type='huggingface', or leave it out.",
+            )
+    if (
+        dataset.split is None
+        or is_object(files)
+        or (isinstance(files, str | Path) and is_saved_dataset(files))
+    ):
+        return
+    if parse_split(dataset.split)[0] != WHOLE:
+        raise ConfigError(
+            at="split",
+            problem=f"{dataset.split!r}, but these rows name no splits: all of them are {WHOLE!r}",
+            fix="Leave it out, and give the files of that split by data_files.",
+        )
+
+
+def split_of(dataset: DatasetConfig) -> tuple[str | None, Part | None]:
+    """The name of the split, and the part of it, that a dataset asks for."""
+    return (None, None) if dataset.split is None else parse_split(dataset.split)
+
+
+def check_formats(dataset: DatasetConfig) -> None:
+    """What can be told of a DatasetConfig's columns without its rows. Raises ConfigError."""
+    call = dataset.format_callback
+    if call is None:
+        for name in ("format_columns", "format_version", "format_batched"):
+            if getattr(dataset, name):
+                raise ConfigError(
+                    at=name, problem="has no effect without a format_callback", fix="Leave it out."
+                )
+    elif not callable(call) and not (isinstance(call, str) and ":" in call):
+        raise ConfigError(
+            at="format_callback",
+            problem=f"{call!r} is no function",
+            fix='Give a function, or "module:function".',
+        )
+    column_types(dataset.format_columns, "format_columns")
+    if dataset.format_fields is not None:
+        try:
+            Rename(dataset.format_fields)
+        except ConfigError as error:
+            raise ConfigError(
+                at="format_fields", problem=error.problem, fix='Write {"old_name": "new_name"}.'
+            ) from None
+    fields = dataset.additional_fields
+    for i, name in enumerate(fields):
+        if name in fields[:i]:
+            raise ConfigError(
+                at=f"additional_fields[{i}]",
+                problem=f"{name!r} stands twice",
+                fix="Leave one of them out.",
+            )
+        require_free(name, f"additional_fields[{i}]")
+    try:
+        with_options("any", dataset.tokenizer_kwargs)
+    except ConfigError as error:
+        raise error.under("tokenizer_kwargs") from None
+
+
+def require_free(name: str, at: str) -> None:
+    """Raises ConfigError for a column that would stand where tokens have one of their own."""
+    if name in TOKEN_COLUMNS:
+        fix = f'Give it another name: format_fields={{"{name}": "my_{name}"}}.'
+        raise ConfigError(
+            at=at, problem=f"{name!r} is a column that tokens have themselves", fix=fix
+        )
+
+
+def check_prompts(dataset: DatasetConfig) -> None:
+    """Raises ConfigError where options of a DatasetConfig about conversations, prompts and
+    completions do not go together.
+    """
+    given = [name for name in PROMPT_OPTIONS if getattr(dataset, name) is not None]
+    if dataset.prompt is not None:
+        if given or dataset.content_field != "text":
+            at = given[0] if given else "content_field"
+            raise ConfigError(
+                at=at,
+                problem="has no effect beside prompt",
+                fix="Say it in prompt, or leave prompt out.",
+            )
+        return
+    if (dataset.prompt_field is None) != (dataset.completion_field is None):
+        missing, given = (
+            ("prompt_field", "completion_field")
+            if dataset.prompt_field is None
+            else ("completion_field", "prompt_field")
+        )
+        raise ConfigError(
+            at=missing, problem=f"{given} needs it", fix=f"Name the column, or leave {given} out."
+        )
+    if dataset.prompt_field is not None:
+        if dataset.prompt_field == dataset.completion_field:
+            raise ConfigError(
+                at="completion_field", problem="is the prompt_field too", fix="Name another column."
+            )
+        for name in ("chat_template", "template_date", "train_empty_thinking", "tools_field"):
+            if getattr(dataset, name) is not None:
+                raise ConfigError(
+                    at=name, problem="has no effect on prompts and completions", fix="Leave it out."
+                )
+        if dataset.train_on in ("assistant", "last_assistant"):
+            raise ConfigError(
+                at="train_on",
+                problem="prompts have no assistant",
+                have=["completion", "all"],
+                fix="Use 'completion'.",
+            )
+    check_thinking(dataset)
+    check_whole(dataset.chat_template, "chat_template")
+    if dataset.template_date is not None:
+        check_date(dataset.template_date)
+
+
+def no_datasets() -> ConfigError:
+    return ConfigError(at="datasets", problem="there is none", fix="Give at least one dataset.")

@@ -1,0 +1,42 @@
+"""The options of the tokenize stage: TokenizeStageConfig."""
+
+from __future__ import annotations
+
+from easypipe.core.config import ListOf, config
+from easypipe.core.errors import ConfigError
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+
+
+@config
+class TokenizeStageConfig:
+    """How text becomes tokens.
+
+    default_tokenizer: for datasets that name none; itself in place of the pipeline's
+    default_tokenizer.
+    max_length: most tokens of a document, for tokenizers that name none of their own; None keeps
+    all.
+    batch_size: texts encoded at a time; decides memory and speed, never tokens.
+    num_workers: ranges of rows that are read and encoded at a time, each held in memory; None takes
+    one per core.
+    cache_tokenized: False is cache_enabled=False for every dataset; None and True keep tokens.
+    Streaming keeps none, which it says where
+        this is True.
+    remove_columns: columns of the sources that do not stay beside the tokens where documents are
+    saved; all others do. None removes all
+        but each dataset's additional_fields.
+    """
+
+    default_tokenizer: TokenizerConfig | str | None = None
+    max_length: int | None = None
+    batch_size: int = 1000
+    num_workers: int | None = None
+    cache_tokenized: bool | None = None
+    remove_columns: ListOf[str] | None = None
+
+    def check(self) -> None:
+        for name in ("max_length", "batch_size", "num_workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(
+                    at=name, problem=f"{value} is too few", fix="Give at least 1, or leave it out."
+                )
