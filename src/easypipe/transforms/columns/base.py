@@ -294,7 +294,11 @@ class TransformedSource(ShardedDataSource):
         self._numbered = (
             ROW_NUMBER in source.schema.names or on_error != "error" or self.transform.drops
         )
-        self.schema = self._after(source.schema)
+        self._schema = self._after(source.schema)
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._schema
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -357,7 +361,7 @@ class TransformedSource(ShardedDataSource):
             select = getattr(self.source, "select", None)
             narrowed.source = self.source if select is None else select(list(reads))
         narrowed._reads = None if reads is None else tuple(reads)
-        narrowed.schema = narrowed._after(narrowed.source.schema)
+        narrowed._schema = narrowed._after(narrowed.source.schema)
         return narrowed
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
@@ -395,9 +399,9 @@ class TransformedSource(ShardedDataSource):
             left_out = batch.num_rows - after.num_rows - len(own)
         if left_out:
             rejects.append(self._left_out(left_out, expected, after, rejects))
-        wanted = [after.column(name) for name in self.schema.names]
+        wanted = [after.column(name) for name in self._schema.names]
         return Scan(
-            pa.RecordBatch.from_arrays(wanted, schema=self.schema),
+            pa.RecordBatch.from_arrays(wanted, schema=self._schema),
             tuple(sorted(rejects, key=lambda reject: reject.row)),
         )
 

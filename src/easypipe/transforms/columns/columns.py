@@ -342,6 +342,8 @@ class FilterNonEmpty(ColumnTransform):
             keep &= full.to_numpy(zero_copy_only=False)
         return rows.kept(keep)
 
+    narrow = ColumnTransform.narrow  # by `reads`; named here for those who look at this class
+
     def __repr__(self) -> str:
         return f"FilterNonEmpty({_shown(self.names)})"
 
