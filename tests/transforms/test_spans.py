@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chat_support import CHATML, MARKED, REASONING, SHARED, needs_shared
+from easypipe.transforms.chat import spans
 from easypipe.transforms.chat.render import ChatTemplate, Refused, Rendered
 from easypipe.transforms.chat.sandbox import Template
 from easypipe.transforms.chat.spans import Spans, UnprovenError
@@ -246,7 +247,9 @@ def test_plain_conversations_are_proven_on_stock_templates(name: str) -> None:
 
 def test_turns_that_would_overlap_are_refused(monkeypatch):
     """Whatever the end of a turn is found to be, no token is trained for two of them."""
-    monkeypatch.setattr(Spans, "_close", lambda self, gap, *more, **how: len(gap) + 100)
+    monkeypatch.setattr(
+        spans._Aligned, "_plain_end", lambda self, gap, *more, **how: len(gap) + 100
+    )
     messages = [
         {"role": role, "content": text}
         for role, text in (

@@ -21,7 +21,7 @@ from easypipe.stages.tokenize.text_rows import require_text
 from easypipe.stages.tokenize.tokens import require_documents
 from easypipe.transforms.chat.messages import is_text
 from easypipe.transforms.columns.base import ColumnTransform, Rows, TransformedSource
-from easypipe.transforms.prompt.fields import EMPTY
+from easypipe.transforms.refused import EMPTY
 
 ANY_IDS = 1 << 32  # the vocabulary of an object that does not say how large its own is
 

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from easypipe.transforms.chat.conversations import Talks, Wrong, value_of, wrong_messages
+from easypipe.transforms.chat.conversations import MessageReader, Wrong, value_of, wrong_messages
 from easypipe.transforms.columns.kinds import SLOTS, Kind
 from easypipe.transforms.prompt.config import ROLES
-from easypipe.transforms.prompt.fields import BENIGN, EMPTY, text_of
+from easypipe.transforms.prompt.fields import text_of
+from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN
 
 WRITTEN = ("user", "assistant", "system", "tool")  # the roles that chat templates know
 
@@ -81,7 +82,11 @@ def _wrong(kind: Kind, row: Mapping[str, Any], roles: Mapping[str, str] | None) 
             if slot in values
         ]
         return next(
-            (wrong for talk in talks if (wrong := _wrong_talk(Talks(known), talk)) is not None),
+            (
+                wrong
+                for talk in talks
+                if (wrong := _wrong_talk(MessageReader(known), talk)) is not None
+            ),
             None,
         )
     required = {slot.name for slot in SLOTS[kind.name] if slot.required}
@@ -92,12 +97,16 @@ def _wrong(kind: Kind, row: Mapping[str, Any], roles: Mapping[str, str] | None) 
     label = {"prompt_completion": "completion", "alpaca": "output"}.get(kind.name)
     if not any(text.strip() for text in texts.values() if isinstance(text, str)):
         return EMPTY, "no text"
-    return (BENIGN, f"the {label} is empty") if label is not None and not texts[label] else None
+    return (
+        (NOTHING_TO_TRAIN, f"the {label} is empty")
+        if label is not None and not texts[label]
+        else None
+    )
 
 
-def _wrong_talk(talks: Talks, value: Any) -> Wrong | None:
-    talk = talks.translated(value_of(value, keep=("role", "content", "from", "value")))
-    wrong = wrong_messages(talk) or talks.wrong_flags(talk)
+def _wrong_talk(reader: MessageReader, value: Any) -> Wrong | None:
+    talk = reader.translated(value_of(value, keep=("role", "content", "from", "value")))
+    wrong = wrong_messages(talk) or reader.wrong_flags(talk)
     if wrong is None and not any(message["role"] == "assistant" for message in talk):
-        return BENIGN, "nobody in it is the assistant"
+        return NOTHING_TO_TRAIN, "nobody in it is the assistant"
     return wrong

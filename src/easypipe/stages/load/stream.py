@@ -32,7 +32,7 @@ from easypipe.stages.pack.stage import PackedShardedSource, single
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.stages.tokenize.token_rows import AUDITED_BYTES, AUDITED_SHARE, sample_of
 from easypipe.stages.tokenize.tokens import Documents, token_info
-from easypipe.transforms.prompt.fields import advice
+from easypipe.transforms.refused import advice
 
 log = logging.getLogger("easypipe")
 

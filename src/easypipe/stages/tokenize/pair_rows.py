@@ -20,7 +20,8 @@ from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, ROW_NUMBER, SEGM
 from easypipe.stages.tokenize.prompt_rows import PromptForm
 from easypipe.stages.tokenize.text_rows import Texts
 from easypipe.stages.tokenize.token_rows import Documents
-from easypipe.transforms.chat.render import Refused, Rendered
+from easypipe.transforms.chat.pool import Rendered
+from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 

@@ -21,13 +21,12 @@ from easypipe.stages.tokenize.token_rows import Documents, encode_spans
 from easypipe.transforms.chat.messages import decoded_of, plain_of
 from easypipe.transforms.chat.render import (
     HostileTemplateError,
-    Refused,
     Rendered,
 )
-from easypipe.transforms.chat.split_turns import CUT_BY
+from easypipe.transforms.chat.turns import CUT_BY
 from easypipe.transforms.prompt.engine import PromptEngine
-from easypipe.transforms.prompt.fields import BENIGN, EMPTY
-from easypipe.transforms.tokenizer.lengths import TOO_LONG, Lengths
+from easypipe.transforms.refused import Refused
+from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 ROWS_AT_A_TIME = 1000  # that are Python objects: Python looks through all there are again and again
@@ -190,12 +189,7 @@ def _texts(
         (row, item) for row, item in zip(rows, rendered, strict=True) if isinstance(item, Rendered)
     ]
     rejects += [
-        Reject(
-            row=row,
-            reason=item.reason,
-            detail=item.detail,
-            benign=item.reason in (BENIGN, EMPTY, TOO_LONG),
-        )
+        item.of_row(row)
         for row, item in zip(rows, rendered, strict=True)
         if isinstance(item, Refused)
     ]

@@ -36,7 +36,7 @@ from easypipe.stages.source.columns import kept_columns
 from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.stages.tokenize.encoders import RowForm, TextForm, form_of
 from easypipe.stages.tokenize.token_rows import Documents
-from easypipe.transforms.prompt.fields import advice
+from easypipe.transforms.refused import advice
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.options import with_options
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer

@@ -17,7 +17,7 @@ from easypipe.core.protocols import Reject, ShardedSource, counted, left_out, sc
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.text import has_text
 from easypipe.transforms.chat.messages import is_text
-from easypipe.transforms.prompt.fields import EMPTY
+from easypipe.transforms.refused import EMPTY
 
 RAW_CHARACTERS = 1 << 16  # of a bad row, kept for the quarantine
 

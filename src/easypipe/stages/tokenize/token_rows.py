@@ -21,7 +21,8 @@ from easypipe.core.protocols import Reject
 from easypipe.core.random import fold, permute
 from easypipe.core.schema import token_dtype
 from easypipe.stages.tokenize.text_rows import Texts
-from easypipe.transforms.tokenizer.lengths import TOO_LONG, Lengths, Shaped, Whole, shape
+from easypipe.transforms.refused import NOTHING_TO_TRAIN, TOO_LONG
+from easypipe.transforms.tokenizer.lengths import Lengths, Shaped, Whole, shape
 from easypipe.transforms.tokenizer.masked import NO_END, Masked, encode_masked, has_target
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
@@ -328,9 +329,7 @@ def _without_eos_inside(
 
 
 def _untrained(row: int) -> Reject:
-    return Reject(
-        row=row, reason="nothing_to_train", detail="no trained token remains", benign=True
-    )
+    return Reject(row=row, reason=NOTHING_TO_TRAIN, detail="no trained token remains", benign=True)
 
 
 def _too_long(

@@ -9,7 +9,7 @@ from easypipe.cache.manifest import Counts, Part
 from easypipe.cache.ranges import Range, Record
 from easypipe.core.errors import BudgetError, SourceError, place
 from easypipe.core.protocols import Reject
-from easypipe.transforms.prompt.fields import advice
+from easypipe.transforms.refused import advice
 
 OnError = Literal["error", "skip", "quarantine"]
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from easypipe.transforms.chat.sandbox import Json, Message, texts_within
 from easypipe.transforms.chat.spans import FLAG, WEIGHT, flag_of
 
 Wrong = tuple[str, str]  # (a word for the ledger, what there is to say about it)
 
 
 @dataclass(frozen=True)
-class Talks:
+class MessageReader:
     """How rows become what templates see.
 
     roles: ShareGPT's names of who speaks; None where messages have OpenAI's keys. system: the
@@ -37,45 +37,30 @@ class Talks:
         words = sorted(self.refuse, key=len, reverse=True)
         return re.compile("|".join(re.escape(word) for word in words)) if words else None
 
-    def translated(self, value: Any) -> Any:
+    def translated(self, value: Json) -> Json:
         """Messages in OpenAI's keys; whatever else stands there is for `wrong`."""
         if self.roles is None or not isinstance(value, list):
             return value
-        return [self._turn(turn) if isinstance(turn, dict) else turn for turn in value]
+        return [_turn(turn, self.roles) if isinstance(turn, dict) else turn for turn in value]
 
-    def wrong(self, talk: Any, tools: Any) -> Wrong | None:
+    def wrong(self, talk: Json, tools: Json) -> Wrong | None:
         """What keeps these from being rendered."""
-        found = (
-            wrong_messages(talk)
-            or (("not_json", f"tools: {tools}") if isinstance(tools, BadJson) else None)
-            or self.wrong_flags(talk)
-        )
-        if found is None and self._refused is not None:
-            hit = next(
-                (
-                    hit
-                    for text in _strings_within([talk, tools])
-                    if (hit := self._refused.search(text))
-                ),
-                None,
-            )
-            found = (
-                None
-                if hit is None
-                else (
-                    "special_string",
-                    f"a message holds {hit[0]!r}, and special_strings is 'error'",
-                )
-            )
-        return found
+        found = wrong_messages(talk) or wrong_tools(tools) or self.wrong_flags(talk)
+        if found is not None or self._refused is None:
+            return found
+        hits = map(self._refused.search, texts_within([talk, tools], keys=False))
+        hit = next(filter(None, hits), None)
+        if hit is None:
+            return None
+        return "special_string", f"a message holds {hit[0]!r}, and special_strings is 'error'"
 
     def whole(
         self,
-        talk: list[dict[str, Any]],
-        tools: Any,
-        examples: Sequence[dict[str, Any]] = (),
+        talk: list[Message],
+        tools: Json,
+        examples: Sequence[Message] = (),
         system: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Json]:
         """What the template sees of a row in which nothing is `wrong`.
 
         examples: messages that go in front of its first turn. system: the row's own prompt, which
@@ -90,75 +75,56 @@ class Talks:
             talk = [*said, *examples, *rest]
         return {"messages": talk, "tools": tools or None}
 
-    def _turn(self, turn: dict[str, Any]) -> Any:
-        assert self.roles is not None
-        rest = {
-            key: item
-            for key, item in turn.items()
-            if key not in ("from", "value", "role", "content")
-        }
-        who, said = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-        role = self.roles.get(who, self.roles.get(who.lower())) if isinstance(who, str) else who
-        if role is None:
-            return {**rest, "role": None if who is None else _BadRole(who), "content": said}
-        if role != "function_call":
-            return {**rest, "role": role, "content": said}
-        try:
-            calls = json.loads(said or "")
-        except (ValueError, TypeError, RecursionError):
-            return {**rest, "role": _BadRole(f"{who} with other words than JSON"), "content": said}
-        calls = calls if isinstance(calls, list) else [calls]
-        return {
-            **rest,
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"type": "function", "function": call} for call in calls],
-        }
-
-    def wrong_flags(self, talk: Sequence[Mapping[str, Any]]) -> Wrong | None:
+    def wrong_flags(self, talk: Sequence[Message]) -> Wrong | None:
         """What is wrong with roles and flags of messages that are otherwise in order."""
         for i, message in enumerate(talk):
-            if isinstance(message["role"], _BadRole):
+            role = message["role"]
+            if isinstance(role, _BadRole):
                 return (
                     "unknown_role",
-                    f"message {i} is from {str(message['role'])!r}; roles names those that are known",
+                    f"message {i} is from {str(role)!r}; roles names those that are known",
                 )
-            if (
-                self.roles is not None
-                and message.get("content") is None
-                and not message.get("tool_calls")
-            ):
+            silent = message.get("content") is None and not message.get("tool_calls")
+            if self.roles is not None and silent:
                 return "not_a_message", f"message {i} has no value"
-            flag, weight, given = message.get(FLAG), message.get(WEIGHT), flag_of(message)
-            if given is None:
-                continue
-            if flag is not None and not isinstance(flag, bool):
-                return (
-                    "bad_train_flag",
-                    f"the train flag of message {i} is {flag!r}, not true or false",
-                )
-            if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
-                return (
-                    "bad_train_flag",
-                    f"the weight of message {i} is {weight!r}, and only 0 and 1 are known",
-                )
-            if flag is not None and weight is not None and flag != bool(weight):
-                return (
-                    "bad_train_flag",
-                    f"the train flag of message {i} is {flag}, and its weight {weight}",
-                )
-            if given and message["role"] != "assistant":
-                return (
-                    "bad_train_flag",
-                    f"message {i} is to be trained, and is the {message['role']}'s",
-                )
-            if self.everything:
-                what = "weight" if flag is None else "train flag"
-                return (
-                    "bad_train_flag",
-                    f"message {i} has a {what}, and train_on='all' trains every token",
-                )
+            detail = None if flag_of(message) is None else self._wrong_flag(i, message)
+            if detail is not None:
+                return "bad_train_flag", detail
         return None
+
+    def _wrong_flag(self, i: int, message: Message) -> str | None:
+        flag, weight = message.get(FLAG), message.get(WEIGHT)
+        if flag is not None and not isinstance(flag, bool):
+            return f"the train flag of message {i} is {flag!r}, not true or false"
+        if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
+            return f"the weight of message {i} is {weight!r}, and only 0 and 1 are known"
+        if flag is not None and weight is not None and flag != bool(weight):
+            return f"the train flag of message {i} is {flag}, and its weight {weight}"
+        if flag_of(message) and message["role"] != "assistant":
+            return f"message {i} is to be trained, and is the {message['role']}'s"
+        if self.everything:
+            what = "weight" if flag is None else "train flag"
+            return f"message {i} has a {what}, and train_on='all' trains every token"
+        return None
+
+
+def _turn(turn: Message, roles: Mapping[str, str]) -> Message:
+    """A turn of ShareGPT in OpenAI's keys."""
+    own = ("from", "value", "role", "content")
+    rest = {key: item for key, item in turn.items() if key not in own}
+    who, said = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    role = roles.get(who, roles.get(who.lower())) if isinstance(who, str) else who
+    if role is None and who is not None:
+        role = _BadRole(who)
+    if role != "function_call":
+        return {**rest, "role": role, "content": said}
+    try:
+        calls = json.loads(said or "")
+    except (ValueError, TypeError, RecursionError):
+        return {**rest, "role": _BadRole(f"{who} with other words than JSON"), "content": said}
+    calls = calls if isinstance(calls, list) else [calls]
+    tool_calls = [{"type": "function", "function": call} for call in calls]
+    return {**rest, "role": "assistant", "content": None, "tool_calls": tool_calls}
 
 
 class BadJson(str):
@@ -169,7 +135,7 @@ class _BadRole(str):
     """A role that no list of roles knows."""
 
 
-def loaded(text: str | bytes) -> Any:
+def loaded(text: str | bytes) -> Json:
     """The value of JSON text, BadJson where it is none."""
     try:
         return json.loads(text)
@@ -177,7 +143,11 @@ def loaded(text: str | bytes) -> Any:
         return BadJson(error)
 
 
-def wrong_messages(value: Any) -> Wrong | None:
+def wrong_tools(tools: Json) -> Wrong | None:
+    return ("not_json", f"tools: {tools}") if isinstance(tools, BadJson) else None
+
+
+def wrong_messages(value: Json) -> Wrong | None:
     """(reason, detail) where `value` is no conversation that can be rendered."""
     if value is None:
         return "null", "no messages"
@@ -199,11 +169,8 @@ def wrong_messages(value: Any) -> Wrong | None:
             return "not_a_message", f"the content of message {i} is {_kind(content)}"
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else _kind(part)
-            if (
-                not isinstance(part, dict)
-                or kind != "text"
-                or not isinstance(part.get("text"), str)
-            ):
+            text = isinstance(part, dict) and isinstance(part.get("text"), str)
+            if kind != "text" or not text:
                 return (
                     "multimodal",
                     f"message {i} holds a part of type {kind!r}; only text can be tokenized",
@@ -211,7 +178,7 @@ def wrong_messages(value: Any) -> Wrong | None:
     return None
 
 
-def cleaned(value: Any, keep: Sequence[str] = ()) -> Any:
+def cleaned(value: Json, keep: Sequence[str] = ()) -> Json:
     """A value without the keys that Arrow fills up with null because other rows have them; `keep`
     names some that stay, outermost.
     """
@@ -224,21 +191,12 @@ def cleaned(value: Any, keep: Sequence[str] = ()) -> Any:
     return value
 
 
-def value_of(value: Any, *, keep: Sequence[str]) -> Any:
+def value_of(value: Json, *, keep: Sequence[str]) -> Json:
     """A Python value of a row: text is taken for JSON, other values are `cleaned`."""
     return loaded(value) if isinstance(value, str | bytes) else cleaned(value, keep)
 
 
-def _strings_within(value: Any) -> Iterator[str]:
-    """Every text in nested lists and objects, keys left out."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _strings_within(part)
-
-
-def _kind(value: Any) -> str:
+def _kind(value: Json) -> str:
     return {
         dict: "an object",
         str: "text",

@@ -18,9 +18,11 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from easypipe.core.errors import StallError
+from easypipe.transforms.chat.sandbox import Json, Row
+from easypipe.transforms.refused import Refused
 
 BATCH_ROWS = 64  # conversations of one request
 BATCH_BYTES = 1 << 20  # at most, where it is of more than one conversation
@@ -41,11 +43,6 @@ class Rendered(NamedTuple):
     goes_on: bool = False
 
 
-class Refused(NamedTuple):
-    reason: str  # a word for the ledger
-    detail: str
-
-
 class Hostile(NamedTuple):
     why: str
     row: int = 0  # of a worker that was ended there is one answer, which names its row
@@ -63,16 +60,17 @@ class WrittenTalk(NamedTuple):
     tools: str | None
 
 
-def _answer(text: str, rest: Sequence[Any]) -> Answer:
+Asked = Row | WrittenTalk
+
+
+def _answer(text: str, rest: Sequence[Json]) -> Answer:
     """What a worker says of a row after the size of its text."""
     if len(rest) == 1:
         return Hostile(rest[0])
     return Refused(*rest) if isinstance(rest[0], str) else Rendered(text, *rest)
 
 
-def _requests(
-    spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any] | WrittenTalk]
-) -> Iterator[tuple[bytes, int]]:
+def _requests(spec: Mapping[str, Json], rows: Sequence[Asked]) -> Iterator[tuple[bytes, int]]:
     """(request, rows in it), for all rows in their order."""
     head = json.dumps(spec).encode()
     cells: list[list[bytes]] = []
@@ -89,7 +87,7 @@ def _requests(
         yield _request(head, cells), len(cells)
 
 
-def _cells(row: Mapping[str, Any] | WrittenTalk) -> list[bytes]:
+def _cells(row: Asked) -> list[bytes]:
     if isinstance(row, WrittenTalk):
         return [("null" if one is None else one).encode("utf-8", "surrogatepass") for one in row]
     return [json.dumps(row, default=str).encode()]  # dates and decimals of Arrow become text
@@ -100,9 +98,7 @@ def _request(head: bytes, cells: Sequence[Sequence[bytes]]) -> bytes:
     return b"".join([head, b"\n", sizes, b"\n", *itertools.chain.from_iterable(cells)])
 
 
-def asked(
-    spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any] | WrittenTalk]
-) -> Generator[list[Answer]]:
+def asked(spec: Mapping[str, Json], rows: Sequence[Asked]) -> Generator[list[Answer]]:
     """Answers to all rows, request by request; a hostile one is the last one given.
 
     While answers are read, other workers have the next requests, as far as there are more workers

@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, TokenizerError, did_you_mean
-from easypipe.transforms.chat.conversations import Talks
-from easypipe.transforms.chat.pool import Hostile, Refused, Rendered, WrittenTalk, asked
+from easypipe.transforms.chat.conversations import MessageReader
+from easypipe.transforms.chat.pool import Asked, Hostile, Rendered, asked
+from easypipe.transforms.chat.sandbox import Json
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
+from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.files import find_chat_template
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
@@ -69,10 +70,11 @@ class ChatTemplate:
         return digest("chat", ENGINE_VERSION, *values)
 
     def render(
-        self, rows: Sequence[Mapping[str, Any] | WrittenTalk], talks: Talks | None = None
+        self, rows: Sequence[Asked | Refused], reader: MessageReader | None = None
     ) -> list[Rendered | Refused]:
         """rows: `messages`, a list of dicts, and `tools`, a list or None; or JSON of these, which
-        `talks` says how to read and to refuse. Thread safe; a thread waits for worker processes.
+        `reader` says how to read and to refuse. What is refused already stays so. Thread safe; a
+        thread waits for worker processes.
 
         Raises HostileTemplateError for a template that goes beyond its limits or does not compile,
         StallError where a worker hangs.
@@ -85,7 +87,7 @@ class ChatTemplate:
             "train_on": self.train_on,
             "date": self.date,
             "train_empty_thinking": self.train_empty_thinking,
-            "talks": dataclasses.asdict(talks or Talks()),
+            "reader": dataclasses.asdict(reader or MessageReader()),
         }
         return answers_of(spec, rows, self.origin)
 
@@ -122,13 +124,15 @@ def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
 
 
 def answers_of(
-    spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any] | WrittenTalk], origin: str
+    spec: Mapping[str, Json], rows: Sequence[Asked | Refused], origin: str
 ) -> list[Rendered | Refused]:
     """What worker processes make of rows with the template of `spec` (see chat_worker.py). origin:
     what errors call the template.
     """
+    asking = {i: row for i, row in enumerate(rows) if not isinstance(row, Refused)}
+    numbers = list(asking)
     answers: list[Rendered | Refused] = []
-    with contextlib.closing(asked(spec, rows)) as batches:
+    with contextlib.closing(asked(spec, list(asking.values()))) as batches:
         for answer in itertools.chain.from_iterable(batches):
             if not isinstance(answer, Hostile):
                 answers.append(answer)
@@ -138,9 +142,10 @@ def answers_of(
                 problem=f"the template cannot be used: {answer.why}",
                 fix="Give another one.",
             )
-            error.row = len(answers) + answer.row
+            error.row = numbers[len(answers) + answer.row]
             raise error
-    return answers
+    rest = iter(answers)
+    return [row if isinstance(row, Refused) else next(rest) for row in rows]
 
 
 def load_chat_template(
@@ -162,10 +167,8 @@ def load_chat_template(
     tool_use = None
     if chat_template is None:
         source, tool_use, origin = find_chat_template(tokenizer.name)
-        source, tool_use = (
-            without_mark(source),
-            None if tool_use is None else without_mark(tool_use),
-        )
+        source = without_mark(source)
+        tool_use = tool_use and without_mark(tool_use)
     else:
         source, origin = given_template(chat_template, at="chat_template", names=CHAT_TEMPLATES)
     for text in (source, tool_use):
@@ -195,7 +198,7 @@ def is_jinja(text: str) -> bool:
     return "{%" in text or "{{" in text or "{#" in text
 
 
-def check_whole(template: Any, at: str, origin: str | None = None) -> None:
+def check_whole(template: object, at: str, origin: str | None = None) -> None:
     """Raises ConfigError for Jinja that asks for other files, which no template is given.
 
     Anything but Jinja is passed over. origin: of the template.
@@ -255,7 +258,7 @@ def without_mark(template: str) -> str:
     return template.removeprefix("\ufeff")
 
 
-def is_unicode(value: Any) -> bool:
+def is_unicode(value: object) -> bool:
     """Whether a value can be written as UTF-8, as far as it is text."""
     try:
         return not isinstance(value, bytes) and (

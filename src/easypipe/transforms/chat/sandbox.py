@@ -21,6 +21,10 @@ from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+Json = Any  # a value that JSON can hold: it is looked into before it is used
+Row = Message = Mapping[str, Json]
+Span = tuple[int, int]  # first character, and the one behind the last
+
 MOST_CHARACTERS = 1 << 25  # of one rendered conversation
 # names of one thing; the first is what templates read
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -35,6 +39,9 @@ _OF_LOOP = frozenset(
 # as Python writes objects that have no text of their own
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+NO_MEMORY = "it takes more memory than a template may have"
 
 
 class RenderError(Exception):
@@ -65,7 +72,7 @@ class Template:
         except RecursionError:
             raise HostileError("it is nested too deeply") from None
         except MemoryError:
-            raise HostileError("it takes more memory than a template may have") from None
+            raise HostileError(NO_MEMORY) from None
         except Exception as error:  # noqa: BLE001 (jinja works constants out while it compiles)
             raise HostileError(
                 f"it does not compile: {type(error).__name__}: {error}"[:500]
@@ -75,11 +82,11 @@ class Template:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None = None,
+        messages: Sequence[Message],
+        tools: Sequence[Json] | None = None,
         *,
         prompt: bool = False,
-    ) -> tuple[str, list[tuple[int, int]]]:
+    ) -> tuple[str, list[Span]]:
         """(text, spans between `{% generation %}` markers as character positions). prompt: open an
         assistant turn at the end.
         """
@@ -92,7 +99,7 @@ class Template:
             }
         )
 
-    def write(self, variables: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+    def write(self, variables: Mapping[str, Json]) -> tuple[str, list[Span]]:
         """`render` of a template that sees these variables, and its names unless they are among
         them.
         """
@@ -116,7 +123,7 @@ class Template:
         except SecurityError as error:
             raise HostileError(f"the sandbox stopped it: {error}") from None
         except MemoryError:
-            raise HostileError("it takes more memory than a template may have") from None
+            raise HostileError(NO_MEMORY) from None
         except RecursionError:
             raise HostileError("it calls itself without end") from None
         # what the sandbox says to range(10**9), and Python to larger numbers
@@ -141,21 +148,21 @@ class Template:
                 )
         return text, [(start, start + len(inner)) for start, inner in found if inner]
 
-    def _printed_address(self, text: str, variables: Mapping[str, Any]) -> str | None:
+    def _printed_address(self, text: str, variables: Mapping[str, Json]) -> str | None:
         """An address in memory that stands in the text, and in nothing that the template was
         given.
         """
-        given = [self._source, *_texts_within(variables)]
+        given = [self._source, *texts_within(variables)]
         found = (match[0] for match in _ADDRESS.finditer(text))
         return next(
             (address for address in found if not any(address in one for one in given)), None
         )
 
 
-def as_given(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def as_given(messages: Sequence[Message]) -> list[Message]:
     """Messages as transformers hands them to templates: without keys of null, which many would
     print as the word None, and with reasoning under every name that templates read it by."""
-    result: list[Mapping[str, Any]] = []
+    result: list[Message] = []
     for message in messages:
         if None in message.values():
             message = {key: value for key, value in message.items() if value is not None}
@@ -166,13 +173,17 @@ def as_given(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return result
 
 
-def _texts_within(value: Any) -> Iterator[str]:
+def texts_within(value: Json, *, keys: bool = True) -> Iterator[str]:
+    """Every text in nested lists and objects. keys: those of objects too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from (text for item in value.items() for part in item for text in _texts_within(part))
+        for parts in (value.keys() if keys else (), value.values()):
+            for part in parts:
+                yield from texts_within(part, keys=keys)
     elif isinstance(value, list | tuple):
-        yield from (text for part in value for text in _texts_within(part))
+        for part in value:
+            yield from texts_within(part, keys=keys)
 
 
 class _Markers(jinja2.ext.Extension):
@@ -194,27 +205,27 @@ class _Markers(jinja2.ext.Extension):
 class _Dict:
     """`dict` without its attributes."""
 
-    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+    def __call__(self, *args: Json, **values: Json) -> dict[Json, Json]:
         return dict(*args, **values)
 
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+    def fromkeys(self, *args: Json) -> dict[Json, Json]:
         return dict.fromkeys(*args)
 
 
 class _Namespace(jinja2.utils.Namespace):
-    def __init__(*args: Any, **values: Any) -> None:  # type: ignore[misc]  (so that `self` may be a key)
+    def __init__(*args: Json, **values: Json) -> None:  # type: ignore[misc]  (so that `self` may be a key)
         self, rest = args[0], args[1:]
         attributes = dict(*rest, **values)
         for name in attributes:
             _Namespace._check(name)
         jinja2.utils.Namespace.__init__(self, attributes)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: Json) -> None:
         _Namespace._check(name)
         jinja2.utils.Namespace.__setitem__(self, name, value)
 
     @staticmethod
-    def _check(name: Any) -> None:
+    def _check(name: object) -> None:
         if isinstance(name, str) and name.startswith("_"):
             raise SecurityError(f"a namespace has no attribute {name!r}")
 
@@ -224,7 +235,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     object is mostly a key of a message.
     """
 
-    def getattr(self, obj: Any, attribute: str) -> Any:
+    def getattr(self, obj: Json, attribute: str) -> Json:
         kind = type(obj)
         if kind is dict and attribute not in _OF_DICT:
             try:
@@ -237,7 +248,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # (as jinja2 has it)
+    def call(__self, __context: Context, __obj: Json, *args: Json, **kwargs: Json) -> Json:  # type: ignore[override]  # (as jinja2 has it)
         if type(__obj) is MethodType and __obj.__func__ is _Markers._mark:
             return __obj(kwargs["caller"])
         return super().call(__context, __obj, *args, **kwargs)
@@ -261,10 +272,10 @@ _JSON = json.JSONEncoder(ensure_ascii=False)  # json.dumps would make one for ev
 
 
 def _tojson(
-    value: Any,
+    value: Json,
     ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
+    indent: Json = None,
+    separators: Json = None,
     sort_keys: bool = False,
 ) -> str:
     if ensure_ascii is False and indent is None and separators is None and sort_keys is False:
@@ -274,13 +285,13 @@ def _tojson(
     )
 
 
-def _raise(message: Any) -> None:
+def _raise(message: object) -> None:
     raise jinja2.TemplateError(str(message))
 
 
-def _by_chance(name: str) -> Callable[..., Any]:
+def _by_chance(name: str) -> Callable[..., None]:
     @jinja2.pass_context  # so that it is not called while the template compiles
-    def refuse(*args: Any, **values: Any) -> Any:
+    def refuse(*args: object, **values: object) -> None:
         raise HostileError(
             f"it asks for {name!r}, and a conversation must give the same tokens whenever it is prepared"
         )

@@ -14,10 +14,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from easypipe.transforms.chat.sandbox import KEYS_OF_REASONING, REASONING
+from easypipe.transforms.chat.sandbox import (
+    KEYS_OF_REASONING,
+    REASONING,
+    Json,
+    Message,
+    texts_within,
+)
 
 MOST_TRIES = 10_000  # of ways to read two renderings side by side
 
@@ -37,7 +43,7 @@ class Place(NamedTuple):
 class Sentinels:
     """Sentinels, and what they stand for."""
 
-    def __init__(self, text: str, messages: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, text: str, messages: Sequence[Message]) -> None:
         self._stem = unused_stem(text, messages)
         self.value: dict[str, str] = {}
         self.owner: dict[str, int] = {}
@@ -52,7 +58,7 @@ class Sentinels:
             self.whole.add(word)
         return word
 
-    def replace(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    def replace(self, i: int, message: Message) -> Message:
         """The message with a word in place of each text in it. Empty texts stay, for templates ask
         whether there is any.
         """
@@ -91,18 +97,18 @@ class Sentinels:
             self.of_tools |= set(self.value) - before
         return result
 
-    def _call(self, call: Any, i: int) -> Any:
+    def _call(self, call: Json, i: int) -> Json:
         if not isinstance(call, dict):
             return call
         function = call.get("function")
-        inner: dict[str, Any] = function if isinstance(function, dict) else call
+        inner = function if isinstance(function, dict) else call
         new = {
             key: self._leaves(value, i) if key in ("name", "arguments", "parameters") else value
             for key, value in inner.items()
         }
         return {**call, "function": new} if inner is not call else new
 
-    def _leaves(self, node: Any, i: int) -> Any:
+    def _leaves(self, node: Json, i: int) -> Json:
         if isinstance(node, str):
             return self.fresh(node, i) if node.strip() else node
         if isinstance(node, list):
@@ -114,21 +120,12 @@ class Sentinels:
         )
 
 
-def unused_stem(text: str, values: Any) -> str:
+def unused_stem(text: str, values: Json) -> str:
     """A word that stands neither in `text` nor in any text of `values`."""
     stem = "Sentinel"
-    while stem in text or _holds(values, stem):
+    while stem in text or any(stem in one for one in texts_within(values)):
         stem = f"S{hashlib.sha256(stem.encode()).hexdigest()[:12]}"
     return stem
-
-
-def _holds(value: Any, word: str) -> bool:
-    """Whether a text within a value of JSON, or a key, holds the word."""
-    if isinstance(value, str):
-        return word in value
-    if isinstance(value, dict):
-        return any(word in key or _holds(item, word) for key, item in value.items())
-    return isinstance(value, list) and any(_holds(item, word) for item in value)
 
 
 def align(text: str, other: str, words: Sentinels) -> list[Place]:

@@ -12,14 +12,14 @@ parts of the conversation. Runs in the worker process, as light as can be.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from easypipe.transforms.chat.sandbox import RenderError, Template
-from easypipe.transforms.chat.sentinels import Place, Sentinels, UnprovenError, align
+from easypipe.transforms.chat.sandbox import Message, RenderError, Template
+from easypipe.transforms.chat.sentinels import Sentinels, UnprovenError, align
 
 # what must follow the text: nothing, the EOS token unseen by the loss, or as a target
 OPEN, MASKED_END, TRAINED_END = 0, 1, 2
@@ -69,14 +69,13 @@ class Stops(NamedTuple):
     leads: tuple[str, ...] = ()
 
 
-def flag_of(message: Mapping[str, Any]) -> bool | None:
+def flag_of(message: Message) -> bool | None:
     """Whether a message itself says that it is trained; None where it says nothing."""
     flag = message.get(FLAG)
     weight = message.get(WEIGHT)
     return bool(weight) if flag is None and weight is not None else flag
 
 
-@dataclass
 class Spans:
     """Rendering with spans, for one template.
 
@@ -84,23 +83,20 @@ class Spans:
     which templates of models that reason write in front of an answer, is trained.
     """
 
-    template: Template
-    closers: Sequence[str]
-    empty_thoughts: bool = True
-    _stops: Stops | None = field(default=None, repr=False)
-    _known_ends: set[tuple[bool, str]] = field(default_factory=set, repr=False)
-
-    def __post_init__(self) -> None:
-        words = sorted(
-            (re.escape(word) for word in self.closers if word.strip()), key=len, reverse=True
-        )
-        self._closer = re.compile(rf"\s*(?:{'|'.join(words)})") if words else None
-        self._closed = re.compile(rf"(?:{'|'.join(words)})\s*\Z") if words else None
-        self._token = re.compile("|".join(words)) if words else None
-        self._longest = max(map(len, self.closers), default=0)
+    def __init__(
+        self, template: Template, closers: Sequence[str], empty_thoughts: bool = True
+    ) -> None:
+        self.template, self.empty_thoughts = template, empty_thoughts
+        words = sorted((re.escape(w) for w in closers if w.strip()), key=len, reverse=True)
+        special = "|".join(words) or r"(?!)"  # which stands nowhere
+        self.token = re.compile(special)
+        self.closer = re.compile(rf"\s*(?:{special})")
+        self.closed = re.compile(rf"(?:{special})\s*\Z")
+        self._longest = max(map(len, closers), default=0)
+        self.known_ends: set[tuple[bool, str]] = set()
 
     def find(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, train_on: str
+        self, messages: Sequence[Message], tools: Sequence[object] | None, train_on: str
     ) -> Rendered:
         """train_on: which turns are trained where their own `train` or `weight` does not say;
         templates are not told of those keys.
@@ -126,61 +122,70 @@ class Spans:
         trained = [i for i in turns if (i in asked if flags[i] is None else flags[i])]
         if not trained:
             return Rendered(text, [], OPEN)
-        if not self.template.marked:
-            spans = self._proven(
-                lambda everyone: self._with(text, messages, tools, trained, everyone=everyone)
-            )
-        elif trained == turns:
+        if self.template.marked and trained == turns:
             spans = marked
         else:
-            spans = self._proven(
-                lambda everyone: self._owned(
-                    text, marked, messages, tools, trained, everyone=everyone
-                )
-            )
+            spans = self._proven(text, marked, messages, tools, trained)
         last = bool(spans) and not text[spans[-1][1] :].strip()
         return Rendered(text, spans, self._end(text, trained=last))
-
-    def stops(self) -> Stops:
-        """What ends an assistant's turns, seen on a conversation of two questions and two
-        answers.
-        """
-        if self._stops is None:
-            self._stops = self._seek_stops()
-        return self._stops
 
     def _end(self, text: str, *, trained: bool) -> int:
         said = text.rstrip()
         # its words are not all space
-        if self._closed is not None and self._closed.search(
-            text, max(0, len(said) - self._longest)
-        ):
+        if self.closed.search(text, max(0, len(said) - self._longest)):
             return OPEN
-        stop = self.stops().last
+        stop = self.stops.last
         if stop is not None and said.endswith(stop.strip()):
             return OPEN
         return TRAINED_END if trained else MASKED_END
 
-    def _seek_stops(self) -> Stops:
+    def _proven(
+        self,
+        text: str,
+        marked: list[tuple[int, int]],
+        messages: Sequence[Message],
+        tools: Sequence[object] | None,
+        trained: list[int],
+    ) -> list[tuple[int, int]]:
+        """What is proven with other words in place of everyone's, else with those of the assistant
+        alone replaced: a template may look into what users and tools say.
+        """
+        errors: list[UnprovenError | RenderError] = []
+        for everyone in (True, False):
+            try:
+                aligned = _Aligned(self, text, messages, tools, everyone=everyone)
+                return (
+                    aligned.marked(marked, trained)
+                    if self.template.marked
+                    else aligned.spans(trained)
+                )
+            except (UnprovenError, RenderError) as error:
+                errors.append(error)
+        if isinstance(errors[0], RenderError):
+            raise UnprovenError(
+                f"the template does not render other words in place of these: {errors[0]}"
+            )
+        raise errors[0]
+
+    @functools.cached_property
+    def stops(self) -> Stops:
+        """What ends an assistant's turns, seen on a conversation of two questions and two
+        answers.
+        """
+        unknown = Stops(None, None)
         words = [f"easypipe{name}probe" for name in ("One", "Two", "Three", "Four")]
         roles = ("user", "assistant", "user", "assistant")
         talk = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
-        tools: list[Any] | None = None
-        try:
-            text, _ = self.template.render(talk)
-        except RenderError:
-            tools = [_PROBE_TOOL]  # for templates that only know rows with tools
+        text, tools = "", None
+        for tools in (None, [_PROBE_TOOL]):  # some templates only know rows with tools
             try:
                 text, _ = self.template.render(talk, tools)
+                break
             except RenderError:
-                return Stops(None, None)
-        if any(text.count(word) != 1 for word in words):
-            return Stops(None, None)
+                continue
+        if re.findall("|".join(words), text) != words:
+            return unknown
         before, *gaps = re.split("|".join(words), text)
-        if len(gaps) != 4 or [text.index(word) for word in words] != sorted(
-            text.index(word) for word in words
-        ):
-            return Stops(None, None)
         asked, alone = (
             self._after(talk[:1], words[0], tools, prompt=prompt) for prompt in (True, False)
         )
@@ -194,9 +199,9 @@ class Spans:
 
     def _after(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         word: str,
-        tools: Sequence[Any] | None,
+        tools: Sequence[object] | None,
         *,
         prompt: bool,
     ) -> str:
@@ -210,9 +215,7 @@ class Spans:
         """(middle, last) of Stops. before: the first word; gaps: behind question, answer, question,
         answer; alone: behind a question that nothing follows."""
         _, between, _, tail = gaps
-        ends, follows = (
-            self._closer.match(gap) if self._closer is not None else None for gap in (tail, between)
-        )
+        ends, follows = self.closer.match(tail), self.closer.match(between)
         last = (ends[0] if ends else tail.rstrip()) or None
         if (
             ends
@@ -242,16 +245,14 @@ class Spans:
 
     def _heads(self, token: str, before: str) -> bool:
         """Whether a special token stands in front of the first word with no text before it."""
-        assert self._token is not None
         head, found, _ = before.partition(token)
-        return bool(found) and not self._token.sub("", head).strip()
+        return bool(found) and not self.token.sub("", head).strip()
 
     def _whole_run(self, before: str, between: str, tail: str, alone: str, end: int) -> str:
         """All special tokens that end a turn, in the middle and at the end alike: those before the
         one that opens the user's turn.
         """
-        assert self._closer is not None
-        while (found := self._closer.match(tail, end)) is not None and between.startswith(
+        while (found := self.closer.match(tail, end)) is not None and between.startswith(
             found[0], end
         ):
             opens = before.endswith(
@@ -262,326 +263,224 @@ class Spans:
             end = found.end()
         return tail[:end]
 
-    def _proven(self, prove: Callable[[bool], list[tuple[int, int]]]) -> list[tuple[int, int]]:
-        """What `prove` gives with other words in place of everyone's, else with those of the
-        assistant alone replaced.
-        """
-        try:
-            return prove(True)
-        # a template may look into what users and tools say
-        except (UnprovenError, RenderError) as error:
-            first = error
-        try:
-            return prove(False)
-        except (UnprovenError, RenderError):
-            pass
-        if isinstance(first, RenderError):
-            raise UnprovenError(
-                f"the template does not render other words in place of these: {first}"
-            ) from None
-        raise first
 
-    def _aligned(
+class _Aligned:
+    """A conversation as it was written, beside one with sentinels in place of its texts.
+
+    everyone: replace what everyone says, not the assistant alone. Raises UnprovenError where the
+    two cannot be read side by side, RenderError where the template refuses other words.
+    """
+
+    def __init__(
         self,
+        known: Spans,
         text: str,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None,
+        messages: Sequence[Message],
+        tools: Sequence[object] | None,
         *,
         everyone: bool,
-    ) -> tuple[Sentinels, Sequence[Mapping[str, Any]], list[Place]]:
-        """Sentinels, the messages with them, and where in `text` stands what they replaced."""
-        words = Sentinels(text, messages)
-        changed = [
+    ) -> None:
+        self._known, self._text, self._tools = known, text, tools
+        self._words = words = Sentinels(text, messages)
+        self._changed = [
             words.replace(i, m) if everyone or m.get("role") == "assistant" else m
             for i, m in enumerate(messages)
         ]
-        other, _ = self.template.render(changed, tools)
-        return words, changed, align(text, other, words)
+        self._places = align(text, self._render(self._changed), words)
+        self._owners = [words.owner[place.word] for place in self._places]
 
-    def _owned(
-        self,
-        text: str,
-        marked: list[tuple[int, int]],
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None,
-        trained: list[int],
-        *,
-        everyone: bool,
-    ) -> list[tuple[int, int]]:
+    def marked(self, marked: list[tuple[int, int]], trained: list[int]) -> list[tuple[int, int]]:
         """Of the marked spans those of the turns `trained`: each has to hold texts of one message
         alone.
         """
-        words, _, places = self._aligned(text, messages, tools, everyone=everyone)
         spans = []
         for a, b in marked:
-            owners = {
-                words.owner[place.word] for place in places if place.start < b and a < place.stop
-            }
-            whole = all(
-                a <= place.start and place.stop <= b
-                for place in places
-                if place.start < b and a < place.stop
-            )
+            inside = [
+                n for n, place in enumerate(self._places) if place.start < b and a < place.stop
+            ]
+            owners = {self._owners[n] for n in inside}
+            whole = all(a <= self._places[n].start and self._places[n].stop <= b for n in inside)
             if len(owners) != 1 or not whole:
-                raise UnprovenError(f"which turn is marked at {text[a:b][:40]!r} cannot be told")
+                raise UnprovenError(
+                    f"which turn is marked at {self._text[a:b][:40]!r} cannot be told"
+                )
             if owners <= set(trained):
                 spans.append((a, b))
         return spans
 
-    def _with(
-        self,
-        text: str,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None,
-        trained: list[int],
-        *,
-        everyone: bool,
-    ) -> list[tuple[int, int]]:
-        words, changed, places = self._aligned(text, messages, tools, everyone=everyone)
-        spans = []
-        for i in trained:
-            here = [place for place in places if words.owner[place.word] == i]
-            if not here:
-                if any(words.owner[word] == i for word in words.owner):
-                    raise UnprovenError(f"the template does not print what message {i} says")
-                continue  # an empty turn
-            first = places.index(here[0])
-            # a template may name a function again where it prints what that returned: the turn ends
-            # before
-            said = {here[0].word}
-            for place in places[first + 1 :]:
-                if words.owner[place.word] != i or (
-                    place.word in said and place.word in words.of_tools
-                ):
-                    break
-                if place.word in said:
-                    raise UnprovenError(
-                        f"the template prints the text of message {i} more than once"
-                    )
-                said.add(place.word)
-            run, later = places[first : first + len(said)], places[first + len(said) :]
-            if any(
-                words.owner[place.word] == i
-                and (place.word not in said or place.word not in words.of_tools)
-                for place in later
-            ):
-                if any(place.word in said for place in later if words.owner[place.word] == i):
-                    raise UnprovenError(
-                        f"the template prints the text of message {i} more than once"
-                    )
-                raise UnprovenError(f"the text of message {i} does not stand in one piece")
-            if messages[i].get("tool_calls") and not any(
-                place.word in words.of_tools for place in run
-            ):
-                raise UnprovenError(f"the template does not print the tool calls of message {i}")
-            plain = len(run) == 1 and run[0].word in words.whole
-            before = places[first - 1].stop if first else 0
-            gap = text[before : run[0].start]
-            start = before + (
-                self._lead(gap) if plain else self._header(gap, changed, i, tools, words, first)
-            )
-            after = text[run[-1].stop : later[0].start if later else len(text)]
-            spans.append(
-                (
-                    start,
-                    run[-1].stop
-                    + self._close(
-                        after, changed, i, tools, later, words, run[-1].word, plain=plain
-                    ),
-                )
-            )
+    def spans(self, trained: list[int]) -> list[tuple[int, int]]:
+        """What the turns `trained` say, with what the model writes in front of it, and the stop."""
+        spans = [self._span(i) for i in trained if self._says(i)]
         if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
             raise UnprovenError("trained turns overlap")
         return spans
 
+    def _says(self, i: int) -> bool:
+        """Whether message i is no empty turn."""
+        if i not in self._owners and i in self._words.owner.values():
+            raise UnprovenError(f"the template does not print what message {i} says")
+        return i in self._owners
+
+    def _span(self, i: int) -> tuple[int, int]:
+        words, text, places = self._words, self._text, self._places
+        first = self._owners.index(i)
+        behind = self._behind(i, first)
+        run, later = places[first:behind], places[behind:]
+        calls = any(place.word in words.of_tools for place in run)
+        if self._changed[i].get("tool_calls") and not calls:
+            raise UnprovenError(f"the template does not print the tool calls of message {i}")
+        plain = len(run) == 1 and run[0].word in words.whole
+        before = places[first - 1].stop if first else 0
+        gap = text[before : run[0].start]
+        after = text[run[-1].stop : later[0].start if later else len(text)]
+        start = before + (self._lead(gap) if plain else self._header(gap, i, first))
+        end = self._plain_end(after, i, plain=plain)
+        if end is None and not plain:
+            end = self._end_of_call(after, i, run[-1].word, follows=self._owners[behind:][:1])
+        if end is None:
+            raise UnprovenError(
+                f"nothing that is known to end a turn follows message {i}: {after[:40]!r}"
+            )
+        return start, run[-1].stop + end
+
+    def _behind(self, i: int, first: int) -> int:
+        """The place behind those of message i, which stand in one piece from `first` on.
+
+        A template may name a function again where it prints what that returned: the turn ends
+        before.
+        """
+        said: set[str] = set()
+        stop = first
+        for place, owner in zip(self._places[first:], self._owners[first:], strict=True):
+            if owner != i or place.word in said:
+                break
+            said.add(place.word)
+            stop += 1
+        later = zip(self._places[stop:], self._owners[stop:], strict=True)
+        again = [place.word for place, owner in later if owner == i]
+        if any(word not in said or word not in self._words.of_tools for word in again):
+            if said.isdisjoint(again):
+                raise UnprovenError(f"the text of message {i} does not stand in one piece")
+            raise UnprovenError(f"the template prints the text of message {i} more than once")
+        return stop
+
     def _lead(self, gap: str) -> int:
         """Where in the gap before the words of a turn the model begins to write."""
         if (thought := _ENDS_IN_EMPTY_THOUGHT.search(gap)) is not None:
-            return thought.start() if self.empty_thoughts else thought.end()
-        stops = self.stops()
+            return thought.start() if self._known.empty_thoughts else thought.end()
+        stops = self._known.stops
         return next(
             (len(gap) - len(lead) for lead in stops.leads if gap.endswith(stops.opening + lead)),
             len(gap),
         )
 
-    def _close(
-        self,
-        gap: str,
-        changed: Sequence[Mapping[str, Any]],
-        i: int,
-        tools: Sequence[Any] | None,
-        later: Sequence[Place],
-        words: Sentinels,
-        word: str,
-        *,
-        plain: bool,
-    ) -> int:
-        """How much of the gap behind the last text of message i ends its turn, the stop included.
-        word: what stands for that text;
-        later: the texts behind the gap."""
-        last = i == len(changed) - 1
-        stop = self.stops().last if last else self.stops().middle
+    def _is_last(self, i: int) -> bool:
+        return i == len(self._changed) - 1
+
+    def _stop(self, i: int) -> str | None:
+        return self._known.stops.last if self._is_last(i) else self._known.stops.middle
+
+    def _plain_end(self, gap: str, i: int, *, plain: bool) -> int | None:
+        """How much of the gap behind the last text of message i ends its turn, the stop included;
+        None where that cannot be read off it. plain: the message is words alone.
+        """
+        last, stop, space = self._is_last(i), self._stop(i), len(gap) - len(gap.lstrip())
         if stop is not None and gap.startswith(stop):
             return len(stop)
-        if (
-            plain
-            and stop is not None
-            and (found := re.match(r"\s*", gap))
-            and gap.startswith(stop.lstrip(), found.end())
-        ):
-            return found.end() + len(stop.lstrip())
+        if plain and stop is not None and gap.startswith(stop.lstrip(), space):
+            return space + len(stop.lstrip())
         if last and not gap.strip():
             return 0  # the EOS token will end it
-        if (
-            last
-            and plain
-            and self._closer is not None
-            and (found := self._closer.fullmatch(gap.rstrip()))
-        ):
+        if last and plain and (found := self._known.closer.fullmatch(gap.rstrip())):
             return found.end()  # a special token and nothing behind it
-        end = None if plain else self._end_of_call(gap, changed, i, tools, later, words, word)
-        if end is None:
-            raise UnprovenError(
-                f"nothing that is known to end a turn follows message {i}: {gap[:40]!r}"
-            )
-        return end
+        return None
 
-    def _end_of_call(
-        self,
-        gap: str,
-        changed: Sequence[Mapping[str, Any]],
-        i: int,
-        tools: Sequence[Any] | None,
-        later: Sequence[Place],
-        words: Sentinels,
-        word: str,
-    ) -> int | None:
+    def _end_of_call(self, gap: str, i: int, word: str, follows: Sequence[int]) -> int | None:
         """How much of the gap ends a turn that is not words alone: it stands there whether or not
-        something follows.
+        something follows. word: its last text. follows: whose the text behind the gap is.
         """
-        last = i == len(changed) - 1
-        stop = (self.stops().last if last else self.stops().middle) or ""
-        inside = (
-            gap.find(stop.strip())
-            if stop and (last or (later and words.owner[later[0].word] == i + 1))
-            else -1
-        )
+        known, last, stop = self._known, self._is_last(i), self._stop(i) or ""
+        inside = gap.find(stop.strip()) if stop and (last or list(follows) == [i + 1]) else -1
         whole = gap[: inside + len(stop.strip())] if inside >= 0 else ""
-        if (last, whole) in self._known_ends or (whole and self._clean(gap, inside)):
+        # a special token before which there is none that could have opened another turn
+        first = known.token.search(gap) if whole else None
+        if (last, whole) in known.known_ends or (first is not None and first.start() >= inside):
             return len(whole)
-        other = self._other_gap(changed, i, tools, words, word)
+        other = self._other_gap(i, word)
         if other is None:  # a template may refuse half a conversation
             return None
         if whole and other.startswith(whole):
-            if len(self._known_ends) < MOST_ENDS:
-                self._known_ends.add((last, whole))
+            if len(known.known_ends) < MOST_ENDS:
+                known.known_ends.add((last, whole))
             return len(whole)
         end, longer = (gap.rstrip(), other) if last else (other.rstrip(), gap)
         if not end.strip() or not longer.startswith(end):
             return None
-        opened = self.stops().opening.strip()
-        closed = (
-            self._closed is not None
-            and self._closed.search(end) is not None
-            and not (opened and end.endswith(opened))
-        )
+        opened = known.stops.opening.strip()
+        closed = known.closed.search(end) is not None and not (opened and end.endswith(opened))
         # where the EOS token will end it
-        return len(end) if closed or (last and self.stops().last is None) else None
+        return len(end) if closed or (last and known.stops.last is None) else None
 
-    def _clean(self, gap: str, inside: int) -> bool:
-        """Whether the stop at `inside` is a special token before which there is none that could
-        have opened another turn.
-        """
-        return (
-            self._token is not None
-            and (found := self._token.search(gap)) is not None
-            and found.start() >= inside
-        )
-
-    def _other_gap(
-        self,
-        changed: Sequence[Mapping[str, Any]],
-        i: int,
-        tools: Sequence[Any] | None,
-        words: Sentinels,
-        word: str,
-    ) -> str | None:
+    def _other_gap(self, i: int, word: str) -> str | None:
         """What follows `word`, the last of message i, where nothing follows that message, or
         something where it is the last one.
         """
-        other = list(changed[: i + 1])
-        if i == len(changed) - 1:
-            calls = changed[i].get("tool_calls")
-            id_of = (
-                {"tool_call_id": calls[-1]["id"]}
-                if calls and isinstance(calls[-1], dict) and "id" in calls[-1]
-                else {}
-            )
-            other.append(
-                {"role": "tool" if calls else "user", "content": words.fresh("", i), **id_of}
-            )
+        other = list(self._changed[: i + 1])
+        if self._is_last(i):
+            calls = self._changed[i].get("tool_calls")
+            call = calls[-1] if calls and isinstance(calls[-1], dict) else {}
+            id_of = {"tool_call_id": call["id"]} if "id" in call else {}
+            answer = self._words.fresh("", i)
+            other.append({"role": "tool" if calls else "user", "content": answer, **id_of})
         try:
-            behind = words.pattern.split(self.template.render(other, tools)[0].partition(word)[2])
+            behind = self._words.pattern.split(self._render(other).partition(word)[2])
         except RenderError:
             return None
-        return behind[0] if (len(behind) > 1) == (i == len(changed) - 1) else None
+        return behind[0] if (len(behind) > 1) == self._is_last(i) else None
 
-    def _header(
-        self,
-        gap: str,
-        changed: Sequence[Mapping[str, Any]],
-        i: int,
-        tools: Sequence[Any] | None,
-        words: Sentinels,
-        known: int,
-    ) -> int:
-        """How much of the gap before message i opens the turn, and is not said by the assistant."""
-        if i and not known:
+    def _header(self, gap: str, i: int, first: int) -> int:
+        """How much of the gap before message i opens the turn, and is not said by the assistant.
+        first: how many texts stand before it."""
+        if i and not first:
             raise UnprovenError(f"where the turn of message {i} begins cannot be told")
-        header = self._opened(gap, changed[:i], i, tools, words)
-        if not self.empty_thoughts and (thought := _EMPTY_THOUGHT.match(gap, header)) is not None:
+        header = self._opened(gap, i)
+        if not self._known.empty_thoughts and (thought := _EMPTY_THOUGHT.match(gap, header)):
             return thought.end()
         return header
 
-    def _opened(
-        self,
-        gap: str,
-        before: Sequence[Mapping[str, Any]],
-        i: int,
-        tools: Sequence[Any] | None,
-        words: Sentinels,
-    ) -> int:
+    def _opened(self, gap: str, i: int) -> int:
+        before = self._changed[:i]
         try:
-            asked = _tail(self.template.render(before, tools, prompt=True)[0], words)
-            if asked != _tail(self.template.render(before, tools)[0], words):
+            asked = self._tail(self._render(before, prompt=True))
+            if asked != self._tail(self._render(before)):
                 asked = _OPENED_THOUGHT.sub("", asked)
                 if gap.startswith(asked):
                     return len(asked)
         except RenderError:
             pass  # a template may refuse half a conversation; there is a second way
-        word = words.fresh("", i, whole=True)
+        word = self._words.fresh("", i, whole=True)
         try:
-            text, _ = self.template.render([*before, {"role": "assistant", "content": word}], tools)
+            text = self._render([*before, {"role": "assistant", "content": word}])
         except RenderError as error:
             raise UnprovenError(
                 f"where the turn of message {i} begins cannot be told: {error}"
             ) from None
         if text.count(word) != 1:
             raise UnprovenError(f"where the turn of message {i} begins cannot be told")
-        other = _OPENED_THOUGHT.sub("", _tail(text[: text.index(word)], words))
+        other = _OPENED_THOUGHT.sub("", self._tail(text[: text.index(word)]))
         shared = _shared(gap, other)
         half = _HALF_TAG.search(gap, 0, shared) if shared < len(gap) else None
         return shared if half is None else half.start()
 
+    def _render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        return self._known.template.render(messages, self._tools, prompt=prompt)[0]
+
+    def _tail(self, text: str) -> str:
+        """What follows the last sentinel."""
+        return self._words.pattern.split(text)[-1]
+
 
 def _shared(one: str, two: str) -> int:
     """How many characters both begin with."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b),
-        min(len(one), len(two)),
-    )
-
-
-def _tail(text: str, words: Sentinels) -> str:
-    """What follows the last sentinel."""
-    return words.pattern.split(text)[-1]
+    pairs = zip(one, two, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -18,10 +18,18 @@ import resource
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import BinaryIO
 
-from easypipe.transforms.chat.conversations import Talks, Wrong, loaded
-from easypipe.transforms.chat.sandbox import HostileError, RenderError, Template, as_given
+from easypipe.transforms.chat.conversations import MessageReader, Wrong, loaded
+from easypipe.transforms.chat.sandbox import (
+    NO_MEMORY,
+    HostileError,
+    Json,
+    Message,
+    RenderError,
+    Template,
+    as_given,
+)
 from easypipe.transforms.chat.sentinels import UnprovenError
 from easypipe.transforms.chat.spans import Spans
 from easypipe.transforms.prompt.label_span import find_label
@@ -30,8 +38,6 @@ from easypipe.transforms.prompt.label_span import find_label
 CPU_SECONDS = 0.75
 MEMORY_BYTES = 1 << 30
 ANSWER_BYTES = 1 << 20  # of texts, after which answers go out though there are more rows
-
-_NO_MEMORY = "it takes more memory than a template may have"
 
 
 def main() -> None:
@@ -48,7 +54,7 @@ def main() -> None:
         write = writers[spec]
         # all: who asks reads nothing before
         rows = [[source.read(size) for size in sizes] for sizes in json.loads(source.readline())]
-        answers: list[list[Any]] = []
+        answers: list[list[Json]] = []
         texts: list[bytes] = []
         held = 0
         for number, cells in enumerate(rows):
@@ -66,7 +72,7 @@ def main() -> None:
         _send(output, answers, texts)
 
 
-def _send(output: Any, answers: list[list[Any]], texts: list[bytes]) -> None:
+def _send(output: BinaryIO, answers: list[list[Json]], texts: list[bytes]) -> None:
     if answers:
         output.write(b"".join([json.dumps(answers).encode(), b"\n", *texts]))
         output.flush()
@@ -77,25 +83,25 @@ def _send(output: Any, answers: list[list[Any]], texts: list[bytes]) -> None:
 class _Writer:
     """What one spec asks for; its templates are compiled when first a row needs them."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
+    def __init__(self, spec: Message) -> None:
         self._spec = spec
-        self._talks = Talks(**spec["talks"]) if "talks" in spec else Talks()
+        self._reader = MessageReader(**spec.get("reader", {}))
         self._templates: dict[str, Spans | HostileError] = {}
 
-    def read(self, cells: Sequence[bytes]) -> dict[str, Any] | Wrong | HostileError:
+    def read(self, cells: Sequence[bytes]) -> Message | Wrong | HostileError:
         """A row for `answer`."""
         try:
             if len(cells) == 1:
                 return json.loads(cells[0])
             said, tools = (loaded(cell.decode("utf-8", "surrogatepass")) for cell in cells)
-            talk = self._talks.translated(said)
-            return self._talks.wrong(talk, tools) or self._talks.whole(talk, tools)
+            talk = self._reader.translated(said)
+            return self._reader.wrong(talk, tools) or self._reader.whole(talk, tools)
         except MemoryError:
-            return HostileError(_NO_MEMORY)
+            return HostileError(NO_MEMORY)
         except RecursionError:
             return "not_json", "nested too deeply"
 
-    def answer(self, row: dict[str, Any] | Wrong | HostileError) -> tuple[Sequence[Any], bytes]:
+    def answer(self, row: Message | Wrong | HostileError) -> tuple[Sequence[Json], bytes]:
         """([spans, end], [reason, detail] or [detail], the text in UTF-8)."""
         if isinstance(row, tuple):
             return row, b""
@@ -106,13 +112,13 @@ class _Writer:
         except HostileError as error:
             return [str(error)], b""
         except MemoryError:
-            return [_NO_MEMORY], b""
+            return [NO_MEMORY], b""
         except RenderError as error:
             return ["refused_by_template", str(error)], b""
         except UnprovenError as error:
             return ["unproven_spans", str(error)], b""
 
-    def _written(self, row: dict[str, Any]) -> tuple[Sequence[Any], bytes]:
+    def _written(self, row: Message) -> tuple[Sequence[Json], bytes]:
         train_on = self._spec["train_on"]
         if "fields" in row:
             found = find_label(

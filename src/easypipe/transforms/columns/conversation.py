@@ -8,18 +8,17 @@ import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place
-from easypipe.core.protocols import Reject
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.transforms.chat.conversations import BadJson, wrong_messages
+from easypipe.transforms.chat.conversations import wrong_messages, wrong_tools
 from easypipe.transforms.chat.messages import is_messages, is_text, values_of
+from easypipe.transforms.chat.pool import Asked
 from easypipe.transforms.chat.render import (
     HostileTemplateError,
-    Refused,
     Rendered,
     load_chat_template,
 )
 from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid, require_columns
-from easypipe.transforms.prompt.fields import EMPTY
+from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
@@ -87,27 +86,20 @@ class Chat(ColumnTransform):
             if self.tools is None
             else values_of(rows.batch.column(self.tools), keep=())
         )
-        made: list[Refused | Rendered | None] = []
+        asked: list[Asked | Refused] = []
         for talk, tool in zip(talks, tools, strict=True):  # templates know rows
-            wrong = wrong_messages(talk) or (
-                ("not_json", f"tools: {tool}") if isinstance(tool, BadJson) else None
-            )
-            made.append(None if wrong is None else Refused(*wrong))
-        whole = [i for i, one in enumerate(made) if one is None]
+            wrong = wrong_messages(talk) or wrong_tools(tool)
+            row = {"messages": talk, "tools": tool or None}
+            asked.append(row if wrong is None else Refused(*wrong))
         try:
-            asked = [{"messages": talks[i], "tools": tools[i] or None} for i in whole]
-            for i, answer in zip(whole, self.template.render(asked), strict=True):
-                made[i] = answer
+            made = self.template.render(asked)
         except HostileTemplateError as error:
-            at = place(str(self), row=int(rows.numbers[whole[error.row]]))
+            at = place(str(self), row=int(rows.numbers[error.row]))
             raise type(error)(
                 at=at, problem=f"{error.at}: {error.problem}", fix=error.fix
             ) from None
-        failed = [
-            Reject(row=number, reason=one.reason, detail=one.detail, benign=one.reason == EMPTY)
-            for number, one in zip(rows.numbers.tolist(), made, strict=True)
-            if isinstance(one, Refused)
-        ]
+        pairs = zip(rows.numbers.tolist(), made, strict=True)
+        failed = [one.of_row(number) for number, one in pairs if isinstance(one, Refused)]
         texts = pa.array(
             [one.text if isinstance(one, Rendered) else None for one in made], pa.large_string()
         )

@@ -16,12 +16,18 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
-from easypipe.transforms.chat.render import ChatTemplate, Refused, Rendered, load_chat_template
+from easypipe.transforms.chat.render import ChatTemplate, Rendered, load_chat_template
 from easypipe.transforms.prompt.config import TALKS, PromptConfig
-from easypipe.transforms.prompt.fields import BENIGN, advice
-from easypipe.transforms.prompt.formats import VERDICTS, Format, PlainFormat, TalkFormat, TextFormat
+from easypipe.transforms.prompt.formats import (
+    VERDICTS,
+    ChatFormat,
+    Format,
+    TemplateFormat,
+    TextFormat,
+)
+from easypipe.transforms.refused import NOTHING_TO_TRAIN, TOO_LONG, Refused, advice
 from easypipe.transforms.tokenizer.config import TokenizerConfig
-from easypipe.transforms.tokenizer.lengths import TOO_LONG, LengthPolicy, Lengths, Whole, shape
+from easypipe.transforms.tokenizer.lengths import LengthPolicy, Lengths, Whole, shape
 from easypipe.transforms.tokenizer.masked import encode_masked, has_target
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -91,7 +97,7 @@ class PromptEngine:
     @property
     def template(self) -> ChatTemplate | None:
         """The chat template that writes conversations; None for samples of another kind."""
-        return self.format.template if isinstance(self.format, TalkFormat) else None
+        return self.format.template if isinstance(self.format, ChatFormat) else None
 
     def render_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[Rendered | Refused]:
         """`render` of rows that have all columns; a row that is no sample is Refused."""
@@ -113,7 +119,7 @@ class PromptEngine:
         return (
             self.lengths is None
             and self.config.rejected_column is None
-            and isinstance(self.format, TalkFormat)
+            and isinstance(self.format, ChatFormat)
             and train_on != "all"
         )
 
@@ -123,7 +129,7 @@ class PromptEngine:
         """`render_rows`, where `splits`, of each row the texts that it is cut into so that each has
         at most `room` tokens.
         """
-        assert isinstance(self.format, TalkFormat)
+        assert isinstance(self.format, ChatFormat)
         return self.format.split(rows, self.render_rows(rows), self.tokenizer, room)
 
     @property
@@ -181,7 +187,7 @@ class PromptEngine:
     def _encoded(self, found: Rendered) -> dict[str, NDArray[Any]]:
         texts = pa.array([found.text], pa.large_string())
         whole, raw = self.lengths is not None, self.format.raw
-        if isinstance(self.format, PlainFormat):
+        if isinstance(self.format, TextFormat):
             plain = self.tokenizer.encode_column(texts, whole=whole)
             front = np.full(1, len(self.tokenizer.surrounding[0]))
             made = Whole(
@@ -209,7 +215,7 @@ class PromptEngine:
                 )
             )
         if made.mask is not None and not has_target(made.mask, made.offsets)[0]:
-            raise _no_sample(Refused(BENIGN, "no trained token remains"))
+            raise _no_sample(Refused(NOTHING_TO_TRAIN, "no trained token remains"))
         ids, mask = made.ids, made.mask
         if self.lengths is not None:
             shaped = shape(made, self.lengths, raw=raw)
@@ -217,7 +223,7 @@ class PromptEngine:
                 why = (
                     (TOO_LONG, f"{len(made.ids)} tokens")
                     if shaped.refused
-                    else (BENIGN, "no trained token remains")
+                    else (NOTHING_TO_TRAIN, "no trained token remains")
                 )
                 raise _no_sample(Refused(*why))
             if len(shaped.origin) > 1:
@@ -242,9 +248,9 @@ def _format(config: PromptConfig, tokenizer: Tokenizer, lengths: Lengths | None)
     if lengths is not None:
         _check_lengths(config, lengths.policy)
     if config.format_type == "text":
-        return PlainFormat(config.inputs[0])
+        return TextFormat(config.inputs[0])
     if not talks:
-        return TextFormat(
+        return TemplateFormat(
             config,
             tokenizer.special_strings,
             lengths if lengths is not None and lengths.policy.budgets else None,
@@ -270,7 +276,7 @@ def _format(config: PromptConfig, tokenizer: Tokenizer, lengths: Lengths | None)
             fix="Set special_strings='error', which looks into the messages.",
         )
     trim = lengths if lengths is not None and lengths.policy.policy == "trim_oldest_turns" else None
-    return TalkFormat(
+    return ChatFormat(
         config, template, tokenizer.special.strings if policy == "error" else (), trim
     )
 

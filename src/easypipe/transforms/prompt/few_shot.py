@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +15,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.core.random import fold, permute
 from easypipe.core.storage import read_bytes
+from easypipe.transforms.chat.sandbox import Row
 from easypipe.transforms.prompt.config import FewShotConfig
 
 MOST_BYTES = 256 << 20
@@ -33,10 +33,10 @@ class FewShot:
         self,
         config: FewShotConfig,
         columns: Sequence[str],
-        plain: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        plain: Callable[[Row], Row],
     ) -> None:
         self._config = config
-        self.pool: Sequence[Mapping[str, Any]] = config.examples
+        self.pool: Sequence[Row] = config.examples
         if config.data_files is not None:
             self.pool = _read(str(config.data_files), tuple(columns))
             assert config.count is not None
@@ -67,7 +67,7 @@ class FewShot:
         self._pool_digest = digest(self._keys)
 
     @property
-    def identity(self) -> list[Any]:
+    def identity(self) -> list[object]:
         """What decides which examples a row has, but the row."""
         return [self._pool_digest, self._config.count, self._config.seed, self._config.separator]
 
@@ -75,7 +75,7 @@ class FewShot:
     def separator(self) -> str:
         return self._config.separator
 
-    def of(self, row: Mapping[str, Any]) -> list[int]:
+    def of(self, row: Row) -> list[int]:
         """Numbers of the examples in the pool, in their order; of drawn ones never that of a row
         that equals this one.
         """
@@ -94,7 +94,7 @@ class FewShot:
         return found[: self._config.count]
 
 
-def _read(path: str, columns: tuple[str, ...]) -> list[dict[str, Any]]:
+def _read(path: str, columns: tuple[str, ...]) -> list[Row]:
     at = "few_shot.data_files"
     try:
         data = read_bytes(str(Path(path).expanduser()) if "://" not in path else path)

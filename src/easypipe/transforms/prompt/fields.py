@@ -6,28 +6,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from easypipe.core.errors import ConfigError, did_you_mean
-from easypipe.transforms.chat.render import Refused, Rendered
+from easypipe.transforms.chat.pool import Rendered
+from easypipe.transforms.chat.sandbox import Json, Row
+from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN, Refused
 from easypipe.transforms.tokenizer.masked import TRAINED_END
-
-BENIGN = "nothing_to_train"  # dropped and counted, not an error of the row
-EMPTY = "empty"  # no text, or white space alone: as BENIGN
-
-_ADVICE = {
-    "unproven_spans": "Give a chat_template with {% generation %} markers (the built-in ones have them), or set train_on to 'all'",
-    "refused_by_template": "Give a chat_template that takes such conversations",
-    "rejected_answer": "Leave such rows out, for example with a filter on that column",
-    "too_long": "Raise max_length, or choose another length.policy",
-}
-
-
-def advice(reason: str, otherwise: str = "Correct the row") -> str:
-    """What helps rows that are refused for `reason`, as the beginning of a sentence."""
-    return _ADVICE.get(reason, otherwise)
-
 
 _FIELD = re.compile(r"\{([^{}]*)\}")
 
@@ -38,9 +24,9 @@ class Writer(Protocol):
     """
 
     columns: tuple[str, ...]
-    identity: Any
+    identity: object
 
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> list[Rendered | Refused]: ...
+    def write(self, rows: Sequence[Row]) -> list[Rendered | Refused]: ...
 
 
 def pieces_of(template: str, at: str = "template") -> list[str]:
@@ -105,15 +91,15 @@ class FieldTemplate:
             )
         self._label, self._everything = label, everything
         self.columns = tuple(have)
-        self.identity: Any = [list(pieces), label, everything]
+        self.identity: object = [list(pieces), label, everything]
 
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> list[Rendered | Refused]:
+    def write(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
         """Trained is what stands from the label to the end: what follows it there is how an answer
         ends.
         """
         return [self._written(row) for row in rows]
 
-    def _written(self, row: Mapping[str, Any]) -> Rendered | Refused:
+    def _written(self, row: Row) -> Rendered | Refused:
         texts = list(self._pieces)
         begin, said = 0, None
         for i in range(1, len(texts), 2):
@@ -135,9 +121,9 @@ class AlpacaTemplate:
     def __init__(self, without: FieldTemplate, with_input: FieldTemplate) -> None:
         self._without, self._with = without, with_input
         self.columns = with_input.columns
-        self.identity: Any = [without.identity, with_input.identity]
+        self.identity: object = [without.identity, with_input.identity]
 
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> list[Rendered | Refused]:
+    def write(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
         name = self.columns[1]
         return [
             (self._without if row[name] is None or row[name] == "" else self._with).write([row])[0]
@@ -152,11 +138,11 @@ def rendered(text: str, begin: int, said: str | None, label: str | None) -> Rend
     if not text.strip():
         return Refused(EMPTY, "no text in any column")
     if said == "":
-        return Refused(BENIGN, f"the {label} is empty")
+        return Refused(NOTHING_TO_TRAIN, f"the {label} is empty")
     return Rendered(text, [[begin, len(text)]], TRAINED_END)
 
 
-def text_of(value: Any, name: str) -> str | Refused:
+def text_of(value: Json, name: str) -> str | Refused:
     """A value as people would write it: text as it is, numbers in digits, what has parts and truth
     as JSON.
     """

@@ -5,29 +5,21 @@ trained.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import pyarrow as pa
 
 from easypipe.core.errors import ConfigError
-from easypipe.transforms.chat.conversations import Talks, cleaned, value_of, wrong_messages
+from easypipe.transforms.chat.conversations import MessageReader, cleaned, value_of, wrong_messages
 from easypipe.transforms.chat.messages import is_messages, is_text
-from easypipe.transforms.chat.render import (
-    ChatTemplate,
-    HostileTemplateError,
-    Refused,
-    Rendered,
-    WrittenTalk,
-    check_whole,
-    is_jinja,
-)
+from easypipe.transforms.chat.pool import Rendered, WrittenTalk
+from easypipe.transforms.chat.render import ChatTemplate, check_whole, is_jinja
+from easypipe.transforms.chat.sandbox import Json, Message, Row
 from easypipe.transforms.chat.spans import FLAG
-from easypipe.transforms.chat.split_turns import split_at_turns
-from easypipe.transforms.chat.trim_turns import trimmed
+from easypipe.transforms.chat.turns import Request, split_at_turns, trimmed
 from easypipe.transforms.prompt.config import ROLES, PromptConfig
 from easypipe.transforms.prompt.few_shot import FewShot
 from easypipe.transforms.prompt.fields import (
-    EMPTY,
     AlpacaTemplate,
     FieldTemplate,
     Writer,
@@ -36,6 +28,7 @@ from easypipe.transforms.prompt.fields import (
 )
 from easypipe.transforms.prompt.jinja import JinjaTemplate
 from easypipe.transforms.prompt.templates import ALPACA, ALPACA_WITH_INPUT
+from easypipe.transforms.refused import EMPTY, Refused
 from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
@@ -43,7 +36,6 @@ TOOLS = "tools"  # the column that holds them, where none is named
 SYSTEM = "system"  # the column of system prompts that rows of ShareGPT and Alpaca may have
 # columns of true and false that say whether an answer is a good one: unpaired preferences
 VERDICTS = ("label", "kto_tag")
-Row = Mapping[str, Any]
 
 
 class Format(Protocol):
@@ -60,7 +52,7 @@ class Format(Protocol):
     optional: tuple[str, ...]
 
     @property
-    def identity(self) -> list[Any]: ...
+    def identity(self) -> list[object]: ...
 
     def accepts(self, kind: pa.DataType) -> bool:
         """Whether a column of this type can be one that it reads."""
@@ -71,7 +63,7 @@ class Format(Protocol):
         ...
 
 
-class TalkFormat:
+class ChatFormat:
     """Messages through a chat template. refuse: strings that no message may hold: the template
     writes the special tokens.
     """
@@ -103,7 +95,9 @@ class TalkFormat:
             name for name in optional if name is not None and name != self._messages
         )
         roles = {**ROLES, **(config.roles or {})} if config.format_type == "sharegpt" else None
-        self._talks = Talks(roles, config.system_prompt, tuple(refuse), template.train_on == "all")
+        self._reader = MessageReader(
+            roles, config.system_prompt, tuple(refuse), template.train_on == "all"
+        )
         self._few_shot = None
         if config.few_shot is not None:
             self._few_shot = FewShot(
@@ -114,12 +108,12 @@ class TalkFormat:
             ]
 
     @property
-    def identity(self) -> list[Any]:
-        more: dict[str, Any] = {}
-        if self._talks.roles is not None:
-            more["roles"] = self._talks.roles
-        if self._talks.system is not None:
-            more["system"] = self._talks.system
+    def identity(self) -> list[object]:
+        more: dict[str, object] = {}
+        if self._reader.roles is not None:
+            more["roles"] = self._reader.roles
+        if self._reader.system is not None:
+            more["system"] = self._reader.system
         if self._few_shot is not None:
             more["few_shot"] = self._few_shot.identity
         return [self.template.fingerprint, *([more] if more else [])]
@@ -128,24 +122,11 @@ class TalkFormat:
         return is_messages(kind) or is_text(kind) or pa.types.is_null(kind)
 
     def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
-        found: list[Rendered | Refused | None] = []
-        asked, places = [], []
-        for i, row in enumerate(rows):
-            made = self._written(row) or self._request(row)
-            found.append(made if isinstance(made, Refused) else None)
-            if not isinstance(made, Refused):
-                asked.append(made)
-                places.append(i)
-        try:
-            answers = self.template.render(asked, self._talks)
-        except HostileTemplateError as error:
-            error.row = places[error.row]
-            raise
-        if self._trim is not None:
-            answers = trimmed(self.template, asked, answers, self._trim)
-        for i, answer in zip(places, answers, strict=True):
-            found[i] = answer
-        return [one for one in found if one is not None]
+        asked = [self._written(row) or self._request(row) for row in rows]
+        answers = self.template.render(asked, self._reader)
+        if self._trim is None:
+            return answers
+        return trimmed(self.template, asked, answers, self._trim)
 
     def split(
         self,
@@ -175,9 +156,9 @@ class TalkFormat:
             else None
         )
 
-    def _request(self, row: Row) -> dict[str, Any] | Refused:
+    def _request(self, row: Row) -> Request | Refused:
         talk, tools = self._talk(row), value_of(row.get(self._tools), keep=())
-        wrong = self._talks.wrong(talk, tools)
+        wrong = self._reader.wrong(talk, tools)
         if wrong is not None:
             return Refused(*wrong)
         system = _system_of(row, self._system)
@@ -189,18 +170,18 @@ class TalkFormat:
                 f"column {SYSTEM!r} and the first message both hold one, and they differ",
             )
         drawn = [] if self._few_shot is None else self._few_shot.of({self._messages: talk})
-        return self._talks.whole(
+        return self._reader.whole(
             talk, tools, [message for i in drawn for message in self._examples[i]], system
         )
 
-    def _talk(self, row: Row) -> Any:
-        return self._talks.translated(value_of(row[self._messages], keep=("role", "content")))
+    def _talk(self, row: Row) -> Json:
+        return self._reader.translated(value_of(row[self._messages], keep=("role", "content")))
 
-    def _example(self, i: int, talk: Any) -> list[dict[str, Any]]:
+    def _example(self, i: int, talk: Json) -> list[Message]:
         """The messages of an example, none of them trained; its system message stays away, as the
         row has one.
         """
-        wrong = wrong_messages(talk) or self._talks.wrong_flags(talk)
+        wrong = wrong_messages(talk) or self._reader.wrong_flags(talk)
         if wrong is not None:
             raise ConfigError(
                 at=f"few_shot, example {i}",
@@ -218,7 +199,7 @@ def _system_of(row: Row, column: str | None) -> str | Refused | None:
     return system if system and system.strip() else None
 
 
-class TextFormat:
+class TemplateFormat:
     """Rows through one template of columns, `{column}` or Jinja2, with what stands in front of all
     of them.
     """
@@ -253,8 +234,8 @@ class TextFormat:
             ]
 
     @property
-    def identity(self) -> list[Any]:
-        more: list[Any] = [self._front] if self._front or self._few_shot is not None else []
+    def identity(self) -> list[object]:
+        more: list[object] = [self._front] if self._front or self._few_shot is not None else []
         if self._few_shot is not None:
             more.append(self._few_shot.identity)
         if more and self._bos:
@@ -271,27 +252,14 @@ class TextFormat:
         rows = [{name: cleaned(row[name]) for name in self.columns} for row in rows]
         cut = [self._within(row) for row in rows]
         found = self._writer.write([row for row, _ in cut])
-        if (
-            not self._front
-            and self._few_shot is None
-            and self._lengths is None
-            and not any(systems)
-        ):
-            return found
         made: list[Rendered | Refused] = []
         for one, row, (_, lost), system in zip(found, rows, cut, systems, strict=True):
-            if isinstance(one, Refused):
-                made.append(one)
-            elif isinstance(system, Refused):
-                made.append(system)
-            else:
-                made.append(
-                    self._behind(
-                        one._replace(lost=lost),
-                        row,
-                        self._front if system is None else f"{system}\n\n",
-                    )
-                )
+            if isinstance(one, Rendered) and not isinstance(system, Refused):
+                front = self._front if system is None else f"{system}\n\n"
+                one = self._behind(one._replace(lost=lost), row, front)
+            made.append(
+                system if isinstance(system, Refused) and not isinstance(one, Refused) else one
+            )
         return made
 
     def _within(self, row: Row) -> tuple[Row, int]:
@@ -336,11 +304,11 @@ class TextFormat:
         return made.text.removeprefix(self._bos)
 
 
-class PlainFormat:
+class TextFormat:
     """One column of text as it is. Every token is trained."""
 
     kind, raw, optional = "text", True, ()
-    identity: list[Any] = []  # noqa: RUF012 (it decides nothing)
+    identity: list[object] = []  # noqa: RUF012 (it decides nothing)
 
     def __init__(self, column: str) -> None:
         self.columns = (column,)
@@ -349,23 +317,19 @@ class PlainFormat:
         return is_text(kind) or pa.types.is_null(kind)
 
     def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
-        found: list[Rendered | Refused] = []
-        for row in rows:
-            text = row[self.columns[0]]
-            if not isinstance(text, str):
-                text = text_of(text, self.columns[0])
-                found.append(
-                    text
-                    if isinstance(text, Refused)
-                    else Refused("not_a_string", f"{text!r} is no text")
-                )
-            else:
-                found.append(
-                    Rendered(text, [[0, len(text)]], 0)
-                    if text.strip()
-                    else Refused(EMPTY, "an empty text")
-                )
-        return found
+        return [self._written(row[self.columns[0]]) for row in rows]
+
+    def _written(self, value: Json) -> Rendered | Refused:
+        if isinstance(value, str):
+            return (
+                Rendered(value, [[0, len(value)]], 0)
+                if value.strip()
+                else Refused(EMPTY, "an empty text")
+            )
+        text = text_of(value, self.columns[0])
+        return (
+            text if isinstance(text, Refused) else Refused("not_a_string", f"{text!r} is no text")
+        )
 
 
 def _writer(config: PromptConfig, names: Mapping[str, str], *, everything: bool) -> Writer:
@@ -400,13 +364,5 @@ def _writer(config: PromptConfig, names: Mapping[str, str], *, everything: bool)
             problem="a Jinja template needs them",
             fix="Name the columns that it may read.",
         )
-    explicit = everything and (label is not None or config.train_on == "all")
-    return JinjaTemplate(
-        source,
-        inputs,
-        label,
-        everything=explicit,
-        names=names,
-        date=config.template_date,
-        origin=origin,
-    )
+    everything = everything and (label is not None or config.train_on == "all")
+    return JinjaTemplate(source, config, names, everything=everything, origin=origin)

@@ -3,61 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from easypipe.transforms.chat.render import (
-    ENGINE_VERSION,
-    Refused,
-    Rendered,
-    answers_of,
-    is_unicode,
-)
-from easypipe.transforms.prompt.fields import BENIGN, text_of
+from easypipe.transforms.chat.pool import Rendered
+from easypipe.transforms.chat.render import ENGINE_VERSION, answers_of, is_unicode
+from easypipe.transforms.chat.sandbox import Row
+from easypipe.transforms.prompt.config import PromptConfig
+from easypipe.transforms.prompt.fields import text_of
+from easypipe.transforms.refused import NOTHING_TO_TRAIN, Refused
 
 
 class JinjaTemplate:
-    """Columns of a row, written by a Jinja template that sees them as variables. names, date: as of
-    a ChatTemplate.
+    """Columns of a row, written by a Jinja template that sees them as variables.
 
-    label: the column that is trained, found where the template prints it, and proven; None: `{%
-    generation %}` markers say what is, or all is. everything: train all of it. origin: for errors.
-    Raises HostileTemplateError when it writes, for what goes beyond the limits.
+    The config's label is the column that is trained, found where the template prints it, and
+    proven; without one `{% generation %}` markers say what is, or all is. names: as of a
+    ChatTemplate. everything: train all of it. origin: for errors. Raises HostileTemplateError when
+    it writes, for what goes beyond the limits.
     """
 
     def __init__(
         self,
         source: str,
-        inputs: Sequence[str],
-        label: str | None,
+        config: PromptConfig,
+        names: Mapping[str, str],
         *,
         everything: bool,
-        names: Mapping[str, str],
-        date: str | None,
         origin: str,
     ) -> None:
-        self.columns = (*inputs, *([label] if label is not None else []))
-        self._origin, self._label, self._everything = origin, label, everything
+        self._origin, self._label, self._everything = origin, config.label, everything
+        label = () if config.label is None else (config.label,)
+        self.columns = (*config.inputs, *label)
         self._spec = {
             "source": source,
             "names": dict(names),
             "closers": (),
-            "train_on": "all" if everything else "marked" if label is None else "completion",
-            "date": date,
-            "label": label,
+            "train_on": "all" if everything else "completion" if label else "marked",
+            "date": config.template_date,
+            "label": config.label,
         }
-        self.identity: Any = ["jinja", ENGINE_VERSION, list(self.columns), self._spec]
+        self.identity: object = ["jinja", ENGINE_VERSION, list(self.columns), self._spec]
 
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> list[Rendered | Refused]:
-        good: list[dict[str, Any]] = []
-        found: list[Rendered | Refused | None] = []
-        for row in rows:
-            made = self._fields(row)
-            found.append(made if isinstance(made, Refused) else None)
-            good += [] if isinstance(made, Refused) else [{"fields": made}]
-        answers = iter(answers_of(self._spec, good, self._origin))
-        return [next(answers) if one is None else one for one in found]
+    def write(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
+        return answers_of(self._spec, [self._request(row) for row in rows], self._origin)
 
-    def _fields(self, row: Mapping[str, Any]) -> dict[str, Any] | Refused:
+    def _request(self, row: Row) -> Row | Refused:
         """What the template sees of a row; the label as text."""
         fields = {name: row[name] for name in self.columns}
         if self._label is not None:
@@ -65,6 +54,8 @@ class JinjaTemplate:
             if isinstance(said, Refused):
                 return said
             if not said and not self._everything:
-                return Refused(BENIGN, f"the {self._label} is empty")
+                return Refused(NOTHING_TO_TRAIN, f"the {self._label} is empty")
         bad = next((name for name in self.columns if not is_unicode(fields[name])), None)
-        return fields if bad is None else Refused("invalid_utf8", f"column {bad!r} has no text")
+        if bad is not None:
+            return Refused("invalid_utf8", f"column {bad!r} has no text")
+        return {"fields": fields}

@@ -6,17 +6,12 @@ Runs in the worker process, as chat_spans.py does for conversations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from easypipe.transforms.chat.sandbox import Template
+from easypipe.transforms.chat.sandbox import Message, Template
 from easypipe.transforms.chat.sentinels import UnprovenError, forms_of, unused_stem
 from easypipe.transforms.chat.spans import MASKED_END, TRAINED_END, Rendered
 
 
-def find_label(
-    template: Template, fields: Mapping[str, Any], label: str | None, train_on: str
-) -> Rendered:
+def find_label(template: Template, fields: Message, label: str | None, train_on: str) -> Rendered:
     """Trained is what `{% generation %}` marks, else all from the label to the end, else (no label,
     or train_on="all") all.
 

@@ -20,7 +20,6 @@ from easypipe.core.errors import ConfigError
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 Boundary = Literal["sentence", "clause", "word"]
-TOO_LONG = "too_long"  # the reason of those that are refused or dropped
 
 # From the end of what ends to where the next one begins; each kind of edge counts for the weaker
 # kinds too.

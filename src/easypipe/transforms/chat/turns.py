@@ -1,0 +1,271 @@
+"""Conversations that are too long: without their oldest turns, or in several documents that are
+conversations too.
+
+question   a message of the user's that an answer follows; what is cut begins at one
+exchange   a question, and all that follows it up to the next one: answers, calls of tools, results
+piece      the system message and some exchanges, written by the template as a conversation of its own
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from easypipe.transforms.chat.pool import Asked, Rendered
+from easypipe.transforms.chat.render import ChatTemplate, HostileTemplateError
+from easypipe.transforms.chat.sandbox import Json, Message
+from easypipe.transforms.chat.spans import FLAG, OPEN, WEIGHT, flag_of
+from easypipe.transforms.refused import TOO_LONG, Refused
+from easypipe.transforms.tokenizer.lengths import Lengths
+from easypipe.transforms.tokenizer.masked import encode_masked
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer
+
+CUT_BY = "split_turns"  # what the ledger calls those that are cut
+Request = Mapping[str, Json]  # `messages` and `tools`, as ChatTemplate.render takes them
+Answer = Rendered | Refused
+
+
+def trimmed(
+    template: ChatTemplate,
+    asked: Sequence[Asked | Refused],
+    answers: Sequence[Answer],
+    lengths: Lengths,
+) -> list[Answer]:
+    """The answers, those that are too long rendered anew with as few turns left out as possible;
+    the system prompt and the last turn of the assistant stay, with the question before it.
+    `Rendered.lost` is how many tokens went. Refused where that is still too long.
+    """
+    assert lengths.limit is not None
+    result = list(answers)
+    sizes = _sizes(answers, lengths.tokenizer)
+    over = np.flatnonzero(sizes > lengths.limit).tolist()
+    requests = {i: row for i, row in enumerate(asked) if isinstance(row, Mapping)}
+    talks = {i: requests[i]["messages"] for i in over}
+    starts = {i: _questions(talk) for i, talk in talks.items()}
+    for i in over:
+        detail = f"{sizes[i]} tokens; its system prompt and last turn alone are more than max_length {lengths.limit}"
+        result[i] = Refused(TOO_LONG, detail)
+    # how many turns go: more than low; high is known to be enough
+    low, high = dict.fromkeys(over, 0), {i: len(starts[i]) for i in over}
+    tried = {i: high[i] for i in over if high[i]}  # first whether it can be enough at all
+    while tried:
+        fewer = [
+            {
+                **requests[i],
+                "messages": [*_system(talks[i]), *talks[i][starts[i][count - 1] :]],
+            }
+            for i, count in tried.items()
+        ]
+        made = template.render(fewer)
+        for (i, count), one, size in zip(
+            tried.items(), made, _sizes(made, lengths.tokenizer), strict=True
+        ):
+            if isinstance(one, Rendered) and size <= lengths.limit:
+                result[i], high[i] = one._replace(lost=int(sizes[i] - size)), count
+            else:
+                low[i] = count
+        tried = {
+            i: (low[i] + high[i]) // 2
+            for i in tried
+            if isinstance(result[i], Rendered) and high[i] - low[i] > 1
+        }
+    return result
+
+
+def split_at_turns(
+    template: ChatTemplate,
+    answers: Sequence[Answer],
+    request: Callable[[int], Request | Refused],
+    tokenizer: Tokenizer,
+    room: int,
+) -> list[list[Answer]]:
+    """Of each answer its pieces of at most `room` tokens, in order; an exchange that has more is a
+    piece.
+
+    The last pieces hold the most exchanges. A piece trains what the whole does, and one without a
+    target is left out. What the template refuses in pieces stays whole, as does what fits.
+    request: what the answer of that number was rendered from. Raises HostileTemplateError.
+    """
+    result: list[list[Answer]] = [[one] for one in answers]
+    long = {
+        i: one
+        for i, one in enumerate(answers)
+        if isinstance(one, Rendered) and one.spans and len(one.text.encode()) >= room
+    }
+    sizes = _sizes(list(long.values()), tokenizer, row=True)
+    cuts = [
+        _Cut(i, made, template.train_on, size)
+        for i, size in zip(long, sizes.tolist(), strict=True)
+        if size > room and isinstance(made := request(i), Mapping)
+    ]
+    cuts = [cut for cut in cuts if cut.left > 1]
+    # what is trained is asked of the pieces alone that are kept
+    everything = dataclasses.replace(template, train_on="all")
+    alone = [(cut.row, cut.part(k, k + 1)) for cut in cuts for k in range(cut.left)]
+    each = iter(_sizes(_rendered(everything, alone), tokenizer, row=True).tolist())
+    cuts = [cut for cut in cuts if cut.weigh([next(each) for _ in range(cut.left)], room)]
+    at_work = list(cuts)
+    while at_work:
+        tried = [(cut.row, cut.next) for cut in at_work]
+        made = _rendered(everything, tried)
+        for cut, size in zip(at_work, _sizes(made, tokenizer, row=True).tolist(), strict=True):
+            cut.try_next(size, room)
+        at_work = [cut for cut in at_work if cut.left and not cut.refused]
+    cuts = [cut for cut in cuts if not cut.refused]
+    pieces = iter(_rendered(template, [(cut.row, piece) for cut in cuts for piece in cut.pieces]))
+    for cut in cuts:
+        found = [next(pieces) for _ in cut.pieces]
+        if all(isinstance(one, Rendered) or one.benign for one in found):
+            result[cut.row] = list(_joined(long[cut.row], found, tokenizer))
+    return result
+
+
+class _Cut:
+    """A conversation on its way into pieces, which are cut off its end.
+
+    left: exchanges that are in no piece yet. refused: by the template, in pieces.
+    """
+
+    def __init__(self, row: int, request: Request, train_on: str, size: int) -> None:
+        self.row, self._request, self._size = row, request, size
+        self._messages = messages = _flagged(request["messages"], train_on)
+        later = (i for i in _questions(messages) if messages[i - 1]["role"] not in _BEFORE)
+        self._starts = [len(_system(messages)), *later]
+        self.left = len(self._starts)
+        self.pieces: list[Request] = []
+        self.refused = False
+
+    def part(self, start: int, stop: int) -> Request:
+        """Exchanges `start` to `stop` behind the system message."""
+        edges = [*self._starts, len(self._messages)]
+        some = self._messages[edges[start] : edges[stop]]
+        return {**self._request, "messages": [*_system(self._messages), *some]}
+
+    def weigh(self, each: Sequence[int], room: int) -> bool:
+        """each: tokens of every exchange alone; 0 of one that the template refuses. Returns whether
+        it refuses none."""
+        # what every piece has, such as the system message
+        self._again = max(0, (sum(each) - self._size) // (len(each) - 1))
+        self._costs = np.array(each) - self._again
+        self._guess(room)
+        return all(each)
+
+    @property
+    def next(self) -> Request:
+        return self.part(self.left - self._count, self.left)
+
+    def try_next(self, size: int, room: int) -> None:
+        """size: tokens of `next`, 0 where the template refuses it."""
+        self.refused = not size
+        if size > room and self._count > 1:
+            self._count -= 1
+            return
+        self.pieces.insert(0, self.next)
+        self.left -= self._count
+        self._guess(room)
+
+    def _guess(self, room: int) -> None:
+        """How many of the last exchanges fit."""
+        totals = self._again + np.cumsum(self._costs[: self.left][::-1])
+        self._count = max(1, int(np.count_nonzero(totals <= room)))
+
+
+_BEFORE = ("user", "system")  # who speaks in front of what is not the first question
+
+
+def _system(messages: Sequence[Message]) -> Sequence[Message]:
+    """The system message, or none."""
+    return messages[: int(messages[0]["role"] == "system")]
+
+
+def _questions(messages: Sequence[Message]) -> list[int]:
+    """Questions but the first message, the last one that before the assistant's last turn."""
+    roles = [message["role"] for message in messages]
+    answer = max((i for i, role in enumerate(roles) if role == "assistant"), default=-1)
+    first = len(_system(messages)) + 1
+    return [i for i in range(first, answer) if roles[i] == "user"]
+
+
+def _flagged(messages: Sequence[Message], train_on: str) -> Sequence[Message]:
+    """The messages, each answer with a word on whether it is trained where its place in the whole
+    decides that.
+    """
+    if train_on == "assistant":
+        return messages
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    asked = (
+        turns[-1:] if train_on == "last_assistant" else [i for i in turns if i == len(messages) - 1]
+    )
+    found = list(messages)
+    for i in turns:
+        flag = flag_of(messages[i])
+        found[i] = {
+            **{k: v for k, v in messages[i].items() if k != WEIGHT},
+            FLAG: i in asked if flag is None else flag,
+        }
+    return found
+
+
+def _rendered(template: ChatTemplate, tried: Sequence[tuple[int, Request]]) -> list[Answer]:
+    """tried: with the number of the row, for errors."""
+    try:
+        return template.render([request for _, request in tried]) if tried else []
+    except HostileTemplateError as error:
+        error.row = tried[error.row][0]
+        raise
+
+
+def _joined(whole: Rendered, pieces: Sequence[Answer], tokenizer: Tokenizer) -> list[Rendered]:
+    """The pieces that have a target. The last turn of each but the last ends as it does in the
+    whole, where it is no last turn.
+    """
+    made = [(number, piece) for number, piece in enumerate(pieces) if isinstance(piece, Rendered)]
+    ends = np.cumsum([len(piece.spans) for _, piece in made])
+    aligned = len(made) > 0 and ends[-1] == len(whole.spans)
+    found = []
+    for (number, piece), end in zip(made, ends.tolist(), strict=True):
+        if number < len(pieces) - 1:
+            if aligned and piece.spans:
+                first, last = whole.spans[end - 1]
+                piece = _ended(piece, whole.text[first:last])
+            piece = piece._replace(end=OPEN, goes_on=True)
+        if any(b > a for a, b in piece.spans):
+            found.append(piece)
+    if not found:
+        return [whole]
+    size, *sizes = _sizes([whole, *found], tokenizer).tolist()
+    return [found[0]._replace(lost=size - sum(sizes)), *found[1:]]
+
+
+def _ended(piece: Rendered, trained: str) -> Rendered:
+    """trained: what the whole trains of the last turn that the piece does. A template may write an
+    end of the whole behind it, or leave out the end of a turn there."""
+    *before, (first, last) = piece.spans
+    here = piece.text[first:last]
+    if here == trained or not (here.startswith(trained) or trained.startswith(here)):
+        return piece
+    return piece._replace(
+        text=piece.text[:first] + trained, spans=[*before, [first, first + len(trained)]]
+    )
+
+
+def _sizes(
+    answers: Sequence[Answer], tokenizer: Tokenizer, *, row: bool = False
+) -> NDArray[np.int64]:
+    """Int64[n] tokens of each; 0 of those that are refused. row: with the EOS that packing puts
+    behind one that does not end with it.
+    """
+    good = [(i, one) for i, one in enumerate(answers) if isinstance(one, Rendered)]
+    texts = pa.array([one.text for _, one in good], pa.large_string())
+    spans, ends = [one.spans for _, one in good], [one.end for _, one in good]
+    made = encode_masked(tokenizer, texts, spans, ends, raw=False, whole=True)
+    sizes = np.zeros(len(answers), np.int64)
+    for (i, _), (start, stop) in zip(good, itertools.pairwise(made.offsets.tolist()), strict=True):
+        last = made.ids[max(stop - 2, start) : stop].tolist()
+        sizes[i] = stop - start + (row and tokenizer.eos_token_id not in last)
+    return sizes
