@@ -9,8 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from easypipe.cache.reader import TokenCache
 from easypipe.core.config import digest
 from easypipe.core.protocols import Shard
+from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.transforms.tokenizer.bpe import train_bpe
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -110,3 +112,20 @@ class CountingTokenizer:
             return encode(column, **options)
 
         tokenizer.encode_column = counted  # type: ignore[method-assign]
+
+
+def _writer(source: Any, tokenizer: Tokenizer, options: dict[str, Any]) -> Any:
+    return TokenizedShardedSource(source, tokenizer, **options).writer
+
+
+def prepare(source: Any, tokenizer: Tokenizer, **options: Any) -> TokenCache:
+    """The token cache of a source of text. options: as TokenizedShardedSource has them."""
+    return _writer(source, tokenizer, options).fill()
+
+
+def prepare_part(source: Any, tokenizer: Tokenizer, *, part: Any, **options: Any) -> int:
+    return _writer(source, tokenizer, options).fill_part(part)
+
+
+def pending(source: Any, tokenizer: Tokenizer, **options: Any) -> tuple[list[int], int]:
+    return _writer(source, tokenizer, options).missing()

@@ -20,8 +20,8 @@ from easypipe.core.protocols import ProgressListener, silent
 from easypipe.pipeline import Pipeline
 from easypipe.save.config import SaveStageConfig
 from easypipe.save.stage import SaveReport
+from easypipe.stages.build_record import recall, recall_saved
 from easypipe.stages.config import PipelineConfig
-from easypipe.stages.recipes import recall, recall_saved
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.config import TokenizeStageConfig
@@ -120,7 +120,7 @@ def repair_as_made(
     path: str | Path, *, progress: ProgressListener = silent
 ) -> tuple[Verification, ...]:
     """`Pipeline.repair` by the chains that made what is broken, as the cache folder noted them
-    (stages/recipes.py).
+    (stages/build_record.py).
 
     Raises ConfigError saying what to give where it did not, or where rows came from memory or from
     code.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 from easypipe.cache.location import cache_folder
+from easypipe.cache.writer import CacheWriter
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.core.ledger import Ledger
@@ -34,13 +35,13 @@ from easypipe.loader.streaming import StreamLoader
 from easypipe.save.config import SaveStageConfig
 from easypipe.save.stage import SaveReport, SaveStage
 from easypipe.sources.external.objects import is_dataset_object, open_object
+from easypipe.stages.build_record import remember
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.load.stage import LoadStage
 from easypipe.stages.mix.config import MixStageConfig
 from easypipe.stages.mix.stage import MixStage
 from easypipe.stages.pack.config import PackStageConfig
 from easypipe.stages.pack.stage import PackStage
-from easypipe.stages.recipes import remember
 from easypipe.stages.repair import Verification, repair
 from easypipe.stages.reports.ledger import ledger_of
 from easypipe.stages.reports.plan_report import PlanReport, is_prepared, plan_report
@@ -247,7 +248,7 @@ class Pipeline:
         has made. Reads no text.
         """
         self._require_cache()
-        waiting = {name: source.pending() for name, source in self.tokenized().items()}
+        waiting = {name: source.writer.missing() for name, source in self.tokenized().items()}
         return {name: (len(missing), total) for name, (missing, total) in waiting.items()}
 
     def prepared(self) -> bool:
@@ -275,8 +276,8 @@ class Pipeline:
         self._build_is_under_way()
         rows = 0
         for source in self.tokenized().values():
-            missing, _ = source.pending()
-            rows += source.prepare_part([i for i in missing if i % count == number])
+            missing, _ = source.writer.missing()
+            rows += source.writer.fill_part([i for i in missing if i % count == number])
         return rows
 
     def tokenized(self) -> dict[str, TokenizedShardedSource]:
@@ -307,7 +308,11 @@ class Pipeline:
 
     def _spread(self) -> None:
         """Has other machines tokenize, where the config says so."""
-        sources = {name: source for name, source in self.tokenized().items() if source.kept}
+        sources = {
+            name: source.writer
+            for name, source in self.tokenized().items()
+            if not source.writer.folder.temporary
+        }
         if self._context.config.executor == "local" or not sources:
             return
         from easypipe.executors.ray import prepare_on_ray
@@ -472,8 +477,8 @@ class Pipeline:
         if isinstance(stage, TokenizeStage):
             chain = self._chain(stage)
             for source in self.tokenized().values():
-                source.when_made = functools.partial(
-                    remember, stages=chain, context=self._context, folder=source.folder
+                source.writer.when_made = functools.partial(
+                    remember, stages=chain, context=self._context, folder=source.writer.folder
                 )
         return self
 
@@ -566,11 +571,11 @@ class _Remade:
         config = dataclasses.replace(context.config, cache_dir=folder, executor="local")
         return cls(config, (*stages[:last], tokenize), workers)
 
-    def __call__(self) -> dict[str, TokenizedShardedSource]:
+    def __call__(self) -> dict[str, CacheWriter[Any]]:
         pipeline = Pipeline(self.config)
         for stage in self.stages:
             pipeline._add(stage)
-        return pipeline.tokenized()
+        return {name: source.writer for name, source in pipeline.tokenized().items()}
 
 
 HOUSE = (SourceStage, TransformStage, TokenizeStage, MixStage, PackStage, SaveStage, LoadStage)

@@ -13,12 +13,11 @@ from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
 from easypipe.sources.external.memory import InMemoryShardedSource
-from easypipe.stages.cache_writer import prepare
 from easypipe.transforms.tokenizer.bpe import train_bpe
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from laws import assert_exact_resume, assert_labels, assert_rows_well_formed, assert_same_batches
 from loader_support import plan_rows
-from token_support import ShardedTexts
+from token_support import ShardedTexts, prepare
 
 WORDS = [
     "the",

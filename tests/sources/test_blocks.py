@@ -22,8 +22,7 @@ from easypipe.loader.rows.planned import PlannedRows
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec
 from easypipe.sources.external.memory import InMemoryShardedSource
-from easypipe.stages.cache_writer import prepare
-from token_support import small_tokenizer
+from token_support import prepare, small_tokenizer
 
 DOCS = 240
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog"]

@@ -11,9 +11,8 @@ from easypipe.cache import mapping
 from easypipe.cache.reader import Buffers, TokenCache
 from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.errors import CacheError, MissingFileError, SourceError
-from easypipe.stages.cache_writer import prepare
 from laws import assert_stateless_reads
-from token_support import ShardedTexts, small_tokenizer, texts
+from token_support import ShardedTexts, prepare, small_tokenizer, texts
 
 
 @pytest.fixture(params=["mapped whole", "mapped while it is read"])

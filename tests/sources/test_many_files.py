@@ -13,8 +13,7 @@ import pytest
 from easypipe.cache.manifest import write_manifest
 from easypipe.cache.reader import TokenCache
 from easypipe.sources.external.memory import InMemoryShardedSource
-from easypipe.stages.cache_writer import prepare
-from token_support import small_tokenizer
+from token_support import prepare, small_tokenizer
 
 LIMIT = Path("/proc/sys/vm/max_map_count")
 FILES = 200

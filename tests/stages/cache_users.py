@@ -8,9 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from easypipe.stages.cache_writer import prepare
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
-from token_support import CountingTokenizer, WithIdentity, texts
+from token_support import CountingTokenizer, WithIdentity, prepare, texts
 
 
 class Slow(WithIdentity):

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 from easypipe.core import storage
-from easypipe.stages.cache_writer import prepare
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
-from token_support import WithIdentity, texts
+from token_support import WithIdentity, prepare, texts
 
 
 def main(tokenizer: str, cache: str, die_at: int) -> None:

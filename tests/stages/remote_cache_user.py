@@ -10,9 +10,8 @@ from pathlib import Path
 
 import stores  # noqa: F401  (settings that gcsfs reads when it is imported)
 from easypipe.cache.folder import RemoteFolder
-from easypipe.stages.cache_writer import prepare
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
-from token_support import WithIdentity, texts
+from token_support import WithIdentity, prepare, texts
 
 if __name__ == "__main__":
     tokenizer, url, options, local = sys.argv[1:]

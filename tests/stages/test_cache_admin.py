@@ -13,17 +13,23 @@ from pathlib import Path
 import pytest
 
 from easypipe import CacheError, ConfigError, Pipeline, StallError, TokenCache
+from easypipe.cache import admin as cache_admin
+from easypipe.cache.admin import clear_cache, list_cache
 from easypipe.cache.folder import RemoteFolder
 from easypipe.cli import cache as cache_commands
 from easypipe.cli import main
 from easypipe.core import locks
-from easypipe.stages import cache_admin
-from easypipe.stages.cache_admin import clear_cache, list_cache
-from easypipe.stages.cache_writer import prepare
 from easypipe.stages.verify import verify
 from pipelines import config
 from stores import Store
-from token_support import ShardedTexts, WithIdentity, small_tokenizer, small_tokenizer_folder, texts
+from token_support import (
+    ShardedTexts,
+    WithIdentity,
+    prepare,
+    small_tokenizer,
+    small_tokenizer_folder,
+    texts,
+)
 
 TESTS = Path(__file__).parents[1]
 
@@ -36,7 +42,7 @@ def start(cache_dir: Path, what: str) -> subprocess.Popen[str]:
         str(cache_dir),
         what,
     ]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     )

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 
 import strategies
+from easypipe.cache import writer as cache_writer
 from easypipe.cache.ranges import cut
 from easypipe.cache.reader import TokenCache
 from easypipe.core import storage
@@ -22,14 +23,14 @@ from easypipe.core.errors import BudgetError, ConfigError, SourceError, StorageE
 from easypipe.core.protocols import ProgressEvent, Shard
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
-from easypipe.stages import cache_writer
-from easypipe.stages.cache_writer import prepare
+from easypipe.stages.tokenize import stage
 from laws import assert_conserved, assert_no_new_threads, assert_stateless_reads
 from strategies import examples
 from token_support import (
     CountingTokenizer,
     ShardedTexts,
     WithIdentity,
+    prepare,
     small_tokenizer,
     small_tokenizer_folder,
     texts,
@@ -241,7 +242,7 @@ def test_killed_at_any_point_it_goes_on(tmp_path: Path) -> None:
             str(Path(__file__).with_name("kill_prepare.py")),
             str(small_tokenizer_folder()),
         ]
-        environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
         command += [str(tmp_path / str(die_at)), str(die_at)]
         return subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=120, env=environment
@@ -337,7 +338,7 @@ def test_a_failing_disk_is_told_and_nothing_is_torn(tmp_path: Path, step: str) -
 def test_two_at_once_do_no_harm(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from easypipe.stages.cache_writer import prepare\n"
+        "from token_support import prepare\n"
         "from easypipe.transforms.tokenizer.tokenizer import load_tokenizer\n"
         "from token_support import WithIdentity, texts\n"
         "source = WithIdentity(*(texts(60, seed=s) for s in range(4)))\n"
@@ -345,7 +346,7 @@ def test_two_at_once_do_no_harm(tmp_path: Path) -> None:
         "cache.verify(); print(cache.fingerprint, cache.num_docs)\n"
     )
     command = [sys.executable, "-c", code, str(small_tokenizer_folder()), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     both = [
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -600,7 +601,7 @@ def test_a_backend_that_errs_is_found_by_the_audit_and_not_used_again(
             return offsets, ids
 
     monkeypatch.setattr("easypipe.transforms.tokenizer.tokenizer.engine_of", Errs)
-    monkeypatch.setattr(cache_writer, "SAMPLE_ROWS", 8)
+    monkeypatch.setattr(stage, "SAMPLE_ROWS", 8)
     source = WithIdentity(texts(15), texts(40, seed=1), cuts=40)
     with pytest.raises(
         TokenizerError,

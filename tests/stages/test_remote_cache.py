@@ -37,13 +37,12 @@ from easypipe.cache.reader import TokenCache
 from easypipe.core import remote, storage
 from easypipe.loader.rows.documents import gather_documents
 from easypipe.pipeline import _Remade
-from easypipe.stages.cache_writer import pending, prepare, prepare_part
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from laws import assert_same_batches, assert_stateless_reads
 from pipelines import config, tokenizer
 from stores import SECRET, Store, faulty
 from strategies import examples
-from token_support import CountingTokenizer, WithIdentity, texts
+from token_support import CountingTokenizer, WithIdentity, pending, prepare, prepare_part, texts
 
 TESTS = Path(__file__).resolve().parents[1]
 READINGS = ("shards", "ranges")
@@ -344,7 +343,7 @@ def test_processes_prepare_the_same_at_once(tmp_path: Path, gs: Store) -> None:
     """
     url = gs.new()
     arguments = [tokenizer(), url, json.dumps(gs.options)]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     running = [
         subprocess.Popen(
             [sys.executable, str(TESTS / "stages" / "remote_cache_user.py"), *arguments, str(tmp_path / f"m{i}")],

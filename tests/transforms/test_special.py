@@ -254,7 +254,9 @@ def test_a_model_that_writes_special_tokens_by_itself_cannot_escape(tmp_path: Pa
 
 
 def test_the_default_is_the_recipe_that_it_always_was(tmp_path: Path) -> None:
-    paths = {policy: source_of(tmp_path, [{"text": "a"}], policy).cache_path for policy in POLICIES}
+    paths = {
+        policy: source_of(tmp_path, [{"text": "a"}], policy).writer.path() for policy in POLICIES
+    }
     assert len(set(paths.values())) == 3
     assert source_of(tmp_path, [{"text": "a"}], "allow").tokenizer.special.recipe == ()
     prints = {

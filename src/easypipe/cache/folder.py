@@ -22,6 +22,7 @@ from easypipe.cache.paged import Staging
 from easypipe.core import storage
 from easypipe.core.errors import EasypipeError
 
+CONFIGS = "configs"  # what was prepared by which config (stages/build_record.py)
 STATS = b"easypipe"  # key of a token file's metadata
 
 
@@ -29,6 +30,7 @@ class CacheFolder:
     """A folder of this machine."""
 
     remote = False
+    temporary = False  # it goes with this process, so that no other may make parts of it
     options: dict[str, Any] | None = None
 
     def __init__(self, local: Path) -> None:

@@ -32,6 +32,8 @@ class TemporaryFolder(CacheFolder):
     A process that is killed leaves it behind, as it does every temporary file.
     """
 
+    temporary = True
+
     def __init__(self) -> None:
         super().__init__(Path(tempfile.mkdtemp(prefix="easypipe-uncached-")))
         self._remove = weakref.finalize(self, shutil.rmtree, self.local, ignore_errors=True)

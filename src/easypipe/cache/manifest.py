@@ -14,12 +14,14 @@ part    the rows `start` to `stop` of one source shard, and the file with their 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from easypipe.core.checked import checked_json, parse_checked
+from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, DamagedFileError
 from easypipe.core.ledger import Ledger
 from easypipe.core.storage import commit_bytes, read_bytes
@@ -58,23 +60,24 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Conservation of one preparation: rows + pieces = docs + rejects; encoded + added + overlap =
-    tokens + truncated.
+    """What became of rows and tokens: of a range of rows, or of a whole dataset.
+
+    Law: rows + pieces = docs + rejects; encoded + added + overlap = tokens + truncated.
     """
 
-    rows: int
-    docs: int
-    rejects: Mapping[str, int] = field(default_factory=dict)
+    rows: int = 0
+    rejects: Mapping[str, int] = field(default_factory=dict)  # rows by reason
+    docs: int = 0
+    tokens: int = 0  # stored
     encoded: int = 0  # tokens of the text itself
     added: int = 0  # special tokens around it
     truncated: int = 0
-    tokens: int = 0  # stored
-    trained: int | None = None  # of those, targets; None where there is no loss mask
     special: int = 0  # special strings in the texts of the documents that became special tokens ...
     escaped: int = 0  # ... and those that became ordinary text
     lost: int = 0  # characters of the texts that became no token
     # documents over max_length by policy, `pieces` and `overlap` of splitting
     lengths: Mapping[str, int] = field(default_factory=dict)
+    trained: int | None = None  # stored tokens that are targets; None where there is no loss mask
 
     def ledger(self, dataset: str, facts: Mapping[str, Any]) -> Ledger:
         ledger = Ledger(facts=dict(facts))
@@ -127,6 +130,30 @@ class Counts:
         return ledger
 
 
+def total(counts: Iterable[Counts]) -> Counts:
+    """The sum of several."""
+    every = list(counts)
+    rejects, lengths = Counter[str](), Counter[str]()
+    for each in every:
+        rejects.update(each.rejects)
+        lengths.update(each.lengths)
+    trained = [each.trained for each in every if each.trained is not None]
+    return Counts(
+        rows=sum(each.rows for each in every),
+        rejects=dict(sorted(rejects.items())),
+        docs=sum(each.docs for each in every),
+        tokens=sum(each.tokens for each in every),
+        encoded=sum(each.encoded for each in every),
+        added=sum(each.added for each in every),
+        truncated=sum(each.truncated for each in every),
+        special=sum(each.special for each in every),
+        escaped=sum(each.escaped for each in every),
+        lost=sum(each.lost for each in every),
+        lengths=dict(sorted(lengths.items())),
+        trained=sum(trained) if trained else None,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything about a token cache but the tokens."""
@@ -148,6 +175,12 @@ class Manifest:
     quarantine_checksum: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)  # seconds, bytes, backend: measured
     format: int = FORMAT
+
+
+def fingerprint_of(tokenizer: TokenizerIdentity, parts: Iterable[Part]) -> str:
+    """Of the documents in `parts`."""
+    content = [[part.shard, part.start, part.stop, part.content] for part in parts]
+    return digest("tokens", tokenizer.fingerprint, content)
 
 
 def manifest_json(manifest: Manifest) -> bytes:

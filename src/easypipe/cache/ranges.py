@@ -10,13 +10,14 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from easypipe.cache.folder import CacheFolder
-from easypipe.cache.manifest import FORMAT, Part, check_format
+from easypipe.cache.manifest import FORMAT, Counts, Part, check_format
 from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
@@ -42,40 +43,17 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a range became. rows + pieces = docs + rejects; encoded + added + overlap = tokens +
-    truncated.
+    """What a range became. On disk all of it stands side by side, with reasons in place of
+    `counts.rejects`.
     """
 
+    part: Part
+    counts: Counts
+    rejects: tuple[Reject, ...]
     shard_name: str
-    start: int
-    stop: int
-    docs: int
-    tokens: int
-    encoded: int
-    added: int
-    truncated: int
     text: str  # XXH3-128 of the texts and their row numbers
     text_bytes: int
-    content: str  # see sources.manifest.Part
-    file: str = ""
-    num_bytes: int = 0
-    checksum: str = ""
-    blocks: str = ""
     encoder: str = ""
-    rejects: tuple[Reject, ...] = ()
-    trained: int | None = None  # stored tokens that are targets; None where every one is
-    special: int = 0  # special strings in the texts that became special tokens ...
-    escaped: int = 0  # ... and those that became ordinary text
-    lost: int = 0  # characters of the texts that became no token
-    # documents over max_length, by policy; see lengths.Shaped
-    lengths: dict[str, int] = field(default_factory=dict)
-    format: int = FORMAT
-
-    def part(self, shard: int) -> Part:
-        return Part(
-            shard=shard, start=self.start, stop=self.stop, docs=self.docs, tokens=self.tokens, file=self.file,
-            num_bytes=self.num_bytes, checksum=self.checksum, blocks=self.blocks, content=self.content,
-        )  # fmt: skip
 
 
 def recipe_of(tokenizer: Tokenizer, content_field: str, *, refuted: bool) -> str:
@@ -144,20 +122,63 @@ def record_path(folder: CacheFolder, recipe: str, key: str) -> Path | str:
 def write_record(
     path: Path | str, record: Record, storage_options: dict[str, Any] | None = None
 ) -> None:
-    commit_checked(path, dataclasses.asdict(record), storage_options)
+    values = {
+        **counts_json(record.counts),
+        **dataclasses.asdict(record.part),
+        "rejects": [dataclasses.asdict(reject) for reject in record.rejects],
+        "shard_name": record.shard_name,
+        "text": record.text,
+        "text_bytes": record.text_bytes,
+        "encoder": record.encoder,
+        "format": FORMAT,
+    }
+    del values["shard"]  # another file may come to stand before it
+    commit_checked(path, values, storage_options)
 
 
-def read_record(path: Path | str, storage_options: dict[str, Any] | None = None) -> Record | None:
+def read_record(
+    path: Path | str, shard: int = 0, storage_options: dict[str, Any] | None = None
+) -> Record | None:
     """None where there is none, or, with a warning, a damaged one: the text is then read again, and
     its tokens are found by its content.
+
+    shard: the number that the range's shard has now.
     """
 
     def record(values: dict[str, Any]) -> Record:
         check_format(values, path)
-        return Record(
-            **{**values, "rejects": tuple(Reject(**reject) for reject in values["rejects"])}
-        )
+        return record_of({**values, "shard": shard})
 
     return recall_checked(
         path, record, what="the record of a range of rows", storage_options=storage_options
     )
+
+
+def record_of(values: Mapping[str, Any]) -> Record:
+    """Raises KeyError and TypeError where `values` are none of a record."""
+    rejects = tuple(Reject(**reject) for reject in values["rejects"])
+    reasons = Counter[str]()
+    for reject in rejects:
+        reasons[reject.reason] += reject.count
+    counts = {name: values[name] for name in _COUNTS if name in values}
+    return Record(
+        part=Part(**{name: values[name] for name in _PART if name in values}),
+        counts=Counts(rows=values["stop"] - values["start"], rejects=reasons, **counts),
+        rejects=rejects,
+        shard_name=values["shard_name"],
+        text=values["text"],
+        text_bytes=values["text_bytes"],
+        encoder=values.get("encoder", ""),
+    )
+
+
+def counts_json(counts: Counts) -> dict[str, Any]:
+    """What a token file says of itself, and the record of its range."""
+    values = {name: value for name, value in dataclasses.asdict(counts).items() if name in _COUNTS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+_PART = tuple(entry.name for entry in dataclasses.fields(Part))
+_COUNTS = tuple(
+    entry.name for entry in dataclasses.fields(Counts) if entry.name not in ("rows", "rejects")
+)

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from easypipe.cache.admin import CachedDataset, clear_cache, list_cache
 from easypipe.cache.location import cache_folder
 from easypipe.cli.plan import AsJson
 from easypipe.cli.show import aligned, console
-from easypipe.stages.cache_admin import CachedDataset, clear_cache, list_cache
 
 cache = typer.Typer(help="See and clear the token cache.", no_args_is_help=True)
 

@@ -24,10 +24,10 @@ RETRIES = 3  # of a task whose worker or machine died; an error in the data is r
 
 
 class Preparable(Protocol):
-    """A tokenized source, in parts."""
+    """A token cache that is filled in parts (cache/writer.py)."""
 
-    def pending(self) -> tuple[list[int], int]: ...
-    def prepare_part(self, part: Sequence[int]) -> int: ...
+    def missing(self) -> tuple[list[int], int]: ...
+    def fill_part(self, numbers: Sequence[int]) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def prepare_on_ray(
     ConfigError where Ray is missing or the workers wrote into another folder than this machine
     sees, CacheError where a task's workers died again and again.
     """
-    waiting = {name: source.pending() for name, source in sources.items()}
+    waiting = {name: source.missing() for name, source in sources.items()}
     if not any(numbers for numbers, _ in waiting.values()):
         return
     ray = _import_ray()
@@ -91,7 +91,7 @@ def prepare_on_ray(
             for left in running:
                 ray.cancel(left, force=False)
     for name, source in sources.items():
-        missing, total = source.pending()
+        missing, total = source.missing()
         if missing:
             raise ConfigError(
                 at="cache_dir",
@@ -107,7 +107,7 @@ def _work(
     global _kept
     if _kept is None or _kept[0] != run:
         _kept = (run, rebuild())
-    return _kept[1][dataset].prepare_part(part)
+    return _kept[1][dataset].fill_part(part)
 
 
 _kept: tuple[str, Mapping[str, Preparable]] | None = None

@@ -25,9 +25,9 @@ from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.save import saved
 from easypipe.save.stage import SaveStage
 from easypipe.save.write_folder import write_folder
-from easypipe.stages.adopt import AdoptedTokens
 from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.stage import PackedShardedSource
+from easypipe.stages.tokenize.import_tokens import ImportedTokens
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.stages.tokenize.tokens import Documents, require_documents
 from easypipe.stages.verify import Verification, cache_folder_of, place_of, verify
@@ -78,9 +78,9 @@ def _repair_cache(
     }
     stale = {file for found in broken if found.kind == "records" for file in _files(found)}
     sources = [
-        (name, source, str(source.cache_path), place_of(source.folder.at()))
+        (name, source, str(source.writer.path()), place_of(source.writer.folder.at()))
         for name, source in _documents(steps, context)
-        if isinstance(source, TokenizedShardedSource | AdoptedTokens)
+        if isinstance(source, TokenizedShardedSource | ImportedTokens)
     ]
     if here not in {there for *_, there in sources}:
         fix = f"Set cache_dir={here}, or give the config that filled it."

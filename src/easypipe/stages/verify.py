@@ -244,12 +244,12 @@ def _records(folder: CacheFolder) -> Iterator[Verification]:
     known: dict[str, tuple[str, tuple[int, int]] | None] = {}
     problems: list[Problem] = []
     for path in paths:
-        record = read_record(path, folder.options)
+        record = read_record(path, storage_options=folder.options)
         if record is None:
             problems.append(
                 Problem(at=str(path), what="the record of a range cannot be read", file=str(path))
             )
-        elif record.file and (what := _record(record, folder, known)):
+        elif record.part.file and (what := _record(record, folder, known)):
             problems.append(Problem(at=str(path), what=what, file=str(path)))
     if problems:
         yield Verification(
@@ -264,20 +264,24 @@ def _record(
     """None also where the tokens themselves are gone or damaged: that is told of their manifest,
     and a preparation notices.
     """
-    if record.file not in known:
+    if record.part.file not in known:
         try:
-            data = folder.content(record.file)
+            data = folder.content(record.part.file)
             batch = pa.ipc.open_file(data).get_batch(0)
-            known[record.file] = (
+            known[record.part.file] = (
                 xxhash.xxh3_128(data).hexdigest(),
                 (batch.num_rows, len(batch.column(INPUT_IDS).flatten())),
             )
         except (pa.ArrowException, OSError, ValueError):
-            known[record.file] = None
-    there = known[record.file]
-    if there is None or there[0] != record.checksum or there[1] == (record.docs, record.tokens):
+            known[record.part.file] = None
+    there = known[record.part.file]
+    if (
+        there is None
+        or there[0] != record.part.checksum
+        or there[1] == (record.part.docs, record.part.tokens)
+    ):
         return None
-    return f"says {record.docs} documents of {record.tokens} tokens, its file holds {there[1][0]} of {there[1][1]}"
+    return f"says {record.part.docs} documents of {record.part.tokens} tokens, its file holds {there[1][0]} of {there[1][1]}"
 
 
 def _probe(name: str, fingerprint: str) -> tuple[list[Problem], tuple[str, ...]]:

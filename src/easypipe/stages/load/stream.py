@@ -127,13 +127,15 @@ class ForwardDocuments:
         if not isinstance(self._source, TokenizedShardedSource):
             batch, rejects = scan(self._source, shard, start, stop)
             return batch, rejects, Counter(), Counter()
-        found, rejects = self._source.documents(
-            shard, start, stop, self._audit_key(shard, start, stop)
-        )
+        found = self._source.documents(shard, start, stop, self._audit_key(shard, start, stop))
         strings = Counter(
-            {"special tokens": found.special, "ordinary text": found.escaped, LOST: found.lost}
+            {
+                "special tokens": found.counts.special,
+                "ordinary text": found.counts.escaped,
+                LOST: found.counts.lost,
+            }
         )
-        return found.batch, rejects, strings, Counter(found.lengths)
+        return found.batch, found.rejects, strings, Counter(found.counts.lengths)
 
     def _audit_key(self, shard: int, start: int, stop: int) -> str | None:
         """Of so many chunks that about a thousandth of all text is encoded again with the
@@ -246,7 +248,7 @@ def open_stream(
         train_continued=packed and source.config.train_continued,
     )
     workers = [
-        source.num_workers
+        source.writer.num_workers
         for source in mixture.parts.values()
         if isinstance(source, TokenizedShardedSource)
     ]

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.cache.reader import TokenCache
 from easypipe.core.errors import CacheError, ConfigError, StageOrderError
 from easypipe.core.protocols import PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
@@ -37,6 +36,8 @@ from easypipe.stages.reports.shares import (
     shares_by_step,
     unlike_weights,
 )
+from easypipe.stages.tokenize.import_tokens import ImportedTokens
+from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.stages.tokenize.tokens import token_info
 
 
@@ -293,14 +294,9 @@ def _stands(source: ShardedSource) -> bool:
     """Whether its token cache can be opened as it is. A source of one's own that does not say where
     that is has to know itself.
     """
-    path, folder = getattr(source, "cache_path", None), getattr(source, "folder", None)
-    if path is None:
-        return True
-    try:
-        TokenCache(path, folder=folder)
-    except (CacheError, FileNotFoundError):
-        return False
-    return True
+    return not isinstance(source, TokenizedShardedSource | ImportedTokens) or (
+        source.writer.is_filled()
+    )
 
 
 @dataclass(frozen=True)

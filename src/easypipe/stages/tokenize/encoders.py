@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from easypipe.cache.encoder import EncodedDocuments
 from easypipe.cache.ranges import recipe_of
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError
@@ -14,7 +15,7 @@ from easypipe.stages.source.config import PROMPT_OPTIONS
 from easypipe.stages.tokenize.pair_rows import PairForm
 from easypipe.stages.tokenize.prompt_rows import PromptForm, lengths_identity
 from easypipe.stages.tokenize.text_rows import Texts, read_texts, require_text
-from easypipe.stages.tokenize.token_rows import Documents, encode_texts
+from easypipe.stages.tokenize.token_rows import encode_texts
 from easypipe.transforms.chat.messages import is_json, is_messages, is_text
 from easypipe.transforms.prompt.config import PromptConfig
 from easypipe.transforms.prompt.engine import PromptEngine
@@ -55,7 +56,7 @@ class RowForm(Protocol):
         batch_size: int,
         at: str,
         audit_key: str | None = None,
-    ) -> Documents: ...
+    ) -> EncodedDocuments: ...
 
 
 class TextForm:
@@ -92,7 +93,7 @@ class TextForm:
         batch_size: int,
         at: str,
         audit_key: str | None = None,
-    ) -> Documents:
+    ) -> EncodedDocuments:
         return encode_texts(
             texts,
             tokenizer,

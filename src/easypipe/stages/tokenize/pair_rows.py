@@ -7,19 +7,20 @@ An answer that is left out takes the other one with it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from easypipe.cache.encoder import EncodedDocuments
+from easypipe.cache.manifest import total
 from easypipe.core.protocols import Reject
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, ROW_NUMBER, SEGMENT_BREAK
 from easypipe.stages.tokenize.prompt_rows import PromptForm
 from easypipe.stages.tokenize.text_rows import Texts
-from easypipe.stages.tokenize.token_rows import Documents
 from easypipe.transforms.chat.pool import Rendered
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
@@ -53,8 +54,8 @@ class PairForm(PromptForm):
         batch_size: int,
         at: str,
         audit_key: str | None = None,
-    ) -> Documents:
-        def encoded(wanted: NDArray[np.bool_], audit_key: str | None) -> list[Documents]:
+    ) -> EncodedDocuments:
+        def encoded(wanted: NDArray[np.bool_], audit_key: str | None) -> list[EncodedDocuments]:
             half = np.arange(len(texts.rows)) % 2
             sides = (_some(texts, np.flatnonzero(wanted & (half == side))) for side in (0, 1))
             encode = super(PairForm, self).encode
@@ -87,7 +88,7 @@ def _some(texts: Texts, which: NDArray[np.int64]) -> Texts:
     )
 
 
-def _joined(documents: Sequence[Documents], rejects: tuple[Reject, ...]) -> Documents:
+def _joined(documents: Sequence[EncodedDocuments], rejects: tuple[Reject, ...]) -> EncodedDocuments:
     """One document of the two of every row; both have the same rows."""
     chosen, rejected = (side.batch for side in documents)
     lists = [
@@ -113,17 +114,11 @@ def _joined(documents: Sequence[Documents], rejects: tuple[Reject, ...]) -> Docu
         ROW_NUMBER: chosen.column(ROW_NUMBER),
         LOSS_MASK: pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(mask)),
     }
-    counted = ("encoded", "added", "truncated", "tokens", "special", "escaped", "lost")
-    sums = {name: sum(getattr(side, name) for side in documents) for name in counted}
-    lengths = Counter[str]()
-    for side in documents:
-        lengths.update(side.lengths)
-    return Documents(
+    both = total(side.counts for side in documents)
+    return EncodedDocuments(
         batch=pa.RecordBatch.from_arrays(
             [columns[field.name] for field in chosen.schema], schema=chosen.schema
         ),
+        counts=replace(both, docs=chosen.num_rows, trained=int((mask == 1).sum())),
         rejects=rejects,
-        trained=int((mask == 1).sum()),
-        lengths=lengths,
-        **sums,
     )

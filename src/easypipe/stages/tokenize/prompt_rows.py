@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from easypipe.cache.encoder import EncodedDocuments
 from easypipe.cache.ranges import BLANK_TEXTS
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, did_you_mean, place
 from easypipe.core.protocols import Reject, ShardedSource, counted, scan
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.stages.tokenize.text_rows import Texts
-from easypipe.stages.tokenize.token_rows import Documents, encode_spans
+from easypipe.stages.tokenize.token_rows import encode_spans
 from easypipe.transforms.chat.messages import decoded_of, plain_of
 from easypipe.transforms.chat.render import (
     HostileTemplateError,
@@ -159,7 +160,7 @@ class PromptForm:
         batch_size: int,
         at: str,
         audit_key: str | None = None,
-    ) -> Documents:
+    ) -> EncodedDocuments:
         raw, lengths = self.engine.format.raw, self.engine.lengths
         return encode_spans(
             texts,

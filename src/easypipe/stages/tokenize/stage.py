@@ -4,44 +4,107 @@ read or, once, into the token cache.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import pyarrow as pa
 
+from easypipe.cache.bad_rows import OnError, bad_row
+from easypipe.cache.encoder import EncodedDocuments, documents_hash
 from easypipe.cache.folder import CacheFolder, folder_of
-from easypipe.cache.location import TemporaryFolder, cache_folder_of
-from easypipe.cache.ranges import Range, ranges_of
+from easypipe.cache.location import cache_folder_of
+from easypipe.cache.manifest import FORMAT, TokenizerIdentity
 from easypipe.cache.reader import TokenCache, cache_schema
+from easypipe.cache.writer import CacheWriter
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.errors import ConfigError, did_you_mean, place
 from easypipe.core.protocols import (
     BaseStage,
     PipelineContext,
     ProgressListener,
-    Reject,
     Scan,
     Shard,
     ShardedDataSource,
     ShardedSource,
-    silent,
 )
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
 from easypipe.sources.limit import select
-from easypipe.stages.cache_writer import OnError, manifest_key, pending, prepare, prepare_part
 from easypipe.stages.source.columns import kept_columns
 from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.stages.tokenize.encoders import RowForm, TextForm, form_of
-from easypipe.stages.tokenize.token_rows import Documents
-from easypipe.transforms.refused import advice
+from easypipe.stages.tokenize.text_rows import Texts
+from easypipe.stages.tokenize.token_rows import sample_of
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.options import with_options
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("easypipe")
+
+SAMPLE_ROWS = 256  # of the data, compared with the reference before the fast backend is used on it
+SAMPLE_BYTES = 64 << 10
+
+
+class WriterOptions(TypedDict, total=False):
+    """Those of CacheWriter."""
+
+    on_error: OnError
+    max_bad_rows: int | None
+    num_workers: int | None
+    progress: ProgressListener
+
+
+class TextEncoder:
+    """Rows of text, in whatever form, to what the cache stores; implements cache.encoder.RowEncoder.
+
+    batch_size: texts encoded at a time; decides memory and speed, never tokens.
+    """
+
+    def __init__(self, form: RowForm, tokenizer: Tokenizer, batch_size: int = 1000) -> None:
+        self.form, self.tokenizer, self._batch_size = form, tokenizer, batch_size
+        self.columns, self.label = form.columns, form.label
+        self.masked, self.pairs = form.masked, form.pairs
+
+    @property
+    def tokenizer_identity(self) -> TokenizerIdentity:
+        return TokenizerIdentity(
+            name=self.tokenizer.name,
+            fingerprint=self.tokenizer.fingerprint,
+            vocab_size=self.tokenizer.vocab_size,
+            bos_token_id=self.tokenizer.bos_token_id,
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+
+    @property
+    def backend(self) -> str:
+        return self.tokenizer.backend.name
+
+    def key(self, memo: Path) -> str:
+        return self.form.recipe(self.tokenizer, refuted=self.tokenizer.refuted(memo))
+
+    def manifest_key(self, ranges: Sequence[str], *choices: object) -> str:
+        return digest("manifest", FORMAT, list(ranges), *choices)
+
+    def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
+        return self.form.read(source, shard, start, stop)
+
+    def prove(self, rows: Texts, dataset: str, memo: Path) -> None:
+        """The fast backend is used on a dataset only once it agreed with the reference on some of
+        it.
+        """
+        sample = sample_of(rows.texts, SAMPLE_ROWS, SAMPLE_BYTES)
+        backend = self.tokenizer.prove(sample, of=f"dataset {dataset}", memo=memo)
+        logger.debug("dataset %s: tokenizing with %s: %s", dataset, self.tokenizer.name, backend)
+
+    def encode(self, rows: Texts, at: str, audit_key: str | None = None) -> EncodedDocuments:
+        size = self._batch_size
+        return self.form.encode(rows, self.tokenizer, batch_size=size, at=at, audit_key=audit_key)
+
+    def content(self, batch: pa.RecordBatch) -> str:
+        return documents_hash(batch)
 
 
 class TokenizedShardedSource(ShardedDataSource):
@@ -60,45 +123,36 @@ class TokenizedShardedSource(ShardedDataSource):
         dataset: str,
         cache_dir: Path | CacheFolder,
         content_field: str = "text",
-        on_error: OnError = "error",
-        max_bad_rows: int | None = None,
-        num_workers: int | None = None,
         batch_size: int = 1000,
-        progress: ProgressListener = silent,
         keep: Sequence[str] = (),
         form: RowForm | None = None,
+        **options: Unpack[WriterOptions],
     ) -> None:
-        """Arguments as in `prepare`. keep: columns that are saved beside the tokens; a row in which
-        one is bad is bad.
+        """Opens nothing, and reads no rows.
 
-        Raises SourceError where `content_field` is no column of text; reads no rows.
+        Args:
+            cache_dir: Of the token cache: a folder of this machine, or a CacheFolder.
+            batch_size: Texts encoded at a time; decides memory and speed, never tokens.
+            keep: Columns that are saved beside the tokens; a row in which one is bad is bad.
+            form: What the rows are; None: text in the column `content_field`.
+            options: As in CacheWriter.
+
+        Raises:
+            SourceError: `content_field` is no column of text.
         """
         self.form: RowForm = form or TextForm(content_field)
         self.form.require(source, dataset)
         self.keep = tuple(keep)
         self.source = select(source, list(dict.fromkeys([*self.form.columns, *keep])))
         self.tokenizer = tokenizer
-        self.dataset = dataset
-        self.content_field = self.form.label
-        self.on_error: OnError = on_error
-        self._folder = folder_of(cache_dir)  # holds a temporary one
-        self._batch_size = batch_size
-        self._progress = progress
-        self._options: dict[str, Any] = {
-            "dataset": dataset,
-            "form": self.form,
-            "cache_dir": self._folder,
-            "on_error": on_error,
-            "max_bad_rows": max_bad_rows,
-            "num_workers": num_workers,
-            "batch_size": batch_size,
-            "ranges_of": self._ranges_of,
-        }
-        self._ranges: tuple[str, Sequence[Range]] | None = None
-        self._lock = threading.Lock()
-        self._cache: TokenCache | None = None
-        # called with the key of a token cache that materialize() made
-        self.when_made: Callable[[str], None] = lambda key: None
+        self.encoder = TextEncoder(self.form, tokenizer, batch_size)
+        self.writer = CacheWriter(
+            source=self.source,
+            encoder=self.encoder,
+            dataset=dataset,
+            folder=folder_of(cache_dir),
+            **options,
+        )
 
     @property
     def schema(self) -> pa.Schema:
@@ -110,108 +164,33 @@ class TokenizedShardedSource(ShardedDataSource):
 
     @property
     def fingerprint(self) -> str:
-        return digest(
-            "tokenized",
-            self.source.fingerprint,
-            self.form.recipe(self.tokenizer, refuted=False),
-            self.on_error,
-        )
+        recipe = self.form.recipe(self.tokenizer, refuted=False)
+        return digest("tokenized", self.source.fingerprint, recipe, self.writer.on_error)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         batch, rejects = self.scan(shard, start, stop)
         bad = next((reject for reject in rejects if not reject.benign), None)
-        if bad is not None and self.on_error == "error":
-            raise SourceError(
-                at=place(self.shards[shard].name, row=bad.row, column=self.content_field),
-                problem=f"{bad.reason}: {bad.detail}",
-                fix=f"{advice(bad.reason)}, or set on_error to 'skip' or 'quarantine'.",
-            )
+        if bad is not None and self.writer.on_error == "error":
+            at = place(self.shards[shard].name, row=bad.row, column=self.form.label)
+            raise bad_row(at, bad)
         return batch
 
+    def materialize(self) -> TokenCache:
+        """The token cache of all rows: opened, finished or made; see CacheWriter.fill."""
+        return self.writer.fill()
+
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        documents, rejects = self.documents(shard, start, stop)
-        return Scan(documents.batch, rejects)
+        documents = self.documents(shard, start, stop)
+        return Scan(documents.batch, documents.rejects)
 
     def documents(
         self, shard: int, start: int, stop: int, audit_key: str | None = None
-    ) -> tuple[Documents, tuple[Reject, ...]]:
+    ) -> EncodedDocuments:
         """What `scan` gives, with what was counted on the way. audit_key: as in `encode_texts`."""
-        texts = self.form.read(self.source, shard, start, stop)
-        at = self.shards[shard].name
-        documents = self.form.encode(
-            texts, self.tokenizer, batch_size=self._batch_size, at=at, audit_key=audit_key
-        )
-        return documents, tuple(
-            sorted((*texts.rejects, *documents.rejects), key=lambda reject: reject.row)
-        )
-
-    @property
-    def folder(self) -> CacheFolder:
-        """That its token cache is in."""
-        return self._folder
-
-    @property
-    def cache_path(self) -> Path | str:
-        """Where the manifest of its token cache stands, or will. Reads no rows."""
-        recipe = self.form.recipe(
-            self.tokenizer, refuted=self.tokenizer.refuted(self._folder.local)
-        )
-        return self._folder.manifest(
-            manifest_key(
-                self._ranges_of(self.source, recipe), self.on_error, self._options["max_bad_rows"]
-            )
-        )
-
-    def _ranges_of(self, source: ShardedSource, recipe: str) -> Sequence[Range]:
-        """Remembered: thousands of shards are cut once in a process, and not again for every part
-        of them.
-        """
-        if self._ranges is None or self._ranges[0] != recipe:
-            self._ranges = recipe, ranges_of(source, recipe)
-        return self._ranges[1]
-
-    def materialize(self) -> TokenCache:
-        """The token cache of all rows: opened, finished or made on the first call, the same object
-        afterwards. See `prepare` for errors.
-        """
-        with self._lock:
-            if self._cache is None:
-                self._cache = prepare(
-                    self.source, self.tokenizer, progress=self._progress, **self._options
-                )
-                if self.kept:
-                    self.when_made(self._cache.manifest.key)
-            return self._cache
-
-    @property
-    def num_workers(self) -> int | None:
-        """Ranges that are tokenized at a time; None: one per core."""
-        return self._options["num_workers"]
-
-    @property
-    def kept(self) -> bool:
-        """Whether the token cache outlives this process, so that others may make parts of it."""
-        return not isinstance(self._folder, TemporaryFolder)
-
-    def pending(self) -> tuple[list[int], int]:
-        """(numbers of the ranges of rows that are not tokenized yet, how many ranges there are).
-        Reads no text.
-        """
-        return pending(self.source, self.tokenizer, **self._options)
-
-    def prepare_part(self, part: Sequence[int]) -> int:
-        """Tokenizes the ranges that `part` numbers, so that `materialize` finds them done, here or
-        elsewhere. Returns how many rows.
-        """
-        if not self.kept:
-            raise ConfigError(
-                at=f"datasets.{self.dataset}.cache_enabled",
-                problem="its tokens are not kept, so no other process could take up this part",
-                fix="Set cache_enabled and tokenize.cache_tokenized, and give its functions a version.",
-            )
-        return prepare_part(
-            self.source, self.tokenizer, part=part, progress=self._progress, **self._options
-        )
+        rows = self.encoder.read(self.source, shard, start, stop)
+        made = self.encoder.encode(rows, at=self.shards[shard].name, audit_key=audit_key)
+        rejects = sorted((*rows.rejects, *made.rejects), key=lambda reject: reject.row)
+        return dataclasses.replace(made, rejects=tuple(rejects))
 
 
 class TokenizeStage(BaseStage):

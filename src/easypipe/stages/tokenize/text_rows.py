@@ -19,8 +19,6 @@ from easypipe.core.text import has_text
 from easypipe.transforms.chat.messages import is_text
 from easypipe.transforms.refused import EMPTY
 
-RAW_CHARACTERS = 1 << 16  # of a bad row, kept for the quarantine
-
 
 @dataclass(frozen=True)
 class Texts:
@@ -62,6 +60,10 @@ class Texts:
         if self.goes_on is not None:
             hasher.update(json.dumps(self.goes_on.tolist()).encode())
         return hasher.hexdigest()
+
+    @property
+    def num_texts(self) -> int:
+        return len(self.texts)
 
     @property
     def num_bytes(self) -> int:
@@ -150,32 +152,6 @@ def read_texts(
         column.filter(pa.array(keep)) if is_text(column.type) else pa.array([], pa.large_string())
     )
     return Texts(texts, rows[keep], counted((*rejects, *bad)))
-
-
-def raw_row(source: ShardedSource, shard: int, reject: Reject, content_field: str) -> str | None:
-    """A bad row for people to look at: as its file has it where the source can tell, else its value
-    as JSON.
-    """
-    if reject.reason == "null":
-        return "null"
-    of_file = getattr(source, "raw", None)
-    raw = of_file(shard, reject.row) if of_file is not None else None
-    if raw is None:
-        batch = source.read(shard, reject.row, reject.row + 1)
-        if batch.num_rows:
-            value = batch.column(content_field)[0]
-            data = (
-                value.as_buffer()
-                if isinstance(value, pa.StringScalar | pa.LargeStringScalar)
-                else None
-            )
-            shown = (
-                value.as_py()
-                if data is None
-                else data.to_pybytes().decode("utf-8", "backslashreplace")
-            )
-            raw = json.dumps(shown, ensure_ascii=False, default=str)
-    return raw if raw is None or len(raw) <= RAW_CHARACTERS else raw[:RAW_CHARACTERS] + "…"
 
 
 def _invalid(column: pa.LargeStringArray, rows: NDArray[np.int64]) -> list[Reject]:

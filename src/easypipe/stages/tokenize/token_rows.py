@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 from numpy.typing import NDArray
 
+from easypipe.cache.encoder import EncodedDocuments
+from easypipe.cache.manifest import Counts
 from easypipe.cache.reader import cache_schema
 from easypipe.core.errors import SourceError, TokenizerError, place
 from easypipe.core.protocols import Reject
@@ -44,33 +44,6 @@ CALL_BYTES = 4 << 20
 LONGEST = (1 << 31) - 1  # lengths are Int32 in plans
 
 
-@dataclass(frozen=True)
-class Documents:
-    """What the texts became. `batch` has the columns of cache_schema; encoded + added + overlap =
-    stored tokens + truncated.
-    """
-
-    batch: pa.RecordBatch
-    rejects: tuple[Reject, ...]  # texts without a single token
-    encoded: int
-    added: int
-    truncated: int
-    tokens: int
-    trained: int | None = None  # stored tokens that are targets; None where there is no mask
-    special: int = 0  # special strings in the texts of the documents that became special tokens ...
-    escaped: int = 0  # ... and those that became ordinary text
-    lost: int = 0  # characters of all texts that became no token
-    # documents over max_length by policy; see lengths.Shaped
-    lengths: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def content(self) -> str:
-        """XXH3-128 of offsets, tokens, EOS marks, row numbers and loss mask; who stores nothing
-        need not ask.
-        """
-        return documents_hash(self.batch)
-
-
 def encode_texts(
     texts: Texts,
     tokenizer: Tokenizer,
@@ -79,7 +52,7 @@ def encode_texts(
     at: str,
     audit_key: str | None = None,
     lengths: Lengths | None = None,
-) -> Documents:
+) -> EncodedDocuments:
     """batch_size: most texts encoded at a time; decides memory and speed, never tokens. lengths:
     what cuts them in place of max_length.
 
@@ -178,17 +151,22 @@ def encode_texts(
     batch = pa.RecordBatch.from_arrays(
         columns, schema=cache_schema(tokenizer.vocab_size, loss_mask=mask is not None)
     )
-    return Documents(
+    escapes = tokenizer.special.policy == "escape"
+    return EncodedDocuments(
         batch=batch,
-        rejects=rejects,
-        encoded=tokens - added + lost - counts.get("overlap", 0),
-        added=added,
-        truncated=lost,
-        tokens=tokens,
-        trained=None if mask is None else int(mask.sum()),
-        lengths=counts,
-        **_counted(strings, tokenizer),
-        lost=_lost(texts, tokenizer),
+        counts=Counts(
+            docs=len(batch),
+            tokens=tokens,
+            encoded=tokens - added + lost - counts.get("overlap", 0),
+            added=added,
+            truncated=lost,
+            lengths=counts,
+            lost=_lost(texts, tokenizer),
+            trained=None if mask is None else int(mask.sum()),
+            special=0 if escapes else int(strings.sum()),
+            escaped=int(strings.sum()) if escapes else 0,
+        ),
+        rejects=tuple(rejects),
     )
 
 
@@ -201,7 +179,7 @@ def encode_spans(
     raw: bool,
     audit_key: str | None = None,
     lengths: Lengths | None = None,
-) -> Documents:
+) -> EncodedDocuments:
     """Documents with a loss_mask, from texts with spans. lengths: what cuts them in place of
     max_length.
 
@@ -305,17 +283,22 @@ def encode_spans(
         columns, schema=cache_schema(tokenizer.vocab_size, loss_mask=True)
     )
     special, lost = int(added.sum()), lost + before_read
-    return Documents(
+    escapes = tokenizer.special.policy == "escape"
+    return EncodedDocuments(
         batch=batch,
-        rejects=rejects,
-        encoded=len(ids) - special + lost - counts.get("overlap", 0),
-        added=special,
-        truncated=lost,
-        tokens=len(ids),
-        trained=int(mask.sum()),
-        lengths=counts,
-        **_counted(strings, tokenizer),
-        lost=_lost(texts, tokenizer),
+        counts=Counts(
+            docs=len(batch),
+            tokens=len(ids),
+            encoded=len(ids) - special + lost - counts.get("overlap", 0),
+            added=special,
+            truncated=lost,
+            lengths=counts,
+            lost=_lost(texts, tokenizer),
+            trained=int(mask.sum()),
+            special=0 if escapes else int(strings.sum()),
+            escaped=int(strings.sum()) if escapes else 0,
+        ),
+        rejects=tuple(rejects),
     )
 
 
@@ -360,10 +343,6 @@ def _refused_strings(
     return found
 
 
-def _counted(strings: NDArray[np.int64], tokenizer: Tokenizer) -> dict[str, int]:
-    return {"escaped" if tokenizer.special.policy == "escape" else "special": int(strings.sum())}
-
-
 def _lost(texts: Texts, tokenizer: Tokenizer) -> int:
     return tokenizer.lost.count(texts.texts.to_pylist()) if tokenizer.lost.possible else 0
 
@@ -396,19 +375,6 @@ def _edges(texts: Texts, batch_size: int) -> list[int]:
         full = int(np.searchsorted(ends, ends[edges[-1]] + CALL_BYTES, side="right")) - 1
         edges.append(min(count, edges[-1] + batch_size, max(full, edges[-1] + 1)))
     return edges
-
-
-def documents_hash(batch: pa.RecordBatch) -> str:
-    """XXH3-128 of offsets, tokens and the other columns of a whole token file; no nulls, no
-    slices.
-    """
-    hasher = xxhash.xxh3_128()
-    for column in batch.columns:
-        listed = isinstance(column, pa.LargeListArray)
-        if listed:
-            hasher.update(column.offsets.to_numpy())
-        hasher.update((column.values if listed else column).to_numpy())
-    return hasher.hexdigest()
 
 
 def ends_with(

@@ -13,7 +13,7 @@ from easypipe.core.protocols import PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.save.saved import TokenInfo
 from easypipe.sources.limit import LimitedSource
-from easypipe.stages.adopt import AdoptedTokens
+from easypipe.stages.tokenize.import_tokens import ImportedTokens
 from easypipe.transforms.chat.render import Turns, turns_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -52,7 +52,7 @@ def require_documents(
     own = next((dataset for dataset in context.config.datasets if dataset.name == name), None)
     context = in_folder(context, cache_folder_of(own, source, context))
     tokens = token_info(source) or _named_tokenizer(name, context)
-    return AdoptedTokens(name, source, tokens, context)
+    return ImportedTokens(name, source, tokens, context)
 
 
 def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:

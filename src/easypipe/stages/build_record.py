@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from easypipe.cache.folder import CacheFolder
+from easypipe.cache.folder import CONFIGS, CacheFolder
 from easypipe.core import storage
 from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import CODE_KEYS, to_dict
@@ -29,7 +29,6 @@ from easypipe.core.remote import public_url
 from easypipe.save import saved
 from easypipe.save.folder import prefix_of
 
-FOLDER = "configs"
 KEYS = ("config", "stages", "folder", "unknown")
 STAGES = ("tokenize", "mix", "pack", "save")
 
@@ -83,7 +82,7 @@ def recall_saved(path: str, folder: CacheFolder) -> Mapping[str, Any]:
     except EasypipeError:  # that is what is broken
         known = [
             name.removesuffix(".json")
-            for name in storage.names_in(folder.at(FOLDER), folder.options)
+            for name in storage.names_in(folder.at(CONFIGS), folder.options)
         ]
         shards = storage.names_in(path)
         fits = [
@@ -94,7 +93,7 @@ def recall_saved(path: str, folder: CacheFolder) -> Mapping[str, Any]:
 
 
 def _path(folder: CacheFolder, name: str) -> Path | str:
-    return folder.at(FOLDER, f"{name}.json")
+    return folder.at(CONFIGS, f"{name}.json")
 
 
 def _read(folder: CacheFolder, name: str) -> Mapping[str, Any]:

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from easypipe.cache.folder import CacheFolder, folder_of
+from easypipe.cache.folder import CONFIGS, CacheFolder, folder_of
 from easypipe.cache.manifest import Manifest, read_manifest
 from easypipe.cache.ranges import read_record
 from easypipe.core import locks, storage
 from easypipe.core.errors import CacheError, ConfigError, EasypipeError, did_you_mean
 from easypipe.core.tree import Found, files_below
-from easypipe.stages.recipes import FOLDER as CONFIGS
 
 YOUNG_S = 86_400.0
 REQUESTS = 16  # to a store at a time
@@ -303,10 +302,12 @@ def _records(folder: CacheFolder, files: Mapping[str, Found]) -> list[tuple[str,
         if name.startswith("ranges/") and name.endswith(".json") and not _temporary(name)
     ]
     records = _each(
-        folder, lambda name: read_record(folder.at(*name.split("/")), folder.options), names
+        folder,
+        lambda name: read_record(folder.at(*name.split("/")), storage_options=folder.options),
+        names,
     )
     return [
-        (name, None if record is None else record.file)
+        (name, None if record is None else record.part.file)
         for name, record in zip(names, records, strict=True)
     ]
 

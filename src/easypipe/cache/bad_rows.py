@@ -1,0 +1,133 @@
+"""Rows that become no document: the budget that they are charged to, and the file that keeps them
+(`on_error="quarantine"`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from easypipe.cache.folder import CacheFolder
+from easypipe.cache.manifest import Counts
+from easypipe.cache.ranges import Record
+from easypipe.core import storage
+from easypipe.core.errors import BudgetError, SourceError, place
+from easypipe.core.protocols import Reject, ShardedSource
+from easypipe.transforms.refused import advice
+
+OnError = Literal["error", "skip", "quarantine"]
+RAW_CHARACTERS = 1 << 16  # of a bad row, kept for the quarantine
+
+
+class ErrorBudget:
+    """Bad rows of one dataset, charged in their order; benign ones are free.
+
+    Args:
+        label: What is encoded, for errors.
+        on_error: "error" stops at the first.
+        max_bad_rows: How many may be skipped; None: any number.
+    """
+
+    def __init__(
+        self, dataset: str, label: str, on_error: OnError, max_bad_rows: int | None
+    ) -> None:
+        self.dataset, self.label, self.on_error = dataset, label, on_error
+        self.max_bad_rows, self.bad = max_bad_rows, 0
+        self._first = ""  # where the first row is that became nothing, and why
+
+    def charge(self, record: Record) -> None:
+        """Raises SourceError and BudgetError, naming the row."""
+        for reject in record.rejects:
+            if not self._first:
+                at = place(record.shard_name, row=reject.row)
+                self._first = f"; the first is {at}: {reject.detail or reject.reason}"
+            if reject.benign:
+                continue
+            self.bad += 1
+            at = place(record.shard_name, row=reject.row, column=self.label)
+            if self.on_error == "error":
+                raise bad_row(at, reject)
+            if self.max_bad_rows is not None and self.bad > self.max_bad_rows:
+                raise BudgetError(
+                    at=at,
+                    problem=f"bad row number {self.bad} ({reject.reason}: {reject.detail}), and max_bad_rows is {self.max_bad_rows}",
+                    fix="Correct the rows, or raise max_bad_rows.",
+                )
+
+    def require_documents(self, counts: Counts) -> None:
+        """Raises SourceError where not one row became a document."""
+        if counts.docs:
+            return
+        found = counts.rejects
+        reasons = ", ".join(f"{reason} {count}" for reason, count in found.items())
+        most = max(found, key=found.__getitem__, default="")
+        raise SourceError(
+            at=place(f"dataset {self.dataset!r}", column=self.label),
+            problem=f"not one of {counts.rows} rows became a document: {reasons or 'there is none'}{self._first}",
+            fix=f"{advice(most, 'Check the column that is named and the files')}.",
+        )
+
+
+def bad_row(at: str, reject: Reject) -> SourceError:
+    return SourceError(
+        at=at,
+        problem=f"{reject.reason}: {reject.detail}",
+        fix=f"{advice(reject.reason)}, or set on_error to 'skip' or 'quarantine'.",
+    )
+
+
+def write_quarantine(
+    folder: CacheFolder,
+    key: str,
+    records: Iterable[Record],
+    source: ShardedSource,
+    column: str,
+) -> tuple[str, str]:
+    """The file of bad rows, beside the manifest `key`, and its checksum.
+
+    One JSON object a line: file, row, reason, detail, raw. Benign rows are no bad rows.
+    """
+    name = f"{key}.quarantine.jsonl"
+    path = folder.at("manifests", name)
+    with (
+        storage.commit_file(path, folder.options) as (temporary, stamp),
+        open(temporary, "w", encoding="utf-8") as out,
+    ):
+        for record in records:
+            for reject in record.rejects:
+                if not reject.benign:
+                    row = {
+                        "file": record.shard_name,
+                        "row": reject.row,
+                        "reason": reject.reason,
+                        "detail": reject.detail,
+                        "raw": raw_row(source, record.part.shard, reject, column),
+                    }
+                    out.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return name, stamp().checksum
+
+
+def raw_row(source: ShardedSource, shard: int, reject: Reject, column: str) -> str | None:
+    """A bad row for people to look at: as its file has it where the source can tell, else its value
+    as JSON.
+    """
+    if reject.reason == "null":
+        return "null"
+    of_file: Any = getattr(source, "raw", None)
+    raw: str | None = None if of_file is None else of_file(shard, reject.row)
+    if raw is None:
+        batch = source.read(shard, reject.row, reject.row + 1)
+        if batch.num_rows:
+            value = batch.column(column)[0]
+            text = isinstance(value, pa.StringScalar | pa.LargeStringScalar)
+            data = value.as_buffer() if text else None
+            shown = (
+                value.as_py()
+                if data is None
+                else data.to_pybytes().decode("utf-8", "backslashreplace")
+            )
+            raw = json.dumps(shown, ensure_ascii=False, default=str)
+    return raw if raw is None or len(raw) <= RAW_CHARACTERS else raw[:RAW_CHARACTERS] + "…"

@@ -1,0 +1,409 @@
+"""Filling the token cache: ranges of rows are read, tokenized and committed by threads; the
+manifest is written last.
+
+Whatever was committed is used again: a range whose file did not change is not read, one whose text
+did not change is not tokenized. A process that is killed leaves committed ranges behind, and the
+next one goes on from there. Layout: cache/manifest.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import pyarrow as pa
+from xxhash import xxh3_128_hexdigest
+
+from easypipe.cache.bad_rows import ErrorBudget, OnError, write_quarantine
+from easypipe.cache.blocks import TokenStamp, block_sums
+from easypipe.cache.encoder import RowEncoder, RowsRead
+from easypipe.cache.folder import STATS, CacheFolder
+from easypipe.cache.manifest import Counts, Manifest, Part, fingerprint_of, total
+from easypipe.cache.ranges import (
+    Range,
+    Record,
+    counts_json,
+    ranges_of,
+    read_record,
+    record_of,
+    record_path,
+    write_record,
+)
+from easypipe.cache.reader import TokenCache
+from easypipe.core import locks, storage
+from easypipe.core.config import digest
+from easypipe.core.errors import CacheError, ConfigError, MissingFileError, StorageError
+from easypipe.core.protocols import ProgressEvent, ProgressListener, ShardedSource, counted, silent
+from easypipe.sources.base import innermost
+
+log = logging.getLogger("easypipe")
+R = TypeVar("R", bound=RowsRead)
+
+SYNCS = 3  # ranges that wait for the disk while others are worked on ...
+UPLOADS = 8  # ... or are on their way to a bucket
+
+
+@dataclass(kw_only=True, eq=False)
+class CacheWriter(Generic[R]):
+    """One dataset on its way into the token cache. Thread safe; reads no rows before it is asked
+    to.
+
+    Args:
+        on_error: At a bad row (null, empty, no string, refused by the source) stop, or leave it out
+            and count it by reason, or write it to a file beside the manifest as well.
+        max_bad_rows: Stop at the first bad row after so many, counted in the order of the shards.
+        num_workers: Ranges in work at a time, each held in memory; None takes one per core.
+        when_made: Called with the key of the manifest when `fill` has made or found it.
+
+    Raises:
+        ConfigError: max_bad_rows has no effect.
+    """
+
+    source: ShardedSource
+    encoder: RowEncoder[R]
+    dataset: str
+    folder: CacheFolder
+    on_error: OnError = "error"
+    max_bad_rows: int | None = None
+    num_workers: int | None = None
+    progress: ProgressListener = silent
+    when_made: Callable[[str], None] = lambda key: None
+
+    def __post_init__(self) -> None:
+        if self.max_bad_rows is not None and self.on_error == "error":
+            raise ConfigError(
+                at="max_bad_rows",
+                problem="has no effect while on_error is 'error'",
+                fix="Set on_error to 'skip'.",
+            )
+        self._lock = threading.Lock()
+        self._cache: TokenCache | None = None
+        self._ranges: tuple[str, Sequence[Range]] = "", ()
+
+    def ranges(self) -> tuple[str, Sequence[Range]]:
+        """The key of the encoding, and all rows of the source cut into ranges. Reads no text.
+
+        Remembered: thousands of shards are cut once in a process, and not again for every part of
+        them. Raises SourceError for a shard whose rows cannot be counted.
+        """
+        key = self.encoder.key(self.folder.local)
+        if self._ranges[0] != key:
+            self._ranges = key, ranges_of(self.source, key)
+        return self._ranges
+
+    def key(self) -> str:
+        """What its manifest is called."""
+        ranges = [piece.key for piece in self.ranges()[1]]
+        return self.encoder.manifest_key(ranges, self.on_error, self.max_bad_rows)
+
+    def path(self) -> Path | str:
+        """Where its manifest stands, or will."""
+        return self.folder.manifest(self.key())
+
+    def missing(self) -> tuple[list[int], int]:
+        """(numbers of the ranges that nobody has committed, how many ranges there are); none once
+        the manifest stands. Reads no text.
+        """
+        key, ranges = self.ranges()
+        if storage.exists(self.path(), self.folder.options):
+            return [], len(ranges)
+        records = (self._record(key, piece) for piece in ranges)
+        return [i for i, record in enumerate(records) if record is None], len(ranges)
+
+    def is_filled(self) -> bool:
+        """Whether the token cache can be opened as it is."""
+        try:
+            TokenCache(self.path(), folder=self.folder)
+        except (CacheError, FileNotFoundError):
+            return False
+        return True
+
+    def fill(self) -> TokenCache:
+        """The token cache: opened where it stands, finished where it was begun; the same object on
+        every later call.
+
+        Raises SourceError (missing column, bad row), BudgetError, TokenizerError, StorageError;
+        each names file and row where one is to blame.
+        """
+        with self._lock:
+            if self._cache is None:
+                self._cache = self._opened() or self._filled()
+                if not self.folder.temporary:
+                    self.when_made(self._cache.manifest.key)
+            return self._cache
+
+    def fill_part(self, numbers: Sequence[int]) -> int:
+        """Tokenizes and commits the ranges with these numbers and writes no manifest: `fill` finds
+        them done, on any machine.
+
+        Errors as `fill`; bad rows are charged to the budget by `fill`, in their order. Returns how
+        many rows were gone through.
+        """
+        if self.folder.temporary:
+            raise ConfigError(
+                at=f"datasets.{self.dataset}.cache_enabled",
+                problem="its tokens are not kept, so no other process could take up this part",
+                fix="Set cache_enabled and tokenize.cache_tokenized, and give its functions a version.",
+            )
+        key, ranges = self.ranges()
+        work = _Work(self, key, [ranges[number] for number in numbers])
+        budget = ErrorBudget(self.dataset, self.encoder.label, self.on_error, None)
+        with locks.working(self.folder.local), contextlib.closing(work.records()) as records:
+            for record in records:
+                budget.charge(record)
+        return work.num_rows
+
+    def _opened(self) -> TokenCache | None:
+        """None where the cache was never finished, or a file of it is gone or damaged: then it is
+        made good.
+        """
+        key = self.key()
+        try:
+            cache = TokenCache(self.folder.manifest(key), dataset=self.dataset, folder=self.folder)
+            if self.folder.holds_quarantine(cache.manifest):
+                log.info(
+                    "dataset %s: token cache %s is complete, nothing is tokenized",
+                    self.dataset,
+                    key,
+                )
+                return cache
+            why = f"{cache.quarantine} is gone or damaged, and is written again"
+        except MissingFileError:
+            return None
+        except (CacheError, StorageError) as error:
+            why = str(error)
+        log.warning("dataset %s: the token cache is prepared again: %s", self.dataset, why)
+        return None
+
+    def _filled(self) -> TokenCache:
+        """Whatever is missing of the ranges, then the manifest."""
+        (recipe, ranges), key, source = self.ranges(), self.key(), self.source
+        with locks.preparing(self.folder.local, key, self.dataset) as waited:
+            if waited and (opened := self._opened()):
+                return opened
+            storage.sweep(self.folder.local)
+            work, started = _Work(self, recipe, ranges), time.perf_counter()
+            budget = ErrorBudget(self.dataset, self.encoder.label, self.on_error, self.max_bad_rows)
+            parts: list[Part] = []
+            every: list[Counts] = []
+            with contextlib.closing(work.records()) as records:
+                for record in records:
+                    budget.charge(record)
+                    parts.append(record.part)
+                    every.append(record.counts)
+            counts = total(every)
+            budget.require_documents(counts)
+            quarantine, checksum = "", ""
+            if self.on_error == "quarantine" and budget.bad:
+                column = self.encoder.columns[0]
+                quarantine, checksum = write_quarantine(
+                    self.folder, key, self._records(recipe, ranges), source, column
+                )
+            identity = self.encoder.tokenizer_identity
+            manifest = Manifest(
+                dataset=self.dataset,
+                key=key,
+                content_field=self.encoder.label,
+                tokenizer=identity,
+                shard_names=tuple(shard.name for shard in source.shards),
+                shard_rows=tuple(shard.num_rows or 0 for shard in source.shards),
+                parts=tuple(parts),
+                counts=counts,
+                fingerprint=fingerprint_of(identity, parts),
+                loss_mask=self.encoder.masked,
+                pairs=self.encoder.pairs,
+                quarantine=quarantine,
+                quarantine_checksum=checksum,
+                facts=work.facts(time.perf_counter() - started),
+            )
+            manifest.counts.ledger(self.dataset, {}).check()
+            self.folder.commit_manifest(manifest)
+            return TokenCache(self.folder.manifest(key), dataset=self.dataset, folder=self.folder)
+
+    def _record(self, recipe: str, piece: Range) -> Record | None:
+        path = record_path(self.folder, recipe, piece.key)
+        return read_record(path, piece.shard, self.folder.options)
+
+    def _records(self, recipe: str, ranges: Sequence[Range]) -> Iterator[Record]:
+        for piece in ranges:
+            record = self._record(recipe, piece)
+            assert record is not None, "every range was committed"
+            yield record
+
+
+class _Work(Generic[R]):
+    """Threads at work on ranges, and what they count."""
+
+    def __init__(self, writer: CacheWriter[R], recipe: str, ranges: Sequence[Range]) -> None:
+        self._writer, self._recipe, self._ranges = writer, recipe, ranges
+        self._folder, self._encoder = writer.folder, writer.encoder
+        self._workers = writer.num_workers or _cores()
+        self._at_work = threading.Semaphore(self._workers)
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._proving, self._proved = threading.Lock(), False
+        self._done = Counter[str]()
+        self._encoders: set[str] = set()
+        self._text_bytes = 0
+        self.num_rows = sum(piece.stop - piece.start for piece in ranges)
+
+    def records(self) -> Generator[Record]:
+        """In the order of the ranges, whatever order they are finished in; a bounded number is
+        under way.
+
+        A few threads more than work at a time: committing is waiting for the disk or the store.
+        """
+        under_way: deque[Future[Record]] = deque()
+        waiting, rows = iter(self._ranges), 0
+        threads = self._workers + (UPLOADS if self._folder.remote else SYNCS)
+        pool = ThreadPoolExecutor(
+            max(1, min(threads, len(self._ranges))), thread_name_prefix="easypipe-tokenize"
+        )
+        most = max(2 * self._workers, threads)
+        try:
+            for _ in self._ranges:
+                while len(under_way) < most and (piece := next(waiting, None)) is not None:
+                    under_way.append(pool.submit(self._process, piece))
+                record = under_way.popleft().result()
+                yield record
+                rows += record.counts.rows
+                self._text_bytes += record.text_bytes
+                self._encoders.add(record.encoder)
+                self._writer.progress(
+                    ProgressEvent(
+                        stage="tokenize",
+                        dataset=self._writer.dataset,
+                        done=rows,
+                        total=self.num_rows,
+                        unit="rows",
+                        num_bytes=self._text_bytes,
+                    )
+                )
+        finally:
+            self._stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def facts(self, seconds: float) -> dict[str, Any]:
+        """What was measured, for people."""
+        facts: dict[str, Any] = {"seconds": round(seconds, 3), "text_bytes": self._text_bytes}
+        # where some was done before, or elsewhere, the seconds say nothing about all of it
+        if not self._done["ranges_reused"]:
+            speed = self._text_bytes / 1e6 / max(seconds, 1e-9)
+            facts["megabytes_per_second"] = round(speed, 1)
+        facts["encoder"] = ", ".join(sorted(self._encoders))
+        if cut := getattr(innermost(self._writer.source), "files_cut", 0):
+            facts["files_cut"] = cut
+        names = ("ranges_reused", "ranges_found_by_content", "ranges_written", "documents_encoded")
+        return facts | {name: self._done[name] for name in names}
+
+    def _process(self, piece: Range) -> Record:
+        """Read, tokenize, commit one range, as far as it is not done. Runs on a worker thread."""
+        name, dataset = self._writer.source.shards[piece.shard].name, self._writer.dataset
+        try:
+            record = self._writer._record(self._recipe, piece)
+            if record is not None and self._is_whole(record.part):
+                self._count(ranges_reused=1)
+                return record
+            if self._stop.is_set():
+                raise CacheError(at=name, problem="tokenizing was stopped")
+            record = self._store(piece, name)
+            path = record_path(self._folder, self._recipe, piece.key)
+            write_record(path, record, self._folder.options)
+            return record
+        except Exception as error:
+            if self._encoder.backend:
+                at = f"{name}, rows {piece.start}:{piece.stop}"
+                error.add_note(f"while tokenizing dataset {dataset!r}, {at}")
+            raise
+
+    def _is_whole(self, part: Part) -> bool:
+        return not part.file or self._folder.holds(part.file, part.num_bytes, part.checksum)
+
+    def _store(self, piece: Range, name: str) -> Record:
+        """The record of a range, with its token file in place: written now, or found under the name
+        that its content gives it.
+        """
+        source, encoder = self._writer.source, self._encoder
+        with self._at_work:
+            rows = encoder.read(source, piece.shard, piece.start, piece.stop)
+            text, text_bytes, rejects = rows.content_hash(), rows.num_bytes, rows.rejects
+            identity = digest("tokens", self._recipe, text)
+            file = f"{identity[:2]}/{identity}.arrow"
+            found, batch = self._found(file), None
+            if found is None:
+                with self._proving:
+                    if not self._proved:
+                        encoder.prove(rows, self._writer.dataset, self._folder.local)
+                        self._proved = True
+                documents = encoder.encode(rows, at=name, audit_key=text)
+                batch = documents.batch
+                said = {
+                    **counts_json(documents.counts),
+                    "content": encoder.content(batch),
+                    "encoder": encoder.backend,
+                    "rejects": [dataclasses.asdict(one) for one in counted(documents.rejects)],
+                }
+                found = said, TokenStamp(num_bytes=0, checksum="")
+                self._count(documents_encoded=rows.num_texts, ranges_written=1)
+            del rows  # they are larger than their tokens
+        said, stamp = found
+        if batch is None:
+            self._count(ranges_found_by_content=1)
+        elif batch.num_rows:
+            stamp = self._folder.commit_tokens(file, batch, said)
+        where = {"shard": piece.shard, "start": piece.start, "stop": piece.stop}
+        record = record_of(
+            {
+                **said,
+                **where,
+                **dataclasses.asdict(stamp),
+                "file": file if said["docs"] else "",
+                "rejects": [*map(dataclasses.asdict, rejects), *said["rejects"]],
+                "shard_name": name,
+                "text": text,
+                "text_bytes": text_bytes,
+            }
+        )
+        return dataclasses.replace(record, rejects=counted(record.rejects))
+
+    def _found(self, file: str) -> tuple[dict[str, Any], TokenStamp] | None:
+        """What a token file says of itself, and its stamp; None where it is not there, or not
+        whole.
+        """
+        data = pa.py_buffer(b"")
+        try:
+            data = self._folder.content(file)
+            batch = pa.ipc.open_file(data).get_batch(0)
+            said = json.loads((batch.schema.metadata or {})[STATS])
+            whole = self._encoder.content(batch) == said["content"]
+            why = "its tokens have another hash than was committed"
+        except FileNotFoundError:
+            return None
+        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+            said, whole, why = {}, False, str(error)
+        if not whole:
+            path = self._folder.tokens(file)
+            log.warning("%s: written again, it is damaged: %s", path, why)
+            return None
+        checksum = xxh3_128_hexdigest(data)
+        return said, TokenStamp(num_bytes=data.size, checksum=checksum, blocks=block_sums(data))
+
+    def _count(self, **amounts: int) -> None:
+        with self._lock:
+            self._done.update(amounts)
+
+
+def _cores() -> int:
+    """Cores that this process may use; not every system tells which those are."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
