@@ -21,7 +21,7 @@ from easypipe.pipeline import Pipeline
 from easypipe.save.config import SaveStageConfig
 from easypipe.save.stage import SaveReport
 from easypipe.stages.build_record import recall, recall_saved
-from easypipe.stages.config import PipelineConfig
+from easypipe.stages.config import PipelineConfig, datasets_of, settings_of
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.config import TokenizeStageConfig
@@ -190,7 +190,7 @@ def chains(
 ) -> tuple[Pipeline, dict[str, Pipeline]]:
     """The chain of `data`, and those of the held-out configs, completed from it."""
     pipeline = chain(data, progress=progress, save=save)
-    config: PipelineConfig = pipeline.get_context().config
+    config = settings_of(pipeline.get_context())
     others = {
         name: chain(complete(name, config, other), progress=progress, save=save)
         for name, other in (held_out or {}).items()
@@ -314,14 +314,16 @@ def warn_of_trained_rows(data: Pipeline, held_out: Mapping[str, Pipeline]) -> No
     """Warns of each held-out entry that reads files which training reads too, and does not keep its
     rows apart.
     """
-    sides = {dataset.name: dataset.hold_out for dataset in data.get_context().config.datasets}
+    sides = {name: dataset.hold_out for name, dataset in datasets_of(data.get_context()).items()}
     trained = {
         shard.name: sides.get(name)
         for name, source in data.tokenized().items()
         for shard in source.shards
     }
     for entry, pipeline in held_out.items():
-        own = {dataset.name: dataset.hold_out for dataset in pipeline.get_context().config.datasets}
+        own = {
+            name: dataset.hold_out for name, dataset in datasets_of(pipeline.get_context()).items()
+        }
         for name, source in pipeline.tokenized().items():
             apart = own.get(name)
             for shard in source.shards:

@@ -36,7 +36,7 @@ from easypipe.save.config import SaveStageConfig
 from easypipe.save.stage import SaveReport, SaveStage
 from easypipe.sources.external.objects import is_dataset_object, open_object
 from easypipe.stages.build_record import remember
-from easypipe.stages.config import PipelineConfig
+from easypipe.stages.config import PipelineConfig, settings_of
 from easypipe.stages.load.stage import LoadStage
 from easypipe.stages.mix.config import MixStageConfig
 from easypipe.stages.mix.stage import MixStage
@@ -135,9 +135,7 @@ class Pipeline:
                 fix="Each pipeline starts with it once.",
             )
         if data is not None:
-            self._context = dataclasses.replace(
-                self._context, config=_with(self._context.config, data)
-            )
+            self._context = dataclasses.replace(self._context, config=_with(self._config, data))
         return self._add(SourceStage())
 
     def transform(
@@ -213,6 +211,10 @@ class Pipeline:
     def get_context(self) -> PipelineContext:
         return self._context
 
+    @property
+    def _config(self) -> PipelineConfig:
+        return settings_of(self._context)
+
     def get_stages(self) -> list[str]:
         return [step.stage.name for step in self._plan]
 
@@ -256,7 +258,7 @@ class Pipeline:
         streaming. Reads no text.
         """
         self._require_source()
-        return self._context.config.streaming or all(
+        return self._config.streaming or all(
             is_prepared(source) for source in self._plan[-1].data.values()
         )
 
@@ -313,7 +315,7 @@ class Pipeline:
             for name, source in self.tokenized().items()
             if not source.writer.folder.temporary
         }
-        if self._context.config.executor == "local" or not sources:
+        if self._config.executor == "local" or not sources:
             return
         from easypipe.executors.ray import prepare_on_ray
 
@@ -378,11 +380,11 @@ class Pipeline:
                     )
                 )
         # streaming has the loader's, while it reads
-        books = Ledger() if self._context.config.streaming else self.ledger()
+        books = Ledger() if self._config.streaming else self.ledger()
         for folder in folders:
             folder.enter(books)
         books.check()
-        if not self._context.config.streaming:
+        if not self._config.streaming:
             for source in self._plan[-1].data.values():
                 if (said := warning_of_weights(source)) is not None:
                     log.warning("mix.weights: %s", said)
@@ -411,10 +413,10 @@ class Pipeline:
         load = (
             last.stage.config
             if isinstance(last.stage, LoadStage)
-            else context.config.load or LoadStageConfig()
+            else self._config.load or LoadStageConfig()
         )
         saves = any(isinstance(step.stage, SaveStage) for step in self._plan) or (
-            context.config.save is not None and context.config.save.enabled
+            self._config.save is not None and self._config.save.enabled
         )
         return plan_report(
             name,
@@ -499,7 +501,7 @@ class Pipeline:
         if told or any(_is_own(step.stage) for step in steps):
             return
         self._context = dataclasses.replace(
-            self._context, config=dataclasses.replace(self._context.config, pack=pack)
+            self._context, config=dataclasses.replace(self._config, pack=pack)
         )
         self._plan = self._plan[:at]
         for step in steps:
@@ -533,11 +535,11 @@ class Pipeline:
             raise StageOrderError(at="", problem="Call source() before other pipeline stages")
 
     def _require_cache(self) -> None:
-        if self._context.config.streaming:
+        if self._config.streaming:
             raise no_plan()
 
     def _choose(self, given: Any, kind: type[T], at: str) -> T:
-        own = getattr(self._context.config, at)
+        own = getattr(self._config, at)
         if given is None:
             given = own if own is not None else {}
         if isinstance(given, Mapping):
@@ -546,7 +548,7 @@ class Pipeline:
             raise ConfigError(
                 at=at, problem=f"expected {kind.__name__}, got {type(given).__name__}"
             )
-        if self._context.config.streaming:
+        if self._config.streaming:
             require_streamable(at, given)
         return given
 
@@ -568,7 +570,7 @@ class _Remade:
         workers = options.num_workers or 1
         tokenize = TokenizeStage(dataclasses.replace(options, num_workers=workers))
         folder = context.cache_dir if context.cache is None else context.cache.url
-        config = dataclasses.replace(context.config, cache_dir=folder, executor="local")
+        config = dataclasses.replace(settings_of(context), cache_dir=folder, executor="local")
         return cls(config, (*stages[:last], tokenize), workers)
 
     def __call__(self) -> dict[str, CacheWriter[Any]]:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -13,6 +12,7 @@ import strategies
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.protocols import PipelineContext, ScanningSource
 from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.stages.config import PipelineConfig
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.stages.tokenize.stage import TokenizedShardedSource, TokenizeStage
@@ -89,7 +89,7 @@ def run(
     datasets: tuple = (),
     **data: object,
 ) -> dict:
-    config = SimpleNamespace(datasets=datasets, default_tokenizer=default)
+    config = PipelineConfig(datasets=datasets, default_tokenizer=default)  # type: ignore[arg-type]
     context = PipelineContext(config=config, seed=0, cache_dir=tmp_path)
     sources = {
         name: ShardedTexts(texts(5)) if source is None else source for name, source in data.items()

@@ -77,7 +77,7 @@ def cache_folder_of(
     """Where the tokens of `dataset` (a DatasetConfig, or None) go. keep: as the stage says; None
     where it says nothing.
     """
-    if getattr(context.config, "streaming", False):
+    if context.config.streaming:
         if keep:
             name = "?" if dataset is None else dataset.name
             log.warning(
@@ -103,7 +103,7 @@ def own_folder(dataset: Any, context: PipelineContext) -> CacheFolder:
     """The dataset's cache_path, else the cache folder of the pipeline."""
     own = None if dataset is None else dataset.cache_path
     if own is not None:
-        return cache_folder(own, getattr(context.config, "cache", None))
+        return cache_folder(own, context.config.cache)
     return context.cache or CacheFolder(context.cache_dir)
 
 

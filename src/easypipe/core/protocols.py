@@ -257,13 +257,33 @@ def silent(event: ProgressEvent) -> None:
     """The listener of those who do not listen."""
 
 
+class PipelineSettings(Protocol):
+    """What every stage may know of its pipeline's config, which a PipelineConfig is."""
+
+    @property
+    def seed(self) -> int | None: ...
+    @property
+    def cache_dir(self) -> str | Path | None: ...
+    @property
+    def cache(self) -> Any:
+        """How a cache at a URL is reached: a CacheConfig, or None."""
+        ...
+
+    @property
+    def streaming(self) -> bool: ...
+    @property
+    def num_streams(self) -> int | None: ...
+    @property
+    def executor(self) -> str: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineContext:
     """What every stage may know. Frozen: a stage that needs to remember something returns a source
     that does.
     """
 
-    config: Any
+    config: PipelineSettings
     seed: int
     # of this machine: what is kept of plans and indexes, and tokens unless `cache` says otherwise
     cache_dir: Path

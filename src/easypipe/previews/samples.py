@@ -25,7 +25,7 @@ from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.explain import ExplainedRow, Segment, Span
 from easypipe.pipeline import Pipeline
 from easypipe.save.stage import SaveStage
-from easypipe.stages.config import PipelineConfig
+from easypipe.stages.config import PipelineConfig, settings_of
 from easypipe.stages.load.stage import LoadStage
 from easypipe.stages.reports.ledger import ledger_of
 from easypipe.stages.source.stage import SourceStage
@@ -124,7 +124,9 @@ def preview(
         )
     with tempfile.TemporaryDirectory(prefix="easypipe-preview-") as folder:
         if isinstance(config, Pipeline):
-            pipeline = Pipeline(_looked_at(config.get_context().config, folder), progress=progress)
+            pipeline = Pipeline(
+                _looked_at(settings_of(config.get_context()), folder), progress=progress
+            )
             for stage in config.stages:
                 if not isinstance(stage, SaveStage | LoadStage):
                     pipeline.add_stage(

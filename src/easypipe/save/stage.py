@@ -16,6 +16,7 @@ from easypipe.save.publish import publication
 from easypipe.save.saved import join
 from easypipe.save.shard_writer import check_json
 from easypipe.save.write_folder import SavedFolder, Target, write_folder
+from easypipe.stages.config import datasets_of
 from easypipe.stages.reports.ledger import is_endless
 
 
@@ -91,7 +92,7 @@ class SaveStage(BaseStage):
         """The folder of each dataset, and how it is written."""
         if not self.config.enabled:
             return []
-        datasets = {dataset.name: dataset for dataset in context.config.datasets}
+        datasets = datasets_of(context)
         for name, dataset in datasets.items():
             if dataset.save_path is not None and name not in data:
                 raise ConfigError(

@@ -28,6 +28,7 @@ from easypipe.core.protocols import BaseStage, PipelineContext
 from easypipe.core.remote import public_url
 from easypipe.save import saved
 from easypipe.save.folder import prefix_of
+from easypipe.stages.config import settings_of
 
 KEYS = ("config", "stages", "folder", "unknown")
 STAGES = ("tokenize", "mix", "pack", "save")
@@ -113,7 +114,7 @@ def _read(folder: CacheFolder, name: str) -> Mapping[str, Any]:
 def _described(stages: Sequence[BaseStage], context: PipelineContext) -> dict[str, Any]:
     # by which tokenize() cuts conversations
     without = {name: None for name in (*STAGES, "load") if name != "pack"}
-    config = dataclasses.replace(context.config, **without, executor="local")
+    config = dataclasses.replace(settings_of(context), **without, executor="local")
     reasons = [
         f"its chain has a stage of Python, {stage.name!r}"
         for stage in stages

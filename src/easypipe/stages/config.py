@@ -12,6 +12,7 @@ from typing import Literal
 from easypipe.cache.config import CacheConfig, check_cache
 from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError
+from easypipe.core.protocols import PipelineContext
 from easypipe.loader.config import LoadStageConfig, check_streams
 from easypipe.save.config import SaveStageConfig
 from easypipe.stages.mix.config import MixStageConfig
@@ -210,3 +211,14 @@ def _streaming_problems(config: PipelineConfig) -> list[ConfigError]:
     except ConfigError as error:
         problems.append(error)
     return problems
+
+
+def settings_of(context: PipelineContext) -> PipelineConfig:
+    """The config of the pipeline in which a stage stands."""
+    assert isinstance(context.config, PipelineConfig)
+    return context.config
+
+
+def datasets_of(context: PipelineContext) -> dict[str, DatasetConfig]:
+    """The configs of the datasets by name, in their order."""
+    return {str(dataset.name): dataset for dataset in settings_of(context).datasets}

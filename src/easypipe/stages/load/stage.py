@@ -20,6 +20,7 @@ from easypipe.loader.rows.planned import PlannedRows, Rows
 from easypipe.loader.rows.stored import StoredRows
 from easypipe.loader.streaming import StreamLoader
 from easypipe.plan.buckets import bucket_widths, length_counts
+from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.decoding import decoder_of
 from easypipe.stages.load.stream import open_stream
 from easypipe.stages.mix.mixture import Mixture
@@ -171,8 +172,8 @@ def _tokenizer_options(
     tokenizer = tokenizer_of(source)
     if tokenizer is not None:
         return tokenizer.config
-    own = {dataset.name: dataset.tokenizer for dataset in context.config.datasets}.get(name)
-    named = own or context.config.default_tokenizer
+    own = datasets_of(context).get(name)
+    named = (own and own.tokenizer) or settings_of(context).default_tokenizer
     return named if isinstance(named, TokenizerConfig) else None
 
 

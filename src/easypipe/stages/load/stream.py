@@ -26,6 +26,7 @@ from easypipe.loader.streaming_books import LOST
 from easypipe.loader.streaming_read import Loaded
 from easypipe.loader.streaming_spec import StreamSpec
 from easypipe.sources.base import innermost
+from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.mix.mixture import Mixture
 from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.stage import PackedShardedSource, single
@@ -51,7 +52,7 @@ class ForwardDocuments:
 
     def __init__(self, name: str, source: Documents, context: PipelineContext) -> None:
         self.name, self._source, self._context = name, source, context
-        dataset = {dataset.name: dataset for dataset in context.config.datasets}.get(name)
+        dataset = datasets_of(context).get(name)
         self._dataset = dataset
         self._on_error = "error" if dataset is None else dataset.on_error
         self.max_bad_rows = None if dataset is None else dataset.max_bad_rows
@@ -221,7 +222,7 @@ def open_stream(
             schedule,
             batch_sizes=tuple((step, size // num_streams) for step, size in schedule.batch_sizes),
         )
-    shuffle = context.config.order.shuffle
+    shuffle = settings_of(context).order.shuffle
     info = token_info(next(iter(mixture.parts.values())))
     known = [] if info is None else [info.pad_token_id, info.eos_token_id]
     pad = source.pad_token_id if packed else next((i for i in known if i is not None), 0)

@@ -29,6 +29,7 @@ from easypipe.plan.order import OrderSpec
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.spec import Unit
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec, WindowState, window_docs
+from easypipe.stages.config import settings_of
 from easypipe.stages.mix.schedule import MixSchedule
 from easypipe.stages.tokenize.tokens import Documents, is_paired, token_info
 
@@ -177,7 +178,7 @@ class Mixture:
 
     def _make(self, choice: _Choice) -> Plan:
         datasets = [self._dataset(i, name, choice.eos) for i, name in enumerate(self.parts)]
-        order = self.context.config.order
+        order = settings_of(self.context).order
         schedule = None if self.schedule is None else self.schedule.spec()
         length = None if choice.pack is None else choice.pack.seq_length
         spec = PlanSpec(

@@ -23,7 +23,7 @@ from easypipe.core.protocols import (
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SOURCE, token_dtype, token_list
 from easypipe.plan.mix import integer_weights
 from easypipe.save.saved import TokenInfo
-from easypipe.stages.config import OrderConfig, PipelineConfig
+from easypipe.stages.config import OrderConfig, PipelineConfig, settings_of
 from easypipe.stages.mix.config import (
     MixStageConfig,
     block_weights,
@@ -94,7 +94,7 @@ class MixStage(BaseStage):
             if config.weights is None or points[0].step == 0
             else exact_weights(config.weights, names)
         )
-        load = getattr(context.config, "load", None)
+        load = settings_of(context).load
         sizes = None if load is None else batch_sizes_of(load)
         if config.batch_size is not None:
             sizes = ((0, config.batch_size),)

@@ -14,14 +14,14 @@ from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import (
     ROW_NUMBER,
 )
-from easypipe.stages.source.config import TOKEN_COLUMNS
+from easypipe.stages.source.config import TOKEN_COLUMNS, DatasetConfig
 from easypipe.transforms.columns.base import TransformedSource
 from easypipe.transforms.columns.columns import Rename
 from easypipe.transforms.columns.functions import Map
 from easypipe.transforms.columns.hold_out import HoldOut
 
 
-def read_columns(dataset: Any) -> list[list[str]]:
+def read_columns(dataset: DatasetConfig) -> list[list[str]]:
     """The columns of the files that a dataset reads, as they are called there; the first list that
     there is. None for a callback, which may read any.
     """
@@ -44,7 +44,7 @@ def read_columns(dataset: Any) -> list[list[str]]:
     return [names] if tools is not None else [[*names, "tools"], names]
 
 
-def template_columns(dataset: Any) -> list[str]:
+def template_columns(dataset: DatasetConfig) -> list[str]:
     """The columns of the files that are written by a template or as text, and by nothing else:
     their values are to be as they stand.
     """
@@ -57,7 +57,7 @@ def template_columns(dataset: Any) -> list[str]:
     ]
 
 
-def formatted(source: ShardedSource, dataset: Any) -> ShardedSource:
+def formatted(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
     """The rows with `format_fields` applied, then `format_callback`. Reads no rows. Errors name the
     option.
     """

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ShardedSource
@@ -13,11 +12,15 @@ from easypipe.sources.external.objects import open_object
 from easypipe.sources.external.saved_datasets import is_saved_dataset, saved_dataset_files
 from easypipe.sources.hub.source import HuggingFaceShardedSource
 from easypipe.sources.open import open_files
-from easypipe.stages.source.config import is_hub, is_object, is_tokens, split_of
+from easypipe.stages.source.config import DatasetConfig, is_hub, is_object, is_tokens, split_of
 
 
 def open_input(
-    dataset: Any, index_dir: Path | None, *, num_rows: int | None = None, counted: bool = True
+    dataset: DatasetConfig,
+    index_dir: Path | None,
+    *,
+    num_rows: int | None = None,
+    counted: bool = True,
 ) -> ShardedSource | None:
     """The source of an input that is no plain file and no plain rows, all of its split; None for
     those.

@@ -19,6 +19,7 @@ from easypipe.sources.hub.source import HuggingFaceShardedSource
 from easypipe.sources.limit import LimitedSource, select
 from easypipe.sources.open import open_files, require_text_files
 from easypipe.sources.splits import PartialSource
+from easypipe.stages.config import datasets_of
 from easypipe.stages.source.columns import formatted, read_columns, template_columns
 from easypipe.stages.source.config import (
     DatasetConfig,
@@ -53,10 +54,11 @@ class SourceStage(BaseStage):
         self, data: dict[str, ShardedSource], context: PipelineContext
     ) -> dict[str, ShardedSource]:
         opened = dict(data)
-        if not opened and not context.config.datasets:
+        datasets = datasets_of(context)
+        if not opened and not datasets:
             raise no_datasets()
-        for dataset in context.config.datasets:
-            opened[dataset.name] = open_dataset(dataset, context, self.first_rows)
+        for name, dataset in datasets.items():
+            opened[name] = open_dataset(dataset, context, self.first_rows)
         return opened
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Transform
+from easypipe.stages.config import datasets_of
 from easypipe.transforms.columns.base import TransformedSource, as_transform
 
 
@@ -55,9 +55,7 @@ class TransformStage(BaseStage):
                     have=data,
                     fix=did_you_mean(name, data),
                 )
-        options: dict[str | None, Any] = {
-            dataset.name: dataset for dataset in context.config.datasets
-        }
+        options = datasets_of(context)
         result = dict(data)
         for name in self.datasets if self.datasets is not None else data:
             own = options.get(name)

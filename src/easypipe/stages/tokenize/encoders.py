@@ -4,14 +4,14 @@ of them.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from easypipe.cache.encoder import EncodedDocuments
 from easypipe.cache.ranges import recipe_of
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ShardedSource
-from easypipe.stages.source.config import PROMPT_OPTIONS
+from easypipe.stages.source.config import PROMPT_OPTIONS, DatasetConfig
 from easypipe.stages.tokenize.pair_rows import PairForm
 from easypipe.stages.tokenize.prompt_rows import PromptForm, lengths_identity
 from easypipe.stages.tokenize.text_rows import Texts, read_texts, require_text
@@ -105,7 +105,11 @@ class TextForm:
 
 
 def form_of(
-    dataset: Any, at: str, source: ShardedSource, tokenizer: Tokenizer, room: int | None = None
+    dataset: DatasetConfig,
+    at: str,
+    source: ShardedSource,
+    tokenizer: Tokenizer,
+    room: int | None = None,
 ) -> RowForm:
     """The form of a DatasetConfig's rows, from its options and the type of its column. Reads no
     rows, but of a file of examples.
@@ -134,7 +138,7 @@ def form_of(
     return form(engine, source.schema.names, room)
 
 
-def _prompt_of(dataset: Any, at: str, source: ShardedSource) -> PromptConfig:
+def _prompt_of(dataset: DatasetConfig, at: str, source: ShardedSource) -> PromptConfig:
     """What the options of a DatasetConfig without `prompt` say in its words."""
     if dataset.prompt_field is not None:
         return PromptConfig(
@@ -145,7 +149,7 @@ def _prompt_of(dataset: Any, at: str, source: ShardedSource) -> PromptConfig:
         )
     column = dataset.content_field
     if column not in source.schema.names:
-        require_text(source, column, dataset.name)
+        require_text(source, column, str(dataset.name))
     kind = source.schema.field(column).type
     given = [name for name in PROMPT_OPTIONS if getattr(dataset, name) is not None]
     if not (

@@ -32,7 +32,9 @@ from easypipe.core.protocols import (
 )
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
 from easypipe.sources.limit import select
+from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.source.columns import kept_columns
+from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.stages.tokenize.encoders import RowForm, TextForm, form_of
 from easypipe.stages.tokenize.text_rows import Texts
@@ -209,10 +211,12 @@ class TokenizeStage(BaseStage):
         load, SourceError for a missing column.
         """
         stage: TokenizeStageConfig = self.config or TokenizeStageConfig()
-        datasets = {dataset.name: (i, dataset) for i, dataset in enumerate(context.config.datasets)}
+        datasets = {
+            name: (i, dataset) for i, (name, dataset) in enumerate(datasets_of(context).items())
+        }
         kept = _kept_columns(data, datasets, stage)
         loaded: dict[str, Tokenizer] = {}
-        pack = getattr(context.config, "pack", None)
+        pack = settings_of(context).pack
         room = pack.seq_length if pack is not None and pack.holds else None
         result: dict[str, ShardedSource] = {}
         for name, source in data.items():
@@ -251,12 +255,12 @@ class TokenizeStage(BaseStage):
 def _choose(
     name: str,
     number: int | None,
-    dataset: Any,
+    dataset: DatasetConfig | None,
     stage: TokenizeStageConfig,
     context: PipelineContext,
 ) -> TokenizerConfig:
     own = None if dataset is None else dataset.tokenizer
-    wide = getattr(context.config, "default_tokenizer", None)
+    wide = settings_of(context).default_tokenizer
     chosen = next(
         (tokenizer for tokenizer in (own, stage.default_tokenizer, wide) if tokenizer is not None),
         None,

@@ -13,6 +13,7 @@ from easypipe.core.protocols import PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.save.saved import TokenInfo
 from easypipe.sources.limit import LimitedSource
+from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.tokenize.import_tokens import ImportedTokens
 from easypipe.transforms.chat.render import Turns, turns_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -49,7 +50,7 @@ def require_documents(
             at="",
             problem=f"Call tokenize() before {stage}(): dataset {name!r} has no column {INPUT_IDS!r}",
         )
-    own = next((dataset for dataset in context.config.datasets if dataset.name == name), None)
+    own = datasets_of(context).get(name)
     context = in_folder(context, cache_folder_of(own, source, context))
     tokens = token_info(source) or _named_tokenizer(name, context)
     return ImportedTokens(name, source, tokens, context)
@@ -59,8 +60,8 @@ def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:
     """The tokenizer that the config names for tokens which do not say whose they are. Raises
     ConfigError where it names none.
     """
-    own = {dataset.name: dataset.tokenizer for dataset in context.config.datasets}.get(name)
-    chosen = own or context.config.default_tokenizer
+    own = datasets_of(context).get(name)
+    chosen = (own and own.tokenizer) or settings_of(context).default_tokenizer
     if chosen is None:
         raise ConfigError(
             at=f"datasets.{name}.tokenizer",
