@@ -4,7 +4,7 @@ rooms.svg          the packages of easypipe by floors: each imports only from fl
 way_of_a_row.svg   the files that run while a row of text is prepared, planned and made into a batch,
                    as `sys.setprofile` sees them
 
-tests/test_architecture.py holds both against the code.
+`--check` writes nothing, and fails where a picture is not as the code is (tests/test_docs.py).
 """
 
 from __future__ import annotations
@@ -215,8 +215,12 @@ def draw_way(steps: list[tuple[str, list[str]]]) -> str:
 
 
 def main() -> None:
-    (DOCS / "rooms.svg").write_text(draw_rooms(), encoding="utf-8")
-    (DOCS / "way_of_a_row.svg").write_text(draw_way(way()), encoding="utf-8")
+    pictures = {"rooms.svg": draw_rooms(), "way_of_a_row.svg": draw_way(way())}
+    if sys.argv[1:] == ["--check"]:
+        old = [name for name, now in pictures.items() if (DOCS / name).read_text("utf-8") != now]
+        sys.exit(f"not as the code is, run python docs/architecture.py: {old}" if old else 0)
+    for name, now in pictures.items():
+        (DOCS / name).write_text(now, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -174,3 +174,13 @@ def _reference() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_pictures_of_the_architecture_are_as_the_code_is() -> None:
+    done = subprocess.run(
+        [sys.executable, str(DOCS / "architecture.py"), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
