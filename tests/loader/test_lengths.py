@@ -217,6 +217,18 @@ def test_groups_have_less_padding_and_every_row_once() -> None:
         lengths
         != [batch[INPUT_IDS].shape[1] for batch in documents(group_by_length=16, seed=1)][:16]
     ), "by the seed"
+    rows = plan_rows(
+        [MemoryCache(some_docs([*range(1, 33)] * 2))],
+        seq_length=None,
+        shuffle=False,
+        shuffle_packed=False,
+    )
+    order = ReadingOrder(
+        rows, LoadStageConfig(batch_size=2, group_by_length=16), CollateConfig(), 3
+    )
+    first, second = (rows.lengths(order.rows(start, start + 32)) for start in (0, 32))
+    assert sorted(first) == sorted(second), "the windows hold rows of the same lengths"
+    assert first.tolist() != second.tolist(), "windows have permutations of their own"
 
 
 @pytest.mark.parametrize(

@@ -538,6 +538,15 @@ def test_the_budget_is_charged_in_shard_order(tmp_path: Path, workers: int) -> N
         ).num_docs
         == 28
     )
+    with pytest.raises(BudgetError, match=r"bad row number 4 .*, and max_bad_rows is 3"):
+        prepare(
+            source,
+            small_tokenizer(),
+            dataset="d",
+            cache_dir=tmp_path,
+            on_error="skip",
+            max_bad_rows=3,
+        )
     with pytest.raises(ConfigError, match="max_bad_rows: has no effect while on_error is 'error'"):
         prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path, max_bad_rows=4)
 

@@ -16,6 +16,7 @@ from easypipe.train import state as states
 from easypipe.train.checkpoint import checkpoint
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.config import CheckpointConfig, OptimizerConfig, SpikeConfig, TrainingConfig
+from easypipe.train.events import Callback
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.metrics.report import write_report
 from easypipe.train.parallel.mesh import make_mesh, place_batch
@@ -267,28 +268,22 @@ def test_bad_values_are_refused(values, message):
 
 
 def test_what_is_saved_in_doubt_is_not_gone_back_to(tmp_path):
-    """A listener asks for a checkpoint at a step of the calendar that is bad: it is saved, and the
+    """A callback asks for a checkpoint at a step of the calendar that is bad: it is saved, and the
     good one stays the one before it.
     """
-    went_back, control = [], None
+    went_back = []
 
-    def listener(event):
-        if event.kind == "dispatch" and event.step == 12:
-            control.save()
-        if event.kind == "rollback":
-            went_back.append((event.step, event.record["to"]))
+    class Asks(Callback):
+        def __call__(self, event):
+            if event.kind == "dispatch" and event.step == 12:
+                event.control.save()
+            if event.kind == "rollback":
+                went_back.append((event.step, event.record["to"]))
 
-    every = CheckpointConfig(every=4, keep=9)
-    run = trainer(
-        tmp_path,
-        Shaken(odd_steps=(12, 13)),
-        listener=listener,
-        steps=16,
-        spikes=SPIKES,
-        checkpoint=every,
+    config = settings(
+        tmp_path, steps=16, spikes=SPIKES, checkpoint=CheckpointConfig(every=4, keep=9)
     )
-    control = run.control
-    run.run()
+    Trainer(Tiny, config, Shaken(odd_steps=(12, 13)), callbacks=[Asks()], mesh=MESH).run()
     assert went_back == [(13, 8)]
 
 

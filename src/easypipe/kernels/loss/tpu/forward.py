@@ -129,7 +129,7 @@ def _kernel(
     )
     column_RC = first_column + jax.lax.broadcasted_iota(jnp.int32, z_RC.shape, 1)
     labels_R1 = labels_ref[:, rows].T
-    hit_RC = column_RC == jnp.where(labels_R1 < vocab, labels_R1, -1)
+    hit_RC = column_RC == labels_R1  # in a column beyond the vocabulary z is 0 below
     seen_RC = z_RC
     if vocab % blocks.columns or vocab // blocks.columns % blocks.parts:
         inside_RC = column_RC < vocab
