@@ -60,7 +60,7 @@ def test_buffers_point_at_the_tokens(cache: TokenCache) -> None:
     b = cache.buffers()
     assert b.id_bytes == 2
     assert (np.diff(b.first_doc) > 0).all()
-    with cache.staged(np.arange(cache.num_docs)):
+    with cache.pin(np.arange(cache.num_docs)):
         _assert_tokens_at(cache, b)
     assert len(mapping._open) <= 2
 

@@ -165,7 +165,7 @@ def test_staged_bytes_are_given_back_to_the_disk(
     index = os.fstat(staging._file.fileno()).st_blocks * 512
     most = 0
     for doc in range(local.num_docs):
-        with cache.staged(np.array([doc])):
+        with cache.pin(np.array([doc])):
             most = max(most, os.fstat(staging._file.fileno()).st_blocks * 512)
     whole = sum(part.num_bytes for part in local.manifest.parts)
     assert staging.fetched_bytes > whole, "each part came again and again"
@@ -234,7 +234,7 @@ def test_damage_is_noticed(tmp_path: Path, store: Store) -> None:
     part = cache.manifest.parts[0]
     url = folder.tokens(part.file)
     whole = storage.read_bytes(url, store.options)
-    at = cache._staged.parts[0].starts[0]  # type: ignore[union-attr]
+    at = cache._files.parts[0].starts[0]  # type: ignore[union-attr]
     storage.commit_bytes(url, whole[:at] + b"\xff" + whole[at + 1 :], store.options)
     with pytest.raises(
         CacheError,

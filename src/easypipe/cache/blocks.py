@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,9 +87,9 @@ class BlockChecks:
     at once is checked twice.
     """
 
-    def __init__(self, parts: Sequence[Part], file: Callable[[int], str]) -> None:
-        """file: the path of a part, for errors."""
-        self._parts, self._file, self._lock = parts, file, threading.Lock()
+    def __init__(self, parts: Sequence[Part], files: Sequence[str]) -> None:
+        """files: the paths of the parts, for errors."""
+        self._parts, self._files, self._lock = parts, files, threading.Lock()
         counts = [1 + -(-part.num_bytes // BLOCK) for part in parts]
         self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
         self._flags = np.zeros(int(self._first[-1]), np.uint8)
@@ -120,7 +120,7 @@ class BlockChecks:
             return
         info = self._parts[part]
         size, count = info.num_bytes, -(-info.num_bytes // BLOCK)
-        self._sums[at + 1 : at + 1 + count] = sums_of(info, self._file(part))
+        self._sums[at + 1 : at + 1 + count] = sums_of(info, self._files[part])
         # The footer says where everything else is, so it comes first. What Arrow made of it cannot
         # lie outside of the file.
         self.check(part, range(count - 1, count), address)
@@ -146,7 +146,7 @@ class BlockChecks:
                 xxh3_64_intdigest(_bytes(address + start, stop - start)) & _LOW
                 != self._sums[at + block]
             ):
-                raise _damaged(start, stop - start, self._file(part))
+                raise _damaged(start, stop - start, self._files[part])
             self._done(at + block, at + block + 1)
 
     def _done(self, start: int, stop: int) -> None:

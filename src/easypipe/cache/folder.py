@@ -18,7 +18,7 @@ import xxhash
 
 from easypipe.cache.blocks import TokenStamp, block_sums
 from easypipe.cache.manifest import Manifest, manifest_json, read_manifest, write_manifest
-from easypipe.cache.paged import Staging
+from easypipe.cache.remote import Staging
 from easypipe.core import storage
 from easypipe.core.errors import EasypipeError
 

@@ -1,5 +1,4 @@
-"""Token files of this machine, mapped while they are read: for caches of more files than one
-process may map.
+"""Token files of this machine, mapped into memory at addresses that do not change.
 
 A process maps at most vm.max_map_count files. Caches are mapped whole when they are opened, until
 those of the process have half of that. From then on a file has its place in a reserved stretch of
@@ -26,10 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from easypipe.cache.manifest import Part
 from easypipe.core.errors import CacheError
 
+AGAIN = "Prepare the dataset again; only this range is tokenized anew."
 LIMIT = Path("/proc/sys/vm/max_map_count")
 
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -51,18 +53,14 @@ def most_maps() -> int:
         return sys.maxsize
 
 
-def limit_named(files: int) -> str:
-    return f"A process maps a limited number of files, and this cache has {files:,}: raise sysctl vm.max_map_count."
-
-
-def may_map(cache: Any, files: int) -> bool:
-    """Whether `cache` may map all of its files for as long as it lives."""
+def may_map(owner: MappedFiles, files: int) -> bool:
+    """Whether `owner` may map all of its files for as long as it lives."""
     global _standing
     with _lock:
         if _standing + files > most_maps() // 2:
             return False
         _standing += files
-    weakref.finalize(cache, _give_back, files)
+    weakref.finalize(owner, _give_back, files)
     return True
 
 
@@ -82,47 +80,62 @@ class _Entry:
 
 
 class MappedFiles:
-    """Files at addresses that do not change. Thread safe.
+    """The files of one cache; implements cache.reader.TokenFiles. Thread safe.
 
-    Law: between `hold` and its end the bytes of file i stand at `addresses[i]`; at other times
-    nothing may be read there.
+    stays: all of them are mapped for as long as this object lives, so that `hold` has nothing to do.
     """
 
-    def __init__(self, paths: Sequence[str], sizes: Sequence[int]) -> None:
-        """sizes: bytes of each. Raises CacheError where so many addresses are not to be had. Opens
-        no file.
+    def __init__(self, parts: Sequence[Part], paths: Sequence[str]) -> None:
+        """Raises CacheError where so many addresses are not to be had, and where a file is missing
+        or of another size.
         """
         step = mmap.ALLOCATIONGRANULARITY
-        places = np.cumsum(
-            [0, *(-(-max(size, 1) // step) * step for size in sizes)], dtype=np.int64
-        )
-        self._paths, self._sizes, self._number = paths, sizes, next(_numbers)
-        region = _map(None, int(places[-1]), _NOTHING, _RESERVED, -1)
+        self._paths, self._sizes = paths, [part.num_bytes for part in parts]
+        rooms = [-(-max(size, 1) // step) * step for size in self._sizes]
+        places = np.cumsum([0, *rooms], dtype=np.int64)
+        self._number, size = next(_numbers), int(places[-1])
+        region = _map(None, size, _NOTHING, _RESERVED, -1) if size else 0
         if region is None:
             raise CacheError(
                 at=paths[0],
-                problem=f"no room for the addresses of {int(places[-1])} bytes",
+                problem=f"no room for the addresses of {size} bytes",
                 fix="Raise ulimit -v.",
             )
         self.addresses: NDArray[np.uint64] = places[:-1].astype(np.uint64) + np.uint64(region)
-        gone = weakref.finalize(self, _forget, self._number, region, int(places[-1]))
+        gone = weakref.finalize(self, _forget, self._number, region, size)
         # threads that still read when the process ends are not to find nothing there
         gone.atexit = False
+        self.stays = may_map(self, len(paths))
+        for i in range(len(paths) if self.stays else 0):
+            self._bring(i)
 
     @property
     def most(self) -> int:
         """Files that should be held at once, at most; more are held where they must be."""
-        return max(1, most_maps() // 4)
+        return sys.maxsize if self.stays else max(1, most_maps() // 4)
+
+    def batch(self, i: int) -> pa.RecordBatch:
+        """A file that is held, where it lies. Raises CacheError where it is no token file."""
+        data = pa.foreign_buffer(int(self.addresses[i]), self._sizes[i], base=self)
+        return token_batch(data, self._paths[i])
+
+    def hold_index(self, files: NDArray[np.integer]) -> contextlib.AbstractContextManager[None]:
+        return self.hold(files)
 
     @contextlib.contextmanager
-    def hold(self, files: NDArray[np.integer]) -> Generator[None]:
+    def hold(
+        self, files: NDArray[np.integer], docs: NDArray[np.int64] | None = None
+    ) -> Generator[None]:
         """While the block lasts, `files` (Int[n]) may be read. Raises CacheError where one cannot
         be mapped.
         """
+        if self.stays:
+            yield
+            return
         held: list[_Entry] = []
         try:
             with _lock:
-                absent = []
+                absent: list[int] = []
                 for i in np.unique(files).tolist():
                     entry = _open.get((self._number, i))
                     if entry is None:
@@ -144,37 +157,26 @@ class MappedFiles:
                 _shrink(self.most)
 
     def _bring(self, i: int) -> None:
+        path, size = self._paths[i], self._sizes[i]
         try:
-            descriptor = os.open(self._paths[i], os.O_RDONLY)
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise CacheError(at=path, problem="missing from the token cache", fix=AGAIN) from error
         except OSError as error:
-            raise CacheError(
-                at=self._paths[i],
-                problem=f"cannot be read: {error}",
-                fix="Prepare the dataset again.",
-            ) from error
+            raise CacheError(at=path, problem=f"cannot be read: {error}", fix=AGAIN) from error
         try:
             # what lies behind its end must not be read
-            if os.fstat(descriptor).st_size != self._sizes[i]:
+            found = os.fstat(descriptor).st_size
+            if found != size:
                 raise CacheError(
-                    at=self._paths[i],
-                    problem=f"was changed: no longer {self._sizes[i]} bytes",
-                    fix="Prepare it again.",
+                    at=path, problem=f"{found} bytes, committed with {size}", fix=AGAIN
                 )
-            if (
-                _map(
-                    int(self.addresses[i]),
-                    self._sizes[i],
-                    mmap.PROT_READ,
-                    mmap.MAP_SHARED | _FIXED,
-                    descriptor,
-                )
-                is None
-            ):
-                reason = os.strerror(ctypes.get_errno())
+            flags = mmap.MAP_SHARED | _FIXED
+            if _map(int(self.addresses[i]), size, mmap.PROT_READ, flags, descriptor) is None:
                 raise CacheError(
-                    at=self._paths[i],
-                    problem=f"cannot be mapped: {reason}",
-                    fix=limit_named(len(self._paths)),
+                    at=path,
+                    problem=f"cannot be mapped: {os.strerror(ctypes.get_errno())}",
+                    fix=f"A process maps a limited number of files, and this cache has {len(self._paths):,}: raise sysctl vm.max_map_count.",
                 )
         finally:
             os.close(descriptor)
@@ -184,6 +186,14 @@ class MappedFiles:
             int(self.addresses[i]), max(self._sizes[i], 1), _NOTHING, _RESERVED | _FIXED, -1
         )
         assert done is not None, "taking a map away needs no new one"
+
+
+def token_batch(data: pa.Buffer, at: str) -> pa.RecordBatch:
+    """The documents of a token file, where `data` lies. Raises CacheError where it is none."""
+    try:
+        return pa.ipc.open_file(data).get_batch(0).replace_schema_metadata(None)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise CacheError(at=at, problem=f"cannot be read: {error}", fix=AGAIN) from error
 
 
 def _shrink(most: int) -> None:
@@ -208,7 +218,8 @@ def _forget(number: int, region: int, num_bytes: int) -> None:
     with _lock:
         for key in [key for key in list(_open) if key[0] == number]:
             _open.pop(key, None)
-        _libc().munmap(region, num_bytes)
+        if num_bytes:
+            _libc().munmap(region, num_bytes)
 
 
 def _map(

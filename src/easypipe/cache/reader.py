@@ -10,31 +10,32 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
-from easypipe.cache import mapping
-from easypipe.cache.address import byte_values, count_zeros, list_lengths
+from easypipe.cache.address import byte_values, list_lengths
 from easypipe.cache.blocks import INDEX, ROOM, BlockChecks, note_documents
 from easypipe.cache.folder import CacheFolder, RemoteFolder
-from easypipe.cache.manifest import Manifest, Part, read_manifest
-from easypipe.cache.paged import AGAIN, Staged
+from easypipe.cache.manifest import Manifest, read_manifest
+from easypipe.cache.mapping import AGAIN, MappedFiles
+from easypipe.cache.remote import StagedFiles
 from easypipe.core import locks
 from easypipe.core.errors import CacheError, SourceError, place
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import Shard, ShardedDataSource
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, ROW_NUMBER, token_dtype, token_list
 
-KEPT_BATCHES = 32  # that were read last, where files are mapped only while they are read
+DOCS_AT_A_TIME = 1 << 20  # that are looked at where all of them are
+
+_NONE = np.empty(0, np.int64)
 
 
 class Buffers(NamedTuple):
@@ -58,6 +59,42 @@ class Buffers(NamedTuple):
     file_address: NDArray[np.uint64]
     checked_address: NDArray[np.uint64]
     id_bytes: int
+
+
+class TokenFiles(Protocol):
+    """The token files of a cache as memory at addresses that do not change.
+
+    Law: what stands at `addresses[i]` is the file i while it is held; its index (lengths, EOS marks,
+    row numbers and Arrow's own words) alone while that is.
+    """
+
+    addresses: NDArray[np.uint64]
+
+    @property
+    def stays(self) -> bool:
+        """Whether all is there for as long as this object lives, or a view of it."""
+        ...
+
+    @property
+    def most(self) -> int:
+        """Files whose index should be held at once, at most."""
+        ...
+
+    def batch(self, i: int) -> pa.RecordBatch:
+        """A file whose index is held, where it lies. Raises CacheError where it is no token
+        file.
+        """
+        ...
+
+    def hold_index(self, files: NDArray[np.integer]) -> AbstractContextManager[None]: ...
+
+    def hold(
+        self, files: NDArray[np.integer], docs: NDArray[np.int64]
+    ) -> AbstractContextManager[None]:
+        """Of file `files[i]` (Int[n]) its document `docs[i]`. Raises StorageError where it cannot
+        be fetched, CacheError where it is not what was committed.
+        """
+        ...
 
 
 class TokenCache(ShardedDataSource):
@@ -84,42 +121,24 @@ class TokenCache(ShardedDataSource):
         self.manifest: Manifest = read_manifest(self.path, self.folder.options)
         self.dataset = dataset or self.manifest.dataset
         self._parts = [part for part in self.manifest.parts if part.docs]
-        self._staged: Staged | None = None
-        self._files: mapping.MappedFiles | None = None
+        tokens = self.folder.at("tokens")  # pathlib takes a tenth of the time of opening
+        self._names = [f"{tokens}/{part.file}" for part in self._parts]
+        self._files: TokenFiles
         # None in a bucket, whose files are checked when they are fetched
         self._blocks: BlockChecks | None = None
-        # where each file is mapped; none where files are mapped only while they are read
-        self._maps: list[int] = []
-        # one for each part; none where files are mapped only while they are read ...
-        self._batches: list[pa.RecordBatch] = []
-        # ... and then those that were asked for last
-        self._kept: OrderedDict[int, pa.RecordBatch] = OrderedDict()
         if isinstance(self.folder, RemoteFolder):
-            urls = [self.folder.tokens(part.file) for part in self._parts]
-            self._staged = Staged(
-                self.folder.staging, self._parts, urls, self.folder.options, self.folder.reading
+            staging, options, reading = (
+                self.folder.staging,
+                self.folder.options,
+                self.folder.reading,
             )
-            self._batches = [
-                self._checked_batch(staged.batch, staged.part) for staged in self._staged.parts
-            ]
-        elif mapping.may_map(self, len(self._parts)):
-            mapped = [self._map(part) for part in self._parts]
-            self._batches, self._maps = (
-                [batch for batch, _ in mapped],
-                [address for _, address in mapped],
-            )
+            self._files = StagedFiles(staging, self._parts, self._names, options, reading)
         else:
-            files = [f"{self.folder.local}/tokens/{part.file}" for part in self._parts]
-            self._files = mapping.MappedFiles(files, [part.num_bytes for part in self._parts])
-        if self._staged is None:
-            self._blocks = BlockChecks(
-                self._parts, lambda i: f"{self.folder.local}/tokens/{self._parts[i].file}"
-            )
-        self._first_doc = np.concatenate(
-            [[0], np.cumsum([part.docs for part in self._parts], dtype=np.int64)]
-        ).astype(np.int64)
-        if self._files is not None:
-            _ = self._buffers  # looks into every file
+            self._files = MappedFiles(self._parts, self._names)
+            self._blocks = BlockChecks(self._parts, self._names)
+        counts = [part.docs for part in self._parts]
+        self._first_doc = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+        self._buffers = self._look_into_files()
 
     @property
     def fingerprint(self) -> str:
@@ -161,11 +180,8 @@ class TokenCache(ShardedDataSource):
         """The JSONL file of rows that were set aside, where there is one; a URL where the cache is
         at one.
         """
-        return (
-            self.folder.at("manifests", self.manifest.quarantine)
-            if self.manifest.quarantine
-            else None
-        )
+        name = self.manifest.quarantine
+        return self.folder.at("manifests", name) if name else None
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -192,29 +208,32 @@ class TokenCache(ShardedDataSource):
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         """Rows `start` to `stop` of a source shard that were kept; zero-copy where they lie in one
-        part on this machine.
+        part that stays mapped.
         """
         info = self.shards[shard]
         if not 0 <= start <= stop <= (info.num_rows or 0):
             raise SourceError(
                 at=place(info.name), problem=f"rows {start}:{stop} of {info.num_rows} do not exist"
             )
-        pieces = []
-        for i in self._parts_of(shard):
+        pieces: list[pa.RecordBatch] = []
+        first = bisect.bisect_left(self._parts, shard, key=lambda part: part.shard)
+        last = bisect.bisect_right(self._parts, shard, key=lambda part: part.shard)
+        for i in range(first, last):
             part = self._parts[i]
             if part.start < stop and start < part.stop:
-                self._check_index([i])
-                rows = self._batch(i).column(ROW_NUMBER).to_numpy()
-                first, last = map(int, np.searchsorted(rows, [start, stop]))
-                if first < last:
-                    pieces.append(self._rows(i, first, last))
+                with self._index(np.array([i])):
+                    rows = self._files.batch(i).column(ROW_NUMBER).to_numpy()
+                    a, b = map(int, np.searchsorted(rows, [start, stop]))
+                if a < b:
+                    pieces.append(self._rows(i, a, b))
         if len(pieces) == 1:
             return pieces[0]
-        arrays = [
-            pa.concat_arrays([piece.column(i) for piece in pieces]) if pieces else f.type
-            for i, f in enumerate(self.schema)
+        if not pieces:
+            nothing = [pa.array([], field.type) for field in self.schema]
+            return pa.RecordBatch.from_arrays(nothing, schema=self.schema)
+        columns = [
+            pa.concat_arrays([one.column(i) for one in pieces]) for i in range(len(self.schema))
         ]
-        columns = [pa.array([], a) if isinstance(a, pa.DataType) else a for a in arrays]
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
     def lengths(self, docs: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -229,63 +248,53 @@ class TokenCache(ShardedDataSource):
 
     def count_without_eos(self) -> int:
         """Documents that do not end with the tokenizer's EOS."""
-        parts, found = np.arange(len(self._parts)), 0
-        for here in self._held_in_turn(parts):
-            a, b = int(here[0]), int(here[-1]) + 1
-            self._check_index(range(a, b))
-            found += int(count_zeros(self._first_doc[a : b + 1], self._buffers.eos_address[a:b]))
-        return found
+        edges = range(0, self.num_docs, DOCS_AT_A_TIME)
+        some = (np.arange(a, min(a + DOCS_AT_A_TIME, self.num_docs)) for a in edges)
+        return sum(docs.size - int(np.count_nonzero(self.has_eos(docs))) for docs in some)
 
     def tokens(self, doc: int) -> NDArray[np.unsignedinteger]:
-        """The stored ids of one document; a view of the map where that is of a file of this
-        machine.
-        """
+        """The stored ids of one document; a view of the map where that stays."""
         part, local = self._find(doc)
         return self._rows(part, local, local + 1).column(INPUT_IDS).flatten().to_numpy()
 
+    def where(self, doc: int) -> tuple[str, int]:
+        """(file, physical row) that a document came from."""
+        part, local = self._find(doc)
+        with self._index(np.array([part])):
+            row = self._files.batch(part).column(ROW_NUMBER)[local].as_py()
+        return self.manifest.shard_names[self._parts[part].shard], row
+
     def buffers(self) -> Buffers:
         """Addresses for kernels; good for as long as this object lives. Where `comes_and_goes`,
-        what stands there is only there while `staged` holds it."""
+        what stands there is only there while `pin` holds it."""
         return self._buffers
 
     @property
     def comes_and_goes(self) -> bool:
-        """Whether kernels find documents only while `staged` holds them: in a bucket, or where
-        there are more files than may be mapped.
+        """Whether kernels find documents only while they are pinned: in a bucket, or where there
+        are more files than may be mapped.
         """
-        return self._staged is not None or self._files is not None
-
-    def staged(self, docs: NDArray[np.int64]) -> contextlib.AbstractContextManager[None]:
-        """While the block lasts, `docs` (Int64[n]) are where `buffers` says. Free where files are
-        mapped for good.
-
-        Raises StorageError where they cannot be fetched, CacheError where a fetched file is not
-        what was committed.
-        """
-        number = self._part_numbers(docs) if self.comes_and_goes else docs
-        if self._staged is not None:
-            return self._staged.hold(number, docs - self._first_doc[number])
-        return (
-            self._checked_and_held(docs, number)
-            if self._files is not None or self.pending
-            else contextlib.nullcontext()
-        )
+        return not self._files.stays
 
     @contextlib.contextmanager
-    def _checked_and_held(
-        self, docs: NDArray[np.int64], number: NDArray[np.int64]
-    ) -> Iterator[None]:
-        with contextlib.nullcontext() if self._files is None else self._files.hold(number):
+    def pin(self, docs: NDArray[np.int64]) -> Iterator[None]:
+        """The one door to documents: while the block lasts, `docs` (Int64[n]) are where `buffers`
+        says, fetched and mapped, and checked at their first touch.
+
+        Raises StorageError where they cannot be fetched, CacheError where a file is not what was
+        committed.
+        """
+        if self._files.stays and not self.pending:
+            yield
+            return
+        number = self._part_numbers(docs)
+        with self._files.hold(number, docs - self._first_doc[number]):
             b, todo = self._buffers, np.empty((2, ROOM if self.pending else 0), np.int64)
-            places = (
-                b.ids_address,
-                b.offsets_address,
-                b.mask_address,
-                b.file_address,
-                b.checked_address,
-            )
+            where = (b.ids_address, b.offsets_address, b.mask_address, b.file_address)
             while todo.size and (
-                count := note_documents(docs, b.first_doc, *places, b.id_bytes, todo)
+                count := note_documents(
+                    docs, b.first_doc, *where, b.checked_address, b.id_bytes, todo
+                )
             ):
                 self.check(todo[:, :count])
             yield
@@ -308,75 +317,52 @@ class TokenCache(ShardedDataSource):
             else:
                 self._blocks.check(part, [block], int(self._buffers.file_address[part]))
 
-    def _check_index(self, parts: Sequence[int]) -> None:
-        if self.pending:
-            assert self._blocks is not None
-            b = self._buffers
-            with (
-                contextlib.nullcontext()
-                if self._files is None
-                else self._files.hold(np.array(parts))
-            ):
-                for i in parts:
-                    self._blocks.check_index(
-                        i,
-                        int(b.file_address[i]),
-                        int(b.ids_address[i]),
-                        int(b.mask_address[i]),
-                        b.id_bytes,
-                    )
-
-    def where(self, doc: int) -> tuple[str, int]:
-        """(file, physical row) that a document came from."""
-        part, local = self._find(doc)
-        self._check_index([part])
-        row = self._batch(part).column(ROW_NUMBER)[local].as_py()
-        return self.manifest.shard_names[self._parts[part].shard], row
-
     def verify(self) -> None:
         """Reads every byte. Raises CacheError naming the first file whose checksum is not the one
         that was committed.
         """
-        for part in self._parts:
+        for part, name in zip(self._parts, self._names, strict=True):
             found = xxh3_128_hexdigest(self.folder.content(part.file))
             if found != part.checksum:
                 raise CacheError(
-                    at=str(self.folder.tokens(part.file)),
+                    at=name,
                     problem=f"damaged: checksum {found}, committed as {part.checksum}",
                     fix="Delete the file and prepare the dataset again; only this range is tokenized anew.",
                 )
 
-    @cached_property
-    def _buffers(self) -> Buffers:
-        where = [np.empty(len(self._parts), np.uint64) for _ in range(4)]
+    def _look_into_files(self) -> Buffers:
+        """Raises CacheError where one does not hold what the manifest says."""
+        where = np.zeros((4, len(self._parts)), np.uint64)
         for i, part in enumerate(self._parts):
-            if self._files is None:
-                found, base = _addresses(self._batch(i)), 0
-            else:  # one at a time: what counts is where in the file they are
-                batch, mapped = self._map(part)
-                found, base = _addresses(batch), int(self._files.addresses[i]) - mapped
-            for column, address in zip(where, found, strict=True):
-                column[i] = address + base if address else 0
-        ids, offsets, masks, eos = where
+            with self._files.hold_index(np.array([i])):
+                batch = self._files.batch(i)
+                if batch.num_rows != part.docs or not batch.schema.equals(self.schema):
+                    raise CacheError(
+                        at=self._names[i],
+                        problem=f"holds {batch.num_rows} rows of {batch.schema.names}, not {part.docs}",
+                        fix=AGAIN,
+                    )
+                where[:, i] = _addresses(batch)
         nowhere = np.zeros(len(self._parts), np.uint64)
-        files = (
-            np.array(self._maps, np.uint64)
-            if self._maps
-            else nowhere
-            if self._files is None
-            else self._files.addresses
-        )
         checked = nowhere if self._blocks is None else self._blocks.addresses
-        return Buffers(
-            self._first_doc,
-            ids,
-            offsets,
-            masks,
-            eos,
-            files,
-            checked,
-            token_dtype(self.vocab_size).itemsize,
-        )
+        id_bytes = token_dtype(self.vocab_size).itemsize
+        ids, offsets, mask, eos = where
+        files = self._files.addresses
+        return Buffers(self._first_doc, ids, offsets, mask, eos, files, checked, id_bytes)
+
+    @contextlib.contextmanager
+    def _index(self, parts: NDArray[np.int64]) -> Iterator[None]:
+        """While the block lasts, the checked index of `parts` (Int64[n]) may be read."""
+        with self._files.hold_index(parts):
+            self._check_index(np.unique(parts).tolist() if self.pending else ())
+            yield
+
+    def _check_index(self, parts: Iterable[int]) -> None:
+        b = self._buffers
+        for i in parts:
+            assert self._blocks is not None
+            at = (int(b.file_address[i]), int(b.ids_address[i]), int(b.mask_address[i]))
+            self._blocks.check_index(i, *at, b.id_bytes)
 
     def _of_each(
         self,
@@ -388,108 +374,60 @@ class TokenCache(ShardedDataSource):
         """`kernel(docs, first_doc, address, out)` for all of `docs`, some at a time where not all
         files may be mapped at once.
         """
-        docs = self._checked(docs)
+        docs = np.ascontiguousarray(docs, dtype=np.int64)
+        if docs.size and (docs.min() < 0 or docs.max() >= self.num_docs):
+            raise IndexError(f"documents {docs.min()} to {docs.max()} of {self.num_docs}")
         out = np.empty(docs.size, kind)
-        if self._files is None:
-            if docs.size:
-                if self.pending:
-                    self._check_index(np.unique(self._part_numbers(docs)).tolist())
+        if not docs.size:
+            return out
+        if len(self._parts) <= self._files.most:
+            known = self._files.stays and not self.pending
+            number = _NONE if known else self._part_numbers(docs)
+            with self._index(number):
                 kernel(docs, self._first_doc, address, out)
             return out
         number = self._part_numbers(docs)
         order = np.argsort(number, kind="stable")
-        for here in self._held_in_turn(number[order]):
-            some = order[: here.size]
-            order = order[here.size :]
-            found = np.empty(some.size, kind)
-            self._check_index(np.unique(here).tolist())
-            kernel(docs[some], self._first_doc, address, found)
-            out[some] = found
+        distinct = np.cumsum(np.diff(number[order], prepend=number[order[0]]) > 0)
+        turns = np.flatnonzero(np.diff(distinct // self._files.most)) + 1
+        for some in np.split(order, turns):
+            with self._index(number[some]):
+                found = np.empty(some.size, kind)
+                kernel(docs[some], self._first_doc, address, found)
+                out[some] = found
         return out
 
-    def _held_in_turn(self, parts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        """`parts` (Int64[n], ascending) piece by piece, each mapped until the next is asked for."""
-        if self._files is None or not parts.size:
-            yield from [parts] if parts.size else []
-            return
-        distinct = np.cumsum(np.diff(parts, prepend=parts[0]) > 0) // self._files.most
-        for here in np.split(parts, np.flatnonzero(np.diff(distinct)) + 1):
-            with self._files.hold(here):
-                yield here
-
     def _rows(self, part: int, first: int, last: int) -> pa.RecordBatch:
-        """Documents `first` to `last` of a part; a copy where the map is filled and emptied by
-        others.
-        """
-        found = self._batch(part).slice(first, last - first)
-        if not self.pending and self._staged is None:
-            return found
-        with self.staged(np.arange(first, last) + self._first_doc[part]):
-            if self._staged is None:
+        """Documents `first` to `last` of a part; a copy where the map comes and goes."""
+        with self.pin(np.arange(first, last) + self._first_doc[part]):
+            found = self._files.batch(part).slice(first, last - first)
+            if self._files.stays:
                 return found
             return pa.ipc.read_record_batch(found.serialize(), found.schema)
-
-    def _batch(self, part: int) -> pa.RecordBatch:
-        if self._files is None:
-            return self._batches[part]
-        found = self._kept.get(part)
-        if found is None:
-            found = self._kept[part] = self._map(self._parts[part])[0]
-            if len(self._kept) > KEPT_BATCHES:
-                self._kept.popitem(last=False)
-        return found
-
-    def _map(self, part: Part) -> tuple[pa.RecordBatch, int]:
-        """A token file, and the address that it is mapped at for as long as the batch lives."""
-        # pathlib took a tenth of the time
-        file, again = f"{self.folder.local}/tokens/{part.file}", AGAIN
-        try:
-            size = os.stat(file).st_size
-            if size != part.num_bytes:
-                raise CacheError(
-                    at=file, problem=f"{size} bytes, committed with {part.num_bytes}", fix=again
-                )
-            # Closing the file gives its descriptor back; the map lives on in the buffers.
-            with pa.memory_map(file) as mapped:
-                whole = mapped.read_buffer()
-                batch = pa.ipc.open_file(whole).get_batch(0).replace_schema_metadata(None)
-        except FileNotFoundError as error:
-            raise CacheError(at=file, problem="missing from the token cache", fix=again) from error
-        except (pa.ArrowException, OSError, ValueError) as error:
-            if "Cannot allocate memory" in str(error):  # Arrow gives no errno
-                again = mapping.limit_named(len(self._parts))
-            raise CacheError(at=file, problem=f"cannot be read: {error}", fix=again) from error
-        return self._checked_batch(batch, part), whole.address
-
-    def _checked_batch(self, batch: pa.RecordBatch, part: Part) -> pa.RecordBatch:
-        if batch.num_rows != part.docs or not batch.schema.equals(self.schema):
-            at = str(self.folder.tokens(part.file))
-            raise CacheError(
-                at=at,
-                problem=f"holds {batch.num_rows} rows of {batch.schema.names}, not {part.docs}",
-                fix=AGAIN,
-            )
-        return batch
-
-    def _parts_of(self, shard: int) -> range:
-        """Parts lie in the order of shards."""
-        first = bisect.bisect_left(self._parts, shard, key=lambda part: part.shard)
-        return range(first, bisect.bisect_right(self._parts, shard, key=lambda part: part.shard))
 
     def _find(self, doc: int) -> tuple[int, int]:
         if not 0 <= doc < self.num_docs:
             raise IndexError(f"document {doc} of {self.num_docs}")
-        part = int(self._part_numbers(np.int64(doc)))
+        part = int(self._part_numbers(np.array([doc]))[0])
         return part, doc - int(self._first_doc[part])
 
-    def _part_numbers(self, docs: Any) -> Any:
+    def _part_numbers(self, docs: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.searchsorted(self._first_doc, docs, side="right") - 1
 
-    def _checked(self, docs: NDArray[np.int64]) -> NDArray[np.int64]:
-        docs = np.ascontiguousarray(docs, dtype=np.int64)
-        if docs.size and (docs.min() < 0 or docs.max() >= self.num_docs):
-            raise IndexError(f"documents {docs.min()} to {docs.max()} of {self.num_docs}")
-        return docs
+
+@contextlib.contextmanager
+def pin(
+    caches: Sequence[TokenCache], dataset: NDArray[np.integer], docs: NDArray[np.int64]
+) -> Iterator[None]:
+    """`TokenCache.pin` for documents `docs` (Int64[n]) of the caches numbered `dataset` (Int[n]);
+    those that a cache does not have are left to the reader.
+    """
+    with contextlib.ExitStack() as stack:
+        for i, cache in enumerate(caches):
+            if cache.comes_and_goes or cache.pending:
+                asked = np.unique(docs[dataset == i])
+                stack.enter_context(cache.pin(asked[(asked >= 0) & (asked < cache.num_docs)]))
+        yield
 
 
 def cache_schema(vocab_size: int, *, loss_mask: bool = False) -> pa.Schema:

@@ -1,6 +1,4 @@
-"""Before kernels read: tokens of a bucket, or of more files than may be mapped at once, are there
-for as long as a block lasts, and those that nobody touched before are held against their
-checksums."""
+"""The documents of a window that a batch needs, pinned in their token caches before kernels read."""
 
 from __future__ import annotations
 
@@ -10,21 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.cache.reader import TokenCache
+from easypipe.cache.reader import TokenCache, pin
 from easypipe.plan.windows import Window
-
-
-@contextlib.contextmanager
-def staged(caches: Sequence[TokenCache], dataset: NDArray[np.integer], docs: NDArray[np.int64]):
-    """Documents `docs` (Int64[n]) of the caches numbered `dataset` (Int[n]); those that a cache
-    does not have are left to the reader.
-    """
-    with contextlib.ExitStack() as stack:
-        for i, cache in enumerate(caches):
-            if cache.comes_and_goes or cache.pending:
-                asked = np.unique(docs[dataset == i])
-                stack.enter_context(cache.staged(asked[(asked >= 0) & (asked < cache.num_docs)]))
-        yield
 
 
 def staged_rows(
@@ -50,4 +35,4 @@ def staged_rows(
     full = np.flatnonzero(window.length > 0)
     behind = np.searchsorted(full, draws, side="right")
     draws = np.union1d(draws, full[behind[behind < full.size]])
-    return staged(caches, window.dataset[draws], window.doc[draws])
+    return pin(caches, window.dataset[draws], window.doc[draws])

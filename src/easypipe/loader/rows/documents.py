@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.cache.address import int64_at, uint8_at, uint16_at, uint32_at
-from easypipe.cache.reader import TokenCache
+from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.jit import jit
 from easypipe.loader.rows.gather import copy, part_of, tables
-from easypipe.loader.staged import staged
 
 
 class Documents(NamedTuple):
@@ -49,7 +48,7 @@ def gather_documents(
     total = int(offsets[-1])
     ids = np.empty(total, np.int32)
     mask = np.empty(total if with_mask else 0, np.uint8)
-    with staged(caches, dataset, docs):
+    with pin(caches, dataset, docs):
         _copy(dataset, docs, *where[:6], offsets, ids, mask)
     return Documents(offsets, ids, mask)
 

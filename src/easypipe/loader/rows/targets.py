@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.cache.address import int64_at, uint8_at
-from easypipe.cache.reader import TokenCache
+from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.jit import jit
 from easypipe.core.schema import LOSS_MASK
 from easypipe.loader.rows.gather import goes_on_masked, part_of, tables
-from easypipe.loader.staged import staged
 from easypipe.plan.windows import Plan, Window
 
 
@@ -43,7 +42,7 @@ def count_targets(
         window = plan.window_at(row)
         last = window.layout.first_piece[min(num_rows - window.first_row, window.num_rows)]
         begins = _first_draw(window) if joined and row == 0 else -1
-        with staged(masked, window.dataset, window.doc):
+        with pin(masked, window.dataset, window.doc):
             _count(
                 last,
                 window.layout.table,

@@ -6,7 +6,7 @@ index    what a part has beside tokens and masks: lengths, EOS flags, row number
 block    BLOCK bytes of a part, which have a checksum: what comes, is checked and, where it holds but tokens or masks, goes
 
 The file is unlinked as soon as it is open, so that it goes with the process, however that ends.
-`Staged.hold` brings what is asked for and keeps it while its block lasts; beyond `capacity` the
+`StagedFiles.hold` brings what is asked for and keeps it while its block lasts; beyond `capacity` the
 parts that were not asked for the longest give their blocks back to the file system.
 """
 
@@ -33,13 +33,13 @@ from numpy.typing import NDArray
 
 from easypipe.cache.blocks import BLOCK, check_fetched, sums_of
 from easypipe.cache.manifest import Part
+from easypipe.cache.mapping import AGAIN, token_batch
 from easypipe.core import storage
 from easypipe.core.errors import CacheError, MissingFileError, StorageError
 
 STRETCH = 1 << 36  # bytes of one map; a sparse file takes no room for them
 REQUESTS = 16  # under way at a time
 GUESS = 8 << 10  # bytes of Arrow's own words at either end of a file; asked again where it is more
-AGAIN = "Prepare the dataset again; only this range is tokenized anew."
 
 log = logging.getLogger("easypipe")
 
@@ -166,7 +166,7 @@ class StagedPart:
         self.base, self.map = staging.reserve(part.num_bytes)
         self.lock = threading.Lock()
         self.batch = self._open()
-        address = np.frombuffer(self.map, np.uint8).ctypes.data
+        address = self.address = np.frombuffer(self.map, np.uint8).ctypes.data
         lists = [column for column in self.batch.columns if pa.types.is_large_list(column.type)]
         lengths = lists[0].buffers()[1]
         self._bring_missing(
@@ -211,14 +211,7 @@ class StagedPart:
                 self._bring_missing(head, at)
             footer = size - 10 - int.from_bytes(self.map[size - 10 : size - 6], "little")
             self._bring_missing(max(0, footer), size)
-        try:
-            return (
-                pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self.map)))
-                .get_batch(0)
-                .replace_schema_metadata(None)
-            )
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise CacheError(at=self.url, problem=f"cannot be read: {error}", fix=AGAIN) from error
+        return token_batch(pa.py_buffer(self.map), self.url)
 
     def _bring_missing(self, start: int, stop: int) -> None:
         for a, b in _missing(start, stop, self._known):
@@ -286,10 +279,14 @@ class StagedPart:
         return freed
 
 
-class Staged:
-    """The parts of one token cache in a bucket. reading: "shards" brings whole parts, checked;
-    "ranges" blocks. Thread safe.
+class StagedFiles:
+    """The parts of one token cache in a bucket; implements cache.reader.TokenFiles. Thread safe.
+
+    reading: "shards" brings whole parts, checked; "ranges" blocks.
     """
+
+    stays = False
+    most = sys.maxsize  # indexes are here from the start
 
     def __init__(
         self,
@@ -305,10 +302,17 @@ class Staged:
             for part, url in zip(parts, urls, strict=True)
         ]
         self.parts: list[StagedPart] = _all(staging.pool, work)
+        self.addresses = np.array([part.address for part in self.parts], np.uint64)
+
+    def batch(self, i: int) -> pa.RecordBatch:
+        return self.parts[i].batch
+
+    def hold_index(self, files: NDArray[np.integer]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def hold(self, number: NDArray[np.int64], docs: NDArray[np.int64]) -> Generator[None]:
-        """Tokens and masks of document `docs[i]` (Int64[n]) of part `number[i]` are in its map
+    def hold(self, files: NDArray[np.integer], docs: NDArray[np.int64]) -> Generator[None]:
+        """Tokens and masks of document `docs[i]` (Int64[n]) of part `files[i]` are in its map
         while the block lasts.
         """
         held: list[StagedPart] = []
@@ -317,7 +321,7 @@ class Staged:
                 work: list[Callable[[], None]] = []
                 coming: list[tuple[StagedPart, NDArray[np.int64]]] = []
                 # ascending, so that two threads never wait for each other
-                for i in np.unique(number).tolist():
+                for i in np.unique(files).tolist():
                     part = self.parts[i]
                     locks.enter_context(part.lock)
                     self._staging.pin(part)  # before anybody looks at what is here of it
@@ -325,7 +329,7 @@ class Staged:
                     blocks = (
                         np.arange(part.blocks.size)
                         if self._whole
-                        else part.wanted(docs[number == i])
+                        else part.wanted(docs[files == i])
                     )
                     absent = blocks[~part.blocks[blocks]]
                     if absent.size:
