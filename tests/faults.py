@@ -108,9 +108,9 @@ FAULTS = [
           "fold(self._shuffle_key, block))", "self._shuffle_key)"),
     fault("grouped batches have one order in every window", "loader/order.py", "tests/loader/test_lengths.py -k less_padding",
           "fold(self._group_key, window))", "self._group_key)"),
-    fault("wrong row numbers pass verify", "stages/verify.py", "tests/stages/test_verify.py -k row_numbers",
+    fault("wrong row numbers pass verify", "cache/verify.py", "tests/stages/test_verify.py -k row_numbers",
           "(np.diff(rows) >= 0).all())", "True)"),
-    fault("row numbers of another range pass verify", "stages/verify.py", "tests/stages/test_verify.py -k row_numbers",
+    fault("row numbers of another range pass verify", "cache/verify.py", "tests/stages/test_verify.py -k row_numbers",
           "part.start <= rows[0] and rows[-1] < part.stop and", ""),
     # Rooms that are rebuilt next: core
     fault("a range of a stored file that comes short is taken", "core/storage.py", "tests/core/test_storage.py -k range",

@@ -1,6 +1,7 @@
 """What `import easypipe` exports and from where; `__init__.py` loads each name when it is first used."""
 
 from easypipe.cache.reader import TokenCache
+from easypipe.cache.verify import Verification
 from easypipe.compat.classify import ClassifyConfig
 from easypipe.compat.collators import (
     create_causal_lm_collate,
@@ -69,6 +70,7 @@ from easypipe.run import RunConfig
 from easypipe.save.config import SaveStageConfig
 from easypipe.save.saved import load_saved
 from easypipe.save.stage import SaveReport
+from easypipe.save.verify import verify
 from easypipe.sources.external.megatron import write_megatron
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.external.token_files import TokenFilesConfig
@@ -89,7 +91,6 @@ from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.source.interleave import InterleavedSource, block_mixture_interleave
 from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
-from easypipe.stages.verify import Verification, verify
 from easypipe.train.checkpoint.manager import CheckpointManager
 from easypipe.train.config import OptimizerConfig, TrainingConfig
 from easypipe.train.model.classifier_config import ClassifierConfig

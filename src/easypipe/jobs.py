@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from easypipe.cache.location import cache_folder
+from easypipe.cache.repair import place_of
+from easypipe.cache.verify import Verification
 from easypipe.core.config import from_dict, is_config
 from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.core.ledger import Ledger
@@ -20,12 +22,12 @@ from easypipe.core.protocols import ProgressListener, silent
 from easypipe.pipeline import Pipeline
 from easypipe.save.config import SaveStageConfig
 from easypipe.save.stage import SaveReport
+from easypipe.save.verify import cache_folder_of, verify
 from easypipe.stages.build_record import recall, recall_saved
 from easypipe.stages.config import PipelineConfig, datasets_of, settings_of
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.config import TokenizeStageConfig
-from easypipe.stages.verify import Verification, cache_folder_of, place_of, verify
 from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 

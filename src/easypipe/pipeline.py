@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 from easypipe.cache.location import cache_folder
+from easypipe.cache.verify import Verification
 from easypipe.cache.writer import CacheWriter
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import ConfigError, StageOrderError
@@ -42,7 +43,7 @@ from easypipe.stages.mix.config import MixStageConfig
 from easypipe.stages.mix.stage import MixStage
 from easypipe.stages.pack.config import PackStageConfig
 from easypipe.stages.pack.stage import PackStage
-from easypipe.stages.repair import Verification, repair
+from easypipe.stages.repair import repair
 from easypipe.stages.reports.ledger import ledger_of
 from easypipe.stages.reports.plan_report import PlanReport, is_prepared, plan_report
 from easypipe.stages.reports.shares import warning_of_weights

@@ -19,7 +19,7 @@ from easypipe.cache.folder import RemoteFolder
 from easypipe.cli import cache as cache_commands
 from easypipe.cli import main
 from easypipe.core import locks
-from easypipe.stages.verify import verify
+from easypipe.save.verify import verify
 from pipelines import config
 from stores import Store
 from token_support import (

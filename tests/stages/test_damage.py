@@ -16,7 +16,7 @@ from easypipe import Pipeline, SaveStageConfig
 from easypipe.core import storage
 from easypipe.core.checked import _told, read_checked
 from easypipe.core.config import to_dict
-from easypipe.stages.verify import verify
+from easypipe.save.verify import verify
 from pipelines import config, jsonl
 
 

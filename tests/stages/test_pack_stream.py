@@ -23,7 +23,7 @@ from easypipe import (
     load_tokenizer,
 )
 from easypipe.core.schema import INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MASK, SEGMENT_IDS
-from easypipe.stages.verify import verify
+from easypipe.save.verify import verify
 from pipelines import config, texts, tokenizer, two_datasets
 
 

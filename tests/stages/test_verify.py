@@ -18,6 +18,8 @@ import yaml
 
 from easypipe import ConfigError, MissingFileError, Pipeline, StorageError
 from easypipe.cache.reader import TokenCache
+from easypipe.cache.verify import wrong_content
+from easypipe.cache.writer import CacheWriter
 from easypipe.cli import main
 from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.config import to_dict
@@ -25,8 +27,7 @@ from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.storage import TEMPORARY
 from easypipe.jobs import repair_as_made
 from easypipe.save.saved import MANIFEST
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
-from easypipe.stages.verify import _contents, verify
+from easypipe.save.verify import verify
 from easypipe.transforms.columns.functions import Filter
 from pipelines import config, jsonl, tokenizer
 from stores import Store
@@ -293,13 +294,15 @@ def test_a_repair_that_fails_in_a_bucket_leaves_everything(
     broken_in(s3, url, "tokens/")
     before = s3.files(url)
 
-    def fails(self: object) -> None:
+    def fails(self: object, **_: object) -> None:
         raise StorageError(at="here", problem="the disk is full")
 
-    monkeypatch.setattr(TokenizedShardedSource, "materialize", fails)
+    monkeypatch.setattr(CacheWriter, "fill", fails)
     with pytest.raises(StorageError, match="the disk is full"):
         chain.repair(url)
     assert s3.files(url) == before
+    monkeypatch.undo()
+    assert all(one.ok for one in chain.repair(url)), "though the chain has had it open"
 
 
 def test_another_tokenizer_under_the_same_name(tmp_path: Path) -> None:
@@ -509,10 +512,10 @@ def test_wrong_row_numbers_do_not_pass(tmp_path: Path, numbers: Callable[[Any], 
     part = cache.manifest.parts[0]
     with pa.memory_map(str(cache.folder.tokens(part.file))) as mapped:
         batch = pa.ipc.open_file(mapped).get_batch(0)
-        assert _contents(cache.manifest, part, batch) is None
+        assert wrong_content(cache.manifest, part, batch) is None
         place = batch.schema.get_field_index(ROW_NUMBER)
         field = batch.schema.field(place)
         wrong = batch.set_column(
             place, field, pa.array(numbers(batch.column(place).to_numpy()), field.type)
         )
-        assert "row numbers" in str(_contents(cache.manifest, part, wrong))
+        assert "row numbers" in str(wrong_content(cache.manifest, part, wrong))

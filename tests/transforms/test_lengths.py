@@ -31,8 +31,8 @@ from easypipe import (
     load_tokenizer,
 )
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LABELS, LOSS_MASK, ROW_NUMBER, SEGMENT_IDS
+from easypipe.save.verify import verify
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
-from easypipe.stages.verify import verify
 from strategies import examples
 
 PAIR = PromptConfig(format_type="prompt_completion")

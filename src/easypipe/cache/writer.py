@@ -129,15 +129,15 @@ class CacheWriter(Generic[R]):
             return False
         return True
 
-    def fill(self) -> TokenCache:
+    def fill(self, *, again: bool = False) -> TokenCache:
         """The token cache: opened where it stands, finished where it was begun; the same object on
-        every later call.
+        every later call, unless its files are to be looked at `again`.
 
         Raises SourceError (missing column, bad row), BudgetError, TokenizerError, StorageError;
         each names file and row where one is to blame.
         """
         with self._lock:
-            if self._cache is None:
+            if self._cache is None or again:
                 self._cache = self._opened() or self._filled()
                 if not self.folder.temporary:
                     self.when_made(self._cache.manifest.key)

@@ -11,13 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
+from easypipe.cache.repair import place_of
+from easypipe.cache.verify import Verification
 from easypipe.cli.configs import described
 from easypipe.cli.plan import AsJson
 from easypipe.cli.prepare import Overrides
 from easypipe.cli.show import console, progress
 from easypipe.core.errors import ConfigError
 from easypipe.jobs import chain, repair_as_made
-from easypipe.stages import verify as check
+from easypipe.save import verify as check
 from easypipe.stages.config import PipelineConfig
 
 
@@ -76,20 +78,20 @@ def _options_for(path: str, data: PipelineConfig) -> dict[str, Any] | None:
     """Those of the config's save or cache, whichever is for `path`; what a config leaves out the
     environment has to say.
     """
-    place = check.place_of(path)
+    place = place_of(path)
     saves = [dataset.save_path for dataset in data.datasets] + [
         None if data.save is None else data.save.output_dir
     ]
     if data.save is not None and any(
-        check.place_of(folder).startswith(place) for folder in saves if folder is not None
+        place_of(folder).startswith(place) for folder in saves if folder is not None
     ):
         return data.save.storage_options
     return None if data.cache is None else data.cache.storage_options
 
 
 def _repaired(
-    path: str, found: tuple[check.Verification, ...], data: PipelineConfig | None
-) -> tuple[check.Verification, ...]:
+    path: str, found: tuple[Verification, ...], data: PipelineConfig | None
+) -> tuple[Verification, ...]:
     _show(found)
     if data is None:
         console.print("making good what is broken, as it was made", highlight=False)
@@ -105,7 +107,7 @@ def _repaired(
         return pipeline.repair(path)
 
 
-def _show(found: tuple[check.Verification, ...]) -> None:
+def _show(found: tuple[Verification, ...]) -> None:
     for one in found:
         name = f" {one.dataset!r}" if one.dataset else ""
         state = "ok" if one.ok else f"{len(one.problems)} problems"

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import functools
 
+from easypipe.cache.verify import same_tokenizer_again
 from easypipe.core.errors import TokenizerError
 from easypipe.core.protocols import ShardedSource
 from easypipe.loader.explain import Decoder, Decodes
 from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.stage import PackedShardedSource
 from easypipe.stages.tokenize.tokens import token_info, tokenizer_of
-from easypipe.transforms.tokenizer.config import TokenizerConfig
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 
 def decoder_of(source: ShardedSource) -> Decoder:
@@ -38,22 +37,3 @@ def decoder_of(source: ShardedSource) -> Decoder:
         return same_tokenizer_again(info.tokenizer, info.tokenizer_fingerprint)
 
     return functools.cache(decoder)
-
-
-def same_tokenizer_again(name: str, fingerprint: str) -> Tokenizer:
-    """The tokenizer that made some tokens, by the name and the fingerprint that were recorded with
-    them.
-
-    Raises TokenizerError where it cannot be found, or where what is there now encodes differently
-    (its golden probe is another).
-    """
-    # of a TokenizerConfig, what the fingerprint knows beside the files
-    for special in (False, True):
-        found = load_tokenizer(TokenizerConfig(name_or_path=name, add_special_tokens=special))
-        if found.fingerprint == fingerprint:
-            return found
-    raise TokenizerError(
-        at=name,
-        problem="is not the tokenizer that made these tokens: its files or its encoding of a fixed text are others",
-        fix="Put the files back that were used when the tokens were made.",
-    )

@@ -1,0 +1,121 @@
+"""What cache/verify.py found broken is made again from the source, and nothing else; what is whole
+stays as it is, byte for byte.
+
+A broken file is set aside, not deleted, until there is a new one: a repair that fails leaves
+everything as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import tempfile
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from easypipe.cache.folder import CacheFolder
+from easypipe.cache.manifest import parse_manifest, read_manifest
+from easypipe.cache.verify import RECORDS, TOKEN_CACHE, Verification
+from easypipe.cache.writer import CacheWriter
+from easypipe.core import storage
+from easypipe.core.errors import ConfigError, EasypipeError
+
+log = logging.getLogger("easypipe")
+
+
+def repair_cache(
+    folder: CacheFolder, broken: Sequence[Verification], writers: Sequence[CacheWriter[Any]]
+) -> None:
+    """Makes good what is broken in `folder`, as far as one of `writers` fills it.
+
+    Raises ConfigError where none does, and what filling raises: then all is as it was.
+    """
+    here = place_of(folder.at())
+    wanted = {found.path: broken_files(found) for found in broken if found.kind == TOKEN_CACHE}
+    stale = {file for found in broken if found.kind == RECORDS for file in broken_files(found)}
+    have = sorted({place_of(writer.folder.at()) for writer in writers})
+    if here not in have:
+        fix = f"Set cache_dir={here}, or give the config that filled it."
+        raise ConfigError(
+            at="cache_dir", problem=f"no dataset has its tokens in {here}", have=have, fix=fix
+        )
+    for writer in writers:
+        path = str(writer.path())
+        files = wanted.get(path, set())
+        if place_of(writer.folder.at()) != here or not (
+            files or (stale and storage.exists(path, folder.options))
+        ):
+            continue
+        with aside({*files, *stale, path}, folder.options) as kept:
+            log.info("dataset %s: making good %s", writer.dataset, path)
+            writer.fill(again=True)
+        _keep_the_old_facts(path, kept.get(path), folder.options)
+        stale = {file for file in stale if not storage.exists(file, folder.options)}
+
+
+def broken_files(found: Verification) -> set[str]:
+    return {place_of(problem.file) for problem in found.problems if problem.file is not None}
+
+
+def place_of(path: str | Path) -> str:
+    """A path or URL in the one spelling under which places are compared."""
+    if storage.is_remote(path):
+        return str(path).rstrip("/")
+    return str(Path(str(path).removeprefix("file://")).expanduser().absolute())
+
+
+@contextlib.contextmanager
+def aside(files: Iterable[str], options: dict[str, Any] | None) -> Generator[dict[str, bytes]]:
+    """Sets files aside for the block: gone for good when it ends, put back where it raises. Yields
+    the bytes of the JSON files.
+
+    What was in a bucket is kept in a temporary folder of this machine meanwhile.
+    """
+    moved: dict[str, Path] = {}
+    kept: dict[str, bytes] = {}
+    with tempfile.TemporaryDirectory(prefix="easypipe-repair-") as folder:
+        try:
+            for i, file in enumerate(files):
+                if not storage.exists(file, options):
+                    continue
+                if file.endswith(".json"):
+                    kept[file] = storage.read_bytes(file, options)
+                if storage.is_remote(file):
+                    moved[file] = Path(folder) / str(i)
+                    with open(moved[file], "wb") as copy:
+                        copy.writelines(storage.chunks(file, options))
+                    storage.remove(file, options)
+                else:
+                    moved[file] = Path(file).with_name(
+                        f"{storage.TEMPORARY}{storage._owner()}-repair-{Path(file).name}"
+                    )
+                    os.replace(file, moved[file])
+            yield kept
+        except BaseException:
+            for file, there in moved.items():
+                if storage.exists(file, options):
+                    continue
+                if storage.is_remote(file):
+                    storage.commit_bytes(file, there.read_bytes(), options)
+                else:
+                    os.replace(there, file)
+            raise
+        finally:
+            for there in moved.values():
+                there.unlink(missing_ok=True)
+
+
+def _keep_the_old_facts(path: str, before: bytes | None, options: dict[str, Any] | None) -> None:
+    """A manifest that only measured other seconds this time is put back as it was."""
+    if before is None:
+        return
+    try:
+        old = parse_manifest(before, path)
+    except EasypipeError:  # that is what was broken
+        return
+    new = read_manifest(path, options)
+    if dataclasses.replace(new, facts=old.facts, dataset=old.dataset) == old:
+        storage.commit_bytes(path, before, options)

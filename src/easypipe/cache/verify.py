@@ -1,0 +1,255 @@
+"""Whether a token cache holds what was committed: files byte by byte, what the manifest says of them
+and of itself, and the records of ranges.
+
+Nothing is changed here; cache/repair.py makes good what is found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from easypipe.cache.folder import CacheFolder
+from easypipe.cache.manifest import Manifest, Part, fingerprint_of, read_manifest
+from easypipe.cache.mapping import token_batch
+from easypipe.cache.ranges import read_record
+from easypipe.cache.reader import cache_schema
+from easypipe.core import storage
+from easypipe.core.errors import CacheError, EasypipeError, TokenizerError
+from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+TOKEN_CACHE, RECORDS = "token cache", "records"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is wrong, and where. file: the file to make again, None where none is to blame."""
+
+    at: str
+    what: str
+    file: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.at}: {self.what}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """One dataset of a token cache, one saved folder or one checkpoint. rows, tokens: as the
+    manifest has them, 0 of a checkpoint; files, num_bytes: that were read.
+
+    notes: what could not be checked, and why.
+    """
+
+    path: str
+    kind: str  # "token cache", "saved rows", "records", "checkpoint"
+    dataset: str
+    files: int = 0
+    num_bytes: int = 0
+    rows: int = 0
+    tokens: int = 0
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify_manifest(folder: CacheFolder, key: str) -> Verification:
+    """One dataset of a token cache. Reads every byte."""
+    path = str(folder.manifest(key))
+    try:
+        m = read_manifest(path, folder.options)
+    except EasypipeError as error:
+        problem = Problem(at=path, what=f"the manifest: {error.problem}", file=path)
+        return Verification(path=path, kind=TOKEN_CACHE, dataset="?", problems=(problem,))
+    parts = [part for part in m.parts if part.file]
+    problems = [
+        Problem(at=path, what=f"the manifest is damaged: {what}", file=path)
+        for what in _contradictions(key, m)
+    ]
+    for part in parts:
+        problems += _wrong_part(m, part, folder)
+    if not folder.holds_quarantine(m):
+        at = str(folder.at("manifests", m.quarantine))
+        what = "the quarantine file is missing or damaged"
+        problems.append(Problem(at=at, what=what, file=path))
+    more, notes = check_tokenizer(m.tokenizer.name, m.tokenizer.fingerprint)
+    return Verification(
+        path=path,
+        kind=TOKEN_CACHE,
+        dataset=m.dataset,
+        files=len(parts),
+        num_bytes=sum(part.num_bytes for part in parts),
+        rows=m.counts.rows,
+        tokens=m.counts.tokens,
+        problems=(*problems, *more),
+        notes=notes,
+    )
+
+
+def verify_records(folder: CacheFolder) -> Iterator[Verification]:
+    """Records of ranges: what a later preparation would take over. Those whose tokens are gone or
+    damaged are passed over: that is told of their manifest, and a preparation notices.
+    """
+    ranges = folder.at("ranges")
+    paths = [
+        folder.at("ranges", key, name)
+        for key in storage.names_in(ranges, folder.options)
+        for name in storage.names_in(folder.at("ranges", key), folder.options)
+    ]
+    known: dict[str, tuple[str, int, int] | None] = {}
+    problems: list[Problem] = []
+    for path in map(str, paths):
+        record = read_record(path, storage_options=folder.options)
+        if record is None:
+            what = "the record of a range cannot be read"
+            problems.append(Problem(at=path, what=what, file=path))
+            continue
+        part = record.part
+        if part.file and part.file not in known:
+            known[part.file] = _held(folder, part.file)
+        there = known.get(part.file)
+        if there and there[0] == part.checksum and there[1:] != (part.docs, part.tokens):
+            what = f"says {part.docs} documents of {part.tokens} tokens, its file holds {there[1]} of {there[2]}"
+            problems.append(Problem(at=path, what=what, file=path))
+    if problems:
+        yield Verification(
+            path=str(ranges), kind=RECORDS, dataset="", files=len(paths), problems=tuple(problems)
+        )
+
+
+def check_tokenizer(name: str, fingerprint: str) -> tuple[list[Problem], tuple[str, ...]]:
+    """The golden probe: what the tokenizer of that name makes of a fixed text, and of its files, is
+    part of the fingerprint.
+    """
+    try:
+        same_tokenizer_again(name, fingerprint)
+    except TokenizerError as error:
+        if "is not the tokenizer" in error.problem:
+            return [Problem(at=f"tokenizer {name}", what=error.problem)], ()
+        why = f"{error.at}: {error.problem}"
+        return [], (f"the tokenizer is not here, so its encoding was not compared: {why}",)
+    return [], ()
+
+
+def same_tokenizer_again(name: str, fingerprint: str) -> Tokenizer:
+    """The tokenizer that made some tokens, by the name and the fingerprint that were recorded with
+    them.
+
+    Raises TokenizerError where it cannot be found, or where what is there now encodes differently
+    (its golden probe is another).
+    """
+    # of a TokenizerConfig, what the fingerprint knows beside the files
+    for special in (False, True):
+        found = load_tokenizer(TokenizerConfig(name_or_path=name, add_special_tokens=special))
+        if found.fingerprint == fingerprint:
+            return found
+    raise TokenizerError(
+        at=name,
+        problem="is not the tokenizer that made these tokens: its files or its encoding of a fixed text are others",
+        fix="Put the files back that were used when the tokens were made.",
+    )
+
+
+def wrong_bytes(
+    path: str, num_bytes: int, checksum: str, storage_options: dict[str, Any] | None
+) -> str | None:
+    """What is wrong with the bytes of a file, if anything."""
+    hasher, size = xxhash.xxh3_128(), 0
+    try:
+        for chunk in storage.chunks(path, storage_options):
+            hasher.update(chunk)
+            size += len(chunk)
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"cannot be read: {error}"
+    if size != num_bytes:
+        return f"{size} bytes, committed with {num_bytes}"
+    if hasher.hexdigest() != checksum:
+        return f"damaged: checksum {hasher.hexdigest()}, committed as {checksum}"
+    return None
+
+
+def _contradictions(key: str, m: Manifest) -> Iterator[str]:
+    """What a manifest says against itself."""
+    docs, tokens = sum(part.docs for part in m.parts), sum(part.tokens for part in m.parts)
+    if (docs, tokens) != (m.counts.docs, m.counts.tokens):
+        yield f"its parts hold {docs} documents of {tokens} tokens, its counts say {m.counts.docs} of {m.counts.tokens}"
+    for entry in m.counts.ledger(m.dataset, {}).entries:
+        if entry.leak:
+            yield f"{entry.unit} do not add up: in {dict(entry.into)}, out {dict(entry.out)}"
+    at: Counter[int] = Counter()
+    for part in m.parts:
+        if not 0 <= part.shard < len(m.shard_names) or part.start != at[part.shard]:
+            yield f"rows {part.start}:{part.stop} of shard {part.shard} do not follow row {at[part.shard]}"
+            break
+        at[part.shard] = part.stop
+    else:
+        for i, (name, rows) in enumerate(zip(m.shard_names, m.shard_rows, strict=False)):
+            if at[i] != rows:
+                yield f"{at[i]} of {rows} rows of {name} are told of"
+    if fingerprint_of(m.tokenizer, m.parts) != m.fingerprint:
+        yield "its fingerprint is not that of its parts"
+    if key != m.key:
+        yield f"it is the manifest {m.key}"
+
+
+def _wrong_part(m: Manifest, part: Part, folder: CacheFolder) -> Iterator[Problem]:
+    file = str(folder.tokens(part.file))
+    shard = m.shard_names[part.shard] if 0 <= part.shard < len(m.shard_names) else "?"
+    at = f"{file} (rows {part.start}:{part.stop} of {shard})"
+    wrong = wrong_bytes(file, part.num_bytes, part.checksum, folder.options)
+    if wrong is not None:
+        yield Problem(at=at, what=wrong, file=file)
+        return
+    try:
+        wrong = wrong_content(m, part, token_batch(folder.content(part.file), file))
+    except (CacheError, pa.ArrowException, OSError, ValueError) as error:
+        wrong = f"cannot be read: {error}"
+    if wrong:  # its bytes are those that were committed, so the manifest is what changed
+        what = f"{wrong}, though its checksum is right"
+        yield Problem(at=at, what=what, file=str(folder.manifest(m.key)))
+
+
+def wrong_content(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
+    """What a token file holds that the manifest does not say."""
+    expected = cache_schema(m.tokenizer.vocab_size, loss_mask=m.loss_mask)
+    if not batch.schema.equals(expected):
+        return f"columns {_columns(batch.schema)}, expected {_columns(expected)}"
+    ids, rows = batch.column(INPUT_IDS).flatten(), batch.column(ROW_NUMBER).to_numpy()
+    if (batch.num_rows, len(ids)) != (part.docs, part.tokens):
+        return f"holds {batch.num_rows} documents of {len(ids)} tokens, the manifest says {part.docs} of {part.tokens}"
+    largest = int(ids.to_numpy().max()) if len(ids) else 0
+    if largest >= m.tokenizer.vocab_size:
+        return f"token {largest} is outside the vocabulary of {m.tokenizer.vocab_size}"
+    if rows.size and not (
+        part.start <= rows[0] and rows[-1] < part.stop and (np.diff(rows) >= 0).all()
+    ):
+        return f"row numbers {rows[0]} to {rows[-1]} do not ascend within {part.start}:{part.stop}"
+    return None
+
+
+def _held(folder: CacheFolder, file: str) -> tuple[str, int, int] | None:
+    """(checksum, documents, tokens) of a token file; None where it is none."""
+    try:
+        data = folder.content(file)
+        batch = token_batch(data, file)
+        tokens = len(batch.column(INPUT_IDS).flatten())
+    except (CacheError, pa.ArrowException, OSError, ValueError):
+        return None
+    return xxhash.xxh3_128(data).hexdigest(), batch.num_rows, tokens
+
+
+def _columns(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name}: {field.type}" for field in schema)

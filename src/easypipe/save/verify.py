@@ -1,0 +1,194 @@
+"""Whether what stands on disk is what was committed: token caches, saved folders and checkpoints,
+byte by byte, and what their manifests say of them.
+
+Nothing is changed here; stages/repair.py makes good what is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.cache.config import CacheConfig
+from easypipe.cache.folder import CacheFolder
+from easypipe.cache.location import cache_folder
+from easypipe.cache.repair import place_of
+from easypipe.cache.verify import (
+    Problem,
+    Verification,
+    check_tokenizer,
+    verify_manifest,
+    verify_records,
+    wrong_bytes,
+)
+from easypipe.core import storage
+from easypipe.core.errors import ConfigError, EasypipeError, MissingFileError
+from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.save import saved
+from easypipe.save.folder import RUN
+from easypipe.train.checkpoint import files as checkpoint_files
+
+BATCH_ROWS = 4096
+CHECKPOINT = "checkpoint"
+
+
+def verify(
+    path: str | Path, storage_options: dict[str, Any] | None = None
+) -> tuple[Verification, ...]:
+    """Everything below `path`: a token cache (its folder, or one manifest in it), a saved folder,
+    or a folder of saved folders; the output_dir of a run, its folder of checkpoints, or one of
+    these.
+
+    Reads every byte. Raises ConfigError where there is nothing that can be verified.
+    """
+    text = str(path)
+    place = cache_folder_of(path, storage_options)
+    if place is not None:
+        folder, key = place
+        if key is not None:
+            return (verify_manifest(folder, key),)
+        names = storage.names_in(folder.at("manifests"), storage_options)
+        keys = [name.removesuffix(".json") for name in names if name.endswith(".json")]
+        return (*(verify_manifest(folder, key) for key in keys), *verify_records(folder))
+    local = None if storage.is_remote(text) else Path(place_of(path))
+    if local and (checkpoints := checkpoint_files.checkpoints_below(local)):
+        return tuple(map(_checkpoint, checkpoints))
+    folders = _saved_folders(text, storage_options)
+    if not folders:
+        problem = "is neither a token cache, nor a folder that save() wrote, nor the output_dir of a run with checkpoints"
+        raise ConfigError(at=text, problem=problem, fix="Give one of those.")
+    return tuple(_saved(folder, storage_options) for folder in folders)
+
+
+def cache_folder_of(
+    path: str | Path, storage_options: dict[str, Any] | None = None
+) -> tuple[CacheFolder, str | None] | None:
+    """(the token cache that `path` is or is a manifest of, the key of that manifest)."""
+    text = place_of(path)
+    root, _, name = text.rpartition("/manifests/")
+    key = (
+        name.removesuffix(".json")
+        if root and name.endswith(".json") and storage.exists(text, storage_options)
+        else None
+    )
+    if key is None and "manifests" not in storage.names_in(text, storage_options):
+        return None
+    return cache_folder(
+        text if key is None else root, CacheConfig(storage_options=storage_options)
+    ), key
+
+
+def _checkpoint(folder: Path) -> Verification:
+    found = checkpoint_files.check(folder)
+    problems = [
+        Problem(at=str(folder / name), what=what, file=str(folder / name))
+        for name, what in found.problems.items()
+    ]
+    old = (
+        "no checksums: an earlier version saved it, so only that its parts are there was looked at"
+    )
+    return Verification(
+        path=str(folder),
+        kind=CHECKPOINT,
+        dataset="",
+        files=found.files,
+        num_bytes=found.num_bytes,
+        problems=tuple(problems),
+        notes=() if found.sealed else (old,),
+    )
+
+
+def _saved_folders(path: str, storage_options: dict[str, Any] | None) -> list[str]:
+    below = storage.names_in(path, storage_options)
+    if saved.MANIFEST in below or RUN in below:
+        return [path]
+    folders = [saved.join(path, name) for name in below]
+    return [
+        folder
+        for folder in folders
+        if storage.exists(saved.join(folder, saved.MANIFEST), storage_options)
+    ]
+
+
+def _saved(folder: str, storage_options: dict[str, Any] | None) -> Verification:
+    path = saved.join(folder, saved.MANIFEST)
+    dataset = folder.rstrip("/").rpartition("/")[2]
+    try:
+        manifest = saved.read_manifest(folder, storage_options)
+    except EasypipeError as error:
+        at, what = path, f"the manifest is {error.problem}"
+        if isinstance(error, MissingFileError):
+            at, what = folder, "unfinished: it has no manifest yet; run what writes it again"
+        problem = Problem(at=at, what=what, file=path)
+        return Verification(path=folder, kind="saved rows", dataset=dataset, problems=(problem,))
+    problems: list[Problem] = []
+    text = storage.read_json(path, storage_options)
+    rows, tokens = manifest.num_rows, sum(shard.num_tokens for shard in manifest.shards)
+    if (text.get("num_rows"), text.get("num_tokens")) != (rows, tokens):
+        what = f"the manifest is damaged: {text.get('num_rows')} rows of {text.get('num_tokens')} tokens, its shards have {rows} of {tokens}"
+        problems.append(Problem(at=path, what=what, file=path))
+    for shard in manifest.shards:
+        at = saved.join(folder, shard.name)
+        wrong = wrong_bytes(at, shard.num_bytes, shard.checksum, storage_options)
+        if wrong is not None:
+            problems.append(Problem(at=at, what=wrong, file=at))
+    if not problems:  # else it cannot be opened
+        problems += _saved_rows(folder, manifest, storage_options)
+    notes: tuple[str, ...] = ()
+    if manifest.tokens is not None:
+        more, notes = check_tokenizer(
+            manifest.tokens.tokenizer, manifest.tokens.tokenizer_fingerprint
+        )
+        problems += more
+    return Verification(
+        path=folder,
+        kind="saved rows",
+        dataset=dataset,
+        files=len(manifest.shards),
+        num_bytes=sum(shard.num_bytes for shard in manifest.shards),
+        rows=sum(shard.num_rows for shard in manifest.shards),
+        tokens=tokens,
+        problems=tuple(problems),
+        notes=notes,
+    )
+
+
+def _saved_rows(
+    folder: str, manifest: saved.SavedManifest, storage_options: dict[str, Any] | None
+) -> Iterator[Problem]:
+    """Counts and columns of every shard, whose bytes are known to be right."""
+    path = saved.join(folder, saved.MANIFEST)
+    try:
+        source = saved.SavedSource(folder, storage_options)
+        for i, (shard, info) in enumerate(zip(manifest.shards, source.shards, strict=True)):
+            rows = tokens = 0
+            for start in range(0, info.num_rows or 0, BATCH_ROWS):
+                batch = source.read(i, start, min(start + BATCH_ROWS, info.num_rows or 0))
+                rows += batch.num_rows
+                tokens += _count_tokens(batch)
+            if (rows, tokens) != (shard.num_rows, shard.num_tokens):
+                what = f"holds {rows} rows of {tokens} tokens, the manifest says {shard.num_rows} of {shard.num_tokens}"
+                yield Problem(
+                    at=saved.join(folder, shard.name),
+                    what=f"{what}, though its checksum is right",
+                    file=path,
+                )
+    except (EasypipeError, pa.ArrowException, KeyError) as error:
+        yield Problem(
+            at=folder,
+            what=f"its rows are not in the columns that the manifest names: {error}",
+            file=path,
+        )
+
+
+def _count_tokens(batch: pa.RecordBatch) -> int:
+    """Without padding, as saving counts them."""
+    if SEGMENT_IDS in batch.schema.names:
+        return int(
+            np.count_nonzero(batch.column(SEGMENT_IDS).flatten().to_numpy(zero_copy_only=False))
+        )
+    return len(batch.column(INPUT_IDS).flatten()) if INPUT_IDS in batch.schema.names else 0
