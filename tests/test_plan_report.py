@@ -329,7 +329,7 @@ def test_the_plot_of_the_mixture_shows_shares_of_tokens_that_end_in_those_of_the
     figures: list[Any] = []
     png = plot._png
     monkeypatch.setattr(plot, "_png", lambda figure: figures.append(figure) or png(figure))
-    picture = plot.PLOTS["mixture"]([], plan)
+    picture = plot.mixture_picture(plan)
     assert picture is not None
     (tmp_path / "mixture.png").write_bytes(picture)
     [axes] = figures[0].axes

@@ -25,7 +25,7 @@ from easypipe.stages.config import PipelineConfig
 from easypipe.stages.tokenize.tokens import TokenInfo, holds_pairs, token_info, trained_turns
 from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import TrainingConfig, told
-from easypipe.train.events import TrainListener, unheard
+from easypipe.train.events import TrainListener, null_listener
 from easypipe.train.metrics.plot import plot_run
 from easypipe.train.model.decoder import ModelConfig
 from easypipe.train.model.pretrained.config import PretrainedConfig
@@ -136,7 +136,7 @@ def train(
     prepared: Prepared | None = None,
     *,
     progress: ProgressListener = silent,
-    listener: TrainListener = unheard,
+    listener: TrainListener = null_listener,
 ) -> TrainResult:
     """Trains to the last step, from the newest checkpoint in `train.output_dir` where there is one.
     The ledger of the data lies there too.

@@ -17,8 +17,8 @@ import pytest
 
 from easypipe.core.errors import ConfigError
 from easypipe.train.metrics.log import read_metrics
+from easypipe.train.parallel.config import DistributedConfig
 from easypipe.train.parallel.distributed import VARIABLES, initialize
-from easypipe.train.parallel.distributed_config import DistributedConfig
 from loader_processes import free_port
 from train.runs import numbers
 
@@ -122,7 +122,7 @@ def test_a_run_goes_on_with_other_processes_on_another_mesh(runs):
 ALONE = """
 from easypipe.core.errors import EasypipeError
 from easypipe.train import initialize
-from easypipe.train.parallel.distributed_config import DistributedConfig
+from easypipe.train.parallel.config import DistributedConfig
 import sys, jax
 if sys.argv[2] == "late":
     jax.devices()
@@ -258,7 +258,7 @@ def test_processes_that_a_scheduler_has_started_find_each_other(scheduler, told)
 LOST = """
 import os, sys, time
 from easypipe.train import initialize
-from easypipe.train.parallel.distributed_config import DistributedConfig
+from easypipe.train.parallel.config import DistributedConfig
 initialize(DistributedConfig(coordinator_address=sys.argv[1], num_processes=2, process_id=int(sys.argv[2]), heartbeat=5))
 if sys.argv[2] == "1":
     os._exit(1)

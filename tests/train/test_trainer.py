@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from easypipe.core.errors import ConfigError, PlacementError, StateError, TrainError
-from easypipe.train.checkpoint.checkpoint import differences
+from easypipe.train.checkpoint.differences import differences
 from easypipe.train.config import CheckpointConfig, OptimizerConfig
 from easypipe.train.losses.loss import loss_sums
 from easypipe.train.metrics.log import read_metrics

@@ -20,8 +20,8 @@ from easypipe.train.events import Callback
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.metrics.report import write_report
 from easypipe.train.parallel.mesh import make_mesh, place_batch
+from easypipe.train.spike_guard import SpikeGuard
 from easypipe.train.trainer import Trainer
-from easypipe.train.watch import Watch
 from train.runs import Arithmetic, Tiny, numbers, settings
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -235,7 +235,7 @@ def test_a_run_without_a_checkpoint_goes_back_to_its_start(tmp_path):
 
 
 def test_the_limit_is_robust():
-    watch = Watch(TrainingConfig(output_dir="x", spikes=SpikeConfig(window=5, threshold=2.0)))
+    watch = SpikeGuard(TrainingConfig(output_dir="x", spikes=SpikeConfig(window=5, threshold=2.0)))
     record = {"grad_norm": 1.0, "param_norm": 1.0}
     for step, loss in enumerate([1.0, 2.0, 3.0, 4.0, 500.0], start=1):
         assert watch.limit() is None

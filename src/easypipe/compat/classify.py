@@ -24,10 +24,10 @@ from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.schema import LABELS, PIXEL_VALUES, TaskSpec
 from easypipe.train.checks import resolve_steps
 from easypipe.train.config import TrainingConfig, told
-from easypipe.train.events import TrainListener, unheard
+from easypipe.train.events import TrainListener, null_listener
 from easypipe.train.model.classifier_config import ClassifierConfig
+from easypipe.train.parallel.config import DistributedConfig
 from easypipe.train.parallel.distributed import initialize
-from easypipe.train.parallel.distributed_config import DistributedConfig
 from easypipe.train.record import recorded_seed
 from easypipe.train.trainer import Engine, TrainResult
 
@@ -184,7 +184,7 @@ def inputs_of(run: ClassifyConfig) -> Inputs:
 
 
 def train(
-    run: ClassifyConfig, inputs: Inputs | None = None, *, listener: TrainListener = unheard
+    run: ClassifyConfig, inputs: Inputs | None = None, *, listener: TrainListener = null_listener
 ) -> TrainResult:
     """Trains to the last step, from the newest checkpoint in `train.output_dir` where there is one;
     evaluates on what is held out as "val".

@@ -24,6 +24,7 @@ from easypipe.core import storage
 from easypipe.core.errors import DamagedFileError, MissingFileError
 
 T = TypeVar("T")
+Json = Mapping[str, Any]  # a JSON object
 KEY = "xxh3_128"
 
 _BLANK = b"0" * 32
@@ -34,14 +35,14 @@ log = logging.getLogger("easypipe")
 _told: set[str] = set()  # what was warned of: a file may be asked for often before it is made again
 
 
-def checked_json(value: Mapping[str, Any]) -> bytes:
+def checked_json(value: Json) -> bytes:
     """The bytes of such a file."""
     before, mark, after = storage.json_bytes({**value, KEY: _BLANK.decode()}).partition(_MARK)
     return before + mark + _checksum(before, after) + after[len(_BLANK) :]
 
 
 def commit_checked(
-    path: str | Path, value: Mapping[str, Any], storage_options: dict[str, Any] | None = None
+    path: str | Path, value: Json, storage_options: dict[str, Any] | None = None
 ) -> storage.Stamp:
     """Commits `value`, whose keys are strings, for `read_checked`."""
     return storage.commit_bytes(path, checked_json(value), storage_options)

@@ -103,6 +103,16 @@ def config(cls: type[T]) -> type[T]:
     return made
 
 
+def check_at_least(owner: object, least: int, *names: str) -> None:
+    """Raises ConfigError where one of these options of a config is smaller; None passes."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value < least:
+            raise ConfigError(
+                at=name, problem=f"{value} is too small", fix=f"Give at least {least}."
+            )
+
+
 def was_given(value: Any, option: str) -> bool:
     """Whether a config was made with this option, if only with its default value.
     (`dataclasses.replace` gives all: there a default is taken for one that nobody wrote.)

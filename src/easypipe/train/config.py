@@ -11,13 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from easypipe.core.config import ListOf, config, was_given
+from easypipe.core.config import ListOf, check_at_least, config, was_given
 from easypipe.core.errors import ConfigError
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.model.lora_config import LoraConfig
 from easypipe.train.optim.config import OptimizerConfig, check_warmup
-from easypipe.train.parallel.config import MeshConfig, mesh_config
-from easypipe.train.parallel.distributed_config import DistributedConfig
+from easypipe.train.parallel.config import DistributedConfig, MeshConfig, mesh_config
 
 
 @config
@@ -54,7 +53,7 @@ class LossConfig:
                 problem="the reference knows none",
                 fix="Leave it out, or choose implementation 'chunked'.",
             )
-        _at_least(self, 1, "chunk_size")
+        check_at_least(self, 1, "chunk_size")
 
 
 @config
@@ -91,7 +90,7 @@ class CheckpointConfig:
     keep: int = 2  # newest checkpoints kept; older ones are deleted
 
     def check(self) -> None:
-        _at_least(self, 1, "every", "keep")
+        check_at_least(self, 1, "every", "keep")
 
 
 @config
@@ -108,8 +107,8 @@ class SpikeConfig:
     max_rollbacks: int = 5  # of a run; after one more the run stops
 
     def check(self) -> None:
-        _at_least(self, 2, "window")
-        _at_least(self, 1, "patience", "max_rollbacks")
+        check_at_least(self, 2, "window")
+        check_at_least(self, 1, "patience", "max_rollbacks")
         if not (math.isfinite(self.threshold) and self.threshold > 0):
             raise ConfigError(
                 at="threshold",
@@ -185,14 +184,14 @@ class TrainingConfig:
         random_seed = property(lambda self: self.seed)
 
     def check(self) -> None:
-        _at_least(self, 1, "epochs", "batch_size")
+        check_at_least(self, 1, "epochs", "batch_size")
         if self.epochs is not None and self.steps is not None:
             raise ConfigError(
                 at="epochs",
                 problem=f"{self.epochs}, and steps say how long the run is too",
                 fix="Give one of them.",
             )
-        _at_least(
+        check_at_least(
             self,
             1,
             "steps",
@@ -246,12 +245,3 @@ def told(data: Any, config: TrainingConfig, at: str) -> dict[str, int]:
             )
         changes[name] = value
     return changes
-
-
-def _at_least(owner: object, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if value is not None and value < least:
-            raise ConfigError(
-                at=name, problem=f"{value} is too small", fix=f"Give at least {least}."
-            )

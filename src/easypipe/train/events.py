@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
+
+EventKind = Literal[
+    "start", "dispatch", "step", "eval", "evaluated", "checkpoint", "rollback", "end", "exception"
+]
 
 
 @dataclass
@@ -57,17 +61,7 @@ class TrainEvent:
     read.
     """
 
-    kind: Literal[
-        "start",
-        "dispatch",
-        "step",
-        "eval",
-        "evaluated",
-        "checkpoint",
-        "rollback",
-        "end",
-        "exception",
-    ]
+    kind: EventKind
     step: int
     steps: int
     record: Mapping[str, Any] = field(default_factory=dict)
@@ -80,8 +74,16 @@ class TrainListener(Protocol):
     def __call__(self, event: TrainEvent) -> None: ...
 
 
-def unheard(event: TrainEvent) -> None:
+def null_listener(event: TrainEvent) -> None:
     """The listener of those who do not listen."""
+
+
+@runtime_checkable
+class StatefulListener(TrainListener, Protocol):
+    """What a run takes for a callback: a listener with a state. A Callback is one."""
+
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Callback:
@@ -93,9 +95,18 @@ class Callback:
     """
 
     def __call__(self, event: TrainEvent) -> None:
-        heard = _METHODS.get(event.kind)
-        if heard is not None:
-            getattr(self, heard)(event)
+        heard = {
+            "start": self.on_init,
+            "dispatch": self.on_dispatch,
+            "step": self.on_step,
+            "evaluated": self.on_eval,
+            "checkpoint": self.on_save,
+            "rollback": self.on_rollback,
+            "end": self.on_end,
+            "exception": self.on_exception,
+        }
+        if event.kind in heard:
+            heard[event.kind](event)
 
     def on_init(self, event: TrainEvent) -> None: ...
     def on_dispatch(self, event: TrainEvent) -> None: ...
@@ -112,15 +123,3 @@ class Callback:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, called before on_init where a checkpoint has one."""
-
-
-_METHODS = {
-    "start": "on_init",
-    "dispatch": "on_dispatch",
-    "step": "on_step",
-    "evaluated": "on_eval",
-    "checkpoint": "on_save",
-    "rollback": "on_rollback",
-    "end": "on_end",
-    "exception": "on_exception",
-}

@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from easypipe.core.checked import Json
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, MissingFileError, StateError
 from easypipe.train import state as states
@@ -71,76 +72,67 @@ def load_trained(
             )
         step = steps[-1] if step is None else step
         saved = checkpoints.run(step)
-        config = from_dict(TrainingConfig, saved["train"])
-        origin = _origin(saved, config, base, str(folder / str(step)))
         mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
         with states.on(mesh):
-            layout = states.layout_of(nnx.eval_shape(origin.build), mesh, origin.trained)
-            optimizer = Optimizer(optax.identity())
-            if (
-                config.optimizer.name == "schedule_free"
-                and saved["identity"]["train"]["optimizer"].get("name") == "schedule_free"
-            ):
-                optimizer = make_optimizer(
-                    config.optimizer,
-                    saved["identity"]["train"]["steps"],
-                    layout.decays,
-                    layout.hidden,
-                )
-            wanted = layout.without_frozen(states.flatten(states.abstract_state(layout, optimizer)))
-            arrays = checkpoints.load(step, wanted, partial=True)
-            if layout.frozen:
-                rest = origin.state(layout, optimizer).rest
-                _check_base(
-                    saved["frozen"],
-                    {name: rest[name] for name in layout.frozen},
-                    str(folder / str(step)),
-                )
-                arrays |= {f"rest/{name}": rest[name] for name in layout.frozen}
-            state = states.unflatten(arrays, states.abstract_state(layout, optimizer))
-            model = layout.merge(optimizer.eval_params(state.optimizer, state.params), state.rest)
-    origin_name = saved.get("origin")
+            model = _model(checkpoints, step, saved, base, mesh)
+    origin = saved.get("origin")
     return Trained(
         model=model,
         step=step,
         tokenizer=saved.get("tokenizer"),
         seen=Seen.recorded(saved),
-        base=origin_name and str(origin_name["config"]["pretrained"]),
+        base=origin and str(origin["config"]["pretrained"]),
     )
 
 
-def _origin(saved: Any, config: TrainingConfig, base: Model | None, at: str) -> Origin:
+def _model(
+    checkpoints: Checkpoints, step: int, saved: Json, base: Model | None, mesh: Mesh
+) -> nnx.Module:
+    """The model of a checkpoint. Call inside `state.on(mesh)`."""
+    at, identity = str(checkpoints.folder / str(step)), saved["identity"]["train"]
+    config = from_dict(TrainingConfig, saved["train"])
+    origin = _origin(saved, config, base, at)
+    layout = states.layout_of(nnx.eval_shape(origin.build), mesh, origin.trained)
+    optimizer = Optimizer(optax.identity())
+    if config.optimizer.name == identity["optimizer"].get("name") == "schedule_free":
+        optimizer = make_optimizer(
+            config.optimizer, identity["steps"], layout.decays, layout.hidden
+        )
+    abstract = states.abstract_state(layout, optimizer)
+    wanted = layout.without_frozen(states.flatten(abstract))
+    arrays = checkpoints.load(step, wanted, partial=True)
+    if layout.frozen:
+        rest = origin.state(layout, optimizer).rest
+        frozen = {name: rest[name] for name in layout.frozen}
+        here = fingerprint(frozen)
+        if others := sorted(n for n, bits in saved["frozen"].items() if here.get(n) != bits):
+            raise StateError(
+                at=at,
+                problem=f"its adapters were trained on other weights: {', '.join(others[:4])} differ",
+                fix="Give the model that the run began with: load_trained(run, base=...).",
+            )
+        arrays |= {f"rest/{name}": array for name, array in frozen.items()}
+    state = states.unflatten(arrays, abstract)
+    return layout.merge(optimizer.eval_params(state.optimizer, state.params), state.rest)
+
+
+def _origin(saved: Json, config: TrainingConfig, base: Model | None, at: str) -> Origin:
     """What the run began with, as its checkpoint describes it."""
+    described, published = saved["identity"]["model"], saved.get("origin")
     if base is not None:
-        return origin_of(base, config.seed, config.lora)
-    if saved["identity"]["model"] is None:
-        fix = "Give the same as `base`: load_trained(run, base=...)."
+        model = base
+    elif described is None:
         raise ConfigError(
             at=at,
             problem="its model was a module or a function from Python, which is not known here",
-            fix=fix,
+            fix="Give the same as `base`: load_trained(run, base=...).",
         )
-    described = saved["identity"]["model"]
-    if "num_classes" in described:
-        return origin_of(from_dict(ClassifierConfig, described), config.seed, config.lora)
-    shape = from_dict(ModelConfig, described)
-    if saved.get("origin") is None:
-        return origin_of(shape, config.seed, config.lora)
-    named = from_dict(PretrainedConfig, saved["origin"]["config"])
-    return from_pretrained(
-        Pretrained(named, shape, saved["origin"]["hf_config"]), config.seed, config.lora
-    )
-
-
-def _check_base(saved: dict[str, int], frozen: states.Arrays, at: str) -> None:
-    here = fingerprint(frozen)
-    others = [name for name, bits in saved.items() if here.get(name) != bits]
-    if others:
-        problem = (
-            f"its adapters were trained on other weights: {', '.join(sorted(others)[:4])} differ"
-        )
-        raise StateError(
-            at=at,
-            problem=problem,
-            fix="Give the model that the run began with: load_trained(run, base=...).",
-        )
+    elif "num_classes" in described:
+        model = from_dict(ClassifierConfig, described)
+    else:
+        model = from_dict(ModelConfig, described)
+        if published is not None:
+            named = from_dict(PretrainedConfig, published["config"])
+            found = Pretrained(named, model, published["hf_config"])
+            return from_pretrained(found, config.seed, config.lora)
+    return origin_of(model, config.seed, config.lora)

@@ -12,16 +12,20 @@ import importlib.metadata
 import json
 import logging
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import pydantic
 import yaml
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from easypipe.core import storage
-from easypipe.core.checked import commit_checked, parse_checked
+from easypipe.core.checked import Json, commit_checked, parse_checked
 from easypipe.core.config import allowing_code, load_yaml, to_dict
 from easypipe.core.errors import DamagedFileError, MissingFileError, StateError
+from easypipe.core.protocols import BatchLoader
+from easypipe.train.checks import KnowingState
 
 # in train.output_dir: the configuration as it was resolved, which `easypipe train` takes back
 RECORD = "run.yaml"
@@ -53,13 +57,13 @@ _PACKAGES = (
 logger = logging.getLogger("easypipe")
 
 
-def write_config(folder: Path, resolved: Any) -> None:
+def write_config(folder: Path, resolved: object) -> None:
     """run.yaml, of a RunConfig."""
     text = yaml.safe_dump(to_dict(resolved), sort_keys=False, allow_unicode=True)
     storage.commit_bytes(folder / RECORD, text.encode())
 
 
-def write_versions(folder: Path, step: int) -> dict[str, Any]:
+def write_versions(folder: Path, step: int) -> Json:
     """Adds what runs here to versions.json, unless it is what ran before; `step` is where the run
     went on. Returns the entry.
     """
@@ -76,35 +80,30 @@ def write_versions(folder: Path, step: int) -> dict[str, Any]:
     }
     path = folder / VERSIONS
     try:
-        known: list[dict[str, Any]] = read_kept(path) or []
+        known = read_kept(path) or []
     except StateError as error:
         aside = path.with_name(f"{path.stem}-damaged.json")
         path.replace(aside)
         logger.warning("%s: %s; moved to %s, and begun anew", path, error.problem, aside.name)
         known = []
-    if not known or {key: value for key, value in known[-1].items() if key != "from_step"} != here:
+    if not known or known[-1] | {"from_step": 0} != here | {"from_step": 0}:
         write_kept(path, [*known, {"from_step": step, **here}])
     return here
 
 
-def write_fingerprints(folder: Path, train: Any, evals: Mapping[str, Any]) -> None:
+def write_fingerprints(folder: Path, train: BatchLoader, evals: Mapping[str, BatchLoader]) -> None:
     """fingerprints.json, of loaders whose state tells what data they read; of others it has
     null.
     """
-    write_kept(
-        folder / FINGERPRINTS,
-        {
-            "train": fingerprint(train),
-            "eval": {name: fingerprint(loader) for name, loader in evals.items()},
-        },
-    )
+    of_evals = {name: fingerprint(loader) for name, loader in evals.items()}
+    write_kept(folder / FINGERPRINTS, {"train": fingerprint(train), "eval": of_evals})
 
 
 def write_changes(
     folder: Path,
     step: int,
-    change: Mapping[str, Any] | None,
-    of_data: Sequence[Mapping[str, Any]] = (),
+    change: Json | None,
+    of_data: Sequence[Json] = (),
 ) -> None:
     """Brings changes.json up to a run that goes on at `step`.
 
@@ -132,10 +131,10 @@ def read_changes(folder: Path) -> list[dict[str, Any]]:
     return read_kept(folder / CHANGES) or []
 
 
-def fingerprint(loader: Any) -> dict[str, str] | None:
+def fingerprint(loader: BatchLoader) -> dict[str, str] | None:
     """A digest each of sources, tokenizer, config and plan; None where the loader does not know."""
-    components = getattr(loader.state(), "components", None)
-    return None if components is None else dict(components)
+    state = loader.state()
+    return dict(state.components) if isinstance(state, KnowingState) else None
 
 
 def recorded_seed(output_dir: str | Path) -> int | None:
@@ -155,7 +154,7 @@ def recorded_seed(output_dir: str | Path) -> int | None:
         ) from error
 
 
-def write_kept(path: Path, value: Mapping[str, Any] | Sequence[Any]) -> None:
+def write_kept(path: Path, value: Json | Sequence[Json]) -> None:
     """Commits one of the files named above for `read_kept`."""
     commit_checked(path, value if isinstance(value, Mapping) else {path.stem: list(value)})
 
@@ -173,14 +172,13 @@ def read_kept(path: Path) -> Any:
         if found is None:
             found = parse_checked(data, path, older=_OLDER.get(path.name))
             found = found.get(path.stem) if path.name in _LISTS else found
-        if not _SHAPES.get(path.name, bool)(found):
-            raise DamagedFileError(
-                at=str(path), problem="damaged: it does not hold what a run writes there"
-            )
-    except DamagedFileError as error:
+        shape = pydantic.TypeAdapter(_SHAPES.get(path.name, _NOT_EMPTY))
+        shape.validate_python(found, strict=True)
+    except (DamagedFileError, pydantic.ValidationError) as error:
+        unlike = "damaged: it does not hold what a run writes there"
         raise StateError(
             at=str(path),
-            problem=error.problem,
+            problem=error.problem if isinstance(error, DamagedFileError) else unlike,
             fix="Move it away: what it told of the run is not known then.",
         ) from error
     return found
@@ -194,41 +192,30 @@ def _older_list(data: bytes) -> list[Any] | None:
     return found if isinstance(found, list) else None
 
 
-def _are_changes(found: Any) -> bool:
-    return isinstance(found, list) and all(
-        isinstance(one, dict)
-        and {"step", "row", "changed", "before"} <= one.keys()
-        and isinstance(one["step"], int)
-        and isinstance(one["row"], int | None)
-        and isinstance(one["changed"], dict)
-        and (
-            one["before"] is None
-            or (isinstance(one["before"], dict) and _all_dicts(one["before"].values()))
-        )
-        for one in found
-    )
+class _Change(TypedDict):
+    """An entry of changes.json."""
+
+    step: int
+    row: int | None
+    changed: dict[str, Any]
+    before: dict[str, dict[str, Any] | None] | None
 
 
-def _are_fingerprints(found: Any) -> bool:
-    return (
-        {"train", "eval"} <= found.keys()
-        and isinstance(found["eval"], dict)
-        and _all_dicts([found["train"], *found["eval"].values()])
-    )
+class _Fingerprints(TypedDict):
+    train: dict[str, Any] | None
+    eval: dict[str, dict[str, Any] | None]
 
 
-def _all_dicts(values: Any) -> bool:
-    return all(one is None or isinstance(one, dict) for one in values)
+class _Version(TypedDict):
+    from_step: Any
 
 
-_SHAPES: Mapping[str, Callable[[Any], bool]] = {
-    CHANGES: _are_changes,
-    FINGERPRINTS: _are_fingerprints,
-    VERSIONS: lambda found: (
-        isinstance(found, list)
-        and all(isinstance(one, dict) and "from_step" in one for one in found)
-    ),
-    BEST: lambda found: isinstance(found, list) and all(isinstance(one, dict) for one in found),
+_NOT_EMPTY = Annotated[dict[str, Any], pydantic.Field(min_length=1)]
+_SHAPES: Mapping[str, Any] = {
+    CHANGES: list[_Change],
+    FINGERPRINTS: _Fingerprints,
+    VERSIONS: list[_Version],
+    BEST: list[dict[str, Any]],
 }
 
 

@@ -1,7 +1,7 @@
 """What a run trains, as one pytree with a place on the mesh for every array.
 
 The model's arrays are held flat, by dotted name ("layers.gate.kernel"), so that the optimizer, the
-checkpoint and error messages all speak of the same names. A StateLayout knows shapes, dtypes and
+checkpoint and error messages all speak of the same names. A ModelLayout knows shapes, dtypes and
 shardings before any array exists.
 """
 
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.train.optim.optimizers import Optimizer
@@ -25,7 +26,8 @@ from easypipe.train.parallel.axes import under
 from easypipe.train.parallel.config import RULES, Axes, axes_of
 
 Arrays = dict[str, jax.Array]
-Path = tuple[Any, ...]
+Abstract = Mapping[str, jax.ShapeDtypeStruct]  # by name, with shardings
+Path = tuple[Hashable, ...]
 
 
 class TrainState(NamedTuple):
@@ -36,10 +38,10 @@ class TrainState(NamedTuple):
     The same shape holds abstract arrays and shardings.
     """
 
-    params: Any
-    rest: Any
-    optimizer: Any
-    step: Any
+    params: PyTree
+    rest: PyTree
+    optimizer: PyTree
+    step: PyTree
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,10 @@ class ModelLayout:
 
     graph: nnx.GraphDef
     paths: Mapping[str, Path]
-    params: Mapping[str, jax.ShapeDtypeStruct]  # with shardings
-    rest: Mapping[str, jax.ShapeDtypeStruct]
+    params: Abstract
+    rest: Abstract
     # random keys are held as their uint32 data, which every checkpoint format takes
-    key_impls: Mapping[str, Any]
+    key_impls: Mapping[str, Any]  # as jax.random.key_impl names them
     decays: Mapping[str, bool]  # True for matrices
     hidden: Mapping[str, bool]  # True for matrices that are neither an embedding nor the head
     # of `rest`: parameters that are not trained, which checkpoints leave out
@@ -63,28 +65,21 @@ class ModelLayout:
 
     def merge(self, params: Mapping[str, jax.Array], rest: Mapping[str, jax.Array]) -> nnx.Module:
         """The module these arrays make up."""
-        nested: dict[Any, Any] = {}
-        for name, value in (*params.items(), *rest.items()):
-            node = nested
-            *parents, last = self.paths[name]
-            for key in parents:
-                node = node.setdefault(key, {})
-            impl = self.key_impls.get(name)
-            node[last] = value if impl is None else jax.random.wrap_key_data(value, impl=impl)
-        return nnx.merge(self.graph, nested)
+        arrays = {**params, **rest}
+        for name, impl in self.key_impls.items():
+            arrays[name] = jax.random.wrap_key_data(arrays[name], impl=impl)
+        by_path = {self.paths[name]: value for name, value in arrays.items()}
+        return nnx.merge(self.graph, traverse_util.unflatten_dict(by_path))
 
     def split(self, model: nnx.Module) -> tuple[Arrays, Arrays]:
         """(params, rest) of a module of this layout."""
         _, params, rest = nnx.split(model, self.trained, ...)
         return _arrays(params), _arrays(rest)
 
-    def without_frozen(self, named: Mapping[str, Any]) -> dict[str, Any]:
+    def without_frozen(self, named: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """What `flatten` gave, as a checkpoint holds it."""
-        return {
-            name: value
-            for name, value in named.items()
-            if name.removeprefix("rest/") not in self.frozen
-        }
+        left_out = {f"rest/{name}" for name in self.frozen}
+        return {name: value for name, value in named.items() if name not in left_out}
 
 
 def layout_of(
@@ -99,44 +94,35 @@ def layout_of(
 
     trained: nnx.LoRAParam where only adapters move. spread: see ModelLayout.
     """
-    graph, params, rest = nnx.split(model, trained, ...)
-    variables = {
-        _name(path): (path, variable)
-        for path, variable in (*nnx.to_flat_state(params), *nnx.to_flat_state(rest))
-    }
-    values = {name: variable.get_value() for name, (_, variable) in variables.items()}
-    key_impls = {
-        name: _key_impl(value)
-        for name, value in values.items()
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    }
-    abstract = {}
-    for name, (_, variable) in variables.items():
-        value = (
-            jax.eval_shape(jax.random.key_data, values[name]) if name in key_impls else values[name]
-        )
-        spec = PartitionSpec() if name in key_impls else _spec(name, variable, value.shape, mesh)
-        abstract[name] = jax.ShapeDtypeStruct(
-            value.shape, value.dtype, sharding=NamedSharding(mesh, spec)
-        )
-    names = [_name(path) for path, _ in nnx.to_flat_state(params)]
-    decays = {name: _is_matrix(name, variables[name][1], abstract[name].shape) for name in names}
+    graph, *parts = nnx.split(model, trained, ...)
+    params, rest = ({}, {})
+    paths, key_impls, decays, hidden, frozen = {}, {}, {}, {}, set()
+    for arrays, part in zip((params, rest), parts, strict=True):
+        for path, variable in nnx.to_flat_state(part):
+            name, value, spec = _name(path), variable.get_value(), PartitionSpec()
+            paths[name] = path
+            if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+                key_impls[name] = _key_impl(value)
+                value = jax.eval_shape(jax.random.key_data, value)
+            else:
+                spec = _spec(name, variable, value.shape, mesh)
+            arrays[name] = jax.ShapeDtypeStruct(
+                value.shape, value.dtype, sharding=NamedSharding(mesh, spec)
+            )
+            if arrays is params:
+                decays[name] = _is_matrix(name, variable, value.shape)
+                hidden[name] = decays[name] and not _is_vocabulary(name, variable)
+            elif isinstance(variable, nnx.Param):
+                frozen.add(name)
     return ModelLayout(
         graph=graph,
-        paths={name: path for name, (path, _) in variables.items()},
-        params={name: abstract[name] for name in names},
-        rest={name: value for name, value in abstract.items() if name not in names},
+        paths=paths,
+        params=params,
+        rest=rest,
         key_impls=key_impls,
         decays=decays,
-        hidden={
-            name: is_matrix and not _is_vocabulary(name, variables[name][1])
-            for name, is_matrix in decays.items()
-        },
-        frozen=frozenset(
-            _name(path)
-            for path, variable in nnx.to_flat_state(rest)
-            if isinstance(variable, nnx.Param)
-        ),
+        hidden=hidden,
+        frozen=frozenset(frozen),
         trained=trained,
         mesh=mesh,
         spread=spread,
@@ -160,37 +146,26 @@ def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> TrainState:
     has; all are divided over `layout.spread` besides, where a dimension can be; counters are on
     every device.
     """
-    everywhere = NamedSharding(layout.mesh, PartitionSpec())
     params = dict(layout.params)
 
-    def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        keys = [getattr(key, "key", getattr(key, "name", None)) for key in path]
-        of = params.get(str(keys[-1])) if keys else None
-        spec = (
-            PartitionSpec()
-            if of is None
-            else _moment_spec(
-                leaf.shape,
-                of,
-                from_the_right=not {"v_col", "right", "right_basis"}.isdisjoint(keys),
-            )
-        )
-        return jax.ShapeDtypeStruct(
-            leaf.shape,
-            leaf.dtype,
-            sharding=NamedSharding(layout.mesh, _spread(spec, leaf.shape, layout)),
-        )
+    def placed(path: tuple[PyTree, ...], leaf: PyTree) -> jax.ShapeDtypeStruct:
+        keys, spec = _keys(path).split("/"), PartitionSpec()
+        if keys[-1] in params:
+            from_the_right = not {"v_col", "right", "right_basis"}.isdisjoint(keys)
+            spec = _moment_spec(leaf.shape, params[keys[-1]], from_the_right=from_the_right)
+        where = NamedSharding(layout.mesh, _spread(spec, leaf.shape, layout))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
     moments = jax.tree_util.tree_map_with_path(placed, jax.eval_shape(optimizer.init, params))
-    return TrainState(
-        params, dict(layout.rest), moments, jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    )
+    everywhere = NamedSharding(layout.mesh, PartitionSpec())
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    return TrainState(params, dict(layout.rest), moments, step)
 
 
 def gradient_places(layout: ModelLayout) -> dict[str, NamedSharding]:
     """Where gradients are summed: as moments lie, so that each device sums what it updates."""
     return {
-        name: NamedSharding(layout.mesh, _spread(leaf.sharding.spec, leaf.shape, layout))  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+        name: NamedSharding(layout.mesh, _spread(_spec_of(leaf), leaf.shape, layout))
         for name, leaf in layout.params.items()
     }
 
@@ -213,10 +188,9 @@ def state_from(model: nnx.Module, layout: ModelLayout, optimizer: Optimizer) -> 
     """A new state around the arrays that `model` has; they are copied, because steps consume what
     they are given.
     """
-    params, rest = jax.tree.map(jnp.copy, layout.split(model))
-    params, rest = jax.device_put(
-        (params, rest), shardings((dict(layout.params), dict(layout.rest)))
-    )
+    copies = jax.tree.map(jnp.copy, layout.split(model))
+    places = shardings((dict(layout.params), dict(layout.rest)))
+    params, rest = jax.device_put(copies, places)
     return state_around(params, rest, layout, optimizer)
 
 
@@ -231,46 +205,50 @@ def state_around(
     return TrainState(params, rest, *fresh(params))
 
 
-def shardings(abstract: Any) -> Any:
+def shardings(abstract: PyTree) -> PyTree:
     """The same tree with the sharding in place of each array."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def flatten(state: TrainState) -> dict[str, Any]:
-    """name → array: `params/...`, `rest/...`, `optimizer/...`, `step`. What checkpoints hold."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+def flatten(tree: PyTree) -> dict[str, PyTree]:
+    """name → leaf. Of a TrainState `params/...`, `rest/...`, `optimizer/...`, `step`: what
+    checkpoints hold.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {_keys(path): leaf for path, leaf in leaves}
 
 
-def unflatten(named: Mapping[str, Any], like: TrainState) -> TrainState:
-    """The inverse of `flatten`, for a state of the same structure as `like`."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
-    return jax.tree.unflatten(
-        treedef,
-        [named[jax.tree_util.keystr(path, simple=True, separator="/")] for path, _ in leaves],
-    )
+def unflatten(named: Mapping[str, PyTree], like: PyTree) -> PyTree:
+    """The inverse of `flatten`, for a tree of the same structure as `like`."""
+    return jax.tree.unflatten(jax.tree.structure(like), [named[name] for name in flatten(like)])
 
 
-def _moment_spec(shape: tuple[int, ...], of: Any, *, from_the_right: bool) -> PartitionSpec:
+def _keys(path: tuple[PyTree, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _spec_of(leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+    assert isinstance(leaf.sharding, NamedSharding)
+    return leaf.sharding.spec
+
+
+def _moment_spec(
+    shape: tuple[int, ...], of: jax.ShapeDtypeStruct, *, from_the_right: bool
+) -> PartitionSpec:
     """Where a moment of the parameter `of` lies: each of its dimensions as the first dimension of
     that size which is not yet taken.
 
     A moment may lack dimensions (Adafactor's rows and columns) or repeat one (SOAP's m x m). Of a
     square parameter either fits.
     """
-    turn = -1 if from_the_right else 1
-    dimensions = list(
-        zip(
-            of.shape,
-            (*of.sharding.spec, *[None] * (len(of.shape) - len(of.sharding.spec))),
-            strict=True,
-        )
-    )[::turn]
-    axes: list[Any] = []
+    turn, spec = -1 if from_the_right else 1, _spec_of(of)
+    sizes = of.shape[::turn]
+    over = (*spec, *[None] * (len(sizes) - len(spec)))[::turn]
+    axes, taken = [], 0
     for size in shape[::turn]:
-        at = next((i for i, (known, _) in enumerate(dimensions) if known == size), None)
-        axes.append(None if at is None else dimensions[at][1])
-        dimensions = dimensions if at is None else dimensions[at + 1 :]
+        fits = size in sizes[taken:]
+        taken = sizes.index(size, taken) + 1 if fits else taken
+        axes.append(over[taken - 1] if fits else None)
     return PartitionSpec(*axes[::turn])
 
 
@@ -278,25 +256,22 @@ def _spread(spec: PartitionSpec, shape: tuple[int, ...], layout: ModelLayout) ->
     """`spec`, and over `layout.spread` along the largest part of a dimension that divides by it;
     where none does, `spec`.
     """
-    ways = math.prod(layout.mesh.shape[axis] for axis in layout.spread)
+
+    def ways(axes: tuple[str, ...]) -> int:
+        return math.prod(layout.mesh.shape[axis] for axis in axes)
+
     axes = [axes_of(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
-    parts = [
-        size // math.prod(layout.mesh.shape[axis] for axis in over)
-        for size, over in zip(shape, axes, strict=True)
-    ]
-    best = max(
-        (i for i, part in enumerate(parts) if part % ways == 0),
-        key=lambda i: parts[i],
-        default=None,
-    )
-    if ways == 1 or best is None or any(axis in over for over in axes for axis in layout.spread):
+    parts = [size // ways(over) for size, over in zip(shape, axes, strict=True)]
+    fitting = [i for i, part in enumerate(parts) if part % ways(layout.spread) == 0]
+    if ways(layout.spread) == 1 or not fitting or {*layout.spread} & {*sum(axes, ())}:
         return spec
+    best = max(fitting, key=lambda i: parts[i])
     axes[best] = (*axes[best], *layout.spread)
     return PartitionSpec(*(over or None for over in axes))
 
 
 def _name(path: Path) -> str:
-    return ".".join(str(key) for key in path)
+    return ".".join(map(str, path))
 
 
 def _arrays(state: nnx.State) -> Arrays:
@@ -307,39 +282,32 @@ def _arrays(state: nnx.State) -> Arrays:
     }
 
 
-def _key_impl(key: Any) -> Any:
+def _key_impl(key: PyTree) -> Any:
     found: list[Any] = []
     # takes no abstract keys, but tracers
     jax.eval_shape(lambda traced: found.append(jax.random.key_impl(traced)), key)
     return found[0]
 
 
-def _labels(variable: nnx.Variable) -> tuple[Any, ...]:
-    metadata: Any = variable.get_metadata()
-    return tuple(
-        metadata.get("out_sharding")
-        or metadata.get("sharding_names")
-        or metadata.get("sharding")
-        or ()
-    )
+def _labels(variable: nnx.Variable) -> tuple[Axes, ...]:
+    metadata = variable.get_metadata()
+    keys = ("out_sharding", "sharding_names", "sharding")
+    return tuple(next(filter(None, map(metadata.get, keys)), ()))
 
 
 def _is_matrix(name: str, variable: nnx.Variable, shape: tuple[int, ...]) -> bool:
     """Two dimensions or more, not counting the one along which layers are stacked; by name, where
     nothing says which that is.
     """
-    stacked = sum(label == "layers" for label in _labels(variable))
+    stacked = _labels(variable).count("layers")
     return len(shape) - stacked >= 2 and name.rpartition(".")[2] not in ("scale", "bias")
 
 
 def _is_vocabulary(name: str, variable: nnx.Variable) -> bool:
     """An embedding or a head: labelled so, or, where nothing is labelled, called so."""
     labels = _labels(variable)
-    return (
-        "vocab" in labels
-        if any(labels)
-        else any(part in name.lower() for part in ("embed", "lm_head"))
-    )
+    named = "embed" in name.lower() or "lm_head" in name.lower()
+    return "vocab" in labels if any(labels) else named
 
 
 def _spec(name: str, variable: nnx.Variable, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -348,22 +316,18 @@ def _spec(name: str, variable: nnx.Variable, shape: tuple[int, ...], mesh: Mesh)
     """
     chosen = {meaning: over for meaning, over in rules_here().items() if over != RULES.get(meaning)}
     rules = dict(variable.get_metadata().get("sharding_rules") or RULES) | chosen
-    axes: list[Any] = []
+    rules |= {axis: axis for axis in mesh.axis_names}
+    axes: list[Axes] = []
     for dimension, label in enumerate(_labels(variable)):
-        axis = (
-            label
-            if label is None or label in mesh.axis_names or isinstance(label, tuple)
-            else rules.get(label, _UNKNOWN)
-        )
-        if axis is _UNKNOWN:
-            known = [*rules, *mesh.axis_names]
+        axis = rules.get(label) if isinstance(label, str) else label
+        if isinstance(label, str) and label not in rules:
             raise ConfigError(
                 at=f"model.{name}",
                 problem=f"dimension {dimension} is labelled {label!r}",
-                have=known,
-                fix=did_you_mean(str(label), known),
+                have=[*rules],
+                fix=did_you_mean(label, [*rules]),
             )
-        over = axes_of(axis)  # pyright: ignore[reportArgumentType]
+        over = axes_of(axis)
         parts = math.prod(mesh.shape[part] for part in over)
         if shape[dimension] % parts:
             raise ConfigError(
@@ -373,6 +337,3 @@ def _spec(name: str, variable: nnx.Variable, shape: tuple[int, ...], mesh: Mesh)
             )
         axes.append(axis)
     return PartitionSpec(*axes)
-
-
-_UNKNOWN = object()

@@ -1,16 +1,20 @@
-"""The training loop: a loader's batches into a model, with checkpoints from which a killed run goes
-on as if it had not been killed.
+"""The trainer and its loop: a loader's batches into a model, with checkpoints from which a killed
+run goes on as if it had not been killed.
 
 Law (exact resume): kill the process at any moment and run again; the loss of every step in
 metrics.jsonl is bit for bit what one uninterrupted run writes (same devices, same versions of
 everything).
+
+`Engine` says what a run is made of, and touches no file; `_Run` is one call of `Engine.run`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,37 +25,48 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import easypipe
+from easypipe.core.checked import Json
 from easypipe.core.config import to_dict
-from easypipe.core.errors import ConfigError, StateError, TrainError
+from easypipe.core.errors import ConfigError, EasypipeError, StateError, TrainError
 from easypipe.core.protocols import BatchLoader
 from easypipe.train import state as states
-from easypipe.train.callbacks.make import make_callbacks
+from easypipe.train.callbacks.make import checked_callbacks, make_callbacks
 from easypipe.train.callbacks.metric import Known
-from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint, differences, listed
+from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint
+from easypipe.train.checkpoint.differences import differences, listed
 from easypipe.train.checkpoint.files import CHECKPOINTS
-from easypipe.train.checks import (
+from easypipe.train.checkpoint.resume import (
     ENDED,
-    IF_THERE,
-    LOADER_PARTS,
-    MUST_MATCH,
     check_changes,
     check_newest,
     check_resume,
     check_same,
-    checked_callbacks,
-    is_under,
+    data_differences,
+    identity_of,
     loader_state,
-    micro_batches,
-    resolve_steps,
     saved_loader_state,
 )
+from easypipe.train.checks import (
+    Closing,
+    EpochStyle,
+    Explaining,
+    KnowingState,
+    micro_batches,
+    num_batches,
+    resolve_steps,
+)
 from easypipe.train.config import TrainingConfig
-from easypipe.train.evaluate import HeldOut, held_out
-from easypipe.train.events import Callback, Control, TrainEvent, TrainListener, unheard
-from easypipe.train.loop import Loop
-from easypipe.train.losses.loss import LossFn, LossOutput, default_loss
+from easypipe.train.events import (
+    Callback,
+    Control,
+    EventKind,
+    TrainEvent,
+    TrainListener,
+    null_listener,
+)
+from easypipe.train.losses.loss import LossFn, default_loss
 from easypipe.train.losses.preference import Reference, preference_loss
-from easypipe.train.metrics.log import MetricsFile, Record
+from easypipe.train.metrics.log import MetricsFile, Record, perplexity
 from easypipe.train.metrics.memory import out_of_memory
 from easypipe.train.metrics.meter import Meter
 from easypipe.train.metrics.peak import peak_flops
@@ -65,17 +80,22 @@ from easypipe.train.optim.config import OptimizerConfig
 from easypipe.train.optim.optimizers import Optimizer, make_optimizer
 from easypipe.train.optim.schedules import make_schedule
 from easypipe.train.parallel.config import mesh_config
-from easypipe.train.parallel.mesh import check_batch_size, checked_mesh, make_mesh
+from easypipe.train.parallel.mesh import (
+    batch_shards,
+    check_batch_size,
+    checked_mesh,
+    make_mesh,
+    place_batch,
+)
 from easypipe.train.record import write_changes, write_config, write_fingerprints, write_versions
-from easypipe.train.signals import StopSignals
-from easypipe.train.step import make_eval_step, make_train_step
-from easypipe.train.watch import Watch
+from easypipe.train.signals import Interrupted, StopSignals
+from easypipe.train.spike_guard import SpikeGuard
+from easypipe.train.step import Metrics, make_eval_step, make_train_step
 from easypipe.transforms.chat.render import Turns
 
 logger = logging.getLogger("easypipe")
 
-
-_WAS_IS = "was {saved}, is {here}"
+Batch = Mapping[str, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,37 +123,56 @@ class TrainResult:
         tokenizer: as save_pretrained takes it; None: the one of the data. Raises what
         save_pretrained raises.
         """
-        return save_pretrained(
-            self.model,
-            path,
-            tokenizer=self.tokenizer if tokenizer is None else tokenizer,
-            **self.seen.options(),
-        )
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        return save_pretrained(self.model, path, tokenizer=tokenizer, **self.seen.options())
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A loader of held-out data, which every evaluation reads from where it stood when the trainer
+    was made.
+    """
+
+    name: str
+    loader: BatchLoader
+    start: Any  # the state of `loader` there
 
 
 class Engine:
     """What `easypipe.Trainer`, which takes all of this and data besides, is made of; the rest of
     this package trains with it.
 
-    model: a ModelConfig or ClassifierConfig; a published model, by its folder or Hub name (more in
-    a PretrainedConfig), whose files are read onto the mesh when the run begins; a function of
-    nnx.Rngs that builds an nnx.Module; such a module, whose arrays are copied; or a Flax Linen
-    module, through nnx.bridge. train, evals: anything that is a BatchLoader; batches have input_ids
-    and labels, Int32[B, S], and segment_ids and position_ids where rows are packed. A batch is the
-    batch of one optimizer step.
-    loss: a function of (module, batch) that gives a mean over the batch's targets, such a mean and
-    further ones by name, or a LossOutput of sums (see easypipe.train.losses.loss.AsSums); default:
-    `loss_sums`, for modules that have Decoder's `hidden` and `lm_head`; for others, which give
-    logits when they are called, `logits_loss_sums`.
-    run_config: the resolved configuration of the whole run, kept in every checkpoint for whoever
-    reads it later. listener, callbacks: hear how the run goes; see easypipe.train.events.
-    optimizer: any optax transformation over a flat dict of parameters by dotted name, schedule and
-    clipping included, in place of `config.optimizer`.
-    tokenizer: name or path of the one that made the tokens; recorded, so that it can be saved with
-    the model.
-    turns: how the conversations of the data are written; recorded for the same reason.
-    mesh: default: `make_mesh(config.mesh)`, whose axes any other has too; give the loader the same
-    one, and its batches are used where they lie.
+    Args:
+        model: A ModelConfig or ClassifierConfig; a published model, by its folder or Hub name (more
+            in a PretrainedConfig), whose files are read onto the mesh when the run begins; a
+            function of nnx.Rngs that builds an nnx.Module; such a module, whose arrays are copied;
+            or a Flax Linen module, through nnx.bridge.
+        config: How to train it.
+        train: Anything that is a BatchLoader; batches have input_ids and labels, Int32[B, S], and
+            segment_ids and position_ids where rows are packed. A batch is the batch of one
+            optimizer step.
+        evals: Held-out loaders by name.
+        loss: A function of (module, batch) that gives a mean over the batch's targets, such a mean
+            and further ones by name, or a LossOutput of sums (see
+            easypipe.train.losses.loss.AsSums); default: `loss_sums`, for modules that have
+            Decoder's `hidden` and `lm_head`; for others, which give logits when they are called,
+            `logits_loss_sums`.
+        run_config: The resolved configuration of the whole run, kept in every checkpoint for
+            whoever reads it later.
+        listener: Hears how the run goes; see easypipe.train.events.
+        callbacks: Hear it too, and may stop the run or keep a state.
+        mesh: Default: `make_mesh(config.mesh)`, whose axes any other has too; give the loader the
+            same one, and its batches are used where they lie.
+        optimizer: Any optax transformation over a flat dict of parameters by dotted name, schedule
+            and clipping included, in place of `config.optimizer`.
+        tokenizer: Name or path of the one that made the tokens; recorded, so that it can be saved
+            with the model.
+        turns: How the conversations of the data are written; recorded for the same reason.
+
+    Raises:
+        ConfigError: Something cannot run; as PlacementError where rows do not fit the mesh. What
+            load_pretrained raises for a published model, of which config.json is read; no other
+            file is touched, and no array made.
     """
 
     def __init__(
@@ -144,69 +183,86 @@ class Engine:
         evals: Mapping[str, BatchLoader] | None = None,
         *,
         loss: LossFn | None = None,
-        run_config: Mapping[str, Any] | None = None,
-        listener: TrainListener = unheard,
+        run_config: Json | None = None,
+        listener: TrainListener = null_listener,
         callbacks: Sequence[Callback] = (),
         mesh: Mesh | None = None,
         optimizer: optax.GradientTransformation | None = None,
         tokenizer: str | None = None,
         turns: Turns | None = None,
     ) -> None:
-        """Raises ConfigError and PlacementError for what cannot run, and what load_pretrained
-        raises for a published model, of which config.json is read; touches no other file and makes
-        no array.
-        """
         self.config, self.train, self.listener, self.control = config, train, listener, Control()
         self.writes = jax.process_index() == 0  # whether this process writes the files of the run
-        laid_out = mesh_config(config.mesh, "train.mesh")
-        self.mesh, self.rules = (
-            make_mesh(laid_out, at="train.mesh") if mesh is None else checked_mesh(mesh),
-            laid_out.rules,
-        )
-        self.steps = resolve_steps(config, train)
         self.output_dir = Path(config.output_dir).expanduser()
-        self.metrics_path, self.plot_path = (
-            self.output_dir / "metrics.jsonl",
-            self.output_dir / "loss.png",
-        )
-        self.rollbacks_path, self._told = self.output_dir / "rollbacks.jsonl", 0
-        self.evals = held_out(evals or {}, max_batches=config.eval_batches)
-        check_batch_size(train.batch_size, self.mesh, config.accumulate_steps)
-        self.in_micro_batches = micro_batches(
-            "train.accumulate_steps", train, config.accumulate_steps
-        )
-        for one in self.evals:
-            one.check(self.mesh)
-            micro_batches(f"eval.{one.name}.load.accumulation_steps", one.loader, 1)
-        self.origin = origin_of(model, config.seed, config.lora)
         self.tokenizer, self.seen = tokenizer, Seen.of(turns)
-        self._own_optimizer = optimizer is not None
-        self._frozen: dict[str, Any] = {}
-        # what the run goes on with that was another before
-        self._change: dict[str, Any] | None = None
-        self._run_config = to_dict(run_config or {})
-        self._given, more = (
-            checked_callbacks(callbacks),
-            loss is not None or config.preference is not None,
+        self.run_config = to_dict(run_config or {})
+        self.emitted = 0  # the step of the newest event
+        self.frozen: dict[str, int] = {}  # fingerprints of what is not trained
+        self._lay_out(mesh)
+        self._check_loaders(evals or {})
+        self.origin = origin_of(model, config.seed, config.lora)
+        self._make_callbacks(callbacks, own_loss=loss is not None)
+        self.identity = identity_of(
+            config,
+            self.origin.shape,
+            self.steps,
+            train.batch_size,
+            own_optimizer=optimizer is not None,
         )
-        measured = Known([one.name for one in self.evals], config.eval_every, self.steps, more)
-        self._named = make_callbacks(
+        check_changes(config.resume_changes, self.identity)
+        self._compile(loss, optimizer)
+
+    def _lay_out(self, mesh: Mesh | None) -> None:
+        laid_out = mesh_config(self.config.mesh, "train.mesh")
+        self.rules = laid_out.rules
+        self.spread = ("data",) if laid_out.preset == "zero1" else ()
+        self.mesh = make_mesh(laid_out, at="train.mesh") if mesh is None else checked_mesh(mesh)
+
+    def _check_loaders(self, evals: Mapping[str, BatchLoader]) -> None:
+        config, pieces = self.config, self.config.accumulate_steps
+        self.steps = resolve_steps(config, self.train)
+        self.evals = tuple(HeldOut(name, one, one.state()) for name, one in evals.items())
+        for one in self.evals:
+            if config.eval_batches is None and num_batches(one.loader) is None:
+                raise ConfigError(
+                    at="train.eval_batches",
+                    problem=f"held-out loader {one.name!r} never ends",
+                    fix="Say how many of its batches to look at.",
+                )
+        check_batch_size(self.train.batch_size, self.mesh, pieces)
+        self.in_micro_batches = micro_batches("train.accumulate_steps", self.train, pieces)
+        for name, loader in evals.items():
+            check_batch_size(loader.batch_size, self.mesh, at=f"eval.{name}.batch_size")
+            micro_batches(f"eval.{name}.load.accumulation_steps", loader, 1)
+
+    def _make_callbacks(self, given: Sequence[Callback], *, own_loss: bool) -> None:
+        config = self.config
+        own_loss = own_loss or config.preference is not None
+        known = Known([one.name for one in self.evals], config.eval_every, self.steps, own_loss)
+        self.given_callbacks = checked_callbacks(given)
+        self.named_callbacks = make_callbacks(
             config.callbacks,
             self.output_dir,
-            measured,
-            run_config=self._run_config,
+            known,
+            run_config=self.run_config,
             process=jax.process_index(),
         )
-        self.callbacks = (*self._given, *self._named.values())
-        check_changes(config.resume_changes, self._identity())
+        self.callbacks = (*self.given_callbacks, *self.named_callbacks.values())
+
+    def _compile(self, loss: LossFn | None, optimizer: optax.GradientTransformation | None) -> None:
+        """Finds the layout, the optimizer and the steps; compiled when they are first called."""
+        config = self.config
         # Shapes of any other module are asked for on one device: the mesh itself would refuse a
         # size without naming the parameter.
         apart = self.mesh if self.origin.config else make_mesh(devices=[self.mesh.devices.flat[0]])
         with states.on(apart, self.rules):
             abstract = nnx.eval_shape(self.origin.build)
-            spread = ("data",) if laid_out.preset == "zero1" else ()
-            self.layout = states.layout_of(abstract, self.mesh, self.origin.trained, spread=spread)
+            self.layout = states.layout_of(
+                abstract, self.mesh, self.origin.trained, spread=self.spread
+            )
+        schedule = None
         if optimizer is None:
+            schedule = make_schedule(config.optimizer, self.steps)
             self.optimizer = make_optimizer(
                 config.optimizer, self.steps, self.layout.decays, self.layout.hidden
             )
@@ -217,256 +273,29 @@ class Engine:
                 "given, and so is an optimizer from Python, which would leave it without effect"
             )
             raise ConfigError(at="train.optimizer", problem=problem, fix="Leave one of them out.")
-        self._reference: Reference | None = None
+        self.reference = None
         if config.preference is not None:
             if loss is not None:
+                problem = "given, and so is a loss from Python"
                 raise ConfigError(
-                    at="train.preference",
-                    problem="given, and so is a loss from Python",
-                    fix="Leave one of them out.",
+                    at="train.preference", problem=problem, fix="Leave one of them out."
                 )
             loss = preference_loss(config.preference)
             if config.preference.reference == "initial":
-                self._reference = Reference(self.layout)
-        platform = self.mesh.devices.flat[0].platform
-        chosen, twice = (
-            default_loss(abstract, config.loss, platform) if loss is None else (loss, loss)
-        )
-        schedule = None if self._own_optimizer else make_schedule(config.optimizer, self.steps)
+                self.reference = Reference(self.layout)
+        twice = loss  # what can be differentiated twice
+        if loss is None:
+            loss, twice = default_loss(abstract, config.loss, self.mesh.devices.flat[0].platform)
         self.train_step = make_train_step(
             self.layout,
             self.optimizer,
             schedule,
-            chosen,
+            loss,
             accumulate_steps=config.accumulate_steps,
             curvature_loss=twice,
             windows=windows(self.origin.config) if self.origin.config else (None,),
         )
-        self._eval_step = make_eval_step(self.layout, chosen)
-
-    def completed(
-        self, rest: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]
-    ) -> Mapping[str, jax.Array]:
-        """A batch on the mesh with what its loss needs besides. rest: of the model, what is not
-        trained.
-        """
-        return batch if self._reference is None else self._reference.added(rest, batch)
-
-    def run(self) -> TrainResult:
-        """Trains from the newest checkpoint in output_dir, or from the start, to the last step.
-
-        Raises Interrupted after SIGINT or SIGTERM, once the step reached is saved; TrainError for a
-        batch without targets, losses that are not finite (see TrainingConfig.on_nonfinite) or leave
-        their range for ever, and a loader that ends early; StateError for a checkpoint of another
-        run; StorageError for what cannot be written. A device that is out of memory is a TrainError
-        too, which names what is held and what to change.
-        """
-        try:
-            return self._run()
-        except BaseException as error:
-            about = (
-                self.layout,
-                self.optimizer,
-                self.config,
-                self.origin.config,
-                self.train.batch_size,
-            )
-            memory = out_of_memory(error, self._told, *about)
-            told = memory or error
-            try:
-                self.tell("exception", self._told, {"error": f"{type(told).__name__}: {told}"})
-            except Exception as second:  # noqa: BLE001  (of two errors, the first is the one to raise)
-                told.add_note(
-                    f"a callback failed when it heard of this: {type(second).__name__}: {second}"
-                )
-            if memory is not None:
-                raise memory from error
-            raise
-
-    def _run(self) -> TrainResult:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(states.on(self.mesh, self.rules))
-            checkpoints = stack.enter_context(
-                Checkpoints(self.output_dir / CHECKPOINTS, keep=self.config.checkpoint.keep)
-            )
-            stop = stack.enter_context(StopSignals())
-            watch, self.control = Watch(self.config), Control()
-            checkpoints.protected["listeners"] = self.control.kept
-            state, begun = self._begin(checkpoints, watch)
-            step = begun or 0
-            if self._reference is not None:
-                self._reference.keep(state.params if begun is None else self.fresh().params)
-            if self.writes:
-                write_config(
-                    self.output_dir,
-                    self._run_config or {"model": self.origin.shape, "train": self.config},
-                )
-                write_versions(self.output_dir, step)
-                write_changes(
-                    self.output_dir, step, self._change, getattr(self.train.state(), "changes", ())
-                )
-                write_fingerprints(
-                    self.output_dir, self.train, {one.name: one.loader for one in self.evals}
-                )
-            metrics = stack.enter_context(
-                contextlib.closing(
-                    MetricsFile(self.metrics_path, after_step=step, write=self.writes)
-                )
-            )
-            keep_books = watch.guards and self.writes
-            rollbacks = stack.enter_context(
-                contextlib.closing(
-                    MetricsFile(self.rollbacks_path, after_step=step, write=keep_books)
-                )
-            )
-            if self.control.ended is not None:
-                way = f"To train on: train.resume_changes: [{ENDED}]"
-                logger.warning(
-                    "%s: the run ended at step %d of %d: %s. %s.",
-                    self.output_dir,
-                    step,
-                    self.steps,
-                    self.control.ended,
-                    way,
-                )
-            self.tell("start", step)
-            if step < self.steps and self.control.ended is None:
-                state, step = Loop(self, checkpoints, metrics, rollbacks, stop, watch).run(
-                    state, step
-                )
-            checkpoints.wait()
-            if metrics.first is None or metrics.last is None:
-                raise TrainError(
-                    at=str(self.metrics_path),
-                    problem="holds no line, though the run is finished",
-                    fix="Give another output_dir.",
-                )
-            if self.writes:
-                plot_run(self.output_dir)
-            if self.control.reason is not None:
-                logger.warning(
-                    "stopped at step %d of %d: %s", step, self.steps, self.control.reason
-                )
-            self.tell("end", step, metrics.last)
-            return TrainResult(
-                steps=step,
-                resumed_from=begun,
-                first=metrics.first,
-                last=metrics.last,
-                output_dir=self.output_dir,
-                metrics=self.metrics_path,
-                plot=self.plot_path,
-                checkpoint=checkpoints.folder / str(step),
-                model=self.layout.merge(
-                    self.optimizer.eval_params(state.optimizer, state.params), state.rest
-                ),
-                tokenizer=self.tokenizer,
-                seen=self.seen,
-            )
-
-    def _begin(
-        self, checkpoints: Checkpoints, watch: Watch
-    ) -> tuple[states.TrainState, int | None]:
-        """The state to go on from, and the step it was saved at (None: a new run)."""
-        steps = checkpoints.steps()
-        if not steps:
-            return self.fresh(), None
-        check_resume(checkpoints.folder, self.config, steps)
-        damaged: list[DamagedCheckpoint] = []
-        for step in reversed(steps):
-            try:
-                state = self._restore(checkpoints, step, watch)
-            except DamagedCheckpoint as error:
-                damaged.append(error)
-                continue
-            for lost, error in zip(reversed(steps), damaged, strict=False):
-                logger.warning(
-                    "%s; moved to %s, going on from step %d",
-                    error,
-                    checkpoints.set_aside(lost),
-                    step,
-                )
-            return state, step
-        raise damaged[0]  # beginning anew over a run that is there is for its owner to decide
-
-    def _restore(self, checkpoints: Checkpoints, step: int, watch: Watch) -> states.TrainState:
-        saved, at, data = (
-            checkpoints.run(step),
-            checkpoints.folder / str(step),
-            self._run_config.get("data", {}),
-        )
-        unlike = check_same(
-            saved, self._identity(), self.config.resume_changes, at, self.train, data
-        )
-        allowed = [
-            part
-            for part in LOADER_PARTS
-            if any(is_under(f"loader.{part}", key) for key in self.config.resume_changes)
-        ]
-        allowed = [part for part in allowed if f"loader.{part}" in unlike]
-        try:
-            self.train.restore(
-                loader_state(self.train, saved["loader"]),
-                **({"allow_changed": allowed} if allowed else {}),
-            )
-        except StateError as error:
-            problem = f"belongs to a run on other data: {error.problem}"
-            raise StateError(
-                at=str(at),
-                problem=problem,
-                fix="Change that back, or give another train.output_dir.",
-            ) from error
-        state = self.state_of(checkpoints, step)
-        if others := [
-            name for name, bits in saved.get("frozen", {}).items() if self._frozen.get(name) != bits
-        ]:
-            raise StateError(
-                at=str(checkpoints.folder / str(step)),
-                problem=f"has adapters of other weights: {short(sorted(others))} differ",
-                fix="Train the model that they belong to, or give another train.output_dir.",
-            )
-        if ENDED not in self.config.resume_changes:
-            self.control.ended = saved.get("ended")
-        self.seen = self.seen.longer(Seen.recorded(saved).max_length)
-        watch.restore(saved.get("watch"), step, checkpoints.steps())
-        if watch.guards:
-            checkpoints.protected["watch"] = {watch.good}
-        for callback, told in zip(self._given, saved.get("callbacks", ()), strict=False):
-            callback.restore(told)
-        for name, told in saved.get("named_callbacks", {}).items():
-            if name in self._named:
-                self._named[name].restore(told)
-        self._change = self._changed(saved, unlike)
-        own = {
-            path: text
-            for path, text in unlike.items()
-            if path not in {f"loader.{part}" for part in allowed}
-        }
-        if own:  # of the others the loader tells
-            logger.warning(
-                "%s: resumed at step %d with changes: %s", self.output_dir, step, listed(own)
-            )
-        return state
-
-    def _changed(
-        self, saved: Mapping[str, Any], unlike: Mapping[str, str]
-    ) -> dict[str, Any] | None:
-        """What changes.json is told of a run that goes on from `saved`; None where nothing
-        differs.
-        """
-        changed = differences(saved["identity"], self._identity(), words=_WAS_IS)
-        # of the loader
-        if parts := {path: text for path, text in unlike.items() if path not in changed}:
-            changed |= parts | differences(
-                saved["config"].get("data", {}), self._run_config.get("data", {}), "data", _WAS_IS
-            )
-        if ENDED in self.config.resume_changes and saved.get("ended"):
-            changed[ENDED] = f"it had ended: {saved['ended']}"
-        if not changed:
-            return None
-        was = loader_state(self.train, saved["loader"])
-        before = {"config": saved["config"], "components": getattr(was, "components", None)}
-        return {"row": getattr(was, "row", None), "changed": changed, "before": before}
+        self.eval_step = make_eval_step(self.layout, loss)
 
     def check_checkpoint(
         self,
@@ -475,80 +304,49 @@ class Engine:
         loader: Callable[[], BatchLoader | None] = lambda: None,
     ) -> None:
         """Raises what `run` would raise for the newest checkpoint in output_dir, as far as it can
-        be told without data and arrays.
-
-        unknown: key paths that are not compared. loader: gives the run's, or None where data would
-        have to be prepared for it.
+        be known without data and arrays; unknown and loader as check_newest takes them.
         """
-        check_newest(self.output_dir / CHECKPOINTS, self.config, self._identity(), unknown, loader)
+        check_newest(self.output_dir / CHECKPOINTS, self.config, self.identity, unknown, loader)
 
-    def fresh(self) -> states.TrainState:
-        """The state before the first step."""
-        state = self.origin.state(self.layout, self.optimizer)
-        self._frozen = fingerprint({name: state.rest[name] for name in sorted(self.layout.frozen)})
-        return state
+    def run(self) -> TrainResult:
+        """Trains from the newest checkpoint in output_dir, or from the start, to the last step.
 
-    def state_of(self, checkpoints: Checkpoints, step: int) -> states.TrainState:
-        """The state after `step`, from its checkpoint; 0: before the first."""
-        if step == 0:
-            return self.fresh()
-        checkpoints.wait()
-        abstract = states.abstract_state(self.layout, self.optimizer)
-        loaded = checkpoints.load(step, self.saved(abstract))
-        if self.layout.frozen:  # what is not trained is where the run began
-            first = self.fresh().rest
-            loaded |= {f"rest/{name}": first[name] for name in self.layout.frozen}
-        return states.unflatten(loaded, abstract)
-
-    def saved(self, state: states.TrainState) -> dict[str, Any]:
-        """What a checkpoint has of a state, or of an abstract one."""
-        return self.layout.without_frozen(states.flatten(state))
-
-    def save(
-        self, checkpoints: Checkpoints, step: int, state: states.TrainState, watch: Watch
-    ) -> None:
-        run = {
-            "identity": self._identity(),
-            "config": self._run_config,
-            "train": to_dict(self.config),
-            "watch": watch.state(),
-            "ended": self.control.ended,
-        }
-        told = {
-            "callbacks": [callback.state() for callback in self._given],
-            "named_callbacks": {name: callback.state() for name, callback in self._named.items()},
-        }
-        base = {
-            "frozen": self._frozen,
-            "origin": self.origin.record(),
-            "tokenizer": self.tokenizer,
-            "seen": self.seen.record(),
-        }
-        checkpoints.save(
-            step,
-            self.saved(state),
-            {**run, **told, **base, "loader": saved_loader_state(self.train)},
-        )
-
-    def evaluate(self, step: int, state: states.TrainState) -> dict[str, Any]:
-        """What every held-out loader comes to, by name."""
-        averaged = state._replace(params=self.optimizer.eval_params(state.optimizer, state.params))
-
-        def step_of(params: Any, rest: Any, batch: Mapping[str, Any]) -> LossOutput:
-            return self._eval_step(params, rest, self.completed(rest, batch))
-
-        def seen(one: HeldOut) -> dict[str, Any]:
-            return one.evaluate(
-                step_of,
-                averaged,
-                self.mesh,
-                lambda seen: self.tell("eval", step, {"name": one.name, "batches": seen}),
+        Raises:
+            Interrupted: After SIGINT or SIGTERM, once the step reached is saved.
+            TrainError: A batch without targets, losses that are not finite (see
+                TrainingConfig.on_nonfinite) or leave their range for ever, a loader that ends
+                early, or a device out of memory: it names what is held and what to change.
+            StateError: A checkpoint of another run.
+            StorageError: Something cannot be written.
+        """
+        try:
+            with contextlib.ExitStack() as stack:
+                return _Run(self, stack).finish()
+        except BaseException as error:
+            memory = out_of_memory(
+                error,
+                self.emitted,
+                self.layout,
+                self.optimizer,
+                self.config,
+                self.origin.config,
+                self.train.batch_size,
             )
+            raised = memory or error
+            try:
+                text = f"{type(raised).__name__}: {raised}"
+                self.emit("exception", self.emitted, {"error": text})
+            except Exception as second:  # noqa: BLE001  (of two errors, the first is the one to raise)
+                raised.add_note(
+                    f"a callback failed when it heard of this: {type(second).__name__}: {second}"
+                )
+            if memory is not None:
+                raise memory from error
+            raise
 
-        return {one.name: seen(one) for one in self.evals}
-
-    def tell(self, kind: Any, step: int, record: Mapping[str, Any] | None = None) -> None:
-        self._told = step
+    def emit(self, kind: EventKind, step: int, record: Json | None = None) -> None:
+        """Passes an event to the listener and the callbacks."""
+        self.emitted = step
         event = TrainEvent(
             kind=kind, step=step, steps=self.steps, record=record or {}, control=self.control
         )
@@ -557,56 +355,463 @@ class Engine:
         for callback in self.callbacks:
             callback(event)
 
-    def _identity(self) -> dict[str, Any]:
-        """What has to be the same for a resumed run to be the same run."""
-        optimizer = (
-            {"name": "given from Python"}
-            if self._own_optimizer
-            else self.config.optimizer.resolved()
-        )
-        train = {key: to_dict(getattr(self.config, key)) for key in MUST_MATCH} | {
-            "steps": self.steps,
-            "optimizer": optimizer,
-        }
-        for name in IF_THERE:
-            if (value := getattr(self.config, name)) is not None:
-                train[name] = to_dict(value)
-        return {
-            "model": to_dict(self.origin.shape),
-            "train": train,
-            "loader": {"batch_size": self.train.batch_size},
-        }
+    def fresh(self) -> states.TrainState:
+        """The state before the first step."""
+        state = self.origin.state(self.layout, self.optimizer)
+        self.frozen = fingerprint({name: state.rest[name] for name in sorted(self.layout.frozen)})
+        return state
+
+    def saved(self, state: states.TrainState) -> dict[str, Any]:
+        """What a checkpoint has of a state, or of an abstract one."""
+        return self.layout.without_frozen(states.flatten(state))
+
+    def completed(self, rest: Batch, batch: Batch) -> Batch:
+        """A batch on the mesh with what its loss needs besides.
+
+        Args:
+            rest: Of the model, what is not trained.
+            batch: On the mesh.
+        """
+        return batch if self.reference is None else self.reference.added(rest, batch)
+
+    def evaluate(self, step: int, state: states.TrainState) -> dict[str, Record]:
+        """What every held-out loader comes to, by name, after `step`.
+
+        Returns:
+            loss and nll (nats a token, over all targets of all batches, the short last one
+            included), ppl, what the loss gives besides, and num_targets. nll and ppl are None of a
+            loss that gives no nll.
+
+        Raises:
+            TrainError: Nothing is a target, or the loss is not finite.
+        """
+        params = self.optimizer.eval_params(state.optimizer, state.params)
+        return {one.name: self._evaluate(one, step, params, state.rest) for one in self.evals}
+
+    def _evaluate(self, held_out: HeldOut, step: int, params: Batch, rest: Batch) -> Record:
+        loader, name, sums = held_out.loader, held_out.name, []
+        loader.restore(held_out.start)
+        shards = batch_shards(self.mesh)
+        rows = -(-loader.batch_size // shards) * shards
+        for batch in itertools.islice(iter(loader), self.config.eval_batches):
+            placed = self.completed(rest, place_batch(batch, self.mesh, rows=rows))
+            sums.append(self.eval_step(params, rest, placed))
+            if len(sums) > 2:
+                # batches in flight hold memory: two are enough to keep the device busy
+                jax.block_until_ready(sums[-3])
+            self.emit("eval", step, {"name": name, "batches": len(sums)})
+        outs = jax.device_get(sums)
+        num_targets = sum(int(out.num_targets) for out in outs)
+
+        def mean(values: Iterator[Any]) -> float:
+            return math.fsum(map(float, values)) / num_targets
+
+        if num_targets == 0:
+            raise TrainError(
+                at=f"eval.{name}",
+                problem=f"no label to predict in {len(outs)} batches",
+                fix="Look at its loss_mask and its length.",
+            )
+        loss, nll = mean(out.loss_sum for out in outs), mean(out.nll_sum for out in outs)
+        if not math.isfinite(loss):
+            raise TrainError(
+                at=f"eval.{name}",
+                problem=f"the held-out loss is {loss}",
+                fix="Look for labels outside the vocabulary.",
+            )
+        more = {key: mean(out.more[key] for out in outs) for key in outs[0].more}
+        known = nll if math.isfinite(nll) else None
+        record = {"loss": loss, "nll": known, "ppl": perplexity(nll)}
+        return record | more | {"num_targets": num_targets}
 
     def meter(self) -> Meter:
         """What reads this run's steps."""
-        config, peak = self.origin.config, peak_flops(self.mesh.devices.flat[0])
+        config, devices = self.origin.config, self.mesh.devices.flat
+        peak = peak_flops(devices[0])
+        local = [one for one in devices if one.process_index == jax.process_index()]
+        if config is None:
+            return Meter(None, None, local)
+        adapted = sum(leaf.size for leaf in self.layout.params.values())
+        more = adapter_flops(config, adapted) if self.config.lora else 0
 
         def flops(measured: Mapping[str, Any]) -> tuple[float, float]:
-            assert config is not None
-            adapted = (
-                sum(leaf.size for leaf in self.layout.params.values()) if self.config.lora else None
-            )
-            more = 0 if adapted is None else adapter_flops(config, adapted)
-            exact = (
-                flops_from_sums(config, measured["num_tokens"], measured["attended"])
-                + more * measured["num_tokens"]
-            )
-            palm = (
-                palm_flops_per_step(config, measured["num_slots"], measured["seq_length"])
-                + more * measured["num_slots"]
-            )
-            return exact, float(palm)
+            tokens, slots = measured["num_tokens"], measured["num_slots"]
+            exact = flops_from_sums(config, tokens, measured["attended"])
+            palm = palm_flops_per_step(config, slots, measured["seq_length"])
+            return exact + more * tokens, float(palm + more * slots)
 
-        devices = [
-            device
-            for device in self.mesh.devices.flat
-            if device.process_index == jax.process_index()
-        ]
-        return Meter(
-            None if config is None else flops,
-            None if peak is None else peak * self.mesh.size,
-            devices,
+        return Meter(flops, None if peak is None else peak * self.mesh.size, local)
+
+
+class _Run:
+    """One call of `Engine.run`: begin or go on, step, judge, evaluate, save, and go back where a
+    loss left its range.
+    """
+
+    def __init__(self, trainer: Engine, stack: contextlib.ExitStack) -> None:
+        """Opens what the run needs, on `stack`, and finds the state to go on from."""
+        self.trainer, self.config, folder = trainer, trainer.config, trainer.output_dir
+        stack.enter_context(states.on(trainer.mesh, trainer.rules))
+        self.checkpoints = stack.enter_context(
+            Checkpoints(folder / CHECKPOINTS, keep=self.config.checkpoint.keep)
         )
+        self.stop = stack.enter_context(StopSignals())
+        self.guard, self.control = SpikeGuard(self.config), Control()
+        trainer.control = self.control
+        self.checkpoints.protected["listeners"] = self.control.kept
+        self.change: Json | None = None  # what the run goes on with that was another before
+        self.state, self.resumed_from = self._begin()
+        self.step = self.resumed_from or 0
+        if trainer.reference is not None:
+            first = self.state if self.resumed_from is None else trainer.fresh()
+            trainer.reference.keep(first.params)
+        if trainer.writes:
+            self._record(folder)
+        self.metrics = stack.enter_context(
+            MetricsFile(folder / "metrics.jsonl", after_step=self.step, write=trainer.writes)
+        )
+        self.rollbacks = stack.enter_context(
+            MetricsFile(
+                folder / "rollbacks.jsonl",
+                after_step=self.step,
+                write=trainer.writes and self.guard.guards,
+            )
+        )
+
+    def finish(self) -> TrainResult:
+        """Runs to the last step, or to an earlier end that a callback asked for."""
+        trainer, control, folder = self.trainer, self.control, self.trainer.output_dir
+        if control.ended is not None:
+            where = f"step {self.step} of {trainer.steps}: {control.ended}"
+            way = f"To train on: train.resume_changes: [{ENDED}]"
+            logger.warning("%s: the run ended at %s. %s.", folder, where, way)
+        trainer.emit("start", self.step)
+        if self.step < trainer.steps and control.ended is None:
+            self._loop()
+        self.checkpoints.wait()
+        if self.metrics.first is None or self.metrics.last is None:
+            raise TrainError(
+                at=str(self.metrics.path),
+                problem="holds no line, though the run is finished",
+                fix="Give another output_dir.",
+            )
+        if trainer.writes:
+            plot_run(folder)
+        if control.reason is not None:
+            logger.warning("stopped at step %d of %d: %s", self.step, trainer.steps, control.reason)
+        trainer.emit("end", self.step, self.metrics.last)
+        params = trainer.optimizer.eval_params(self.state.optimizer, self.state.params)
+        return TrainResult(
+            steps=self.step,
+            resumed_from=self.resumed_from,
+            first=self.metrics.first,
+            last=self.metrics.last,
+            output_dir=folder,
+            metrics=self.metrics.path,
+            plot=folder / "loss.png",
+            checkpoint=self.checkpoints.folder / str(self.step),
+            model=trainer.layout.merge(params, self.state.rest),
+            tokenizer=trainer.tokenizer,
+            seen=trainer.seen,
+        )
+
+    # the loop
+
+    def _loop(self) -> None:
+        """Steps to the last one, which is saved.
+
+        Raises:
+            Interrupted: After a signal.
+        """
+        trainer, control, checkpoints = self.trainer, self.control, self.checkpoints
+        self.meter = trainer.meter()
+        unread = None  # the newest step and its metrics: the device may still be at work on it
+        if self.config.checkpoint.every is not None:
+            abstract = states.abstract_state(trainer.layout, trainer.optimizer)
+            checkpoints.expect(trainer.saved(abstract))
+        with contextlib.closing(_batches(trainer.train)) as batches:
+            while self.step < trainer.steps and control.reason is None:
+                placed = self._next_batch(batches)
+                self.step += 1
+                trainer.emit("dispatch", self.step)
+                checkpoints.copied()
+                self.state, measured = trainer.train_step(self.state, placed)
+                if unread is not None:
+                    record, bad = self._read(*unread)
+                    self._write(record)
+                    if bad:  # this step began where it must not have: taken again from a good state
+                        self._roll_back(self.step - 1)
+                        self.state, measured = trainer.train_step(self.state, placed)
+                unread = (self.step, measured)
+                self.meter.push(measured)
+                self.stop.agree()
+                if self._settle(self.step, measured):
+                    unread = None
+
+    def _next_batch(self, batches: Iterator[Mapping[str, Any]]) -> Batch:
+        """The next batch, on the mesh, complete."""
+        trainer = self.trainer
+        batch = self.meter.next_batch(batches)
+        if batch is None:
+            raise TrainError(
+                at=f"step {self.step + 1}",
+                problem=f"the loader ended, {trainer.steps} steps were asked for",
+                fix="Set num_epochs: null.",
+            )
+        if "input_ids" in batch:
+            trainer.seen = trainer.seen.longer(batch["input_ids"].shape[-1])
+        placed = place_batch(batch, trainer.mesh, in_micro_batches=trainer.in_micro_batches)
+        return trainer.completed(self.state.rest, placed)
+
+    def _settle(self, step: int, measured: Metrics) -> bool:
+        """Evaluates and saves where `step`, the newest, is due; whether it was read for that.
+
+        Raises:
+            Interrupted: A signal came, and the step is saved.
+        """
+        last, stopped = step == self.trainer.steps, self.stop.received is not None
+        leaving = stopped or self.control.reason is not None
+        calendar = last or _due(step, self.config.checkpoint.every)
+        save = calendar or self.guard.owes or leaving
+        evaluate = last or leaving or _due(step, self.config.eval_every)
+        if settled := save or evaluate:  # both need to know that this step was sound
+            record, bad = self._read(step, measured)
+            if bad:
+                self._roll_back(step)
+            if evaluate and not stopped and self.trainer.evals:
+                record["eval"] = self.trainer.evaluate(step, self.state)
+                self.meter.restart()
+            self._write(record)
+        # now: an evaluation may have asked
+        asked = self.control.reason is not None or self.control.saving
+        if save or asked:
+            self._save(step, calendar=calendar or self.guard.owes, asked=asked)
+        if self.stop.received is not None and not last:
+            self.checkpoints.wait()
+            folder = str(self.checkpoints.folder)
+            raise Interrupted(signum=self.stop.received, step=step, folder=folder)
+        return settled
+
+    def _read(self, step: int, measured: Metrics) -> tuple[Record, bool]:
+        """What `step` measured, with the rates, and whether the run has to go back."""
+        record = self.meter.read(step, measured)
+        return record | self.meter.rates(), self.guard.judge(record)
+
+    def _write(self, record: Record) -> None:
+        """The line of a step, if one is due."""
+        step, emit = record["step"], self.trainer.emit
+        if "eval" in record or step == self.trainer.steps or _due(step, self.config.log_every):
+            self.metrics.append(record)
+            if "eval" in record:
+                emit("evaluated", step, record["eval"])
+            emit("step", step, record)
+
+    def _save(self, step: int, *, calendar: bool, asked: bool) -> None:
+        """Begins to save the state after `step`, unless it is in doubt.
+
+        Args:
+            step: The newest, which was read.
+            calendar: It was due anyway, whatever signals came, so that a run which was stopped and
+                one which was not go back to the same.
+            asked: A callback wants it, in doubt or not.
+        """
+        trainer, guard, control = self.trainer, self.guard, self.control
+        control.saving = False
+        guard.owes = calendar and guard.in_doubt and step < trainer.steps
+        if guard.owes and self.stop.received is None and not asked:
+            # what may have to be undone is no good checkpoint: saved once a sound step follows
+            return
+        if calendar and not guard.in_doubt:
+            guard.good = step
+            self.checkpoints.protected["watch"] = {step} if guard.guards else set()
+        self.metrics.sync()
+        self.rollbacks.sync()
+        run = {
+            "identity": trainer.identity,
+            "config": trainer.run_config,
+            "train": to_dict(self.config),
+            "watch": guard.state(),
+            "ended": control.ended,
+            "callbacks": [callback.state() for callback in trainer.given_callbacks],
+            "named_callbacks": {
+                name: callback.state() for name, callback in trainer.named_callbacks.items()
+            },
+            "frozen": trainer.frozen,
+            "origin": trainer.origin.record(),
+            "tokenizer": trainer.tokenizer,
+            "seen": trainer.seen.record(),
+            "loader": saved_loader_state(trainer.train),
+        }
+        self.checkpoints.save(step, trainer.saved(self.state), run)
+        trainer.emit("checkpoint", step)
+
+    def _roll_back(self, step: int) -> None:
+        """Takes the state of the last good checkpoint in place of that after `step`."""
+        good = self.guard.good
+        logger.warning(
+            "step %d: back to the state of step %d; the batches of steps %d to %d are skipped",
+            step,
+            good,
+            good + 1,
+            step,
+        )
+        if self.trainer.writes:
+            for batch in range(good + 1, step + 1):
+                line = {"step": step, "to": good, "batch_of_step": batch}
+                self.rollbacks.append(line | _documents(self.trainer.train, batch - 1))
+        self.state = self._load(good)
+        self.trainer.emit("rollback", step, {"to": good})
+        self.meter.restart()
+
+    # going on from a checkpoint
+
+    def _begin(self) -> tuple[states.TrainState, int | None]:
+        """The state to go on from, and the step it was saved at (None: a new run)."""
+        steps = self.checkpoints.steps()
+        if not steps:
+            return self.trainer.fresh(), None
+        check_resume(self.checkpoints.folder, self.config, steps)
+        damaged: dict[int, DamagedCheckpoint] = {}
+        for step in reversed(steps):
+            try:
+                state = self._restore(step)
+            except DamagedCheckpoint as error:
+                damaged[step] = error
+                continue
+            for lost, error in damaged.items():
+                where = self.checkpoints.set_aside(lost)
+                logger.warning("%s; moved to %s, going on from step %d", error, where, step)
+            return state, step
+        raise damaged[
+            steps[-1]
+        ]  # to begin anew over a run that is there is for its owner to decide
+
+    def _restore(self, step: int) -> states.TrainState:
+        """The state after `step`; brings loader, guard and callbacks to where they stood then."""
+        trainer, config, checkpoints = self.trainer, self.config, self.checkpoints
+        saved, at = checkpoints.run(step), checkpoints.folder / str(step)
+        data = trainer.run_config.get("data", {})
+        own, of_data = check_same(
+            saved, trainer.identity, config.resume_changes, at, trainer.train, data
+        )
+        self._restore_loader(saved, at, [path.removeprefix("loader.") for path in of_data])
+        state = self._load(step)
+        before = saved.get("frozen", {})
+        if others := sorted(name for name in before if trainer.frozen.get(name) != before[name]):
+            raise StateError(
+                at=str(at),
+                problem=f"has adapters of other weights: {short(others)} differ",
+                fix="Train the model that they belong to, or give another train.output_dir.",
+            )
+        trainer.seen = trainer.seen.longer(Seen.recorded(saved).max_length)
+        self.guard.restore(saved.get("watch"), step, checkpoints.steps())
+        if self.guard.guards:
+            checkpoints.protected["watch"] = {self.guard.good}
+        given = zip(trainer.given_callbacks, saved.get("callbacks", ()), strict=False)
+        named = saved.get("named_callbacks", {})
+        both = [
+            (one, named[name]) for name, one in trainer.named_callbacks.items() if name in named
+        ]
+        for callback, kept in (*given, *both):
+            callback.restore(kept)
+        if own:  # of the others the loader tells
+            logger.warning(
+                "%s: resumed at step %d with changes: %s", trainer.output_dir, step, listed(own)
+            )
+        was_is = {"words": "was {saved}, is {here}"}
+        changed = differences(saved["identity"], trainer.identity, **was_is) | of_data
+        if of_data:
+            changed |= data_differences(saved, data, **was_is)
+        ended = saved.get("ended")
+        if ENDED not in config.resume_changes:
+            self.control.ended = ended
+        elif ended:
+            changed[ENDED] = f"it had ended: {ended}"
+        was = loader_state(trainer.train, saved["loader"])
+        row, components = (
+            (was.row, was.components) if isinstance(was, KnowingState) else (None, None)
+        )
+        before = {"config": saved["config"], "components": components}
+        self.change = {"row": row, "changed": changed, "before": before} if changed else None
+        return state
+
+    def _restore_loader(self, saved: Json, at: Path, changed: Sequence[str]) -> None:
+        train = self.trainer.train
+        allowed: dict[str, Any] = {"allow_changed": changed} if changed else {}
+        try:
+            train.restore(loader_state(train, saved["loader"]), **allowed)
+        except StateError as error:
+            problem = f"belongs to a run on other data: {error.problem}"
+            fix = "Change that back, or give another train.output_dir."
+            raise StateError(at=str(at), problem=problem, fix=fix) from error
+
+    def _load(self, step: int) -> states.TrainState:
+        """The state after `step`, from its checkpoint; 0: before the first."""
+        trainer, layout = self.trainer, self.trainer.layout
+        if step == 0:
+            return trainer.fresh()
+        self.checkpoints.wait()
+        abstract = states.abstract_state(layout, trainer.optimizer)
+        loaded = self.checkpoints.load(step, trainer.saved(abstract))
+        if layout.frozen:  # what is not trained is where the run began
+            first = trainer.fresh().rest
+            loaded |= {f"rest/{name}": first[name] for name in layout.frozen}
+        return states.unflatten(loaded, abstract)
+
+    def _record(self, folder: Path) -> None:
+        """Writes into the run's folder what it is made of, and what changed since it began."""
+        trainer, now = self.trainer, self.trainer.train.state()
+        made_of = {"model": trainer.origin.shape, "train": self.config}
+        write_config(folder, trainer.run_config or made_of)
+        write_versions(folder, self.step)
+        of_data = now.changes if isinstance(now, KnowingState) else ()
+        write_changes(folder, self.step, self.change, of_data)
+        evals = {one.name: one.loader for one in trainer.evals}
+        write_fingerprints(folder, trainer.train, evals)
+
+
+def _batches(loader: BatchLoader) -> Generator[Mapping[str, Any]]:
+    """The batches of a loader; of all passes, one behind the other, where it has such."""
+    empty = 0
+    # where the loader was restored behind the last batch of a pass, what is left of it is none
+    while empty < 2:
+        empty += 1
+        batches = iter(loader)
+        with contextlib.ExitStack() as stack:
+            if isinstance(batches, Closing):
+                stack.callback(batches.close)
+            for batch in batches:
+                empty = 0
+                yield batch
+        if not isinstance(loader, EpochStyle):
+            return
+
+
+def _documents(loader: BatchLoader, batch: int) -> Record:
+    """Which documents a batch holds, where the loader knows."""
+    if not isinstance(loader, Explaining):
+        return {}
+    try:
+        rows = loader.explain(batch).rows
+    except EasypipeError as error:  # the run goes on: what it trains does not depend on it
+        return {"problem": str(error)}
+    documents = [
+        {
+            "row_of_batch": row.row,
+            "dataset": part.dataset,
+            "file": part.file,
+            "row": part.row,
+            "token_start": part.token_start,
+            "token_stop": part.token_stop,
+        }
+        for row in rows
+        for part in row.segments
+    ]
+    return {"documents": documents}
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
 
 
 def __getattr__(name: str) -> Any:

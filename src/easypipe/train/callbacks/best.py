@@ -7,30 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from easypipe.core.config import config
-from easypipe.core.errors import ConfigError
-from easypipe.train.callbacks.metric import Mode, better, value_of
+from easypipe.train.callbacks.config import BestConfig
+from easypipe.train.callbacks.metric import better, value_of
 from easypipe.train.events import Callback, TrainEvent
 from easypipe.train.record import BEST, write_kept
 
 logger = logging.getLogger("easypipe")
-
-
-@config
-class BestConfig:
-    """Saves the step of an evaluation that is among the `keep` best so far, and keeps it beside
-    those that `checkpoint.keep` keeps. best.json in the output folder lists them, the best first.
-    """
-
-    metric: str  # of held-out data, as eval.held_out.loss
-    mode: Mode = "min"  # whether lower or higher is better
-    keep: int = 1  # checkpoints
-
-    def check(self) -> None:
-        if self.keep < 1:
-            raise ConfigError(
-                at="keep", problem=f"{self.keep} is too small", fix="Give at least 1."
-            )
 
 
 class BestCheckpoints(Callback):
@@ -42,7 +24,7 @@ class BestCheckpoints(Callback):
         self.ranking: list[tuple[int, float]] = []  # (step, value), the best first
         # all that were ever among them, while their checkpoints are there or to come
         self._ranked: list[tuple[int, float]] = []
-        self._listed: list[tuple[int, float]] | None = None  # in best.json
+        self._listed: list[tuple[int, float]] = []  # in best.json
 
     def on_init(self, event: TrainEvent) -> None:
         there = [one for one in self.ranking if self._is_whole(one)]
@@ -59,17 +41,14 @@ class BestCheckpoints(Callback):
 
     def on_step(self, event: TrainEvent) -> None:
         value = value_of(event.record, self.config.metric, "train.callbacks.best.metric")
-        if value is None:
-            return
-        if self._place(value, self.ranking) >= self.config.keep:
+        if value is None or self._place(value, self.ranking) >= self.config.keep:
             return
         for ranking in (self.ranking, self._ranked):
             ranking.insert(self._place(value, ranking), (event.step, value))
-        for worse, _ in self.ranking[self.config.keep :]:
-            event.control.kept.discard(worse)
-        del self.ranking[self.config.keep :]
+        event.control.kept.difference_update(step for step, _ in self.ranking[self.config.keep :])
         event.control.kept.add(event.step)
         event.control.save()
+        del self.ranking[self.config.keep :]
 
     def on_dispatch(self, event: TrainEvent) -> None:
         # a save is whole some steps after it began
@@ -90,19 +69,18 @@ class BestCheckpoints(Callback):
         there = [one for one in self._ranked if self._is_whole(one)]
         newest = max((step for step, _ in there), default=0)
         self._ranked = [one for one in self._ranked if one in there or one[0] > newest]
-        if self._write and there[: self.config.keep] not in (self._listed, []):
-            self._listed = there[: self.config.keep]
-            best = [
+        best = there[: self.config.keep]
+        if self._write and best and best != self._listed:
+            self._listed = best
+            lines = [
                 {"step": step, self.config.metric: value, "checkpoint": f"checkpoints/{step}"}
-                for step, value in self._listed
+                for step, value in best
             ]
-            write_kept(self._folder / BEST, best)
+            write_kept(self._folder / BEST, lines)
 
     def _place(self, value: float, ranking: list[tuple[int, float]]) -> int:
-        return next(
-            (i for i, (_, other) in enumerate(ranking) if better(value, other, self.config.mode)),
-            len(ranking),
-        )
+        worse = (i for i, one in enumerate(ranking) if better(value, one[1], self.config.mode))
+        return next(worse, len(ranking))
 
     def _is_whole(self, one: tuple[int, float]) -> bool:
         """A checkpoint gets its name when it is."""

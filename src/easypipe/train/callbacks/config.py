@@ -1,14 +1,107 @@
-"""Which callbacks a run has, by name."""
+"""Which callbacks a run has, by name, and the options of each. No jax here."""
 
 from __future__ import annotations
 
-from easypipe.core.config import config
-from easypipe.train.callbacks.best import BestConfig
-from easypipe.train.callbacks.early_stopping import EarlyStoppingConfig
-from easypipe.train.callbacks.heartbeat import HeartbeatConfig
-from easypipe.train.callbacks.profile import ProfileConfig
-from easypipe.train.callbacks.tensorboard import TensorBoardConfig
-from easypipe.train.callbacks.wandb import WandbConfig
+import math
+from typing import Literal
+
+from easypipe.core.config import check_at_least, config
+from easypipe.core.errors import ConfigError
+
+Mode = Literal["min", "max"]
+
+
+@config
+class EarlyStoppingConfig:
+    """Stops once `metric` did not get better for `patience` of its values in a row. The step that
+    shows it is saved, as a last step is, and the run is at its end: run again, it stays there,
+    unless `train.resume_changes: [ended]` lets it go on.
+    """
+
+    # of held-out data, as eval.held_out.loss, or of each logged step, as loss, or what an own loss
+    # gives by name
+    metric: str
+    mode: Mode = "min"  # whether lower or higher is better
+    patience: int = 3  # values in a row, not steps
+    min_delta: float = 0.0  # better by no more than this is not better
+
+    def check(self) -> None:
+        check_at_least(self, 1, "patience")
+        if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
+            problem = f"{self.min_delta} is not a number from 0 up"
+            raise ConfigError(at="min_delta", problem=problem, fix="0.0 takes any gain.")
+
+
+@config
+class BestConfig:
+    """Saves the step of an evaluation that is among the `keep` best so far, and keeps it beside
+    those that `checkpoint.keep` keeps. best.json in the output folder lists them, the best first.
+    """
+
+    metric: str  # of held-out data, as eval.held_out.loss
+    mode: Mode = "min"  # whether lower or higher is better
+    keep: int = 1  # checkpoints
+
+    def check(self) -> None:
+        check_at_least(self, 1, "keep")
+
+
+@config
+class TensorBoardConfig:
+    """Writes every number of metrics.jsonl as a scalar, `train/loss`, `eval/held_out/loss` and so
+    on. Needs the extra [tensorboard].
+    """
+
+    folder: str | None = None  # where to; None: tensorboard/ in the output folder
+    flush_s: int = 30  # seconds after which what was measured is on the disk
+
+    def check(self) -> None:
+        check_at_least(self, 1, "flush_s")
+
+
+@config
+class WandbConfig:
+    """Sends every number of metrics.jsonl, and the resolved configuration, to Weights & Biases.
+    Needs the extra [wandb].
+
+    The API key is not part of this configuration: log in with `wandb login`, or set WANDB_API_KEY.
+    It is neither logged nor saved.
+    """
+
+    project: str = "easypipe"
+    entity: str | None = None  # None: the default one of the account
+    name: str | None = None  # of the run; None: W&B makes one up
+    # offline: kept in wandb/ in the output folder, for `wandb sync`
+    mode: Literal["online", "offline"] = "online"
+
+
+@config
+class ProfileConfig:
+    """Traces host and devices from the dispatch of step `start` until `steps` steps are through.
+    The traces lie in `profile/` in the output folder (one process of a run writes them);
+    `tensorboard --logdir` opens it, with the plugin of the package xprof.
+    """
+
+    start: int = 10  # the first step that is traced; step 1 compiles
+    steps: int = 3
+
+    def check(self) -> None:
+        check_at_least(self, 1, "start", "steps")
+
+
+@config
+class HeartbeatConfig:
+    """Each process renews heartbeat-<process>.json in the output folder as its training goes on:
+    step, steps, status (running, ended, stopped by a signal, failed), time (UNIX seconds), host and
+    pid. A run that hangs renews nothing: it is the training thread that writes.
+    """
+
+    every_s: float = 10.0  # seconds between two renewals, at least
+
+    def check(self) -> None:
+        if not self.every_s >= 0:
+            fix = "10.0 is usual; 0.0 writes at every step."
+            raise ConfigError(at="every_s", problem=f"{self.every_s} is no time", fix=fix)
 
 
 @config

@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from easypipe.core.config import config
-from easypipe.core.errors import ConfigError
-from easypipe.train.callbacks.metric import Mode, better, value_of
+from easypipe.train.callbacks.config import EarlyStoppingConfig
+from easypipe.train.callbacks.metric import better, value_of
 from easypipe.train.events import Callback, TrainEvent
-
-
-@config
-class EarlyStoppingConfig:
-    """Stops once `metric` did not get better for `patience` of its values in a row. The step that
-    shows it is saved, as a last step is, and the run is at its end: run again, it stays there,
-    unless `train.resume_changes: [ended]` lets it go on.
-    """
-
-    # of held-out data, as eval.held_out.loss, or of each logged step, as loss, or what an own loss
-    # gives by name
-    metric: str
-    mode: Mode = "min"  # whether lower or higher is better
-    patience: int = 3  # values in a row, not steps
-    min_delta: float = 0.0  # better by no more than this is not better
-
-    def check(self) -> None:
-        if self.patience < 1:
-            raise ConfigError(
-                at="patience", problem=f"{self.patience} is too small", fix="Give at least 1."
-            )
-        if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
-            raise ConfigError(
-                at="min_delta",
-                problem=f"{self.min_delta} is not a number from 0 up",
-                fix="0.0 takes any gain.",
-            )
 
 
 class EarlyStopping(Callback):

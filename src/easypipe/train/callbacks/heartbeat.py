@@ -9,27 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from easypipe.core.config import config
-from easypipe.core.errors import ConfigError, StorageError
+from easypipe.core.errors import StorageError
+from easypipe.train.callbacks.config import HeartbeatConfig
 from easypipe.train.events import Callback, TrainEvent
-
-
-@config
-class HeartbeatConfig:
-    """Each process renews heartbeat-<process>.json in the output folder as its training goes on:
-    step, steps, status (running, ended, stopped by a signal, failed), time (UNIX seconds), host and
-    pid. A run that hangs renews nothing: it is the training thread that writes.
-    """
-
-    every_s: float = 10.0  # seconds between two renewals, at least
-
-    def check(self) -> None:
-        if not self.every_s >= 0:
-            raise ConfigError(
-                at="every_s",
-                problem=f"{self.every_s} is no time",
-                fix="10.0 is usual; 0.0 writes at every step.",
-            )
 
 
 class Heartbeat(Callback):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,23 @@ from easypipe.train.callbacks.metric import Known
 from easypipe.train.callbacks.profile import ProfilerWindow
 from easypipe.train.callbacks.tensorboard import TensorBoard
 from easypipe.train.callbacks.wandb import Wandb
-from easypipe.train.events import Callback
+from easypipe.train.events import Callback, StatefulListener
 
 _AT = "train.callbacks"
+
+
+def checked_callbacks(given: object) -> tuple[StatefulListener, ...]:
+    """Raises ConfigError for what are no callbacks."""
+    several: Iterable[object] = (given,)
+    if isinstance(given, Iterable) and not isinstance(given, StatefulListener | str):
+        several = given
+    callbacks: list[StatefulListener] = []
+    for i, one in enumerate(several):
+        if isinstance(one, type) or not isinstance(one, StatefulListener):
+            fix = "Make an object of a class that extends easypipe.train.events.Callback; those with names stand in a mapping: {best: {}}."
+            raise ConfigError(at=f"callbacks[{i}]", problem=f"{one!r} is no Callback", fix=fix)
+        callbacks.append(one)
+    return tuple(callbacks)
 
 
 def make_callbacks(

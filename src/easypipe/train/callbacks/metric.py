@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from easypipe.core.errors import ConfigError, did_you_mean
-
-Mode = Literal["min", "max"]
+from easypipe.train.callbacks.config import Mode
 
 # of each line of metrics.jsonl, and the same in all processes of a run
 TRAINING = ("loss", "nll", "ppl", "grad_norm", "param_norm")

@@ -5,29 +5,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from easypipe.core.config import config
-from easypipe.core.errors import ConfigError
+from easypipe.train.callbacks.config import ProfileConfig
 from easypipe.train.events import Callback, TrainEvent
 
 logger = logging.getLogger("easypipe")
-
-
-@config
-class ProfileConfig:
-    """Traces host and devices from the dispatch of step `start` until `steps` steps are through.
-    The traces lie in `profile/` in the output folder (one process of a run writes them);
-    `tensorboard --logdir` opens it, with the plugin of the package xprof.
-    """
-
-    start: int = 10  # the first step that is traced; step 1 compiles
-    steps: int = 3
-
-    def check(self) -> None:
-        for name in ("start", "steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    at=name, problem=f"{getattr(self, name)} is too small", fix="Give at least 1."
-                )
 
 
 class ProfilerWindow(Callback):

@@ -6,26 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
+from easypipe.train.callbacks.config import TensorBoardConfig
 from easypipe.train.callbacks.metric import flat
 from easypipe.train.events import Callback, TrainEvent
-
-
-@config
-class TensorBoardConfig:
-    """Writes every number of metrics.jsonl as a scalar, `train/loss`, `eval/held_out/loss` and so
-    on. Needs the extra [tensorboard].
-    """
-
-    folder: str | None = None  # where to; None: tensorboard/ in the output folder
-    flush_s: int = 30  # seconds after which what was measured is on the disk
-
-    def check(self) -> None:
-        if self.flush_s < 1:
-            raise ConfigError(
-                at="flush_s", problem=f"{self.flush_s} is too small", fix="Give at least 1."
-            )
 
 
 class TensorBoard(Callback):

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
+from easypipe.train.callbacks.config import WandbConfig
 from easypipe.train.callbacks.metric import flat
 from easypipe.train.events import Callback, TrainEvent
-
-
-@config
-class WandbConfig:
-    """Sends every number of metrics.jsonl, and the resolved configuration, to Weights & Biases.
-    Needs the extra [wandb].
-
-    The API key is not part of this configuration: log in with `wandb login`, or set WANDB_API_KEY.
-    It is neither logged nor saved.
-    """
-
-    project: str = "easypipe"
-    entity: str | None = None  # None: the default one of the account
-    name: str | None = None  # of the run; None: W&B makes one up
-    # offline: kept in wandb/ in the output folder, for `wandb sync`
-    mode: Literal["online", "offline"] = "online"
 
 
 class Wandb(Callback):
@@ -42,12 +26,8 @@ class Wandb(Callback):
             raise ConfigError(
                 at="train.callbacks.wandb", problem=problem, fix="pip install 'easypipe[wandb]'"
             ) from error
-        self._wandb, self.config, self._folder, self._run_config = (
-            wandb,
-            config,
-            folder,
-            dict(run_config),
-        )
+        self._wandb, self.config, self._folder = wandb, config, folder
+        self._run_config = dict(run_config)
         self.id: str | None = None
         self._run: Any = None
 

@@ -3,26 +3,33 @@ only module that knows Orbax.
 
 Law (commit or nothing): `latest()` is a checkpoint that was written whole and synced, whenever the
 process that wrote it was killed or the machine lost power; and nothing is loaded but what was
-written (checkpoint_files.py). What a killed process left behind is removed when the folder is
-opened.
+written (files.py). What a killed process left behind is removed when the folder is opened.
+
+Orbax writes and reads the arrays. Its Checkpointer would also name and keep checkpoints, by its
+save-decision and preservation policies, but renames a folder as soon as it is written, with no
+place for the checksums that must be in it before; and its BestN keeps the later of two equals. What
+its policies would replace here are the three lines of `_finish` that say what is kept.
 """
 
 from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
+from easypipe.core.checked import Json
 from easypipe.core.errors import StateError, StorageError
 from easypipe.train.checkpoint import files
+from easypipe.train.checkpoint.differences import differences, listed
 from easypipe.train.checkpoint.files import ARRAYS, RUN
 from easypipe.train.checkpoint.snapshot import Snapshots
 
@@ -30,11 +37,21 @@ FORMAT = 1
 # what Orbax and TensorStore raise for files that are not there or not whole
 _UNREADABLE = (OSError, ValueError, KeyError)
 
+Arrays = Mapping[str, jax.Array]
+
 
 class DamagedCheckpoint(StateError):
     """A checkpoint whose files are not what was committed: deleted, cut short or changed by
     something else.
     """
+
+
+class _Saving(NamedTuple):
+    """A save under way: of which step, when it is committed, whether its arrays are copied."""
+
+    step: int
+    committed: Future[None]
+    copied: threading.Event
 
 
 class Checkpoints:
@@ -46,6 +63,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int | None) -> None:
         self.folder = folder.absolute()  # Orbax refuses relative paths
+        self._several = jax.process_count() > 1
         registry = ocp.handlers.local_registry()
         registry.add(ocp.handlers.JsonHandler, checkpointable_name=RUN)
         self._context = ocp.Context()
@@ -56,27 +74,23 @@ class Checkpoints:
         self._context.array.saving.use_compression = False
         # Made by a thread of its own, a folder that cannot be made is waited for, five minutes,
         # when the process ends.
-        self._context.async_options.create_directories_asynchronously = jax.process_count() > 1
+        self._context.async_options.create_directories_asynchronously = self._several
         self.protected: dict[str, set[int]] = {}  # who -> steps that are kept whatever their age
-        self._keep = keep
-        self._snapshots, self._writer = (
-            Snapshots(),
-            ThreadPoolExecutor(1, thread_name_prefix="easypipe saves"),
-        )
-        # step, when it is committed, whether its arrays are copied
-        self._saving: tuple[int, Future[None], threading.Event] | None = None
+        self._keep, self._snapshots = keep, Snapshots()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="easypipe saves")
+        self._saving: _Saving | None = None
+        if keep is None:
+            return
         try:
-            if keep is not None and jax.process_index() == 0:
+            if jax.process_index() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 files.sweep(self.folder)
         except OSError as error:
-            raise StorageError(
-                at=str(folder), problem=f"cannot hold checkpoints: {error}"
-            ) from error
-        if keep is not None and jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"easypipe opened {self.folder}")
+            problem = f"cannot hold checkpoints: {error}"
+            raise StorageError(at=str(folder), problem=problem) from error
+        self._agree(f"opened {self.folder}")
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,74 +101,69 @@ class Checkpoints:
         return files.committed(self.folder)
 
     def latest(self) -> int | None:
-        steps = self.steps()
-        return steps[-1] if steps else None
+        return max(self.steps(), default=None)
 
-    def save(self, step: int, arrays: Mapping[str, jax.Array], run: Mapping[str, Any]) -> None:
+    def save(self, step: int, arrays: Arrays, run: Json) -> None:
         """Starts writing, and returns: `copied` tells when the arrays may be donated. One save runs
         at a time.
 
         run: plain JSON. Raises StorageError where the save before this one could not be written; of
         this one `wait` raises it.
         """
-        self._committed()
+        self.wait()
         keeping = frozenset[int]().union(*self.protected.values())
-        parts, copied = {RUN: {"format": FORMAT, **run}}, threading.Event()
-        if jax.process_count() > 1:
+        parts: dict[str, PyTree] = {ARRAYS: dict(arrays), RUN: {"format": FORMAT, **run}}
+        copied, committed = threading.Event(), Future[None]()
+        if not self._several:
+            committed = self._writer.submit(self._write, step, parts, keeping, copied)
+        else:
             # Orbax agrees with the other processes by programs on the devices, which stand in one
             # order with those of the steps.
             try:
-                written = self._start(step, arrays, parts)
+                written = self._start(step, parts)
             except BaseException as error:  # noqa: BLE001  (raised by `wait`, as that of a save in the background is)
-                writing: Future[None] = Future()
-                writing.set_exception(error)
+                committed.set_exception(error)
             else:
-                writing = self._writer.submit(self._finish, step, written, keeping)
+                committed = self._writer.submit(self._finish, step, written, keeping)
             copied.set()
-        else:
-            writing = self._writer.submit(self._write, step, arrays, parts, keeping, copied)
-        self._saving = step, writing, copied
+        self._saving = _Saving(step, committed, copied)
 
-    def expect(self, like: Mapping[str, Any]) -> None:
+    def expect(self, like: Mapping[str, PyTree]) -> None:
         """Says what arrays, or abstract ones, will be saved, so that what a save needs is at hand
         when it comes.
         """
-        if jax.process_count() == 1:
+        if not self._several:
             self._writer.submit(self._snapshots.expect, like)
 
     def copied(self) -> None:
         """Returns once the arrays that were given to `save` may be donated."""
         if self._saving is not None:
-            self._saving[2].wait()
+            self._saving.copied.wait()
 
     def _write(
         self,
         step: int,
-        arrays: Mapping[str, jax.Array],
-        parts: dict[str, Any],
+        parts: dict[str, PyTree],
         keeping: frozenset[int],
         copied: threading.Event,
     ) -> None:
         try:
-            apart = self._snapshots.take(arrays)
+            apart = self._snapshots.take(parts[ARRAYS])
             if apart is not None:
-                arrays = apart
+                parts[ARRAYS] = dict(apart)
                 copied.set()
-            written = self._start(step, arrays, parts)  # returns once they are in the host's memory
+            written = self._start(step, parts)  # returns once they are in the host's memory
             copied.set()
             self._finish(step, written, keeping)
         finally:
             copied.set()
 
-    def _start(self, step: int, arrays: Mapping[str, jax.Array], parts: dict[str, Any]) -> Any:
+    def _start(self, step: int, parts: dict[str, PyTree]) -> ocp.AsyncResponse[None]:
         with ocp.Context(self._context):
-            return ocp.save_checkpointables_async(
-                str(files.writing(self.folder, step)),
-                {ARRAYS: dict(arrays), **parts},
-                overwrite=True,
-            )
+            target = str(files.writing(self.folder, step))
+            return ocp.save_checkpointables_async(target, parts, overwrite=True)
 
-    def _finish(self, step: int, written: Any, keeping: frozenset[int]) -> None:
+    def _finish(self, step: int, written: ocp.AsyncResponse[None], keeping: frozenset[int]) -> None:
         """Commits what Orbax has written when `written` has its result, and takes away what is no
         longer kept.
 
@@ -163,25 +172,20 @@ class Checkpoints:
         written.result()
         if jax.process_index() == 0:
             files.commit(self.folder, step)
-            newest = self.steps()[-(self._keep or 1) :]
-            files.delete(
-                self.folder,
-                [old for old in self.steps() if old not in newest and old not in keeping],
-            )
+            steps = self.steps()
+            kept = {*steps[-(self._keep or 1) :], *keeping}
+            files.delete(self.folder, [old for old in steps if old not in kept])
 
     def run(self, step: int) -> dict[str, Any]:
         """What `save` was given as `run`. Raises DamagedCheckpoint, and StateError for a checkpoint
         of another version.
         """
         self._check(step, RUN)
-        saved: Any = self._read(step, RUN, None)
+        saved = self._read(step, RUN, None)
         if not isinstance(saved, dict) or saved.get("format") != FORMAT:
             found = saved.get("format") if isinstance(saved, dict) else None
-            raise StateError(
-                at=self._at(step),
-                problem=f"checkpoint format {found}, this version reads {FORMAT}",
-                fix="Give another output_dir.",
-            )
+            problem = f"checkpoint format {found}, this version reads {FORMAT}"
+            raise StateError(at=self._at(step), problem=problem, fix="Give another output_dir.")
         return saved
 
     def load(
@@ -194,20 +198,16 @@ class Checkpoints:
         Raises DamagedCheckpoint, and StateError listing how the saved arrays differ from `abstract`
         in name, shape and dtype.
         """
-        saved = {
-            name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in self.describe(step).items()
-        }
-        if partial:
-            saved = {name: text for name, text in saved.items() if name in abstract}
-        unlike = differences(
-            saved, {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in abstract.items()}
+        described = self.describe(step)
+        saved, asked = (
+            {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in arrays.items()}
+            for arrays in (described, abstract)
         )
-        if unlike:
-            raise StateError(
-                at=self._at(step),
-                problem=f"holds other arrays: {listed(unlike)}",
-                fix="Give another output_dir.",
-            )
+        if partial:
+            saved = {name: text for name, text in saved.items() if name in asked}
+        if unlike := differences(saved, asked):
+            problem = f"holds other arrays: {listed(unlike)}"
+            raise StateError(at=self._at(step), problem=problem, fix="Give another output_dir.")
         return self._read(step, ARRAYS, dict(abstract))
 
     def describe(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -215,10 +215,9 @@ class Checkpoints:
         self._check(step, ARRAYS)
         try:
             with ocp.Context(self._context):
-                metadata: Any = ocp.checkpointables_metadata(self._at(step)).metadata
+                described = ocp.checkpointables_metadata(self._at(step)).metadata.get(ARRAYS)
         except _UNREADABLE as error:
             raise self._damaged(step, _reason(error)) from error
-        described = metadata.get(ARRAYS)
         if described is None:
             raise self._damaged(step, "the description of its arrays is missing or cut short")
         return {
@@ -234,40 +233,42 @@ class Checkpoints:
             target.parent.mkdir(exist_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # an older one that was as damaged
             (self.folder / str(step)).rename(target)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"easypipe set aside {step}")
+        self._agree(f"set aside {step}")
         return target
 
-    def wait(self) -> None:
-        """Returns once the newest save is committed. Raises StorageError where it failed."""
-        self._committed()
+    def wait(self, *, agree: bool = True) -> None:
+        """Returns once the newest save is committed. Raises StorageError where it failed, once.
+
+        agree: where there are several processes, all of them know then.
+        """
+        if self._saving is None:
+            return
+        (step, committed, _), self._saving = self._saving, None
+        try:
+            committed.result()
+        except (OSError, ValueError) as error:
+            raise StorageError(
+                at=self._at(step),
+                problem=f"cannot be written: {error}",
+                fix="Check space and permissions.",
+            ) from error
+        finally:
+            if agree:
+                self._agree(f"saved {step}")
 
     def close(self) -> None:
         """Returns once nothing is being written. Raises StorageError where the newest save failed,
         if `wait` did not.
         """
         self._writer.shutdown()
-        self._committed(agree=False)  # the other processes may be gone
+        self.wait(agree=False)  # the other processes may be gone
 
-    def _committed(self, *, agree: bool = True) -> None:
-        """Raises what went wrong in the newest save, once. agree: where there are several
-        processes, all of them know then.
-        """
-        if self._saving is None:
-            return
-        (step, writing, _), self._saving = self._saving, None
-        try:
-            writing.result()
-        except (OSError, ValueError) as error:
-            problem = f"cannot be written: {error}"
-            raise StorageError(
-                at=self._at(step), problem=problem, fix="Check space and permissions."
-            ) from error
-        finally:
-            if agree and jax.process_count() > 1:
-                multihost_utils.sync_global_devices(f"easypipe saved {step}")
+    def _agree(self, that: str) -> None:
+        """Waits for the other processes of the run to come here too."""
+        if self._several:
+            multihost_utils.sync_global_devices(f"easypipe {that}")
 
-    def _read(self, step: int, part: str, abstract: Any) -> Any:
+    def _read(self, step: int, part: str, abstract: PyTree) -> PyTree:
         try:
             with ocp.Context(self._context):
                 return ocp.load_checkpointables(self._at(step), {part: abstract})[part]
@@ -278,17 +279,15 @@ class Checkpoints:
         """Raises DamagedCheckpoint where files of a part are not as they were committed. Arrays are
         shared out among the processes.
         """
-        several = part == ARRAYS and jax.process_count() > 1
+        several = part == ARRAYS and self._several
         share = (jax.process_index(), jax.process_count()) if several else (0, 1)
         problems = files.check(self.folder / str(step), part, share=share).problems
         damaged = bool(problems)
         if several:
             damaged = bool(multihost_utils.process_allgather(np.asarray(damaged)).any())
         if damaged:
-            told = [f"{name}: {what}" for name, what in problems.items()] or [
-                "another process found it damaged"
-            ]
-            raise self._damaged(step, "; ".join(told[:4]))
+            found = [f"{name}: {what}" for name, what in problems.items()]
+            raise self._damaged(step, "; ".join(found[:4]) or "another process found it damaged")
 
     def _at(self, step: int) -> str:
         return str(self.folder / str(step))
@@ -302,60 +301,3 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-
-
-def differences(
-    saved: Any, here: Any, at: str = "", words: str = "{here} here, {saved} in the checkpoint"
-) -> dict[str, str]:
-    """key path → `64 here, 128 in the checkpoint` (`words`), for every value of two nested mappings
-    that is not the same.
-
-    Of lists of mappings (datasets, groups) each entry is compared: `datasets.1.name`, as `--set`
-    has it.
-    """
-    if isinstance(saved, Mapping) and isinstance(here, Mapping):
-        found: dict[str, str] = {}
-        for key in [*here, *(key for key in saved if key not in here)]:
-            path = f"{at}.{key}" if at else str(key)
-            found |= differences(saved.get(key, _ABSENT), here.get(key, _ABSENT), path, words)
-        return found
-    if _are_sections(saved) and _are_sections(here):
-        found = (
-            {}
-            if len(saved) == len(here)
-            else {at: words.format(here=f"{len(here)} of them", saved=len(saved))}
-        )
-        for i, (one, other) in enumerate(zip(saved, here, strict=False)):
-            found |= differences(one, other, f"{at}.{i}", words)
-        return found
-    return {} if saved == here else {at: words.format(here=_shown(here), saved=_shown(saved))}
-
-
-def key_paths(values: Any, at: str = "") -> Iterator[str]:
-    """Every path that `differences` may have found in `values`, sections before what they hold."""
-    if isinstance(values, Mapping) or _are_sections(values):
-        for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
-            path = f"{at}.{key}" if at else str(key)
-            yield path
-            yield from key_paths(value, path)
-
-
-def listed(unlike: Mapping[str, str], most: int = 8) -> str:
-    """What `differences` found, in one line."""
-    lines = [f"{path}: {difference}" for path, difference in unlike.items()]
-    return "; ".join(lines[:most]) + (
-        f"; and {len(lines) - most} more" if len(lines) > most else ""
-    )
-
-
-def _are_sections(value: Any) -> bool:
-    return (
-        isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
-    )
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is _ABSENT else str(value)
-
-
-_ABSENT = object()

@@ -13,13 +13,16 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
+from flax import nnx, traverse_util
+from jaxtyping import PyTree
 
+from easypipe.core.checked import Json
 from easypipe.core.errors import ConfigError, MissingFileError, StateError
+from easypipe.core.protocols import BatchLoader
 from easypipe.train.checkpoint.checkpoint import Checkpoints
-from easypipe.train.checks import loader_state, saved_loader_state
-
-_PARTS = ("model", "optimizer")
+from easypipe.train.checkpoint.resume import loader_state, saved_loader_state
+from easypipe.train.state import flatten, unflatten
 
 
 class CheckpointManager:
@@ -50,30 +53,22 @@ class CheckpointManager:
             if value is not None and value < 1:
                 raise ConfigError(at=name, problem=f"{value} is too few", fix="Give at least 1.")
         if best_mode not in ("min", "max"):
-            raise ConfigError(
-                at="best_mode", problem=f"{best_mode!r} is not an option", have=("min", "max")
-            )
+            problem = f"{best_mode!r} is not an option"
+            raise ConfigError(at="best_mode", problem=problem, have=("min", "max"))
         if best_metric is None and (best_mode, keep_best) != ("min", 1):
             raise ConfigError(
                 at="best_metric",
                 problem="not given, and without it best_mode and keep_best have no effect",
                 fix="Name one.",
             )
-        self._checkpoints = Checkpoints(
-            Path(checkpoint_dir).expanduser(), keep=sys.maxsize if keep is None else keep
-        )
-        self._metric, self._sign, self._keep_best = (
-            best_metric,
-            1 if best_mode == "min" else -1,
-            keep_best,
-        )
+        self._checkpoints = Checkpoints(Path(checkpoint_dir).expanduser(), keep=keep or sys.maxsize)
+        self._metric, self._keep_best = best_metric, keep_best
+        self._sign = 1 if best_mode == "min" else -1
         self._seen: dict[int, float] = {}
-        if best_metric is not None:
-            found = {
-                step: self._run(step)["metrics"].get(best_metric)
-                for step in self._checkpoints.steps()
-            }
-            self._seen = {step: value for step, value in found.items() if value is not None}
+        for step in self._checkpoints.steps() if best_metric is not None else ():
+            value = self._run(step)["metrics"].get(best_metric)
+            if value is not None:
+                self._seen[step] = value
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -84,13 +79,13 @@ class CheckpointManager:
     def save(
         self,
         *,
-        model: Any,
-        optimizer: Any = None,
+        model: PyTree,
+        optimizer: PyTree = None,
         scheduler: Any = None,
         epoch: int | None = None,
-        metrics: Mapping[str, Any] | None = None,
-        custom_state: Mapping[str, Any] | None = None,
-        loader: Any = None,
+        metrics: Json | None = None,
+        custom_state: Json | None = None,
+        loader: BatchLoader | None = None,
     ) -> Path:
         """Writes a checkpoint, and returns its folder once it is whole.
 
@@ -101,7 +96,9 @@ class CheckpointManager:
         would have come next. Raises ConfigError for what cannot be written without pickle, with its
         place; StorageError.
         """
-        arrays, keys = _named({"model": model, "optimizer": optimizer})
+        arrays = _named("model", model) | _named("optimizer", optimizer)
+        kinds = {name: jax.random.key_impl(leaf) for name, leaf in arrays.items() if _is_key(leaf)}
+        arrays |= {name: jax.random.key_data(arrays[name]) for name in kinds}
         run = {
             "epoch": epoch,
             "metrics": {
@@ -110,7 +107,7 @@ class CheckpointManager:
             "custom_state": _json("custom_state", dict(custom_state or {})),
             "scheduler": _json("scheduler", _scheduler_state(scheduler)),
             "loader": None if loader is None else saved_loader_state(loader),
-            "keys": keys,
+            "keys": {name: str(kind) for name, kind in kinds.items()},
         }
         step = (self._checkpoints.latest() or 0) + 1
         if self._metric is not None:
@@ -130,10 +127,10 @@ class CheckpointManager:
         self,
         path: str | Path | None = None,
         *,
-        model: Any = None,
-        optimizer: Any = None,
+        model: PyTree = None,
+        optimizer: PyTree = None,
         scheduler: Any = None,
-        loader: Any = None,
+        loader: BatchLoader | None = None,
     ) -> dict[str, Any]:
         """What `save` was given: model, optimizer, scheduler, epoch, metrics, custom_state and
         loader (its state).
@@ -147,30 +144,22 @@ class CheckpointManager:
         differ in name, shape or dtype.
         """
         step = self._step(path)
-        run = self._run(step)
+        run, given = self._run(step), {"model": model, "optimizer": optimizer}
         first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        described = {
+        wanted = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=first)
             for name, leaf in self._checkpoints.describe(step).items()
+            if given[name.partition("/")[0]] is None
         }
-        wanted: dict[str, Any] = {}
-        for part, given in zip(_PARTS, (model, optimizer), strict=True):
-            if given is not None:
-                wanted |= _abstract(_named({part: given})[0])
-            else:
-                wanted |= {
-                    name: leaf for name, leaf in described.items() if name.partition("/")[0] == part
-                }
-        arrays: dict[str, Any] = dict(self._checkpoints.load(step, wanted)) if wanted else {}
-        arrays |= {
-            name: jax.random.wrap_key_data(arrays[name], impl=impl)
-            for name, impl in run["keys"].items()
-        }
-        state = {
-            part: _put(part, given, arrays)
-            for part, given in zip(_PARTS, (model, optimizer), strict=True)
-        }
-        if scheduler is not None and hasattr(scheduler, "load_state_dict"):
+        for part, tree in given.items():
+            for name, leaf in _named(part, tree).items():
+                data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+                wanted[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=data.sharding)
+        arrays = dict(self._checkpoints.load(step, wanted)) if wanted else {}
+        for name, kind in run["keys"].items():
+            arrays[name] = jax.random.wrap_key_data(arrays[name], impl=kind)
+        found = {part: _put(part, tree, arrays) for part, tree in given.items()}
+        if hasattr(scheduler, "load_state_dict"):  # as PyTorch's have
             scheduler.load_state_dict(run["scheduler"])
         if loader is not None:
             if run["loader"] is None:
@@ -180,13 +169,8 @@ class CheckpointManager:
                     fix="Save it: save(..., loader=loader).",
                 )
             loader.restore(loader_state(loader, run["loader"]))
-        return {
-            **state,
-            **{
-                name: run[name]
-                for name in ("scheduler", "epoch", "metrics", "custom_state", "loader")
-            },
-        }
+        others = ("scheduler", "epoch", "metrics", "custom_state", "loader")
+        return found | {name: run[name] for name in others}
 
     def latest(self) -> Path | None:
         """The newest checkpoint."""
@@ -254,60 +238,40 @@ class CheckpointManager:
         return int(given.name)
 
 
-def _named(parts: Mapping[str, Any]) -> tuple[dict[str, jax.Array], dict[str, str]]:
-    """(name → array, name → kind of the random keys among them, which are held as their data)."""
-    arrays, keys = {}, {}
-    for part, given in parts.items():
-        tree = nnx.to_pure_dict(nnx.state(given)) if isinstance(given, nnx.Pytree) else given
-        leaves: list[tuple[Any, Any]] = jax.tree_util.tree_flatten_with_path(tree)[0]
-        for path, leaf in leaves:
-            name = f"{part}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
-            if not isinstance(leaf, bool | int | float) and not hasattr(leaf, "dtype"):
-                problem = f"{type(leaf).__name__} is neither an array nor a number"
-                raise ConfigError(
-                    at=name.replace("/", "."),
-                    problem=problem,
-                    fix="Put it into custom_state, or leave it out.",
-                )
-            if jnp.issubdtype(getattr(leaf, "dtype", jnp.float32), jax.dtypes.prng_key):
-                keys[name] = str(jax.random.key_impl(leaf))
-                leaf = jax.random.key_data(leaf)
-            arrays[name] = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-    return arrays, keys
+def _named(part: str, given: PyTree) -> dict[str, jax.Array]:
+    """name → array, of a model or an optimizer. Raises ConfigError for other leaves."""
+    arrays = {}
+    for path, leaf in flatten(_pure(given)).items():
+        name = f"{part}/{path}"
+        if not isinstance(leaf, bool | int | float | jax.Array | np.ndarray | np.generic):
+            raise ConfigError(
+                at=name.replace("/", "."),
+                problem=f"{type(leaf).__name__} is neither an array nor a number",
+                fix="Put it into custom_state, or leave it out.",
+            )
+        arrays[name] = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    return arrays
 
 
-def _abstract(arrays: Mapping[str, jax.Array]) -> dict[str, jax.ShapeDtypeStruct]:
-    return {
-        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-        for name, array in arrays.items()
-    }
+def _pure(given: PyTree) -> PyTree:
+    return nnx.to_pure_dict(nnx.state(given)) if isinstance(given, nnx.Pytree) else given
 
 
-def _put(part: str, given: Any, arrays: Mapping[str, Any]) -> Any:
+def _is_key(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _put(part: str, given: PyTree, arrays: Mapping[str, jax.Array]) -> PyTree:
     """`given` with its arrays; where nothing was given, nested dicts of them, and None where there
     are none.
     """
     if given is None:
-        nested: dict[str, Any] = {}
-        for name, array in arrays.items():
-            own, *parents, last = name.split("/")
-            node = nested
-            for key in parents:
-                node = node.setdefault(key, {})
-            if own == part:
-                node[last] = array
-        return nested or None
-    is_module = isinstance(given, nnx.Pytree)
-    state: Any = nnx.state(given) if is_module else None
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(
-        nnx.to_pure_dict(state) if is_module else given
-    )
-    names = [
-        f"{part}/{jax.tree_util.keystr(path, simple=True, separator='/')}" for path, _ in leaves
-    ]
-    tree = jax.tree.unflatten(treedef, [arrays[name] for name in names])
-    if not is_module:
+        return traverse_util.unflatten_dict(dict(arrays), sep="/").get(part)
+    own = {name.removeprefix(f"{part}/"): array for name, array in arrays.items()}
+    tree = unflatten(own, _pure(given))
+    if not isinstance(given, nnx.Pytree):
         return tree
+    state = nnx.state(given)
     nnx.replace_by_pure_dict(state, tree)
     nnx.update(given, state)
     return given
@@ -317,15 +281,14 @@ def _number(at: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise ConfigError(
-            at=at, problem=f"{value!r} is no number", fix="Put it into custom_state."
-        ) from None
+        problem = f"{value!r} is no number"
+        raise ConfigError(at=at, problem=problem, fix="Put it into custom_state.") from None
     if not math.isfinite(number):
         raise ConfigError(at=at, problem=f"{number} cannot be compared", fix="Leave it out.")
     return number
 
 
-def _json(at: str, value: Any) -> Any:
+def _json(at: str, value: object) -> Any:
     """`value`, if it is plain JSON. Raises ConfigError with the place of what is not."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
@@ -333,14 +296,12 @@ def _json(at: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             for key, item in value.items():
                 _json(f"{at}.{key}", item)
-        raise ConfigError(
-            at=at,
-            problem=f"is not plain JSON: {error}",
-            fix="Give numbers, texts, lists and dicts.",
-        ) from None
+        problem = f"is not plain JSON: {error}"
+        fix = "Give numbers, texts, lists and dicts."
+        raise ConfigError(at=at, problem=problem, fix=fix) from None
 
 
-def _scheduler_state(scheduler: Any) -> Any:
-    if hasattr(scheduler, "state_dict"):
+def _scheduler_state(scheduler: Any) -> object:
+    if hasattr(scheduler, "state_dict"):  # as PyTorch's have
         return scheduler.state_dict()
     return None if callable(scheduler) else scheduler

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from easypipe.train.metrics.memory import on_device
 
 logger = logging.getLogger("easypipe")
+
+Arrays = Mapping[str, jax.Array]
 
 
 class Snapshots:
@@ -26,28 +28,27 @@ class Snapshots:
     """
 
     def __init__(self) -> None:
-        self._kept: Mapping[str, Any] | None = None
+        self._kept: Arrays | None = None
         self._room: bool | None = None
 
-    def expect(self, like: Mapping[str, Any]) -> None:
+    def expect(self, like: Arrays | Mapping[str, jax.ShapeDtypeStruct]) -> None:
         """On a CPU, gets the memory for arrays like these, which may be abstract. Elsewhere
         nothing.
         """
-        if _on_cpu(like):
+        places = {name: leaf.sharding for name, leaf in like.items()}
+        if _on_cpu(places):
             born = jax.jit(
                 lambda: {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in like.items()},
-                out_shardings=_places(like),
+                out_shardings=places,
             )
             self._kept = jax.block_until_ready(born())
 
-    def take(self, arrays: Mapping[str, jax.Array]) -> Mapping[str, jax.Array] | None:
+    def take(self, arrays: Arrays) -> Arrays | None:
+        places = {name: array.sharding for name, array in arrays.items()}
         if self._room is None:  # asked once: from here on the peak has such a copy in it
-            devices = {
-                device for array in arrays.values() for device in array.sharding.addressable_devices
-            }
-            self._room = has_room(
-                on_device(dict(arrays)), [device.memory_stats() or {} for device in devices]
-            )
+            devices = {one for place in places.values() for one in place.addressable_devices}
+            stats = [device.memory_stats() or {} for device in devices]
+            self._room = has_room(on_device(dict(arrays)), stats)
             if not self._room:
                 logger.warning(
                     "no room on the devices for a second copy of the state: steps wait while a checkpoint is carried off them"
@@ -56,13 +57,11 @@ class Snapshots:
             return None
         kept, self._kept = self._kept, None
         if kept is None or _kinds(kept) != _kinds(arrays):
-            taken = jax.jit(_copied, out_shardings=_places(arrays))(arrays)
+            taken = jax.jit(_copied, out_shardings=places)(arrays)
         else:
-            into = jax.jit(
-                _copied, out_shardings=_places(arrays), donate_argnums=1, keep_unused=True
-            )
+            into = jax.jit(_copied, out_shardings=places, donate_argnums=1, keep_unused=True)
             taken = into(arrays, kept)
-        if _on_cpu(arrays):
+        if _on_cpu(places):
             self._kept = jax.block_until_ready(taken)
         return taken
 
@@ -75,22 +74,15 @@ def has_room(needed: int, told: Iterable[Mapping[str, int]]) -> bool:
     return all(needed <= stats["bytes_limit"] - stats["peak_bytes_in_use"] for stats in known)
 
 
-def _copied(
-    arrays: Mapping[str, jax.Array], into: Mapping[str, jax.Array] | None = None
-) -> Mapping[str, jax.Array]:
+def _copied(arrays: Arrays, into: Arrays | None = None) -> Arrays:
     """into: donated, so that the copies lie where it lay."""
     return jax.tree.map(jnp.copy, arrays)
 
 
-def _kinds(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _kinds(arrays: Arrays) -> dict[str, object]:
     return {name: (leaf.shape, leaf.dtype, leaf.sharding) for name, leaf in arrays.items()}
 
 
-def _places(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: leaf.sharding for name, leaf in arrays.items()}
-
-
-def _on_cpu(arrays: Mapping[str, Any]) -> bool:
-    return all(
-        device.platform == "cpu" for leaf in arrays.values() for device in leaf.sharding.device_set
-    )
+def _on_cpu(places: Mapping[str, Sharding | None]) -> bool:
+    devices = {one for place in places.values() if place for one in place.device_set}
+    return all(device.platform == "cpu" for device in devices)

@@ -10,11 +10,12 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -52,8 +53,34 @@ class LossOutput(NamedTuple):
     more: Mapping[str, Array] = {}
 
 
+Batch = Mapping[str, Array]
 Loss = LossOutput | Array | tuple[Array, Mapping[str, Array]]
-LossFn = Callable[[Any, Mapping[str, Array]], Loss]
+LossFn = Callable[[Any, Batch], Loss]  # of any module
+
+
+@runtime_checkable
+class LanguageModel(Protocol):
+    """What the fused loss takes: Decoder, and modules with the same two methods. Where the head is
+    [V, D], the attribute `lm_head_layout` is "vd"; where logits are capped, `logit_soft_cap` is by
+    how much.
+    """
+
+    def hidden(
+        self, input_ids: Array, segment_ids: Array | None = None, position_ids: Array | None = None
+    ) -> Array: ...
+
+    def lm_head(self) -> Array: ...
+
+
+def hidden_and_head(model: LanguageModel, batch: Batch) -> tuple[tuple[Array, ...], dict[str, Any]]:
+    """(hidden states, head, labels) of a batch, and the options of the fused loss that follow from
+    the model.
+    """
+    hidden_BSD = model.hidden(
+        batch["input_ids"], batch.get("segment_ids"), batch.get("position_ids")
+    )
+    cap, layout = getattr(model, "logit_soft_cap", None), getattr(model, "lm_head_layout", "dv")
+    return (hidden_BSD, model.lm_head(), batch["labels"]), {"logit_soft_cap": cap, "layout": layout}
 
 
 class AsSums:
@@ -74,69 +101,58 @@ class AsSums:
     def __init__(self, loss: LossFn) -> None:
         self._loss, self.of_means = loss, False
 
-    def __call__(self, model: Any, batch: Mapping[str, Array]) -> LossOutput:
-        out: Any = self._loss(model, batch)
+    def __call__(self, model: nnx.Module, batch: Batch) -> LossOutput:
+        out = self._loss(model, batch)
         self.of_means = not isinstance(out, LossOutput)
         if isinstance(out, LossOutput):
             return out
-        mean, told = (
-            out
-            if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)
-            else (out, {})
-        )
-        num_targets = _num_targets(batch)
-        total = _sum_of(mean, num_targets, "")
+        pair = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)
+        mean, means = out if pair else (out, {})
+        if "labels" not in batch:
+            raise ConfigError(
+                at="loss",
+                problem="gave a mean, and without labels in the batch it is not known over how many targets",
+                have=sorted(batch),
+                fix="Give a LossOutput of sums, with num_targets.",
+            )
+        count = num_targets(batch)
+        total = _sum_of(mean, count, "")
         more = {
-            str(name): jax.lax.stop_gradient(_sum_of(value, num_targets, str(name)))
-            for name, value in told.items()
+            str(name): jax.lax.stop_gradient(_sum_of(value, count, str(name)))
+            for name, value in means.items()
         }
         if taken := sorted(more.keys() & RECORDED):
             problem = "is the name of something that every record has"
             raise ConfigError(
                 at=f"loss, {taken[0]!r}", problem=problem, have=sorted(more), fix="Give it another."
             )
-        return LossOutput(total, num_targets, more.pop("nll", jnp.full((), jnp.nan)), more)
+        return LossOutput(total, count, more.pop("nll", jnp.full((), jnp.nan)), more)
 
 
-def _sum_of(mean: Any, count: Array, name: str) -> Array:
-    """A mean over `count` targets as a sum; 0 where there are none."""
-    array = (
-        jnp.asarray(mean)
-        if isinstance(mean, Array | np.ndarray | np.generic | float | int)
-        else None
-    )
-    if array is None or array.shape or jnp.iscomplexobj(array):
-        problem = f"gave {type(mean).__name__ if array is None else f'{array.dtype} of shape {array.shape}'}"
-        if name:
-            raise ConfigError(
-                at=f"loss, {name!r}",
-                problem=problem,
-                fix="Give a scalar, the mean over the batch's targets.",
-            )
-        ways = "a scalar, the mean over the batch's targets; (scalar, {name: scalar}); or a LossOutput of sums"
-        raise ConfigError(at="loss", problem=problem, fix=f"A loss gives {ways}.")
-    return (
-        jnp.where(count > 0, array.astype(jnp.promote_types(array.dtype, jnp.float32)), 0) * count
-    )
-
-
-def _num_targets(batch: Mapping[str, Array]) -> Array:
-    if "labels" not in batch:
-        problem = (
-            "gave a mean, and without labels in the batch it is not known over how many targets"
-        )
-        raise ConfigError(
-            at="loss",
-            problem=problem,
-            have=sorted(batch),
-            fix="Give a LossOutput of sums, with num_targets.",
-        )
+def num_targets(batch: Batch) -> Int[Array, ""]:
+    """Labels that are not IGNORE."""
     return (batch["labels"] != IGNORE).sum(dtype=jnp.int32)
 
 
+def _sum_of(mean: object, count: Array, name: str) -> Array:
+    """A mean over `count` targets as a sum; 0 where there are none."""
+    is_number = isinstance(mean, Array | np.ndarray | np.generic | float | int)
+    array = jnp.asarray(mean if is_number else jnp.nan)
+    if not is_number or array.shape or jnp.iscomplexobj(array):
+        what = f"{array.dtype} of shape {array.shape}" if is_number else type(mean).__name__
+        fix = "A loss gives a scalar, the mean over the batch's targets; (scalar, {name: scalar}); or a LossOutput of sums."
+        raise ConfigError(
+            at=f"loss, {name!r}" if name else "loss",
+            problem=f"gave {what}",
+            fix="Give a scalar, the mean over the batch's targets." if name else fix,
+        )
+    dtype = jnp.promote_types(array.dtype, jnp.float32)
+    return jnp.where(count > 0, array.astype(dtype), 0) * count
+
+
 def loss_sums(
-    model: Any,
-    batch: Mapping[str, Array],
+    model: LanguageModel,
+    batch: Batch,
     *,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
@@ -147,36 +163,28 @@ def loss_sums(
     """Token-weighted sums of the loss of a batch: `(loss_sum, num_targets, nll_sum)`, see
     LossOutput.
 
-    `model` has Decoder's `hidden` and `lm_head`; where its head is [V, D], its attribute
-    `lm_head_layout` is "vd"; where its logits are capped, `logit_soft_cap` is by how much.
     `batch` holds `input_ids` and `labels`, Int[B, S], and, where rows are packed, `segment_ids` and
     `position_ids`. Labels are already shifted (collate did it), and -100 where a slot is not
     trained. A label outside the vocabulary makes the loss NaN, because a compiled program cannot
     raise. Options, and what is raised, as in fused_linear_cross_entropy.
     """
-    hidden_BSD = model.hidden(
-        batch["input_ids"], batch.get("segment_ids"), batch.get("position_ids")
-    )
+    arrays, of_model = hidden_and_head(model, batch)
     out = fused_linear_cross_entropy(
-        hidden_BSD,
-        model.lm_head(),
-        batch["labels"],
+        *arrays,
         z_loss=z_loss,
         label_smoothing=label_smoothing,
-        logit_soft_cap=getattr(model, "logit_soft_cap", None),
         reduction="sum",
         with_tokens=True,
-        layout=getattr(model, "lm_head_layout", "dv"),
         sharding=loss_sharding() if implementation != "reference" else None,
         implementation=implementation,
         rule=rule,
         chunk_size=chunk_size,
+        **of_model,
     )
-    num_targets = (batch["labels"] != IGNORE).sum(dtype=jnp.int32)
-    outside = num_targets - out.tokens.counted.sum(dtype=jnp.int32)
-    return LossOutput(
-        jnp.where(outside > 0, jnp.nan, out.loss), num_targets, -out.tokens.log_probs.sum()
-    )
+    count = num_targets(batch)
+    outside = count - out.tokens.counted.sum(dtype=jnp.int32)
+    loss = jnp.where(outside > 0, jnp.nan, out.loss)
+    return LossOutput(loss, count, -out.tokens.log_probs.sum())
 
 
 def loss_sharding() -> LossSharding | None:
@@ -194,23 +202,20 @@ def loss_sharding() -> LossSharding | None:
 
 
 def logits_loss_sums(
-    model: Any, batch: Mapping[str, Array], *, z_loss: float = 0.0, label_smoothing: float = 0.0
+    model: Callable[..., Array], batch: Batch, *, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> LossOutput:
     """As loss_sums, of a module that gives logits, [B, S, V], for `input_ids`; all logits are held.
 
     It is given segment_ids and position_ids too where its call names them.
     """
-    taken = {
-        name: batch[name]
-        for name in call_names(model)
-        if name in ("segment_ids", "position_ids") and name in batch
-    }
+    names = {"segment_ids", "position_ids"}.intersection(call_names(model), batch)
+    taken = {name: batch[name] for name in names}
     logits_BSV = model(batch["input_ids"], **taken).astype(jnp.float32)
     return _sums(logits_BSV, batch["labels"], z_loss, label_smoothing)
 
 
 def classification_sums(
-    model: Any, batch: Mapping[str, Array], *, z_loss: float = 0.0, label_smoothing: float = 0.0
+    model: Callable[..., Array], batch: Batch, *, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> LossOutput:
     """As logits_loss_sums, of a module that gives logits of classes, [B, N], for `pixel_values`,
     [B, H, W, C]; `labels` are Int[B].
@@ -219,7 +224,7 @@ def classification_sums(
     label's logit as the largest one.
     """
     logits_BN = model(batch["pixel_values"]).astype(jnp.float32)
-    hits_B = (jnp.argmax(logits_BN, axis=-1) == batch["labels"]) & (batch["labels"] != IGNORE)
+    hits_B = jnp.argmax(logits_BN, axis=-1) == batch["labels"]
     out = _sums(logits_BN, batch["labels"], z_loss, label_smoothing)
     return out._replace(more={"accuracy": hits_B.sum().astype(jnp.float32)})
 
@@ -229,32 +234,31 @@ def _sums(logits_BSV: Array, labels_BS: Array, z_loss: float, label_smoothing: f
     counted_BS = labels_BS != IGNORE
     outside = (counted_BS & ((labels_BS < 0) | (labels_BS >= vocab))).any()
     lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
-    target_BS = jnp.take_along_axis(
-        logits_BSV, jnp.clip(labels_BS, 0, vocab - 1)[..., None], axis=-1
-    )[..., 0]
-    nll_BS = lse_BS - target_BS
-    smooth_BS = (
-        nll_BS
-        if label_smoothing == 0
-        else (1 - label_smoothing) * nll_BS + label_smoothing * (lse_BS - logits_BSV.mean(-1))
-    )
+    labels_BS1 = jnp.clip(labels_BS, 0, vocab - 1)[..., None]
+    nll_BS = lse_BS - jnp.take_along_axis(logits_BSV, labels_BS1, axis=-1)[..., 0]
+    smooth_BS = nll_BS
+    if label_smoothing:
+        even_BS = lse_BS - logits_BSV.mean(-1)
+        smooth_BS = (1 - label_smoothing) * nll_BS + label_smoothing * even_BS
     loss_BS = smooth_BS + z_loss * lse_BS**2
     loss = jnp.where(counted_BS, loss_BS, 0).sum()
     nll = jax.lax.stop_gradient(jnp.where(counted_BS, nll_BS, 0).sum())
     return LossOutput(jnp.where(outside, jnp.nan, loss), counted_BS.sum(dtype=jnp.int32), nll)
 
 
-def call_names(model: Any) -> list[str]:
+def call_names(model: object) -> list[str]:
     """Names of what `model` takes when it is called; of a Linen module behind its bridge, that
     module's.
     """
-    return list(
-        inspect.signature(type(getattr(model, "to_nnx__module", model)).__call__).parameters
-    )
+    return list(inspect.signature(_own_type(model).__call__).parameters)
+
+
+def _own_type(model: object) -> Callable[..., Any]:
+    return type(model.to_nnx__module if isinstance(model, nnx.bridge.ToNNX) else model)
 
 
 def default_loss(
-    model: Any, config: LossConfig, platform: str
+    model: nnx.Module, config: LossConfig, platform: str
 ) -> tuple[Callable[..., LossOutput], Callable[..., LossOutput]]:
     """(loss, the same with a second derivative) of a module: fused, where it has `hidden` and
     `lm_head`, else of its logits.
@@ -264,33 +268,27 @@ def default_loss(
     for other devices.
     """
     options = {key: value for key, value in to_dict(config).items() if value is not None}
-    if hasattr(model, "hidden") and hasattr(model, "lm_head"):
+    if isinstance(model, LanguageModel):
         if (reason := misplaced(config.implementation, {platform_name(platform)})) is not None:
-            problem = f"{config.implementation!r} cannot run: {reason}"
             raise ConfigError(
                 at="train.loss.implementation",
-                problem=problem,
+                problem=f"{config.implementation!r} cannot run: {reason}",
                 fix="Leave it out: the fastest for the device is chosen.",
             )
         # A Pallas kernel has no second derivative; the plain XLA loss has.
-        twice = options | {"implementation": options.get("implementation") or "chunked"}
+        twice = {"implementation": "chunked", **options}
         return functools.partial(loss_sums, **options), functools.partial(loss_sums, **twice)
     for option in ("implementation", "rule", "chunk_size"):
         if option in options:
-            problem = "has no effect on a module without `hidden` and `lm_head`, whose logits are all held"
             raise ConfigError(
                 at=f"train.loss.{option}",
-                problem=problem,
+                problem="has no effect on a module without `hidden` and `lm_head`, whose logits are all held",
                 fix="Leave it out, or give the module these two.",
             )
-    if isinstance(model, Classifier):
-        plain = functools.partial(classification_sums, **options)
-        return plain, plain
-    if "segment_ids" not in call_names(model):
-        kind = type(getattr(model, "to_nnx__module", model)).__name__
+    sums = classification_sums if isinstance(model, Classifier) else logits_loss_sums
+    if sums is logits_loss_sums and "segment_ids" not in call_names(model):
         logger.warning(
             "model: %s takes no segment_ids: documents that are packed into one row see each other",
-            kind,
+            _own_type(model).__name__,
         )
-    plain = functools.partial(logits_loss_sums, **options)
-    return plain, plain
+    return functools.partial(sums, **options), functools.partial(sums, **options)

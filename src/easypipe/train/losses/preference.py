@@ -12,7 +12,6 @@ A micro-batches · B batch · S sequence · N segments of a row, 0 being padding
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,13 @@ from jaxtyping import Float
 from easypipe.core.schema import IGNORE
 from easypipe.kernels.loss.api import token_log_probs
 from easypipe.train.config import PreferenceConfig
-from easypipe.train.losses.loss import LossOutput, loss_sharding
+from easypipe.train.losses.loss import (
+    Batch,
+    LanguageModel,
+    LossOutput,
+    hidden_and_head,
+    loss_sharding,
+)
 from easypipe.train.state import ModelLayout
 
 REFERENCE = "reference_log_probs"
@@ -30,24 +35,15 @@ REFERENCE = "reference_log_probs"
 Arrays = Mapping[str, Array]
 
 
-def log_probs(model: Any, batch: Mapping[str, Array]) -> Float[Array, "B S"]:
+def log_probs(model: LanguageModel, batch: Batch) -> Float[Array, "B S"]:
     """log p of every label, in nats, 0 where there is none; float32. `model` and `batch` as for
     `loss_sums`; no logits exist as a whole.
     """
-    hidden_BSD = model.hidden(
-        batch["input_ids"], batch.get("segment_ids"), batch.get("position_ids")
-    )
-    return token_log_probs(
-        hidden_BSD,
-        model.lm_head(),
-        batch["labels"],
-        logit_soft_cap=getattr(model, "logit_soft_cap", None),
-        layout=getattr(model, "lm_head_layout", "dv"),
-        sharding=loss_sharding(),
-    )
+    arrays, of_model = hidden_and_head(model, batch)
+    return token_log_probs(*arrays, sharding=loss_sharding(), **of_model)
 
 
-def preference_loss(config: PreferenceConfig) -> Callable[[Any, Mapping[str, Array]], LossOutput]:
+def preference_loss(config: PreferenceConfig) -> Callable[[LanguageModel, Batch], LossOutput]:
     """Direct preference optimization (Rafailov et al., 2023, equation 7), for `Trainer(loss=...)`.
 
     Of each pair, with r the log-ratio log p(answer) - log p_reference(answer) of each answer,
@@ -59,7 +55,7 @@ def preference_loss(config: PreferenceConfig) -> Callable[[Any, Mapping[str, Arr
     """
     beta, smoothing = config.beta, config.label_smoothing
 
-    def loss(model: Any, batch: Mapping[str, Array]) -> LossOutput:
+    def loss(model: LanguageModel, batch: Batch) -> LossOutput:
         ratios_BS = log_probs(model, batch)
         if REFERENCE in batch:
             ratios_BS = ratios_BS - batch[REFERENCE]

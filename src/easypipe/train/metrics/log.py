@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from easypipe.core.errors import StorageError
 from easypipe.core.storage import commit_bytes
@@ -70,6 +70,12 @@ class MetricsFile:
         """
         if self._file is not None:
             os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         if self._file is not None:

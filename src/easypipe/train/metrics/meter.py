@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
+from jaxtyping import PyTree
 
+from easypipe.core.checked import Json
 from easypipe.core.errors import TrainError
 from easypipe.train.metrics.log import Record, perplexity
 from easypipe.train.step import MORE, Metrics
 
+Batch = Mapping[str, PyTree]
 WINDOW_STEPS = 16
 RATES = ("tokens_per_second", "mfu", "mfu_palm", "data_wait")
 
@@ -30,25 +32,25 @@ class Meter:
 
     def __init__(
         self,
-        flops: Callable[[Mapping[str, Any]], tuple[float, float]] | None,
+        flops: Callable[[Json], tuple[float, float]] | None,
         peak: float | None,
-        devices: Sequence[Any] = (),
+        devices: Sequence[jax.Device] = (),
     ) -> None:
         self._flops, self._peak, self._devices = flops, peak, devices
-        self._pending: Any = None
-        # (time, tokens, FLOPs, PaLM's, seconds waited) since the run began, a step each; none
-        # before the first is through: it compiles
+        self._pending: Metrics | None = None
+        # tokens, FLOPs, PaLM's, seconds waited, since the run began
+        self._sums = [0.0] * 4
+        # (time, *sums) at the end of each step; none before the first is through: it compiles
         self._marks: deque[tuple[float, ...]] = deque(maxlen=WINDOW_STEPS + 1)
-        self._tokens, self._exact, self._palm, self._waited = 0, 0.0, 0.0, 0.0
 
-    def next_batch(self, batches: Any) -> Mapping[str, Any] | None:
+    def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         """The next batch, or None at the end. Time counts as waited only where the device had run
         dry when the batch came.
         """
         began = time.perf_counter()
         batch = next(batches, None)
         if self._pending is None or self._pending["loss"].is_ready():
-            self._waited += time.perf_counter() - began
+            self._sums[3] += time.perf_counter() - began
         return batch
 
     def push(self, metrics: Metrics) -> None:
@@ -66,35 +68,33 @@ class Meter:
         targets.
         """
         host = {name: value.item() for name, value in jax.device_get(metrics).items()}
-        self._tokens += host["num_tokens"]
-        if self._flops is not None:
-            exact, palm = self._flops(host)
-            self._exact, self._palm = self._exact + exact, self._palm + palm
+        tokens, targets = host["num_tokens"], host["num_targets"]
+        counted = (tokens, *(self._flops(host) if self._flops is not None else ()))
+        for i, amount in enumerate(counted):
+            self._sums[i] += amount
         self._mark()
         if metrics is self._pending:
             self._pending = None
-        _check(step, host)
-        finite = {name: _finite(host[name]) for name in ("loss", "nll", "grad_norm", "param_norm")}
-        return {
-            "step": step,
-            "loss": finite["loss"],
-            "ppl": perplexity(host["nll"]),
-            "nll": finite["nll"],
-            "grad_norm": finite["grad_norm"],
-            "param_norm": finite["param_norm"],
-            **{
-                name.removeprefix(MORE): _finite(value)
-                for name, value in host.items()
-                if name.startswith(MORE)
-            },
-            "skipped": step - host["updates"],
-            # an optimizer from Python tells none
-            **({"learning_rate": host["learning_rate"]} if "learning_rate" in host else {}),
-            "num_tokens": host["num_tokens"],
-            "num_targets": host["num_targets"],
-            "fill": host["num_tokens"] / host["num_slots"],
-            # a label may stand on padding
-            "trained_share": host["num_targets"] / max(1, host["num_tokens"]),
+        if targets == 0:
+            raise TrainError(
+                at=f"step {step}",
+                problem="every label of the batch is ignored (-100), so there is nothing to learn from",
+                fix="Look at the rows' loss_mask.",
+            )
+        record: Record = {"step": step, "loss": host["loss"], "ppl": perplexity(host["nll"])}
+        record |= {name: host[name] for name in ("nll", "grad_norm", "param_norm")}
+        record |= {
+            name.removeprefix(MORE): value for name, value in host.items() if name.startswith(MORE)
+        }
+        record = {name: value if _is_finite(value) else None for name, value in record.items()}
+        record["skipped"] = step - host["updates"]
+        if "learning_rate" in host:  # an optimizer from Python tells none
+            record["learning_rate"] = host["learning_rate"]
+        return record | {
+            "num_tokens": tokens,
+            "num_targets": targets,
+            "fill": tokens / host["num_slots"],
+            "trained_share": targets / max(1, tokens),  # a label may stand on padding
         }
 
     def rates(self) -> Record:
@@ -102,20 +102,17 @@ class Meter:
         convention) and data_wait (a share of the time), None each before a step was timed; and
         peak_memory (bytes, the fullest device of this process), None where no device tells.
         """
-        if len(self._marks) < 2:
-            rates = dict.fromkeys(RATES)
-        else:
-            begun, now = self._marks[0], self._marks[-1]
-            seconds, tokens, exact, palm, waited = (
-                late - early for early, late in zip(begun, now, strict=True)
-            )
+        rates: Record = dict.fromkeys(RATES)
+        if len(self._marks) > 1:
+            spans = zip(self._marks[-1], self._marks[0], strict=True)
+            seconds, tokens, exact, palm, waited = (late - early for late, early in spans)
             seconds = max(seconds, 1e-9)
-            peak = None if self._flops is None or self._peak is None else self._peak * seconds
-            shares = (None, None) if peak is None else (exact / peak, palm / peak)
-            rates = dict(
-                zip(RATES, (tokens / seconds, *shares, min(1.0, waited / seconds)), strict=True)
-            )
-        return {**rates, "peak_memory": peak_memory(self._devices)}
+            rates["tokens_per_second"] = tokens / seconds
+            if self._flops is not None and self._peak is not None:
+                peak = self._peak * seconds
+                rates |= {"mfu": exact / peak, "mfu_palm": palm / peak}
+            rates["data_wait"] = min(1.0, waited / seconds)
+        return rates | {"peak_memory": peak_memory(self._devices)}
 
     def restart(self) -> None:
         """What happened since the last step (an evaluation) is not training: rates count from
@@ -125,31 +122,17 @@ class Meter:
         self._mark()
 
     def _mark(self) -> None:
-        self._marks.append(
-            (time.perf_counter(), self._tokens, self._exact, self._palm, self._waited)
-        )
+        self._marks.append((time.perf_counter(), *self._sums))
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
-def peak_memory(devices: Sequence[Any]) -> int | None:
+def peak_memory(devices: Sequence[jax.Device]) -> int | None:
     """Bytes that the fullest of `devices` held at its worst moment so far; None where none of them
     tells, as CPUs do not.
     """
-    told = [
-        stats["peak_bytes_in_use"]
-        for device in devices
-        if (stats := device.memory_stats()) and "peak_bytes_in_use" in stats
-    ]
-    return max(told, default=None)
-
-
-def _check(step: int, host: Mapping[str, Any]) -> None:
-    if host["num_targets"] == 0:
-        raise TrainError(
-            at=f"step {step}",
-            problem="every label of the batch is ignored (-100), so there is nothing to learn from",
-            fix="Look at the rows' loss_mask.",
-        )
+    stats = [device.memory_stats() or {} for device in devices]
+    peaks = [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]
+    return max(peaks, default=None)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from easypipe.core.checked import Json
 from easypipe.core.errors import StateError, TrainError
 from easypipe.core.storage import commit_bytes
 from easypipe.train.metrics.log import Record, read_metrics
 from easypipe.train.record import PLAN, read_kept
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 log = logging.getLogger("easypipe")
 
@@ -22,7 +28,7 @@ NO_SUCH_SHAPE = (KeyError, TypeError, AttributeError, ValueError, IndexError)
 
 def plot_run(folder: str | Path, names: Sequence[str] = ()) -> dict[str, Path]:
     """Draws what is known of the run in `folder` into it: name -> path of `<name>.png`. names: of
-    PLOTS; () is all of them.
+    PLOTS, and "mixture"; () is all of them.
 
     Raises TrainError where no step was logged.
     """
@@ -34,162 +40,133 @@ def plot_run(folder: str | Path, names: Sequence[str] = ()) -> dict[str, Path]:
 
 
 def pictures(folder: Path, names: Sequence[str] = ()) -> dict[str, bytes]:
-    """name -> PNG of 1200 x 750 pixels, for those of PLOTS that the run has numbers for."""
+    """name -> PNG of 1200 x 750 pixels, for those that the run has numbers for."""
     records = read_metrics(folder / "metrics.jsonl")
     if not records:
         raise TrainError(
             at=str(folder / "metrics.jsonl"),
             problem="no step was logged, so there is nothing to draw",
         )
-    found: dict[str, bytes | None] = {}
-    for name in names or PLOTS:
+    drawn = {name: PLOTS[name](records) for name in names or PLOTS if name != MIXTURE}
+    if not names or MIXTURE in names:
         try:
-            found[name] = PLOTS[name](
-                records, read_kept(folder / PLAN) if name == MIXTURE else None
-            )
+            drawn[MIXTURE] = mixture_picture(read_kept(folder / PLAN))
         except (StateError, *NO_SUCH_SHAPE) as error:
-            if name != MIXTURE:
-                raise
             log.warning("%s: not drawn, since %s cannot be read: %s", folder, PLAN, error)
-    return {name: picture for name, picture in found.items() if picture is not None}
+    return {name: picture for name, picture in drawn.items() if picture is not None}
 
 
-def _loss(records: Sequence[Record], plan: Any) -> bytes:
+def _loss(records: Sequence[Record]) -> bytes:
     """`loss` by step, and each held-out loss."""
-    lines = {"training": _points(records, "loss")}
+    lines = {"training": [(record["step"], record["loss"]) for record in records]}
     for name in sorted({name for record in records for name in record.get("eval", {})}):
-        seen = [record for record in records if name in record.get("eval", {})]
-        lines[f"held out: {name}"] = (
-            [r["step"] for r in seen],
-            [r["eval"][name]["loss"] for r in seen],
-        )
+        lines[f"held out: {name}"] = [
+            (record["step"], record["eval"][name]["loss"])
+            for record in records
+            if name in record.get("eval", {})
+        ]
     return _picture("loss", "loss (nats a token)", lines)
 
 
-def _by_step(key: str, title: str, label: str) -> Callable[[Sequence[Record], Any], bytes | None]:
-    def draw(records: Sequence[Record], plan: Any) -> bytes | None:
-        points = _points([record for record in records if record.get(key) is not None], key)
-        return _picture(title, label, {title: points}) if points[0] else None
-
-    return draw
+def _curve(key: str, title: str, label: str, records: Sequence[Record]) -> bytes | None:
+    points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
+    return _picture(title, label, {title: points}) if points else None
 
 
-def _mixture(records: Sequence[Record], plan: Any) -> bytes | None:
+def mixture_picture(plan: Json | None) -> bytes | None:
     """What the run has had of each dataset's tokens, and what it had lately (thin), beside what the
     weights ask for (dashed).
     """
     lines = mixture_lines(plan)
-    if not lines:
+    if plan is None or not lines:
         return None
     figure, axes = _figure()
-    colors: dict[str, Any] = {}
     for name, part in lines.items():
-        steps = part["step"]
-        [line] = axes.plot(
-            steps,
-            part["so far"],
-            linewidth=1.6,
-            marker="o" if len(steps) == 1 else None,
-            label=name,
-        )
-        colors[name] = line.get_color()
-        axes.plot(steps, part["lately"], linewidth=0.8, alpha=0.45, color=colors[name])
-        axes.plot(
-            steps,
-            part["asked for"],
-            linewidth=1,
-            linestyle="--",
-            drawstyle="steps-pre",
-            color=colors[name],
-        )
+        steps, marker = part["step"], "o" if len(part["step"]) == 1 else None
+        [line] = axes.plot(steps, part["so far"], linewidth=1.6, marker=marker, label=name)
+        color = line.get_color()
+        axes.plot(steps, part["lately"], linewidth=0.8, alpha=0.45, color=color)
+        dashes = {"linestyle": "--", "drawstyle": "steps-pre"}
+        axes.plot(steps, part["asked for"], linewidth=1, color=color, **dashes)
     asked = "weight, of documents" if plan["unit"] == "rows" else "weight, of tokens"
     axes.set(xlabel="step", ylabel="share of the tokens", ylim=(0, None))
     axes.set_title(
         f"mixture: so far (thick), of the last tenth of the run (thin), {asked} (dashed)",
         fontsize="medium",
     )
-    axes.grid(alpha=0.3)
     axes.legend()
     return _png(figure)
 
 
-def mixture_lines(plan: Any) -> dict[str, dict[str, list[float]]]:
+def mixture_lines(plan: Json | None) -> dict[str, dict[str, list[float]]]:
     """What the mixture's plot draws, from the plan of a run (plan.json): for each dataset values by
     `step`.
 
     "so far": its share of all tokens up to the step. "lately": of those in the tenth of the run
     that ends there. "asked for": what the weights ask for there. Empty where the plan has no steps.
     """
+    if not plan or not plan.get("by_step"):
+        return {}
     # Folders of before have shares alone: each interval then counts alike.
-    seen = [{"tokens": one["realised"], **one} for one in (plan or {}).get("by_step") or []]
-    names = [dataset["name"] for dataset in plan["datasets"]] if seen else []
-    tenth = max((one["step"] for one in seen), default=0) / 10
-    found: dict[str, dict[str, list[float]]] = {
-        name: {"step": [], "so far": [], "lately": [], "asked for": []} for name in names
-    }
-    for i, one in enumerate(seen):
-        parts = {
-            "so far": seen[: i + 1],
-            "lately": [each for each in seen[: i + 1] if each["step"] > one["step"] - tenth]
-            or [one],
+    seen = [{"tokens": one["realised"], **one} for one in plan["by_step"]]
+    tenth = max(one["step"] for one in seen) / 10
+
+    def share(name: str, intervals: Sequence[Json]) -> float:
+        total = sum(sum(each["tokens"].values()) for each in intervals)
+        return sum(each["tokens"].get(name, 0) for each in intervals) / max(1, total)
+
+    so_far = [seen[: i + 1] for i in range(len(seen))]
+    lately = [
+        [each for each in until if each["step"] > until[-1]["step"] - tenth] or until[-1:]
+        for until in so_far
+    ]
+    return {
+        name: {
+            "step": [one["step"] for one in seen],
+            "so far": [share(name, intervals) for intervals in so_far],
+            "lately": [share(name, intervals) for intervals in lately],
+            "asked for": [one["requested"].get(name, 0.0) for one in seen],
         }
-        for name in names:
-            found[name]["step"].append(one["step"])
-            found[name]["asked for"].append(one["requested"].get(name, 0.0))
-            for which, intervals in parts.items():
-                total = sum(sum(each["tokens"].values()) for each in intervals)
-                found[name][which].append(
-                    sum(each["tokens"].get(name, 0) for each in intervals) / max(1, total)
-                )
-    return found
+        for name in (dataset["name"] for dataset in plan["datasets"])
+    }
 
 
-PLOTS: Mapping[str, Callable[[Sequence[Record], Any], bytes | None]] = {
+PLOTS: Mapping[str, Callable[[Sequence[Record]], bytes | None]] = {
     "loss": _loss,
-    "learning_rate": _by_step("learning_rate", "learning rate", "learning rate"),
-    "tokens_per_second": _by_step(
-        "tokens_per_second", "throughput", "tokens a second, without padding"
+    "learning_rate": partial(_curve, "learning_rate", "learning rate", "learning rate"),
+    "tokens_per_second": partial(
+        _curve, "tokens_per_second", "throughput", "tokens a second, without padding"
     ),
-    "data_wait": _by_step("data_wait", "waiting for data", "share of the time"),
-    MIXTURE: _mixture,
+    "data_wait": partial(_curve, "data_wait", "waiting for data", "share of the time"),
 }
 
 
-def _points(records: Sequence[Record], key: str) -> tuple[list[int], list[Any]]:
-    return [record["step"] for record in records], [record[key] for record in records]
-
-
 def _picture(
-    title: str, label: str, lines: Mapping[str, tuple[Sequence[int], Sequence[Any]]]
+    title: str, label: str, lines: Mapping[str, Sequence[tuple[int, float | None]]]
 ) -> bytes:
     figure, axes = _figure()
-    for number, (name, (steps, values)) in enumerate(lines.items()):
-        axes.plot(
-            steps,
-            values,
-            linewidth=1,
-            marker="o" if number or len(steps) == 1 else None,
-            markersize=4,
-            label=name,
-        )
+    for number, (name, points) in enumerate(lines.items()):
+        marker = "o" if number or len(points) == 1 else None
+        axes.plot(*zip(*points, strict=True), linewidth=1, marker=marker, markersize=4, label=name)
     axes.set(xlabel="step", ylabel=label, title=title)
-    axes.grid(alpha=0.3)
     if len(lines) > 1:
         axes.legend()
     return _png(figure)
 
 
-def _figure() -> tuple[Any, Any]:
+def _figure() -> tuple[Figure, Axes]:
     # 0.5 s, and only needed when a run ends
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=150)
     FigureCanvasAgg(figure)
-    return figure, figure.add_axes((0.1, 0.11, 0.87, 0.81))
+    axes = figure.add_axes((0.1, 0.11, 0.87, 0.81))
+    axes.grid(alpha=0.3)
+    return figure, axes
 
 
-def _png(figure: Any) -> bytes:
+def _png(figure: Figure) -> bytes:
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     return picture.getvalue()

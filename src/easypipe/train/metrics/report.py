@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from easypipe.core.checked import Json
 from easypipe.core.errors import EasypipeError, StateError
 from easypipe.core.storage import commit_bytes
 from easypipe.train.metrics.log import Record, read_metrics
@@ -49,14 +50,10 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     """
     folder = Path(folder).expanduser()
     if not (folder / "metrics.jsonl").is_file():
-        what = (
-            "no such folder"
-            if not folder.is_dir()
-            else "holds no metrics.jsonl, so it is no run's folder"
-        )
+        unlike = "holds no metrics.jsonl, so it is no run's folder"
         raise StateError(
             at=str(folder),
-            problem=what,
+            problem=unlike if folder.is_dir() else "no such folder",
             fix="Give the train.output_dir of a run that has trained a step.",
         )
     out = folder / PAGE if out is None else Path(out).expanduser()
@@ -82,23 +79,18 @@ def page(folder: Path) -> str:
         f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
         for name, png in pictures(folder).items()
     )
-    rolled = folder / "rollbacks.jsonl"
+    of = functools.partial(_of, folder)
     parts = [
         ("Summary", _table(("", ""), _summary(folder, records))),
         ("Curves", plots),
         ("Evaluations", _evaluations(records)),
-        ("Best checkpoints", _of(folder / BEST, functools.partial(_best, folder))),
-        (
-            "Roll-backs",
-            _rollbacks(read_metrics(rolled))
-            if rolled.exists()
-            else _none("the run did not watch for spikes"),
-        ),
-        ("Changes", _of(folder / CHANGES, _changes, "nothing was changed while it ran")),
-        ("Mixture", _of(folder / PLAN, functools.partial(_mixture, records[-1]["step"]))),
-        ("Ledger: where every row and token went", _of(folder / LEDGER, _ledger)),
-        ("Data", _of(folder / FINGERPRINTS, _fingerprints)),
-        ("Versions", _of(folder / VERSIONS, _versions)),
+        ("Best checkpoints", of(BEST, functools.partial(_best, folder))),
+        ("Roll-backs", _rollbacks(folder / "rollbacks.jsonl")),
+        ("Changes", of(CHANGES, _changes, "nothing was changed while it ran")),
+        ("Mixture", of(PLAN, functools.partial(_mixture, records[-1]["step"]))),
+        ("Ledger: where every row and token went", of(LEDGER, _ledger)),
+        ("Data", of(FINGERPRINTS, _fingerprints)),
+        ("Versions", of(VERSIONS, _versions)),
         ("Configuration", _config(folder / RECORD)),
     ]
     title = html.escape(folder.absolute().name)
@@ -109,7 +101,7 @@ def page(folder: Path) -> str:
     )
 
 
-def _summary(folder: Path, records: Sequence[Record]) -> list[tuple[Any, Any]]:
+def _summary(folder: Path, records: Sequence[Record]) -> list[tuple[str, object]]:
     first, last = records[0], records[-1]
     checkpoints = sorted(
         int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()
@@ -131,32 +123,28 @@ def _summary(folder: Path, records: Sequence[Record]) -> list[tuple[Any, Any]]:
 
 
 def _evaluations(records: Sequence[Record]) -> str:
+    keys = ("loss", "nll", "ppl", "num_targets")
     lines = [
-        (record["step"], name, seen["loss"], seen["nll"], seen["ppl"], seen["num_targets"])
+        (record["step"], name, *(seen[key] for key in keys))
         for record in records
         for name, seen in record.get("eval", {}).items()
     ]
-    return (
-        _table(("step", "held out", "loss", "nll", "perplexity", "targets"), lines)
-        if lines
-        else _none("there was none")
-    )
+    return _table(("step", "held out", "loss", "nll", "perplexity", "targets"), lines)
 
 
-def _best(folder: Path, listed: Sequence[Mapping[str, Any]]) -> str:
+def _best(folder: Path, listed: Sequence[Json]) -> str:
     metric = next((key for one in listed for key in one if key not in ("step", "checkpoint")), "")
-    lines = [
-        (
-            one["step"],
-            one[metric],
-            one["checkpoint"] + ("" if (folder / one["checkpoint"]).is_dir() else " (gone)"),
-        )
-        for one in listed
-    ]
+    lines = []
+    for one in listed:
+        gone = "" if (folder / one["checkpoint"]).is_dir() else " (gone)"
+        lines.append((one["step"], one[metric], one["checkpoint"] + gone))
     return _table(("step", metric, "checkpoint"), lines)
 
 
-def _rollbacks(books: Sequence[Record]) -> str:
+def _rollbacks(path: Path) -> str:
+    if not path.exists():
+        return _none("the run did not watch for spikes")
+
     def documents(line: Record) -> str:
         found = [
             f"{one['dataset']} {one['file']} row {one['row']}" for one in line.get("documents", ())
@@ -164,12 +152,11 @@ def _rollbacks(books: Sequence[Record]) -> str:
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         return ", ".join(dict.fromkeys(found[:5])) + more or str(line.get("problem", ""))
 
-    lines = [(line["step"], line["to"], line["batch_of_step"], documents(line)) for line in books]
-    return (
-        _table(("at step", "back to", "skipped batch of step", "its documents"), lines)
-        if lines
-        else _none("there was none")
-    )
+    lines = [
+        (line["step"], line["to"], line["batch_of_step"], documents(line))
+        for line in read_metrics(path)
+    ]
+    return _table(("at step", "back to", "skipped batch of step", "its documents"), lines)
 
 
 def _changes(entries: Sequence[Record]) -> str:
@@ -184,7 +171,7 @@ def _changes(entries: Sequence[Record]) -> str:
     return _table(("", "changed", ""), lines)
 
 
-def _mixture(last: int, plan: Mapping[str, Any]) -> str:
+def _mixture(last: int, plan: Json) -> str:
     """last: the step that was logged last."""
     lines = [
         (d["name"], d["requested"], d["realised"], d["drawn"], d["epochs"], d["tokens_placed"])
@@ -202,7 +189,7 @@ def _mixture(last: int, plan: Mapping[str, Any]) -> str:
     return table + "".join(f"<p>{html.escape(note)}</p>\n" for note in notes)
 
 
-def _ledger(books: Mapping[str, Any]) -> str:
+def _ledger(books: Json) -> str:
     def said(counts: Mapping[str, int]) -> str:
         return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
@@ -213,11 +200,9 @@ def _ledger(books: Mapping[str, Any]) -> str:
     return _table(("stage", "dataset", "unit", "in", "out"), lines)
 
 
-def _fingerprints(kept: Mapping[str, Any]) -> str:
-    of = {
-        "training": kept["train"],
-        **{f"held out: {name}": one for name, one in kept["eval"].items()},
-    }
+def _fingerprints(kept: Json) -> str:
+    of = {"training": kept["train"]}
+    of |= {f"held out: {name}": one for name, one in kept["eval"].items()}
     lines = [
         (name, part, digest)
         for name, one in of.items()
@@ -226,29 +211,25 @@ def _fingerprints(kept: Mapping[str, Any]) -> str:
     return _table(("data", "part", "fingerprint"), lines)
 
 
-def _versions(kept: Sequence[Mapping[str, Any]]) -> str:
+def _versions(kept: Sequence[Json]) -> str:
     """A column for each process that began with other versions."""
+    head = ("", *(f"from step {one['from_step']}" for one in kept))
     keys = [key for key in kept[-1] if key != "from_step"]
-    return _table(
-        ("", *(f"from step {one['from_step']}" for one in kept)),
-        [(key, *(one.get(key) for one in kept)) for key in keys],
-    )
+    return _table(head, [(key, *(one.get(key) for one in kept)) for key in keys])
 
 
 def _config(path: Path) -> str:
-    return (
-        f"<pre>{html.escape(path.read_text(encoding='utf-8', errors='replace'))}</pre>"
-        if path.exists()
-        else _none(f"no {path.name}")
-    )
+    if not path.exists():
+        return _none(f"no {path.name}")
+    return f"<pre>{html.escape(path.read_text(encoding='utf-8', errors='replace'))}</pre>"
 
 
-def _of(path: Path, draw: Callable[[Any], str], none: str = "not recorded") -> str:
+def _of(folder: Path, name: str, draw: Callable[[Any], str], none: str = "not recorded") -> str:
     """What a file of the run says; that it is damaged where it is, since the rest of the page does
     not need it.
     """
     try:
-        kept = read_kept(path)
+        kept = read_kept(folder / name)
         return draw(kept) if kept else _none(none)
     except (StateError, *NO_SUCH_SHAPE) as error:
         why = (
@@ -256,33 +237,31 @@ def _of(path: Path, draw: Callable[[Any], str], none: str = "not recorded") -> s
             if isinstance(error, StateError)
             else f"damaged: it does not hold what a run writes there: {error!r}"
         )
-        log.warning("%s: %s", path, why)
-        return _none(f"not known: {path.name} is {why}")
+        log.warning("%s: %s", folder / name, why)
+        return _none(f"not known: {name} is {why}")
 
 
 def _none(text: str) -> str:
     return f'<p class="none">{html.escape(text)}</p>'
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+def _table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    if not lines:
+        return _none("there was none")
     half = _MOST_LINES // 2
     left_out = len(lines) - 2 * half
     shown = [*lines[:half], (f"… {left_out} more …",), *lines[-half:]] if left_out > 0 else lines
-    rows = (
-        ["<tr>" + "".join(f"<th>{html.escape(word)}</th>" for word in head) + "</tr>"]
-        if any(head)
-        else []
-    )
-    rows += ["<tr>" + "".join(_cell(value) for value in line) + "</tr>" for line in shown]
-    return "<table>" + "\n".join(rows) + "</table>"
+    rows = ["".join(f"<th>{html.escape(word)}</th>" for word in head)] if any(head) else []
+    rows += ["".join(map(_cell, line)) for line in shown]
+    return "<table>" + "\n".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     kind = ' class="number"' if isinstance(value, int | float) else ""
     return f"<td{kind}>{html.escape(_shown(value))}</td>"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if value is None:
         return "not known"
     if isinstance(value, float):

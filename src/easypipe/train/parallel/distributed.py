@@ -16,10 +16,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from easypipe.core.config import from_dict
+from easypipe.core.config import from_dict, to_dict
 from easypipe.core.errors import ConfigError, StallError
 from easypipe.core.random import draw_seed
-from easypipe.train.parallel.distributed_config import DistributedConfig
+from easypipe.train.parallel.config import DistributedConfig
 
 logger = logging.getLogger("easypipe")
 
@@ -45,18 +45,16 @@ def initialize(config: DistributedConfig | None = None) -> bool:
         return several()
     if not config.enabled:
         return False
-    told = _told(config, os.environ)
-    whole = len(told) == len(VARIABLES)
-    scheduler = None if whole else _scheduler(os.environ)
-    if not whole and scheduler is None:
-        if not told:
+    described = _described(config, os.environ)
+    missing = [field for field in VARIABLES if field not in described]
+    scheduler = _scheduler(os.environ) if missing else None
+    if missing and scheduler is None:
+        if not described:
             return False
-        missing = [field for field in VARIABLES if field not in told]
-        fix = f"Set it, or {', '.join(VARIABLES[field] for field in missing)}; or nothing, where a scheduler can be asked."
         raise ConfigError(
             at=f"train.distributed.{missing[0]}",
-            problem=f"not given, though {', '.join(told)} is",
-            fix=fix,
+            problem=f"not given, though {', '.join(described)} is",
+            fix=f"Set it, or {', '.join(VARIABLES[field] for field in missing)}; or nothing, where a scheduler can be asked.",
         )
     # Its handler of SIGTERM would take the signal before there is a loop that saves, and leave the
     # process running.
@@ -65,42 +63,31 @@ def initialize(config: DistributedConfig | None = None) -> bool:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
-        joined = _join(config, cluster_detection_method="deactivate" if whole else None, **told)
+        joined = _join(config, described, ask_scheduler=bool(missing))
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
+        fix = "See that the address is free, and is one of process 0's host."
         if "must be called before" in reason:
-            reason, fix = (
-                "JAX has made devices already",
-                "Call easypipe.train.initialize() first thing in the program.",
-            )
-        else:
-            fix = (
-                f"Set {', '.join(VARIABLES.values())}."
-                if not whole
-                else "See that the address is free, and is one of process 0's host."
-            )
+            reason = "JAX has made devices already"
+            fix = "Call easypipe.train.initialize() first thing in the program."
+        elif missing:
+            fix = f"Set {', '.join(VARIABLES.values())}."
         raise ConfigError(
             at="train.distributed",
             problem=f"cannot be joined to other processes: {reason}",
             fix=fix,
         ) from error
     if not joined:
-        who = (
-            f"process {told['process_id']} of {told['num_processes']}" if whole else "this process"
-        )
-        where = told.get("coordinator_address", f"the address that {scheduler} gives")
+        who = "process {process_id} of {num_processes}" if not missing else "this process"
+        where = described.get("coordinator_address", f"the address that {scheduler} gives")
         raise StallError(
             at="train.distributed",
-            problem=f"{who} did not meet the others within {config.timeout} s at {where}",
+            problem=f"{who.format(**described)} did not meet the others within {config.timeout} s at {where}",
             fix="See that all of them run, reach that address, and have ids of their own; or raise train.distributed.timeout.",
         )
-    logger.info(
-        "process %d of %d, %d of %d devices",
-        jax.process_index(),
-        jax.process_count(),
-        jax.local_device_count(),
-        jax.device_count(),
-    )
+    here, count = jax.process_index(), jax.process_count()
+    local, devices = jax.local_device_count(), jax.device_count()
+    logger.info("process %d of %d, %d of %d devices", here, count, local, devices)
     return several()
 
 
@@ -152,27 +139,25 @@ class Largest:
         return 0 if before is None else int(before.addressable_data(0))
 
 
-def _told(config: DistributedConfig, variables: Mapping[str, str]) -> dict[str, Any]:
+def _described(config: DistributedConfig, variables: Mapping[str, str]) -> dict[str, str | int]:
     """What config and environment say, by the names of `jax.distributed.initialize`. Raises
     ConfigError.
     """
-    told: dict[str, Any] = {}
+    given = to_dict(config)
+    described: dict[str, str | int] = {}
     for field, variable in VARIABLES.items():
-        value = getattr(config, field)
+        value = given[field]
         if value is None and variable in variables:
             value = variables[variable]
             if field != "coordinator_address":
                 if not value.isdecimal():
-                    raise ConfigError(
-                        at=variable,
-                        problem=f"{value!r} is no number",
-                        fix="Give a whole number from 0.",
-                    )
+                    problem, fix = f"{value!r} is no number", "Give a whole number from 0."
+                    raise ConfigError(at=variable, problem=problem, fix=fix)
                 value = int(value)
         if value is not None:
-            told[field] = value
-    from_dict(DistributedConfig, told, at="train.distributed")  # the variables obey the same rules
-    return told
+            described[field] = value
+    from_dict(DistributedConfig, described, at="train.distributed")  # they obey the same rules
+    return described
 
 
 def _scheduler(variables: Mapping[str, str]) -> str | None:
@@ -201,18 +186,22 @@ def _scheduler(variables: Mapping[str, str]) -> str | None:
     return None
 
 
-def _join(config: DistributedConfig, **told: Any) -> bool:
+def _join(
+    config: DistributedConfig, described: Mapping[str, str | int], *, ask_scheduler: bool
+) -> bool:
     """False where config.timeout passed. jax's own deadline aborts the process without a word, so
     it is waited for in a thread.
     """
     raised: list[Exception] = []
+    options: dict[str, Any] = dict(described)
+    options["cluster_detection_method"] = None if ask_scheduler else "deactivate"
+    options["heartbeat_timeout_seconds"] = config.heartbeat
+    # by then this process has said what is wrong, and left
+    options["initialization_timeout"] = config.timeout + 60
 
     def join() -> None:
-        later = config.timeout + 60  # by then this process has said what is wrong, and left
         try:
-            jax.distributed.initialize(
-                **told, initialization_timeout=later, heartbeat_timeout_seconds=config.heartbeat
-            )
+            jax.distributed.initialize(**options)
         except Exception as error:  # noqa: BLE001  (crosses to the thread that waits)
             raised.append(error)
 

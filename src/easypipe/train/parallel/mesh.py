@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from easypipe.core.errors import ConfigError, PlacementError, TrainError
+from easypipe.core.schema import IGNORE, LABELS
 from easypipe.train.parallel.config import BATCH_AXES, MESH_AXES, MeshConfig, mesh_config
 
 
 def make_mesh(
     mesh: MeshConfig | Mapping[str, Any] | str | None = None,
     *,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[jax.Device] | None = None,
     at: str = "mesh",
 ) -> Mesh:
     """A mesh of all `devices` (default: every device of the run) with the axes data, fsdp, sequence
@@ -31,7 +33,7 @@ def make_mesh(
     """
     config = mesh_config(mesh, at)
     devices = list(jax.devices() if devices is None else devices)
-    groups = _groups(devices) if config.preset == "hybrid" else {0: devices}
+    groups = _groups(devices) if config.preset == "hybrid" else {0: len(devices)}
     sizes = _fitted(config, devices, groups, at)
     kinds = (AxisType.Auto,) * len(MESH_AXES)
     if len(groups) == 1:
@@ -45,30 +47,26 @@ def make_mesh(
     return Mesh(grid, MESH_AXES, axis_types=kinds)
 
 
-def _slices(devices: Sequence[Any]) -> list[int] | None:
+def _slices(devices: Sequence[jax.Device]) -> list[int] | None:
     """The slice of each device, where the platform knows several: TPU slices, GPUs that one fabric
     joins. None elsewhere.
     """
-    found = [getattr(device, "slice_index", 0) for device in devices]
+    found = [getattr(device, "slice_index", 0) for device in devices]  # not of every platform
     return found if len(set(found)) > 1 else None
 
 
-def _groups(devices: Sequence[Any]) -> dict[int, list[Any]]:
-    """Devices that fast links join: those of a slice; of a process, where the platform knows
+def _groups(devices: Sequence[jax.Device]) -> dict[int, int]:
+    """How many devices fast links join: of each slice; of each process, where the platform knows
     none.
     """
-    if devices[0].platform == "tpu" and _slices(devices) is None:
-        return {0: list(devices)}
-    groups: dict[int, list[Any]] = {}
-    for device, group in zip(
-        devices, _slices(devices) or [device.process_index for device in devices], strict=True
-    ):
-        groups.setdefault(group, []).append(device)
-    return groups
+    slices = _slices(devices)
+    if slices is None and devices[0].platform == "tpu":
+        return {0: len(devices)}
+    return Counter(slices or [device.process_index for device in devices])
 
 
 def _fitted(
-    config: MeshConfig, devices: Sequence[Any], groups: Mapping[int, Sequence[Any]], at: str
+    config: MeshConfig, devices: Sequence[jax.Device], groups: Mapping[int, int], at: str
 ) -> dict[str, int]:
     """axis → devices, of all axes. Raises ConfigError where they do not make up `devices`."""
     sizes, count = config.sizes(slow=len(groups)), len(devices)
@@ -77,11 +75,8 @@ def _fitted(
         fitting, rest = {}, count
         # what is nearest to what was asked for, and the rest along data
         for axis in ("tensor", "sequence", "fsdp"):
-            fitting[axis] = (
-                max(n for n in range(1, min(sizes[axis], rest) + 1) if rest % n == 0)
-                if sizes[axis] > 1
-                else 1
-            )
+            most = max(1, min(sizes[axis], rest))
+            fitting[axis] = max(n for n in range(1, most + 1) if rest % n == 0)
             rest //= fitting[axis]
         such = _named({"data": rest, **{axis: n for axis, n in reversed(fitting.items()) if n > 1}})
         raise ConfigError(
@@ -90,11 +85,11 @@ def _fitted(
             fix=f"Let the sizes multiply to {count}, such as {such}; {{data: -1}} uses them all.",
         )
     sizes = {axis: count // fixed if size == -1 else size for axis, size in sizes.items()}
-    each = {len(group) for group in groups.values()}
+    each = sorted(set(groups.values()))
     if len(each) > 1:
         raise ConfigError(
             at=f"{at}.preset",
-            problem=f"hybrid wants hosts alike, and these have {', '.join(map(str, sorted(each)))} devices",
+            problem=f"hybrid wants hosts alike, and these have {', '.join(map(str, each))} devices",
             fix="Choose another preset, or hosts of one kind.",
         )
     if sizes["data"] % len(groups):
@@ -173,46 +168,35 @@ def place_batch(
     axis = 1 if in_micro_batches else 0
     placed = {}
     for name, value in batch.items():
-        sharding = NamedSharding(
-            mesh,
-            PartitionSpec(*(None,) * axis, BATCH_AXES, *["sequence"] * (value.ndim > axis + 1)),
-        )
+        at, over = f"batch.{name}", ["sequence"] * (value.ndim > axis + 1)
+        where = NamedSharding(mesh, PartitionSpec(*[None] * axis, BATCH_AXES, *over))
         if rows is not None and value.shape[0] < rows:
             value = _padded(name, value, rows)
-        if isinstance(value, jax.Array) and _lies(value.sharding, sharding, value.ndim):
+        if isinstance(value, jax.Array) and _lies(value.sharding, where, value.ndim):
             placed[name] = value
             continue
         if value.shape[axis] % batch_shards(mesh):
-            check_batch_size(value.shape[axis], mesh, at=f"batch.{name}")
-        if value.ndim > axis + 1:
-            check_row_length(value.shape[axis + 1], mesh, at=f"batch.{name}")
+            check_batch_size(value.shape[axis], mesh, at=at)
+        if over:
+            check_row_length(value.shape[axis + 1], mesh, at=at)
         if jax.process_count() > 1:
-            raise TrainError(
-                at=f"batch.{name}",
-                problem="a host array, or one laid out for another mesh, in a run of several processes",
-                fix="Give the loader this run's mesh: LoadStageConfig(mesh=make_mesh(...)).",
+            problem = (
+                "a host array, or one laid out for another mesh, in a run of several processes"
             )
-        placed[name] = jax.device_put(value, sharding)
+            fix = "Give the loader this run's mesh: LoadStageConfig(mesh=make_mesh(...))."
+            raise TrainError(at=at, problem=problem, fix=fix)
+        placed[name] = jax.device_put(value, where)
     return placed
 
 
-def _lies(found: Any, wanted: NamedSharding, ndim: int) -> bool:
-    return (
-        isinstance(found, NamedSharding)
-        and found.mesh == wanted.mesh
-        and found.is_equivalent_to(wanted, ndim)
-    )
+def _lies(found: Sharding, wanted: NamedSharding, ndim: int) -> bool:
+    on_mesh = isinstance(found, NamedSharding) and found.mesh == wanted.mesh
+    return on_mesh and found.is_equivalent_to(wanted, ndim)
 
 
-def _padded(name: str, value: Any, rows: int) -> np.ndarray:
+def _padded(name: str, value: jax.Array | np.ndarray, rows: int) -> np.ndarray:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        raise TrainError(
-            at=f"batch.{name}",
-            problem="a short batch that other processes hold parts of",
-            fix="Set drop_last: true.",
-        )
-    missing = rows - value.shape[0]
-    fill = -100 if name == "labels" else 0
-    return np.concatenate(
-        [np.asarray(value), np.full((missing, *value.shape[1:]), fill, value.dtype)]
-    )
+        problem = "a short batch that other processes hold parts of"
+        raise TrainError(at=f"batch.{name}", problem=problem, fix="Set drop_last: true.")
+    missing = [(0, rows - len(value)), *[(0, 0)] * (value.ndim - 1)]
+    return np.pad(value, missing, constant_values=IGNORE if name == LABELS else 0)

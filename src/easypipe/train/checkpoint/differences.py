@@ -1,0 +1,60 @@
+"""How two nested mappings differ: key path → both values, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+_ABSENT = object()
+
+
+def differences(
+    saved: object, here: object, at: str = "", words: str = "{here} here, {saved} in the checkpoint"
+) -> dict[str, str]:
+    """key path → `64 here, 128 in the checkpoint` (`words`), for every value of two nested mappings
+    that is not the same.
+
+    Of lists of mappings (datasets, groups) each entry is compared: `datasets.1.name`, as `--set`
+    has it.
+    """
+    old, new = _sections(saved), _sections(here)
+    if old is None or new is None or isinstance(saved, Mapping) != isinstance(here, Mapping):
+        text = words.format(here=_shown(here), saved=_shown(saved))
+        return {} if saved == here else {at: text}
+    found: dict[str, str] = {}
+    keys: Iterable[object] = [*new, *(key for key in old if key not in new)]
+    if isinstance(saved, list):
+        keys = [key for key in new if key in old]
+        if len(old) != len(new):
+            found[at] = words.format(here=f"{len(new)} of them", saved=len(old))
+    for key in keys:
+        found |= differences(old.get(key, _ABSENT), new.get(key, _ABSENT), _path(at, key), words)
+    return found
+
+
+def key_paths(values: object, at: str = "") -> Iterator[str]:
+    """Every path that `differences` may have found in `values`, sections before what they hold."""
+    for key, value in (_sections(values) or {}).items():
+        yield _path(at, key)
+        yield from key_paths(value, _path(at, key))
+
+
+def listed(unlike: Mapping[str, str], most: int = 8) -> str:
+    """What `differences` found, in one line."""
+    lines = [f"{path}: {difference}" for path, difference in unlike.items()]
+    more = f"; and {len(lines) - most} more" if len(lines) > most else ""
+    return "; ".join(lines[:most]) + more
+
+
+def _sections(value: object) -> Mapping[object, object] | None:
+    """What is compared one by one: a mapping, or a list of mappings by number."""
+    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+        return dict(enumerate(value))
+    return value if isinstance(value, Mapping) else None
+
+
+def _path(at: str, key: object) -> str:
+    return f"{at}.{key}" if at else str(key)
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value is _ABSENT else str(value)

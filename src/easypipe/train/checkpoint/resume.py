@@ -1,0 +1,190 @@
+"""What a run must have in common with the checkpoint it goes on from, and what may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from easypipe.core.checked import Json
+from easypipe.core.config import to_dict
+from easypipe.core.errors import ConfigError, StateError, did_you_mean
+from easypipe.core.protocols import BatchLoader
+from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint
+from easypipe.train.checkpoint.differences import differences, key_paths, listed
+from easypipe.train.checks import EpochStyle, JsonState, KnowingState
+from easypipe.train.config import TrainingConfig
+
+LOADER_PARTS = ("sources", "tokenizer", "config", "plan")  # what a loader's state is compared by
+ENDED = "ended"  # in resume_changes: a run that stopped for good goes on
+# of TrainingConfig: what decides the numbers
+MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")
+# these too; compared only where there is one, so that a refusal says whether there was
+IF_THERE = ("lora", "preference")
+
+
+def identity_of(
+    config: TrainingConfig, model: object, steps: int, batch_size: int, *, own_optimizer: bool
+) -> Json:
+    """What has to be the same for a resumed run to be the same run.
+
+    Args:
+        config: Of the run.
+        model: The config of the model; None for a module from Python.
+        steps: Of the run.
+        batch_size: Rows of a step.
+        own_optimizer: Whether the optimizer comes from Python.
+    """
+    values = to_dict(config)
+    train = {name: values[name] for name in MUST_MATCH}
+    train |= {name: values[name] for name in IF_THERE if values[name] is not None}
+    train["optimizer"] = config.optimizer.resolved()
+    if own_optimizer:
+        train["optimizer"] = {"name": "given from Python"}
+    train["steps"] = steps
+    return {"model": to_dict(model), "train": train, "loader": {"batch_size": batch_size}}
+
+
+def saved_loader_state(loader: BatchLoader) -> Json:
+    """JSON text where the state can write itself as such, else the state, which is plain JSON."""
+    state = loader.state()
+    return {"text": state.to_json()} if isinstance(state, JsonState) else {"value": state}
+
+
+def loader_state(loader: BatchLoader, saved: Json) -> Any:
+    """What `restore` of the loader takes."""
+    return type(loader.state()).from_json(saved["text"]) if "text" in saved else saved["value"]
+
+
+def changed_data(saved: Json, loader: BatchLoader | None) -> tuple[list[str], str]:
+    """LOADER_PARTS of `loader` that are others than those of a saved state, and what changed in
+    words.
+
+    ([], "") also where there is no loader to ask, or none that knows: such a one refuses a foreign
+    state itself.
+    """
+    if loader is None or "text" not in saved:
+        return [], ""
+    state = loader_state(loader, saved)
+    now = (loader.loader(state.epoch) if isinstance(loader, EpochStyle) else loader).state()
+    return state.changed(now.components, now.config) if isinstance(now, KnowingState) else ([], "")
+
+
+def check_newest(
+    folder: Path,
+    config: TrainingConfig,
+    identity: Json,
+    unknown: Sequence[str] = (),
+    loader: Callable[[], BatchLoader | None] = lambda: None,
+) -> None:
+    """check_resume and check_same of the newest checkpoint in `folder`, where there is one.
+
+    Args:
+        folder: The folder of checkpoints.
+        config: Of the run.
+        identity: What `identity_of` gave.
+        unknown: Key paths that are not compared.
+        loader: Gives that of the run where no data has to be prepared for it; called only where
+            something is refused anyway.
+    """
+    if not folder.is_dir():
+        return
+    with Checkpoints(folder, keep=None) as checkpoints:
+        steps = checkpoints.steps()
+        if not steps:
+            return
+        check_resume(folder, config, steps)
+        try:
+            saved = checkpoints.run(steps[-1])
+        except DamagedCheckpoint:
+            return  # a run goes back to an older one
+    at, allowed = folder / str(steps[-1]), (*config.resume_changes, *unknown)
+    try:
+        check_same(saved, identity, allowed, at)
+    except StateError:
+        check_same(saved, identity, allowed, at, loader())
+        raise
+
+
+def check_resume(folder: Path, config: TrainingConfig, steps: Sequence[int]) -> None:
+    """Raises ConfigError where `folder` has checkpoints, of `steps`, and the run must not go on
+    from them.
+    """
+    if not config.resume:
+        problem = f"{folder.parent} holds a run at step {steps[-1]}, and resume is false"
+        fix = "Set resume: true, or give another train.output_dir."
+        raise ConfigError(at="train.resume", problem=problem, fix=fix)
+
+
+def check_same(
+    saved: Json,
+    identity: Json,
+    allowed: Sequence[str],
+    at: Path,
+    loader: BatchLoader | None = None,
+    data: Json | None = None,
+) -> tuple[dict[str, str], dict[str, str]]:
+    """What differs between a checkpoint and the run that goes on from it, all of it allowed.
+
+    Args:
+        saved: What the checkpoint was given as `run`.
+        identity: What `identity_of` gave.
+        allowed: Key paths that may differ.
+        at: The checkpoint.
+        loader: Of the run.
+        data: The config of the data, whose keys that differ are named where the data does.
+
+    Returns:
+        Of the run and of its loader's parts: key path → what it was and is.
+
+    Raises:
+        StateError: Something differs that is not allowed; tells all of it, and what to write into
+            resume_changes.
+    """
+    own = differences(saved["identity"], identity)
+    parts, words = changed_data(saved["loader"], loader)
+    of_data = {f"loader.{part}": words for part in parts}
+    refused = {
+        path
+        for path in own | of_data
+        if not any(path == key or path.startswith(f"{key}.") for key in allowed)
+    }
+    if not refused:
+        return own, of_data
+    problems = []
+    if unlike := {path: text for path, text in own.items() if path in refused}:
+        problems.append(f"belongs to another run: {listed(unlike)}")
+    if not refused.isdisjoint(of_data):
+        which = "of its data" if unlike else "belongs to a run on other data:"
+        keys = "" if data is None else listed(data_differences(saved, data))
+        problems.append(f"{which} {words}" + (f" ({keys})" if keys else ""))
+    ended = [ENDED] if ENDED in allowed else []
+    # as --set takes it, and YAML behind a colon
+    fix = f"list it in train.resume_changes=[{','.join([*own, *of_data, *ended])}]"
+    if of_data and not getattr(loader, "can_change", True):
+        fix = "leave streaming out of new runs: a stream cannot be entered at another place"
+    raise StateError(
+        at=str(at),
+        problem="; ".join(problems),
+        fix=f"Change that back, give another train.output_dir, or {fix}.",
+    )
+
+
+def data_differences(saved: Json, data: Json, **words: str) -> dict[str, str]:
+    """Keys of the config of the data that differ from those of a checkpoint."""
+    return differences(saved["config"].get("data", {}), data, "data", **words)
+
+
+def check_changes(changes: Sequence[str], identity: Json) -> None:
+    """Raises ConfigError for a key path that no refusal of a checkpoint names."""
+    of_train = (f"train.{key}" for key in (*MUST_MATCH, *IF_THERE))
+    parts = {ENDED, *identity, *of_train, *(f"loader.{part}" for part in LOADER_PARTS)}
+    known = sorted(parts | {*key_paths(identity)})
+    for key in changes:
+        if key not in known:
+            raise ConfigError(
+                at="train.resume_changes",
+                problem=f"{key!r} is nothing that a checkpoint is compared by",
+                have=sorted(parts),
+                fix=did_you_mean(key, known),
+            )
