@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
+from easypipe.core.checked import Json
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import BatchLoader
 from easypipe.train.config import TrainingConfig
@@ -40,12 +41,10 @@ class KnowingState(Protocol):
     row: int
     epoch: int
     components: Mapping[str, str]
-    config: Mapping[str, Any]
-    changes: tuple[Mapping[str, Any], ...]
+    config: Json
+    changes: tuple[Json, ...]
 
-    def changed(
-        self, components: Mapping[str, str], config: Mapping[str, Any]
-    ) -> tuple[list[str], str]: ...
+    def changed(self, components: Mapping[str, str], config: Json) -> tuple[list[str], str]: ...
 
 
 @runtime_checkable
@@ -84,7 +83,7 @@ class Shapes:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(())
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         return {}
 
     def restore(self, state: object) -> None:

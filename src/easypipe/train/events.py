@@ -8,9 +8,10 @@ array: records hold Python numbers, read when the device had them ready.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
+
+from easypipe.core.checked import Json
 
 EventKind = Literal[
     "start", "dispatch", "step", "eval", "evaluated", "checkpoint", "rollback", "end", "exception"
@@ -64,7 +65,7 @@ class TrainEvent:
     kind: EventKind
     step: int
     steps: int
-    record: Mapping[str, Any] = field(default_factory=dict)
+    record: Json = field(default_factory=dict)
     control: Control = field(default_factory=Control, compare=False)
 
 
@@ -82,8 +83,8 @@ def null_listener(event: TrainEvent) -> None:
 class StatefulListener(TrainListener, Protocol):
     """What a run takes for a callback: a listener with a state. A Callback is one."""
 
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def state(self) -> Json: ...
+    def restore(self, state: Json) -> None: ...
 
 
 class Callback:
@@ -117,9 +118,9 @@ class Callback:
     def on_end(self, event: TrainEvent) -> None: ...
     def on_exception(self, event: TrainEvent) -> None: ...
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """Plain JSON, saved with every checkpoint."""
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Json) -> None:
         """Goes on from `state`, called before on_init where a checkpoint has one."""

@@ -124,7 +124,7 @@ def write_changes(
         write_kept(folder / CHANGES, sorted(kept, key=lambda one: one["step"]))
 
 
-def read_changes(folder: Path) -> list[dict[str, Any]]:
+def read_changes(folder: Path) -> list[Json]:
     """The entries of changes.json, by step; [] where nothing was ever changed. Raises StateError
     where it is no such file.
     """
@@ -197,25 +197,25 @@ class _Change(TypedDict):
 
     step: int
     row: int | None
-    changed: dict[str, Any]
-    before: dict[str, dict[str, Any] | None] | None
+    changed: Json
+    before: Mapping[str, Json | None] | None
 
 
 class _Fingerprints(TypedDict):
-    train: dict[str, Any] | None
-    eval: dict[str, dict[str, Any] | None]
+    train: Json | None
+    eval: Mapping[str, Json | None]
 
 
 class _Version(TypedDict):
-    from_step: Any
+    from_step: object
 
 
-_NOT_EMPTY = Annotated[dict[str, Any], pydantic.Field(min_length=1)]
-_SHAPES: Mapping[str, Any] = {
+_NOT_EMPTY = Annotated[Json, pydantic.Field(min_length=1)]
+_SHAPES: Json = {
     CHANGES: list[_Change],
     FINGERPRINTS: _Fingerprints,
     VERSIONS: list[_Version],
-    BEST: list[dict[str, Any]],
+    BEST: list[Json],
 }
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
+from easypipe.core.checked import Json
 from easypipe.core.errors import TrainError
 from easypipe.train.config import TrainingConfig
 from easypipe.train.metrics.log import Record
@@ -93,7 +93,7 @@ class SpikeGuard:
         deviation = statistics.median(abs(loss - median) for loss in self._losses)
         return median + self._spikes.threshold * _TO_SIGMA * deviation
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """Plain JSON."""
         return {
             "nonfinite": self._nonfinite,
@@ -104,7 +104,7 @@ class SpikeGuard:
             "losses": list(self._losses),
         }
 
-    def restore(self, state: Mapping[str, Any] | None, step: int, saved: Collection[int]) -> None:
+    def restore(self, state: Json | None, step: int, saved: Collection[int]) -> None:
         """Goes on from the `state` of a checkpoint.
 
         Args:

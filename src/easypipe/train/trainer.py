@@ -434,7 +434,7 @@ class Engine:
         adapted = sum(leaf.size for leaf in self.layout.params.values())
         more = adapter_flops(config, adapted) if self.config.lora else 0
 
-        def flops(measured: Mapping[str, Any]) -> tuple[float, float]:
+        def flops(measured: Json) -> tuple[float, float]:
             tokens, slots = measured["num_tokens"], measured["num_slots"]
             exact = flops_from_sums(config, tokens, measured["attended"])
             palm = palm_flops_per_step(config, slots, measured["seq_length"])
@@ -548,7 +548,7 @@ class _Run:
                 if self._settle(self.step, measured):
                     unread = None
 
-    def _next_batch(self, batches: Iterator[Mapping[str, Any]]) -> Batch:
+    def _next_batch(self, batches: Iterator[Json]) -> Batch:
         """The next batch, on the mesh, complete."""
         trainer = self.trainer
         batch = self.meter.next_batch(batches)
@@ -770,7 +770,7 @@ class _Run:
         write_fingerprints(folder, trainer.train, evals)
 
 
-def _batches(loader: BatchLoader) -> Generator[Mapping[str, Any]]:
+def _batches(loader: BatchLoader) -> Generator[Json]:
     """The batches of a loader; of all passes, one behind the other, where it has such."""
     empty = 0
     # where the loader was restored behind the last batch of a pass, what is left of it is none

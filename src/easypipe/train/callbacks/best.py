@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from easypipe.core.checked import Json
 from easypipe.train.callbacks.config import BestConfig
 from easypipe.train.callbacks.metric import better, value_of
 from easypipe.train.events import Callback, TrainEvent
@@ -86,8 +85,8 @@ class BestCheckpoints(Callback):
         """A checkpoint gets its name when it is."""
         return (self._folder / "checkpoints" / str(one[0])).is_dir()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         return {"ranking": [list(one) for one in self.ranking]}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Json) -> None:
         self.ranking = [(int(step), float(value)) for step, value in state["ranking"]]

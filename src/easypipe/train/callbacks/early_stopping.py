@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from easypipe.core.checked import Json
 from easypipe.train.callbacks.config import EarlyStoppingConfig
 from easypipe.train.callbacks.metric import better, value_of
 from easypipe.train.events import Callback, TrainEvent
@@ -34,10 +32,10 @@ class EarlyStopping(Callback):
             reason = f"{self.config.metric} is {value:.6g}, and did not get better than {self.best:.6g} {self.since} times"
             event.control.stop(reason, for_good=True)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         return {"best": self.best, "since": self.since}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Json) -> None:
         self.best, self.since = state["best"], state["since"]
         if self.since >= self.config.patience:
             self.since = 0

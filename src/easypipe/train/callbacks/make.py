@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from easypipe.core.checked import Json
 from easypipe.core.errors import ConfigError
 from easypipe.train.callbacks.best import BestCheckpoints
 from easypipe.train.callbacks.config import CallbacksConfig
@@ -39,7 +39,7 @@ def make_callbacks(
     folder: Path,
     known: Known,
     *,
-    run_config: Mapping[str, Any],
+    run_config: Json,
     process: int,
 ) -> dict[str, Callback]:
     """Name -> callback, for this process of the run: those that only write are made in the first

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from easypipe.core.checked import Json
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.train.callbacks.config import Mode
 
@@ -52,14 +52,14 @@ class Known:
             )
 
 
-def value_of(record: Mapping[str, Any], metric: str, at: str) -> float | None:
+def value_of(record: Json, metric: str, at: str) -> float | None:
     """The value of `metric` in a line of metrics.jsonl; None where it is not finite, or of an
     evaluation that the line does not have.
 
     Raises ConfigError where the line has what would hold it, and no such name. at: where the metric
     was named.
     """
-    group: Mapping[str, Any] = record
+    group: Json = record
     under = ""
     if metric.startswith("eval."):
         name = next(
@@ -80,7 +80,7 @@ def value_of(record: Mapping[str, Any], metric: str, at: str) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def flat(record: Mapping[str, Any], under: str = "") -> dict[str, float]:
+def flat(record: Json, under: str = "") -> dict[str, float]:
     """Every number of a record, by dotted name; what is None is left out."""
     found: dict[str, float] = {}
     for key, value in record.items():

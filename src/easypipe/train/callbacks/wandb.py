@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from easypipe.core.checked import Json
 from easypipe.core.errors import ConfigError
 from easypipe.train.callbacks.config import WandbConfig
 from easypipe.train.callbacks.metric import flat
@@ -17,7 +17,7 @@ class Wandb(Callback):
     lines written twice do no harm.
     """
 
-    def __init__(self, config: WandbConfig, folder: Path, run_config: Mapping[str, Any]) -> None:
+    def __init__(self, config: WandbConfig, folder: Path, run_config: Json) -> None:
         """Raises ConfigError where the package wandb is not installed."""
         try:
             import wandb
@@ -65,10 +65,10 @@ class Wandb(Callback):
     def on_exception(self, event: TrainEvent) -> None:
         self._finish(1)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         return {"id": self.id}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Json) -> None:
         self.id = state["id"]
 
     def _finish(self, code: int) -> None:

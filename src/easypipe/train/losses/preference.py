@@ -12,6 +12,7 @@ A micro-batches · B batch · S sequence · N segments of a row, 0 being padding
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,7 @@ class Reference:
         self._params: Arrays | None = None
 
         def run(params: Arrays, rest: Arrays, batch: Arrays) -> Array:
-            model = layout.merge(params, rest)
+            model: Any = layout.merge(params, rest)
             model.set_attributes(
                 deterministic=True, use_running_average=True, raise_if_not_found=False
             )

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from easypipe.core.checked import Json
 from easypipe.core.errors import StorageError
 from easypipe.core.storage import commit_bytes
 
@@ -113,5 +113,5 @@ def perplexity(nll: float) -> float | None:
     return math.exp(nll) if nll < 700 else None
 
 
-def _line(record: Mapping[str, Any]) -> str:
+def _line(record: Json) -> str:
     return json.dumps(record, allow_nan=False) + "\n"

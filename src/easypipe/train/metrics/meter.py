@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -34,10 +35,10 @@ class Meter:
         self,
         flops: Callable[[Json], tuple[float, float]] | None,
         peak: float | None,
-        devices: Sequence[jax.Device] = (),
+        devices: Sequence[Any] = (),
     ) -> None:
         self._flops, self._peak, self._devices = flops, peak, devices
-        self._pending: Metrics | None = None
+        self._pending: Batch | None = None
         # tokens, FLOPs, PaLM's, seconds waited, since the run began
         self._sums = [0.0] * 4
         # (time, *sums) at the end of each step; none before the first is through: it compiles
@@ -129,7 +130,7 @@ def _is_finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def peak_memory(devices: Sequence[jax.Device]) -> int | None:
+def peak_memory(devices: Sequence[Any]) -> int | None:
     """Bytes that the fullest of `devices` held at its worst moment so far; None where none of them
     tells, as CPUs do not.
     """

@@ -86,8 +86,8 @@ def mixture_picture(plan: Json | None) -> bytes | None:
         [line] = axes.plot(steps, part["so far"], linewidth=1.6, marker=marker, label=name)
         color = line.get_color()
         axes.plot(steps, part["lately"], linewidth=0.8, alpha=0.45, color=color)
-        dashes = {"linestyle": "--", "drawstyle": "steps-pre"}
-        axes.plot(steps, part["asked for"], linewidth=1, color=color, **dashes)
+        [dashed] = axes.plot(steps, part["asked for"], "--", linewidth=1, color=color)
+        dashed.set_drawstyle("steps-pre")
     asked = "weight, of documents" if plan["unit"] == "rows" else "weight, of tokens"
     axes.set(xlabel="step", ylabel="share of the tokens", ylim=(0, None))
     axes.set_title(

@@ -20,7 +20,7 @@ from easypipe.train.parallel.config import BATCH_AXES, MESH_AXES, MeshConfig, me
 def make_mesh(
     mesh: MeshConfig | Mapping[str, Any] | str | None = None,
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     at: str = "mesh",
 ) -> Mesh:
     """A mesh of all `devices` (default: every device of the run) with the axes data, fsdp, sequence
@@ -47,7 +47,7 @@ def make_mesh(
     return Mesh(grid, MESH_AXES, axis_types=kinds)
 
 
-def _slices(devices: Sequence[jax.Device]) -> list[int] | None:
+def _slices(devices: Sequence[Any]) -> list[int] | None:
     """The slice of each device, where the platform knows several: TPU slices, GPUs that one fabric
     joins. None elsewhere.
     """
@@ -55,7 +55,7 @@ def _slices(devices: Sequence[jax.Device]) -> list[int] | None:
     return found if len(set(found)) > 1 else None
 
 
-def _groups(devices: Sequence[jax.Device]) -> dict[int, int]:
+def _groups(devices: Sequence[Any]) -> dict[int, int]:
     """How many devices fast links join: of each slice; of each process, where the platform knows
     none.
     """
@@ -66,7 +66,7 @@ def _groups(devices: Sequence[jax.Device]) -> dict[int, int]:
 
 
 def _fitted(
-    config: MeshConfig, devices: Sequence[jax.Device], groups: Mapping[int, int], at: str
+    config: MeshConfig, devices: Sequence[Any], groups: Mapping[int, int], at: str
 ) -> dict[str, int]:
     """axis → devices, of all axes. Raises ConfigError where they do not make up `devices`."""
     sizes, count = config.sizes(slow=len(groups)), len(devices)
