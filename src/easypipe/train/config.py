@@ -1,5 +1,6 @@
-"""What a training run is told. No jax here: a configuration is read and checked on machines that
-only prepare data.
+"""Options of a training run: steps, loss, preferences, checkpoints, spike guard. No jax here.
+
+A configuration is read and checked on machines that only prepare data.
 """
 
 from __future__ import annotations

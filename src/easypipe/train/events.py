@@ -1,5 +1,6 @@
-"""What a run tells those who watch it: the command line draws it, tests stop on it, the trainer
-knows neither.
+"""Events of a training run: what listeners and callbacks hear, and what they may ask of the run.
+
+The command line draws them, tests stop on them, the trainer knows neither.
 
 A listener is any function of a TrainEvent. A Callback is a listener with a method for each kind of
 event, which may also ask the run to stop, and keep a state in its checkpoints. Neither ever sees an

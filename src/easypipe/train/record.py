@@ -1,5 +1,4 @@
-"""What a run leaves in its folder beside checkpoints and metrics: how it was configured, on what it
-ran, which data it read.
+"""Files of a run's folder: configuration, versions, fingerprints of its data, changes on resume.
 
 Files of JSON carry a checksum of themselves: `write_kept` writes one and `read_kept` reads it.
 

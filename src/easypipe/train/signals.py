@@ -1,6 +1,4 @@
-"""Stopping in good order: the first SIGINT or SIGTERM asks the loop to save and leave, a second one
-does what it always did.
-"""
+"""SIGINT and SIGTERM: the first asks the loop to save and leave, a second does as it always did."""
 
 from __future__ import annotations
 

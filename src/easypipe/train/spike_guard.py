@@ -1,5 +1,4 @@
-"""The spike guard: judges each step's loss, and says when a run goes back to its last good
-checkpoint.
+"""The spike guard: judges each step's loss, and says when a run goes back to a good checkpoint.
 
 Everything here follows from the losses read so far, and is saved with every checkpoint: a run that
 was killed decides as one that was not. `SpikeConfig` (train/config.py) has its patience.

@@ -1,5 +1,4 @@
-"""The trainer and its loop: a loader's batches into a model, with checkpoints from which a killed
-run goes on as if it had not been killed.
+"""The trainer and its loop: set up, step, evaluate, save, roll back, resume where a run was killed.
 
 Law (exact resume): kill the process at any moment and run again; the loss of every step in
 metrics.jsonl is bit for bit what one uninterrupted run writes (same devices, same versions of

@@ -1,3 +1,1 @@
-"""The callbacks that a run can be given by name, `train.callbacks`: a small file each; their options
-stand in config.py.
-"""
+"""The callbacks that a run can be given by name: a small file each; their options in config.py."""

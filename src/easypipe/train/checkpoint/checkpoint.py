@@ -1,5 +1,7 @@
-"""Checkpoints of a run: arrays, loader state and configuration of one step, committed together. The
-only module that knows Orbax.
+"""Checkpoints of a run: saved beside the steps, committed, checked when read, old ones deleted.
+
+Arrays, loader state and configuration of one step are committed together. The only module that
+knows Orbax.
 
 Law (commit or nothing): `latest()` is a checkpoint that was written whole and synced, whenever the
 process that wrote it was killed or the machine lost power; and nothing is loaded but what was

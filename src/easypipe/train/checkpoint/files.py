@@ -1,5 +1,4 @@
-"""The files of a checkpoint: synced and checksummed before it has its name, checked before it is
-believed. No jax here.
+"""The files of a checkpoint: synced and checksummed before it has its name, checked when read.
 
 A checkpoint is the folder `<step>`. It is written as `<step>.tmp` (by Orbax as
 `<step>.tmp.orbax-checkpoint-tmp` first); `commit` gives it its name once all of it is on the disk.

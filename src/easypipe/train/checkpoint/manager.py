@@ -1,6 +1,4 @@
-"""Checkpoints for a training loop of one's own: model, optimizer, loader and what else it needs,
-committed together, without pickle.
-"""
+"""CheckpointManager, for training loops of one's own: model, optimizer, loader, without pickle."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A second copy of a run's arrays on its devices, so that steps go on while the first is carried to
-the host and written.
-"""
+"""A second copy of the state on the devices, so that steps go on while the first is written."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Training on preferences: of two answers to one prompt, the one that was chosen shall become
-likelier than the one that was rejected.
+"""Direct preference optimization: the chosen of two answers to a prompt shall become likelier.
 
 Batches are what the pipeline makes of pairs: in every row, segments 1 and 2 are one pair's answers,
 chosen first, 3 and 4 the next pair's, and so on; labels are -100 on prompts. How likely the model

@@ -1,5 +1,6 @@
-"""What devices can do, from their makers' data sheets: what model FLOPs utilisation is a share of,
-and what a plan reckons with.
+"""The table of devices: FLOP/s, memory and link rates of TPU and GPU generations, by data sheet.
+
+Model FLOPs utilisation is a share of these, and a plan reckons with them.
 
 TPUs: cloud.google.com/tpu/docs, the page of each generation ("Key chip specifications"). A TPU7x
 chip has two jax devices; the table has one. NVIDIA: the data sheets of A100 80GB SXM, H100 SXM and

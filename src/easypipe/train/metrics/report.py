@@ -1,6 +1,4 @@
-"""A run's folder as one page of HTML that needs nothing else: plots inside it, no script, nothing
-fetched.
-"""
+"""A run's folder as one page of HTML, its plots inside it; no script, nothing fetched."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Options of the mesh, its axes and their rules, and of the processes of a run. No jax here: a
-configuration is read and checked on machines that only prepare data.
+"""Options of the mesh, its axes, presets and rules, and of the processes of a run. No jax here.
+
+A configuration is read and checked on machines that only prepare data.
 """
 
 from __future__ import annotations

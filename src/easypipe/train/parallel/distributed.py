@@ -1,6 +1,4 @@
-"""The processes of a run: how they find each other, and what they have to agree about before they
-act.
-"""
+"""The processes of a run: how they find each other, and what they agree about before they act."""
 
 from __future__ import annotations
 
