@@ -86,7 +86,7 @@ def on_one_core(
                 slots += batch["input_ids"].size
             if turn:
                 rates[strategy].append(slots / (time.thread_time() - start))
-            fill[strategy] = fresh.tally().fill
+            fill[strategy] = fresh.stats().fill
     return {
         strategy: (fill[strategy], statistics.median(rates[strategy])) for strategy in STRATEGIES
     }

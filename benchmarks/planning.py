@@ -14,8 +14,8 @@ import time
 
 import numpy as np
 
+from easypipe.plan.mix_schedule import Schedule
 from easypipe.plan.pack import PackSpec
-from easypipe.plan.schedule import Schedule
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec
 
 

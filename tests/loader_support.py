@@ -23,7 +23,7 @@ from easypipe.core.schema import (
 )
 from easypipe.loader.rows.planned import PlannedRows
 from easypipe.plan.mix import integer_weights
-from easypipe.plan.order import OrderSpec
+from easypipe.plan.order import OrderConfig
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec
 
@@ -156,7 +156,7 @@ def plan_rows(
         weights=tuple(shares),
         stop=stop,
         num_epochs=num_epochs,
-        order=OrderSpec(shuffle=shuffle),
+        order=OrderConfig(shuffle=shuffle),
         pack=None
         if seq_length is None
         else PackSpec(seq_length=seq_length, strategy=strategy, shuffle_rows=shuffle_packed),

@@ -13,11 +13,11 @@ import numpy as np
 from easypipe.core.random import child, fold, permute
 from easypipe.plan.deficit import ROWS_TOTAL, TOKENS_TOTAL, weights_of
 from easypipe.plan.mix import Stop
-from easypipe.plan.order import OrderSpec
+from easypipe.plan.order import OrderConfig
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.spec import PlanDataset, PlanSpec
-from easypipe.plan.stairs import fit, rows_left, shares_at, window_draws
 from easypipe.plan.state import WindowState
+from easypipe.plan.window import Planner
 
 Item = tuple[int, int, int]  # draw, start, length
 Document = tuple[int, int, int]  # dataset, doc, length
@@ -122,7 +122,7 @@ def owed_most(
 
 
 @functools.lru_cache(maxsize=64)
-def one_pass(spec: OrderSpec, num_docs: int, key: int) -> list[int]:
+def one_pass(spec: OrderConfig, num_docs: int, key: int) -> list[int]:
     """All documents, in the order of the pass that `key` names."""
     if not spec.shuffle:
         return list(range(num_docs))
@@ -301,25 +301,13 @@ def stream_windows(
     assert spec.pack is not None
     size, kept, start = spec.pack.seq_length, list[Document](), 0
     while True:
-        asked = window_draws(
-            datasets,
-            spec,
-            WindowState(
-                index=0,
-                epoch=epoch,
-                first_row=row,
-                drawn=(),
-                deficits=(),
-                active=tuple(mixing.active),
-            ),
-            shares_at(spec, row),
-        )
+        asked = estimate(datasets, spec, row, mixing)
         while True:
             chosen, ahead = itertools.tee(chosen)
             twin = Mixing([*mixing.deficits], [*mixing.left], [*mixing.active])
             if spec.schedule is None and spec.unit == "rows":
                 new = take(datasets, spec, epoch, itertools.islice(ahead, asked), [*drawn])
-                over = len(new) < asked or (stop != "first_exhausted" and next(ahead, None) is None)
+                over = len(new) < asked or next(ahead, None) is None
             else:
                 new = take_owed_most(datasets, spec, epoch, stop, row, asked, twin, [*drawn])
                 over = twin.ended
@@ -335,7 +323,7 @@ def stream_windows(
             if over or full:
                 break
             asked *= 2
-        left = rows_left(spec, row)
+        left = spec.rows_left(row)
         if left is not None and left < full:
             over, full = False, left
         yield documents, rows[:full]
@@ -409,12 +397,20 @@ def take_owed_most(
             length = spec.pack.seq_length if spec.pack.oversize == "truncate" else 0
         return max(1, length)
 
-    shares = shares_at(spec, row)
+    shares = spec.shares_at(row)
     by_size = tokens if spec.unit == "tokens" else None
     chosen = owed_most(
         mixing, lambda active: weights_of(shares, active, total, spec.block), stop, by_size
     )
     return take(datasets, spec, epoch, itertools.islice(chosen, size), drawn)
+
+
+def estimate(datasets: Sequence[PlanDataset], spec: PlanSpec, row: int, mixing: Mixing) -> int:
+    """Documents that fill the rows from `row` to where the shares change next, by mean lengths."""
+    state = WindowState(
+        index=0, epoch=0, first_row=row, drawn=(), deficits=(), active=tuple(mixing.active)
+    )
+    return Planner(datasets, spec).window_draws(state)
 
 
 def num_draws(
@@ -426,20 +422,15 @@ def num_draws(
     mixing: Mixing,
     drawn: list[int],
 ) -> int:
-    """Documents of the window that begins at `row`: so many that its rows end where the shares
-    change next.
+    """Documents of the window that begins at `row`: as estimated, or fewer where these would fill
+    rows far behind the one where the shares change next.
     """
-    state = WindowState(
-        index=0, epoch=epoch, first_row=row, drawn=(), deficits=(), active=tuple(mixing.active)
-    )
-    guess, rows = window_draws(datasets, spec, state, shares_at(spec, row)), rows_left(spec, row)
-    if rows is None or spec.pack is None:
-        return guess
-
-    def rows_of(size: int) -> int:
-        twin = Mixing([*mixing.deficits], [*mixing.left], [*mixing.active])
-        return len(
-            lay(take_owed_most(datasets, spec, epoch, stop, row, size, twin, [*drawn]), spec)
-        )
-
-    return fit(guess, spec.window_docs, rows, rows_of)
+    count, stage = estimate(datasets, spec, row, mixing), spec.stage_end(row)
+    while stage is not None and count > 1:
+        copy = Mixing([*mixing.deficits], [*mixing.left], [*mixing.active])
+        made = take_owed_most(datasets, spec, epoch, stop, row, count, copy, [*drawn])
+        filled = len(lay(made, spec))
+        if filled <= stage[1]:
+            break
+        count = max(1, len(made) * stage[0] // filled)
+    return count

@@ -65,6 +65,7 @@ from easypipe.loader.explain import ExplainedBatch
 from easypipe.loader.loader import AsyncDataLoader, Loader
 from easypipe.loader.state import LoaderState
 from easypipe.pipeline import Pipeline, create_pipeline
+from easypipe.plan.order import OrderConfig
 from easypipe.previews.samples import Preview, preview
 from easypipe.run import RunConfig
 from easypipe.save.config import SaveStageConfig
@@ -80,7 +81,7 @@ from easypipe.sources.formats.jsonlines import JsonShardedSource
 from easypipe.sources.formats.parquet import ParquetShardedSource
 from easypipe.sources.formats.txt import TextShardedSource
 from easypipe.sources.hub.source import HuggingFaceShardedSource
-from easypipe.stages.config import OrderConfig, PipelineConfig
+from easypipe.stages.config import PipelineConfig
 from easypipe.stages.mix.config import MixStageConfig, WeightSchedulePoint
 from easypipe.stages.mix.schedule import WeightScheduler
 from easypipe.stages.mix.stage import MixedShardedSource

@@ -29,10 +29,9 @@ from easypipe import (
 from easypipe.core.errors import BudgetError, ConfigError, SourceError, StateError
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.streaming import StreamLoader
-from easypipe.loader.streaming_draw import placed_tokens
 from easypipe.loader.streaming_read import Place
 from easypipe.loader.streaming_state import StreamState
-from easypipe.plan.pack import PackSpec
+from easypipe.plan.pack import PackSpec, placed_tokens
 from laws import assert_conserved, assert_exact_resume, assert_no_new_threads, assert_same_batches
 from strategies import examples
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from easypipe.core.random import child, fold, permute
+from easypipe.plan.mix_schedule import Schedule
 from easypipe.plan.pack import PackSpec
-from easypipe.plan.schedule import Schedule
 from easypipe.plan.spec import PlanDataset, PlanSpec
 from easypipe.plan.windows import Plan, WindowState
 
@@ -89,7 +89,7 @@ def test_more_tokens_than_32_bits_count_are_counted() -> None:
         window_docs=5000,
         pack=PackSpec(1 << 16),
     )
-    tally = Plan([long], spec).tally()
-    part = tally.datasets["long"]
+    stats = Plan([long], spec).stats()
+    part = stats.datasets["long"]
     assert part.tokens_placed == part.tokens_drawn == 40_000 * 110_000 > 1 << 32
-    assert tally.slots == tally.rows * (1 << 16) == part.tokens_placed + tally.padding
+    assert stats.slots == stats.rows * (1 << 16) == part.tokens_placed + stats.padding

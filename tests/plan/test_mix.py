@@ -29,6 +29,8 @@ def draw(
     """At most `num_draws` draws, made in chunks; and whether the epoch ended with them."""
     deficits, active = mix.start(num_docs, stop)
     left, drawn, ended = np.array(num_docs), list[int](), False
+    if stop == "restart":
+        left = np.full_like(left, mix.NEVER)
     for chunk in itertools.cycle(chunks):
         made = mix.draw(
             min(chunk, num_draws - len(drawn)), np.array(weights), left, deficits, active, stop

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import plan_oracle as oracle
 from easypipe.core import random
-from easypipe.core.errors import PlanError
-from easypipe.plan.order import OrderSpec, documents, permute
+from easypipe.core.errors import ConfigError
+from easypipe.plan.order import OrderConfig, documents, permute
 
 keys = st.integers(0, (1 << 64) - 1)
 
@@ -41,12 +41,12 @@ def test_the_compiled_permutation_refuses_what_the_numpy_one_refuses() -> None:
     key=st.integers(0, (1 << 64) - 10),
     epoch=st.integers(0, 3),
     spec=st.one_of(
-        st.builds(OrderSpec, block_rows=st.integers(1, 50)), st.just(OrderSpec(shuffle=False))
+        st.builds(OrderConfig, block_rows=st.integers(1, 50)), st.just(OrderConfig(shuffle=False))
     ),
     data=st.data(),
 )
 def test_documents_follow_the_permutation_of_their_pass(
-    sizes: list[int], key: int, epoch: int, spec: OrderSpec, data: st.DataObject
+    sizes: list[int], key: int, epoch: int, spec: OrderConfig, data: st.DataObject
 ) -> None:
     """From any place on, over any number of passes, for several datasets at once."""
     drawn = [data.draw(st.integers(0, 3 * size)) for size in sizes]
@@ -71,7 +71,7 @@ def test_documents_follow_the_permutation_of_their_pass(
 @given(size=st.integers(1, 300), block=st.integers(1, 64), key=keys)
 def test_blocks_stay_together_and_every_pass_is_complete(size: int, block: int, key: int) -> None:
     docs = documents(
-        OrderSpec(block_rows=block),
+        OrderConfig(block_rows=block),
         np.array([size]),
         np.array([key], np.uint64),
         0,
@@ -87,21 +87,19 @@ def test_blocks_stay_together_and_every_pass_is_complete(size: int, block: int, 
 
 def test_passes_differ() -> None:
     docs = documents(
-        OrderSpec(), np.array([100]), np.array([3], np.uint64), 0, np.array([0]), np.array([300])
+        OrderConfig(), np.array([100]), np.array([3], np.uint64), 0, np.array([0]), np.array([300])
     ).reshape(3, 100)
     assert len({row.tobytes() for row in docs}) == 3
     assert (np.sort(docs) == np.arange(100)).all()
 
 
 def test_bad_specs_name_the_field() -> None:
+    with pytest.raises(ConfigError, match=r"block_rows: 0 is no block of rows\. Give at least 1"):
+        OrderConfig(block_rows=0)
     with pytest.raises(
-        PlanError, match=r"order\.block_rows: 0 is no block of rows\. Give at least 1"
+        ConfigError,
+        match=r"block_rows: has no effect without shuffle\. Leave it out, or set shuffle",
     ):
-        OrderSpec(block_rows=0)
-    with pytest.raises(
-        PlanError,
-        match=r"order\.block_rows: 8 has no effect without shuffle\. Leave it at 1, or set order\.shuffle",
-    ):
-        OrderSpec(shuffle=False, block_rows=8)
-    OrderSpec(shuffle=False, block_rows=1)
-    OrderSpec(shuffle=True, block_rows=8)
+        OrderConfig(shuffle=False, block_rows=8)
+    OrderConfig(shuffle=False, block_rows=1)
+    OrderConfig(shuffle=True, block_rows=8)

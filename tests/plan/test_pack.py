@@ -165,31 +165,3 @@ def test_oversize_error_names_the_document_and_its_advice_works() -> None:
     assert pack_window(lengths, PackSpec(12, oversize="error"), 0).num_rows
     for rule in OVERSIZE[:3]:
         assert pack_window(lengths, PackSpec(8, oversize=rule), 0).num_rows
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"seq_length": 0}, r"pack\.seq_length: 0 is no row length\. Give 1 to"),
-        ({"seq_length": MAX_SEQ_LENGTH + 1}, r"pack\.seq_length"),
-        (
-            {"seq_length": 8, "num_packers": 0},
-            r"pack\.num_packers: 0 open rows hold nothing\. Give at least 1",
-        ),
-        (
-            {"seq_length": 8, "strategy": "best"},
-            r"pack\.strategy: no strategy 'best' \(have: greedy, pool, first_fit, stream\)",
-        ),
-        (
-            {"seq_length": 8, "strategy": "stream", "oversize": "drop"},
-            r"pack\.oversize: 'drop' has no meaning for strategy 'stream'",
-        ),
-        (
-            {"seq_length": 8, "oversize": "cut"},
-            r"pack\.oversize: no rule 'cut' \(have: split, truncate, drop, error\)",
-        ),
-    ],
-)
-def test_bad_specs_name_the_field(values: dict, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        PackSpec(**values)

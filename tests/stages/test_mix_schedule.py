@@ -4,6 +4,7 @@ does, and every refusal with its cure.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from pathlib import Path
@@ -22,6 +23,7 @@ from easypipe import (
     PackStageConfig,
     Pipeline,
     SaveStageConfig,
+    StateError,
     WeightSchedulePoint,
     WeightScheduler,
 )
@@ -211,6 +213,24 @@ def test_conservation(
         assert [books.facts[f"mix.{name}.epochs"] for name in ("code", "docs")] == list(passes)
 
 
+def test_a_state_from_before_windows_ended_by_estimate_is_refused_by_name(tmp_path: Path) -> None:
+    pipeline = mixed(tmp_path, pack=64, weight_schedule=HALF_WAY)
+    loader = pipeline.load(LoadStageConfig(batch_size=4)).loader()
+    state = loader.state()
+    known = {key: value for key, value in state.config.items() if key != "plan.stages_end"}
+    before = {**state.components, "plan": "of before"}
+    with pytest.raises(
+        StateError, match=r"plan changed since .*plan\.stages_end was None, is 'estimated'"
+    ):
+        loader.restore(dataclasses.replace(state, components=before, config=known))
+    concat = mixed(tmp_path, weight_schedule=HALF_WAY).pack(
+        PackStageConfig(seq_length=64, strategy="stream")
+    )
+    for same in (concat, mixed(tmp_path, weight_schedule=HALF_WAY), mixed(tmp_path, pack=64)):
+        loader = same.load(LoadStageConfig(batch_size=4)).loader()
+        assert "plan.stages_end" not in loader.state().config, "what has not changed is not refused"
+
+
 # Caps.
 
 
@@ -257,7 +277,7 @@ def test_caps_count_over_all_epochs(tmp_path: Path, stop: str) -> None:
             .loader()
             .rows.plan
         )
-        parts = plan.tally().datasets
+        parts = plan.stats().datasets
         assert (parts["code"].draws, parts["docs"].passes) == (180, 1)
         assert parts["docs"].draws == (90 if stop == "all_exhausted" else 60)
 

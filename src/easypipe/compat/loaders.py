@@ -24,8 +24,9 @@ from easypipe.loader.loader import Loader
 from easypipe.loader.rows.items import ForwardRows, ItemRows
 from easypipe.loader.rows.ranks import check_rank
 from easypipe.pipeline import Pipeline
+from easypipe.plan.order import OrderConfig
 from easypipe.sources.external.objects import is_streamed
-from easypipe.stages.config import OrderConfig, PipelineConfig
+from easypipe.stages.config import PipelineConfig
 from easypipe.stages.load.stage import require_a_batch
 from easypipe.stages.source.config import DatasetConfig
 

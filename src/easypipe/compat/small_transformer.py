@@ -26,7 +26,8 @@ from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.epochs import EpochLoader, seed_of_epoch
 from easypipe.loader.loader import Loader
 from easypipe.pipeline import Pipeline
-from easypipe.stages.config import OrderConfig, PipelineConfig
+from easypipe.plan.order import OrderConfig
+from easypipe.stages.config import PipelineConfig
 from easypipe.stages.pack.config import PackStageConfig
 from easypipe.stages.pack.stage import PackStage
 from easypipe.stages.source.config import DatasetConfig

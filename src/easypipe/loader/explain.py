@@ -25,7 +25,6 @@ from easypipe.loader.row_transforms import MappedRows
 from easypipe.loader.rows.planned import PlannedRows, Rows
 from easypipe.loader.rows.ranks import RenumberedRows
 from easypipe.loader.rows.stored import StoredRows
-from easypipe.plan.explain import explain_row
 
 
 class Decodes(Protocol):
@@ -206,30 +205,31 @@ def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
 
 
 def _planned(rows: PlannedRows, number: int) -> tuple[int, int, list[int], _Place]:
-    planned = explain_row(rows.plan, number)
-    pieces = {piece.slot: piece for piece in planned.pieces}
+    found = rows.plan.locate(number)
+    pieces = found.pieces
 
     def place(segment: int, slots: slice) -> dict[str, Any]:
-        piece = pieces[max(slot for slot in pieces if slot <= slots.start)]
+        at = int(np.searchsorted(pieces.slot, slots.start, side="right")) - 1
+        dataset, doc, length = (int(of[at]) for of in (pieces.dataset, pieces.doc, pieces.length))
         # more than the piece's own where a pair's second half begins
-        start = piece.start + slots.start - piece.slot
+        start = int(pieces.start[at]) + slots.start - int(pieces.slot[at])
         stop = start + slots.stop - slots.start
-        assert stop <= piece.stop, "the plan says what is gathered"
-        cache = rows.caches[piece.dataset]
-        file, row = cache.where(piece.doc)
-        stored = int(cache.lengths(np.array([piece.doc]))[0])
+        assert stop <= pieces.start[at] + length, "the plan says what is gathered"
+        cache = rows.caches[dataset]
+        file, row = cache.where(doc)
+        stored = int(cache.lengths(np.array([doc]))[0])
         return {
-            "dataset": rows.plan.datasets[piece.dataset].name,
+            "dataset": rows.plan.datasets[dataset].name,
             "file": file,
             "row": row,
-            "document": piece.doc,
+            "document": doc,
             "token_start": start,
             "token_stop": min(stop, stored),
             "document_tokens": stored,
             "ends_with_eos": stop > stored,
         }
 
-    return planned.epoch, planned.window, list(pieces), place
+    return found.epoch, found.window, pieces.slot.tolist(), place
 
 
 def _stored(rows: StoredRows, number: int) -> tuple[int, None, _Place]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from easypipe.core.ledger import Ledger
 from easypipe.loader.streaming_read import Loaded
 from easypipe.loader.streaming_spec import StreamSpec
-from easypipe.plan.tally import COUNTERS, FIELDS
+from easypipe.plan.plan_stats import COUNTERS, FIELDS
 
 LOST = "without a token"  # characters of texts, beside what became of special strings
 BY_KEY = ("rejects", "strings", "lengths", "shares", "shares_read", "shares_before", "shares_left")

@@ -17,8 +17,16 @@ from numpy.typing import NDArray
 from easypipe.core.errors import SourceError
 from easypipe.loader.streaming_read import Cursor, Loaded
 from easypipe.plan import mix
-from easypipe.plan.deficit import MAX_SIZE, draw_owed_most
-from easypipe.plan.pack import PackSpec
+from easypipe.plan.deficit import (
+    MAX_SIZE,
+    ROWS_TOTAL,
+    TOKENS_TOTAL,
+    Known,
+    draw_largest_deficit,
+    weights_of,
+    with_margin,
+)
+from easypipe.plan.pack import PackSpec, placed_tokens
 from easypipe.plan.spec import Unit
 
 
@@ -109,33 +117,41 @@ class Drawer:
         shares: Sequence[Fraction] | None,
     ) -> mix.Draws:
         if shares is None:
-            return mix.draw(
-                count, self._weights, remaining, deficits, active, self._stop, capped=True
-            )
-        leave = self._stop != "first_exhausted"
-        if self._unit == "rows":
-            return draw_owed_most(count, shares, self._block, remaining, deficits, active, leave)
-        expected = [1 + count // len(self._cursors)] * len(self._cursors)
-        return draw_owed_most(
-            count, shares, None, remaining, deficits, active, leave, self._sizes, expected
+            return mix.draw(count, self._weights, remaining, deficits, active, self._stop)
+        expected = with_margin(1 + count // len(self._cursors))
+        total = ROWS_TOTAL if self._unit == "rows" else TOKENS_TOTAL
+        return draw_largest_deficit(
+            count,
+            lambda active: np.array(weights_of(shares, active.tolist(), total, self._block)),
+            remaining,
+            deficits,
+            active,
+            self._stop,
+            None
+            if self._unit == "rows"
+            else lambda counts: self._sizes(np.maximum(counts, np.minimum(expected, remaining))),
         )
 
-    def _sizes(self, i: int, start: int, stop: int) -> NDArray[np.int64]:
+    def _sizes(self, counts: NDArray[np.int64]) -> Known:
         """As `plan.deficit.Sizes`: the tokens that get a place in a row, at least 1 each, so that
         all count.
         """
-        waiting = self._cursors[i].fill(stop)
-        if waiting < stop:
-            raise _NoMore(i, waiting)
-        lengths, has_eos = self._cursors[i].lengths(start, stop)
-        sizes = placed_tokens(lengths + ~has_eos if self._eos else lengths, self._pack)
-        if (sizes > MAX_SIZE).any():
-            raise SourceError(
-                at=f"dataset {self._names[i]!r}",
-                problem=f"a document of {sizes.max()} tokens cannot be weighed: shares by tokens know documents of up to {MAX_SIZE}",
-                fix="Weigh by rows, or cut the document.",
-            )
-        return np.maximum(sizes, 1)
+        parts = []
+        for i, (cursor, count) in enumerate(zip(self._cursors, counts.tolist(), strict=True)):
+            waiting = cursor.fill(count) if count else 0
+            if waiting < count:
+                raise _NoMore(i, waiting)
+            lengths, has_eos = cursor.lengths(0, count)
+            sizes = placed_tokens(lengths + ~has_eos if self._eos else lengths, self._pack)
+            if (sizes > MAX_SIZE).any():
+                raise SourceError(
+                    at=f"dataset {self._names[i]!r}",
+                    problem=f"a document of {sizes.max()} tokens cannot be weighed: "
+                    f"shares by tokens know documents of up to {MAX_SIZE}",
+                    fix="Weigh by rows, or cut the document.",
+                )
+            parts.append(np.maximum(sizes, 1))
+        return Known(np.concatenate(parts), np.cumsum(counts) - counts, counts)
 
 
 class _NoMore(Exception):
@@ -144,12 +160,3 @@ class _NoMore(Exception):
     def __init__(self, dataset: int, waiting: int) -> None:
         super().__init__()
         self.dataset, self.waiting = dataset, waiting
-
-
-def placed_tokens(lengths: NDArray[np.int64], pack: PackSpec | None) -> NDArray[np.int64]:
-    """Of documents of `lengths` tokens, how many get a place in a row."""
-    if pack is not None and pack.oversize == "truncate":
-        return np.minimum(lengths, pack.seq_length)
-    if pack is not None and pack.oversize == "drop":
-        return np.where(lengths > pack.seq_length, 0, lengths)
-    return lengths

@@ -7,9 +7,9 @@ from typing import Any
 
 from easypipe.core.config import digest, to_dict
 from easypipe.plan import mix
+from easypipe.plan.mix_schedule import Schedule
 from easypipe.plan.pack import PackSpec
-from easypipe.plan.schedule import Schedule
-from easypipe.plan.spec import Unit
+from easypipe.plan.spec import Unit, stages_choice
 
 STREAM_VERSION = 2  # raise it with every change that moves a document to another row
 
@@ -95,7 +95,7 @@ class StreamSpec:
                 # streams without them keep the fingerprints that they had before these choices
                 # existed
                 del choices[key]
-        return choices
+        return choices | stages_choice(self.schedule, self.pack)
 
     def fingerprint(self) -> str:
         return digest("streams", STREAM_VERSION, self.choices())

@@ -16,15 +16,15 @@ from easypipe.core.errors import ConfigError, PlanError
 from easypipe.core.random import child, fold
 from easypipe.loader.rows.gather import Tables
 from easypipe.loader.streaming_books import Books
-from easypipe.loader.streaming_draw import Drawer, Drawn, placed_tokens
+from easypipe.loader.streaming_draw import Drawer, Drawn
 from easypipe.loader.streaming_pool import ReadPool
 from easypipe.loader.streaming_read import Cursor, Deal, Loaded, Place
 from easypipe.loader.streaming_spec import WINDOW_DOCS, StreamSpec
 from easypipe.loader.streaming_state import StreamState
-from easypipe.plan import mix, tally, turns
+from easypipe.plan import mix, plan_stats, turns
+from easypipe.plan.mix_schedule import normalized
 from easypipe.plan.order import permute
 from easypipe.plan.pack import (
-    OVERSIZE,
     Layout,
     PackSpec,
     cut_stream,
@@ -32,8 +32,6 @@ from easypipe.plan.pack import (
     one_row_each,
     pack_window,
 )
-from easypipe.plan.schedule import normalized
-from easypipe.plan.stairs import fit
 
 BLOCK_DOCS = 256  # drawn at a time; a window ends between two blocks
 
@@ -143,7 +141,7 @@ class Windows:
 
     def _window(self) -> Window:
         before, spec = self.state, self.spec
-        shares, rows = self._shares(before.first_row)
+        shares, rows, most = self._shares(before.first_row)
         limit, enough = (
             spec.window_docs or WINDOW_DOCS,
             spec.window_tokens if spec.window_docs is None else None,
@@ -155,7 +153,9 @@ class Windows:
         elif spec.pack is None:
             drawn = self._draw(min(limit, rows), enough, shares)
         else:
-            drawn = self._draw_rows(rows, spec.pack, limit, enough, shares)
+            full = rows * spec.pack.seq_length
+            enough = full if enough is None else min(full, enough)
+            drawn = self._draw_stage(rows, most, limit, enough, shares)
         for cursor, part in zip(self._cursors, drawn.taken, strict=True):
             cursor.wish(0 if drawn.ended else sum(b - a for _, a, b in part))
         lengths, doc, tables, kept = self._lay(drawn)
@@ -182,20 +182,22 @@ class Windows:
             bad=bad,
         )
 
-    def _shares(self, row: int) -> tuple[tuple[Fraction, ...] | None, int | None]:
+    def _shares(self, row: int) -> tuple[tuple[Fraction, ...] | None, int | None, int]:
         """(the shares of a window that begins at `row`, None for the static weights of documents;
-        rows until they change).
+        rows until they change; rows that the window may have).
         """
         spec = self.spec
         # which counts the rows of one stream among streams that all live
         if spec.schedule is not None:
             streams, known = spec.num_streams, turns.known_before(self._ends, row, self.number)
             there = turns.rows_before(known, row, self.number) // streams
-            left = spec.schedule.rows_left(there)
-            if left is not None:
-                left = int(turns.given_by(known, (there + left) * streams)[self.number]) - row
-            return spec.schedule.shares(spec.schedule.step_of(there)), left
-        return (normalized(spec.weights) if spec.unit == "tokens" else None), None
+            shares = spec.schedule.shares(spec.schedule.step_of(there))
+            stage = spec.schedule.stage_end(there)
+            if stage is None:
+                return shares, None, 0
+            left = int(turns.given_by(known, (there + stage[0]) * streams)[self.number]) - row
+            return shares, left, left + stage[1] - stage[0]
+        return (normalized(spec.weights) if spec.unit == "tokens" else None), None, 0
 
     def _draw(
         self,
@@ -289,42 +291,28 @@ class Windows:
             start=start, rows=rows, cut=(int(drawn.dataset[last]), at) if goes_on else None
         )
 
-    def _draw_rows(
+    def _draw_stage(
         self,
         rows: int,
-        pack: PackSpec,
+        most: int,
         limit: int,
-        enough: int | None,
+        enough: int,
         shares: tuple[Fraction, ...] | None,
     ) -> Drawn:
-        """The next documents, as many as fill up to `rows` rows, and not more. Some more are drawn,
-        and given back.
+        """The next documents: those that fill about `rows` rows, by their tokens. Where they fill
+        more than `most`, they are given back and fewer are drawn.
         """
         for cursor in self._cursors:
             cursor.mark()
-        full = rows * pack.seq_length
-        more = full + full // 16
-        drawn = self._draw(limit, more if enough is None else min(more, enough), shares)
-        made = drawn.dataset.shape[0]
-        if not made:
-            return drawn
-
-        def rows_of(count: int) -> int:
-            counts = np.bincount(drawn.dataset[:count], minlength=len(drawn.taken)).tolist()
-            taken = [_first(part, wanted) for part, wanted in zip(drawn.taken, counts, strict=True)]
-            fewer = drawn._replace(dataset=drawn.dataset[:count], taken=taken)
-            return self._layout(self._lengths(fewer)[0], self.state, fewer).num_rows
-
-        lengths = [
-            np.diff(loaded.offsets[a : b + 1]) for part in drawn.taken for loaded, a, b in part
-        ]
-        tokens = int(placed_tokens(np.concatenate(lengths), pack).sum())
-        chosen = fit(full * made // max(1, tokens), made, rows, rows_of)
-        if chosen == made:
-            return drawn
-        for cursor in self._cursors:
-            cursor.give_back()
-        return self._draw(chosen, None, shares)
+        drawn = self._draw(limit, enough, shares)
+        while (made := drawn.dataset.size) > 1:
+            filled = self._layout(self._lengths(drawn)[0], self.state, drawn).num_rows
+            if filled <= most:
+                break
+            for cursor in self._cursors:
+                cursor.give_back()
+            drawn = self._draw(max(1, made * rows // filled), None, shares)
+        return drawn
 
     def _layout(self, lengths: NDArray[np.int32], before: StreamState, drawn: Drawn) -> Layout:
         pack, key = self.spec.pack, child(self._row_key, before.first_row)
@@ -466,50 +454,21 @@ class Windows:
     def _enter(self, drawn: Drawn, lengths: NDArray[np.int32], layout: Layout) -> None:
         books, pack = self._books, self.spec.pack
         if not books.table.shape[0]:
-            books.table = np.zeros((len(self._cursors), tally.COUNTERS), np.int64)
-        rule = (
-            tally.WHOLE
-            if pack is None
-            else (tally.SPLIT, tally.TRUNCATE, tally.DROP, tally.SPLIT)[
-                OVERSIZE.index(pack.oversize)
-            ]
-        )
-        seq_length = 0 if pack is None else pack.seq_length
-        num_pieces, segments = layout.table.shape[1], books.table[:, tally.SEGMENTS].copy()
+            books.table = np.zeros((len(self._cursors), plan_stats.COUNTERS), np.int64)
+        segments = books.table[:, plan_stats.SEGMENTS].copy()
         dataset, lengths = drawn.dataset[: drawn.counted], lengths[: drawn.counted].copy()
         lengths[:1] -= self._placed_before
-        cut = None if drawn.rows is None else drawn.start - self._placed_before
-        tally.count(
-            dataset,
-            lengths,
-            layout.table,
-            num_pieces,
-            layout.num_rows,
-            seq_length,
-            rule,
-            books.table,
-            cut,
-        )
+        cut = 0 if drawn.rows is None else drawn.start - self._placed_before
+        plan_stats.count((dataset, lengths), layout, layout.num_rows, pack, books.table, cut)
         if self.spec.joined:  # only the first token of an epoch is nobody's next
-            books.table[:, tally.SEGMENTS] = segments
+            books.table[:, plan_stats.SEGMENTS] = segments
             if self.state.cut is None and self.state.places == (Place(self.state.epoch),) * len(
                 segments
             ):
-                books.table[dataset[np.flatnonzero(lengths)[:1]], tally.SEGMENTS] += 1
+                books.table[dataset[np.flatnonzero(lengths)[:1]], plan_stats.SEGMENTS] += 1
         if drawn.cut is None or len(drawn.dataset) > 1:
             self._placed_before = 0  # that document is through
         books.packed_rows += layout.num_rows
 
 
 def _nothing(*_: object) -> None: ...
-
-
-def _first(pieces: list[tuple[Loaded, int, int]], count: int) -> list[tuple[Loaded, int, int]]:
-    """The first `count` documents of `pieces`."""
-    kept = []
-    for loaded, a, b in pieces:
-        if count <= 0:
-            break
-        kept.append((loaded, a, min(b, a + count)))
-        count -= b - a
-    return kept

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.jit import jit
-from easypipe.plan.mix import MAX_DRAWS, Draws
-from easypipe.plan.schedule import apportion
+from easypipe.plan.mix import MAX_DRAWS, Draws, Stop
+from easypipe.plan.mix_schedule import apportion
 
 # A deficit is below 12 times `total` times the largest size (the sum of 1/n up to MAX_DATASETS is
 # 11.7), and stays in an Int64.
@@ -25,9 +26,21 @@ ROWS_TOTAL = 1 << 40
 TOKENS_TOTAL = 1 << 30
 MAX_SIZE = 1 << 27
 
-Sizes = Callable[[int, int, int], NDArray[np.int64]]
-
 _FULL, _EXHAUSTED, _UNKNOWN = 0, 1, 2
+
+
+class Known(NamedTuple):
+    """Tokens of the documents that datasets give next: `known[i]` of dataset i, in [1, MAX_SIZE],
+    from `table[first[i]]` on. All Int64.
+    """
+
+    table: NDArray[np.int64]
+    first: NDArray[np.int64]
+    known: NDArray[np.int64]
+
+
+# Looks up at least so many of each dataset (Int64[k]); how many more changes speed, never a draw.
+Sizes = Callable[[NDArray[np.int64]], Known]
 
 
 def weights_of(
@@ -46,94 +59,49 @@ def weights_of(
     return tuple(documents * (total // block) for documents in apportion(mine, block))
 
 
-def draw_owed_most(
+def draw_largest_deficit(
     num_draws: int,
-    shares: Sequence[Fraction],
-    block: int | None,
+    weigh: Callable[[NDArray[np.bool_]], NDArray[np.int64]],
     left: NDArray[np.int64],
     deficits: NDArray[np.int64],
     active: NDArray[np.bool_],
-    leave: bool,
+    stop: Stop,
     sizes: Sizes | None = None,
-    expected: Sequence[int] = (),
 ) -> Draws:
     """The next draws, at most `num_draws` of them.
 
-    left: Int64[k], documents that each dataset may still give. leave: a dataset leaves with its
-    last one, and the others go on by their shares and without deficits; False ends before the first
-    draw that needs a dataset which has none.
-    sizes: None counts draws. Else `sizes(i, start, stop)` gives Int64[stop - start] in [1,
-    MAX_SIZE], the tokens of the next documents of dataset i, counted from the first of this call;
-    `expected[i]` of them are asked for at once. It changes speed, never a draw.
+    weigh: the integer weights of the datasets that are in the mixture, as `weights_of` gives them.
+    left: Int64[k], documents that each dataset may still give. stop: "first_exhausted" ends before
+    the first draw that needs a dataset which has none; else a dataset leaves with its last one, and
+    the others go on by their shares and without deficits. sizes: None counts draws.
     """
     if not 0 < num_draws <= MAX_DRAWS:
         raise ValueError(f"between 1 and {MAX_DRAWS} draws can be made at once, not {num_draws}")
     left, deficits, active = left.copy(), deficits.copy(), active.copy()
-    dataset = np.empty(num_draws, dtype=np.int32)
-    counts = np.zeros(len(shares), dtype=np.int64)
-    ahead = None if sizes is None else _Ahead(sizes, expected)
-    made, ended = 0, not active.any()
-    weights = _NONE
+    dataset, counts = np.empty(num_draws, dtype=np.int32), np.zeros_like(deficits)
+    ahead = None if sizes is None else sizes(counts)
+    made, ended, leave = 0, not active.any(), stop != "first_exhausted"
+    weights = weigh(active) if not ended else counts
     while made < num_draws and not ended:
-        if weights is _NONE:
-            total = ROWS_TOTAL if ahead is None else TOKENS_TOTAL
-            weights = np.array(weights_of(shares, active.tolist(), total, block), dtype=np.int64)
-        table, first, known = (_NONE, _NONE, _NONE) if ahead is None else ahead.known(left, counts)
-        made, why, which = _draw_into(
-            weights,
-            left,
-            deficits,
-            active,
-            leave,
-            ahead is not None,
-            table,
-            first,
-            known,
-            made,
-            dataset,
-            counts,
-        )
+        mixture = (weights, left, deficits, active, counts)
+        made, why, which = _draw_into(mixture, leave, ahead or _NO_SIZES, made, dataset)
         if why == _UNKNOWN:
+            assert sizes is not None
             assert ahead is not None
-            ahead.extend(int(which))
+            more = np.where(np.arange(counts.size) == which, ahead.known // 8 + 16, 0)
+            ahead = sizes(np.minimum(ahead.known + more, counts + left))
         elif why == _EXHAUSTED and leave:
             active[which] = False
             deficits[:] = 0
-            ended, weights = not active.any(), _NONE
+            ended = not active.any()
+            weights = weights if ended else weigh(active)
         elif why == _EXHAUSTED:
             ended = True
-    return Draws(
-        dataset=dataset[:made], counts=counts, deficits=deficits, active=active, ended=ended
-    )
-
-
-def first_draws(
-    draws: Draws,
-    num_draws: int,
-    shares: Sequence[Fraction],
-    block: int | None,
-    deficits: NDArray[np.int64],
-    sizes: NDArray[np.int64] | None,
-) -> Draws:
-    """The first `num_draws` of `draws`, among which no dataset left: what `draw_owed_most` gives if
-    no more are asked for.
-
-    deficits: Int64[k], before the first of them. sizes: Int64[n] of every draw in tokens; None
-    counts draws.
-    """
-    total = ROWS_TOTAL if sizes is None else TOKENS_TOTAL
-    weights = np.array(weights_of(shares, draws.active.tolist(), total, block), dtype=np.int64)
-    counts, tokens = np.zeros_like(deficits), np.zeros_like(deficits)
-    dataset = draws.dataset[:num_draws]
-    _count(dataset, _NONE if sizes is None else sizes, counts, tokens)
-    # the products may wrap around, their difference does not
-    deficits = deficits + weights * tokens.sum() - weights.sum() * tokens
-    return Draws(
-        dataset=dataset, counts=counts, deficits=deficits, active=draws.active, ended=False
-    )
+    return Draws(dataset[:made], counts, deficits, active, ended)
 
 
 _NONE = np.empty(0, dtype=np.int64)
+_NO_SIZES = Known(_NONE, _NONE, _NONE)
 
 
 def with_margin(expected: int) -> int:
@@ -141,44 +109,14 @@ def with_margin(expected: int) -> int:
     return expected + expected // 16 + 16
 
 
-class _Ahead:
-    """Sizes of the documents that may be drawn next, asked for as far as they are needed."""
-
-    def __init__(self, sizes: Sizes, expected: Sequence[int]) -> None:
-        self._sizes = sizes
-        self._wanted = [with_margin(count) for count in expected]
-        self._parts = [_NONE for _ in expected]
-        self._table = _NONE, _NONE, _NONE
-        self._stale = True
-
-    def known(
-        self, left: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(sizes of all datasets, Int64[n]; where each dataset's begin and how many there are, both
-        Int64[k]).
-        """
-        if self._stale:
-            for i, part in enumerate(self._parts):
-                wanted = min(self._wanted[i], int(counts[i] + left[i]))
-                if wanted > part.size:
-                    self._parts[i] = np.concatenate([part, self._sizes(i, part.size, wanted)])
-            known = np.array([part.size for part in self._parts], dtype=np.int64)
-            self._table = np.concatenate(self._parts), np.cumsum(known) - known, known
-            self._stale = False
-        return self._table
-
-    def extend(self, dataset: int) -> None:
-        self._wanted[dataset] += self._parts[dataset].size // 8 + 16
-        self._stale = True
-
-
 @jit
-def _draw_into(
-    weights, left, deficits, active, leave, by_size, table, first, known, made, dataset, counts
-):
-    """Returns (draws made, why it stopped, the dataset to blame). Changes left, deficits, dataset
-    and counts in place.
+def _draw_into(mixture, leave, ahead, made, dataset):
+    """Returns (draws made, why it stopped, the dataset to blame). Changes left, deficits, counts
+    and dataset in place. ahead: sizes of none where a draw has size 1.
     """
+    weights, left, deficits, active, counts = mixture
+    table, first, known = ahead
+    by_size = known.shape[0] > 0
     limit = dataset.shape[0]
     # The datasets in the mixture without gaps, heavy ones first: of equals the first is taken, and
     # is found soon.
@@ -225,10 +163,3 @@ def _draw_into(
     for i in range(size):
         deficits[alive[i]] = owed[i] + grant * weight[i]
     return made, why, which
-
-
-@jit
-def _count(dataset, sizes, counts, tokens):
-    for draw in range(dataset.shape[0]):
-        counts[dataset[draw]] += 1
-        tokens[dataset[draw]] += sizes[draw] if sizes.shape[0] > 0 else 1

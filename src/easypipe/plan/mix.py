@@ -101,26 +101,21 @@ def draw(
     deficits: NDArray[np.int64],
     active: NDArray[np.bool_],
     stop: Stop,
-    *,
-    capped: bool = False,
 ) -> Draws:
     """The next draws, at most `num_draws` of them.
 
-    weights, remaining (documents each dataset may still give), deficits: Int64[k]; active: Bool[k].
-    capped: "restart" looks at `remaining` too, because some datasets may not begin again; else it
-    gives all draws. "first_exhausted" ends before the first draw that would need an exhausted
-    dataset. "all_exhausted" (and "restart" where capped): a dataset leaves with its last document,
-    and the others go on with their weights and no deficits; ends with the last document of all.
+    weights, remaining (documents each dataset may still give, see `remaining`), deficits: Int64[k];
+    active: Bool[k]. "first_exhausted" ends before the first draw that would need an exhausted
+    dataset. Else a dataset leaves with its last document, and the others go on with their weights
+    and no deficits; ends with the last document of all.
     """
     if not 0 < num_draws <= MAX_DRAWS:
         raise ValueError(f"between 1 and {MAX_DRAWS} draws can be made at once, not {num_draws}")
     deficits, active = deficits.copy(), active.copy()
     dataset = np.empty(num_draws, dtype=np.int32)
     counts = np.zeros(weights.shape[0], dtype=np.int64)
-    left = remaining.copy() if capped or stop != "restart" else np.full_like(weights, NEVER)
-    made, ended = _draw_into(
-        weights, left, deficits, active, stop != "first_exhausted", dataset, counts
-    )
+    left, leave = remaining.copy(), stop != "first_exhausted"
+    made, ended = _draw_into(weights, left, deficits, active, leave, dataset, counts)
     return Draws(
         dataset=dataset[:made], counts=counts, deficits=deficits, active=active, ended=bool(ended)
     )
@@ -139,28 +134,18 @@ def start(
 
 
 def remaining(
-    num_docs: NDArray[np.int64],
-    drawn: NDArray[np.int64],
-    stop: Stop,
-    caps: Sequence[int | None] | None,
+    num_docs: NDArray[np.int64], drawn: NDArray[np.int64], stop: Stop, caps: Sequence[int | None]
 ) -> NDArray[np.int64]:
     """Documents that each dataset may still give in this epoch: Int64[k]. caps: most passes over
     each dataset, None for no limit.
     """
     if stop != "restart":
         return num_docs - drawn
-    passes = [None] * num_docs.shape[0] if caps is None else caps
-    give = [
-        NEVER if cap is None else min(NEVER, cap * count)
-        for cap, count in zip(passes, num_docs.tolist(), strict=True)
+    left = [
+        NEVER if cap is None or cap * count >= NEVER else cap * count - done
+        for cap, count, done in zip(caps, num_docs.tolist(), drawn.tolist(), strict=True)
     ]
-    return np.array(
-        [
-            total if total == NEVER else total - done
-            for total, done in zip(give, drawn.tolist(), strict=True)
-        ],
-        dtype=np.int64,
-    )
+    return np.array(left, dtype=np.int64)
 
 
 @jit

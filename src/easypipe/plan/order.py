@@ -7,41 +7,39 @@ kernels here are the compiled twins of `easypipe.core.random`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.core.errors import PlanError
+from easypipe.core.config import config
+from easypipe.core.errors import ConfigError
 from easypipe.core.jit import jit
 from easypipe.core.random import MAX_ROWS, ROUNDS
 
 
-@dataclass(frozen=True)
-class OrderSpec:
-    """In which order the documents of a dataset are read.
+@config
+class OrderConfig:
+    """In which order the documents of each dataset are drawn.
 
-    shuffle: a new keyed permutation every pass; False reads documents in the order of their files.
-    block_rows: documents that stay together: blocks of this many neighbours are permuted as one, so
-    that reads from remote storage
-        stay large. 1 permutes single documents. Without shuffle it must be 1.
+    shuffle: a new keyed permutation every epoch; False keeps the order of the files.
+    block_rows: permute blocks of so many neighbouring documents as one, so that reads from remote
+    storage stay large. Needs shuffle.
     """
 
     shuffle: bool = True
     block_rows: int = 1
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.block_rows < 1:
-            raise PlanError(
-                at="order.block_rows",
+            raise ConfigError(
+                at="block_rows",
                 problem=f"{self.block_rows} is no block of rows",
                 fix="Give at least 1.",
             )
-        if not self.shuffle and self.block_rows != 1:
-            raise PlanError(
-                at="order.block_rows",
-                problem=f"{self.block_rows} has no effect without shuffle",
-                fix="Leave it at 1, or set order.shuffle.",
+        if self.block_rows > 1 and not self.shuffle:
+            raise ConfigError(
+                at="block_rows",
+                problem="has no effect without shuffle",
+                fix="Leave it out, or set shuffle.",
             )
 
 
@@ -59,7 +57,7 @@ def permute(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64
 
 
 def documents(
-    spec: OrderSpec,
+    order: OrderConfig,
     num_docs: NDArray[np.int64],
     keys: NDArray[np.uint64],
     epoch: int,
@@ -73,7 +71,7 @@ def documents(
     permutes by `child(key, epoch + e)`.
     """
     out = np.empty(int(counts.sum()), dtype=np.int64)
-    _documents_into(num_docs, keys, epoch, drawn, counts, spec.shuffle, spec.block_rows, out)
+    _documents_into(num_docs, keys, epoch, drawn, counts, order.shuffle, order.block_rows, out)
     return out
 
 

@@ -52,29 +52,11 @@ class PackSpec:
     shuffle_rows: bool = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.seq_length <= MAX_SEQ_LENGTH:
-            problem = f"{self.seq_length} is no row length"
-            raise PlanError(
-                at="pack.seq_length", problem=problem, fix=f"Give 1 to {MAX_SEQ_LENGTH} tokens."
-            )
-        if self.strategy not in STRATEGIES:
-            raise PlanError(
-                at="pack.strategy", problem=f"no strategy {self.strategy!r}", have=STRATEGIES
-            )
-        if self.oversize not in OVERSIZE:
-            raise PlanError(at="pack.oversize", problem=f"no rule {self.oversize!r}", have=OVERSIZE)
-        if self.strategy == "stream" and self.oversize != "split":
-            problem = f"{self.oversize!r} has no meaning for strategy 'stream', which cuts documents where rows end"
-            raise PlanError(
-                at="pack.oversize",
-                problem=problem,
-                fix="Leave it at 'split', or truncate when tokenizing.",
-            )
-        if self.num_packers < 1:
-            problem = f"{self.num_packers} open rows hold nothing"
-            raise PlanError(
-                at="pack.num_packers", problem=problem, fix="Give at least 1; 16 fill well."
-            )
+        assert 1 <= self.seq_length <= MAX_SEQ_LENGTH, f"{self.seq_length} tokens make no row"
+        assert self.strategy in STRATEGIES, f"no strategy {self.strategy!r}"
+        assert self.oversize in OVERSIZE, f"no rule {self.oversize!r}"
+        assert self.strategy != "stream" or self.oversize == "split", "a stream cuts everywhere"
+        assert self.num_packers > 0, "no open row"
 
 
 @dataclass(frozen=True)
@@ -127,22 +109,10 @@ def pack_window(lengths: NDArray[np.int32], spec: PackSpec, key: int) -> Layout:
     if spec.oversize == "error" and lengths.size and lengths.max() > spec.seq_length:
         draw = int(np.argmax(lengths > spec.seq_length))
         raise oversize_error(f"draw {draw}", int(lengths[draw]), spec)
-    return arrange(*assign(lengths, spec), spec, key)
-
-
-def assign(lengths: NDArray[np.int32], spec: PackSpec) -> tuple[NDArray[np.int32], int]:
-    """(the pieces of documents that `spec` does not refuse, like `Layout.table` but in any order of
-    rows; the number of rows).
-
-    "greedy" and "pool" give the pieces in the order of the documents, and those of fewer documents
-    are the first of them.
-    """
-    rule = OVERSIZE.index(spec.oversize)
+    rule, strategy = OVERSIZE.index(spec.oversize), STRATEGIES.index(spec.strategy)
     loose = np.empty((5, _count_pieces(lengths, spec.seq_length, rule)), dtype=np.int32)
-    num_rows = _assign(
-        lengths, spec.seq_length, STRATEGIES.index(spec.strategy), spec.num_packers, rule, loose
-    )
-    return loose, int(num_rows)
+    rows = _assign(lengths, spec.seq_length, strategy, spec.num_packers, rule, loose)
+    return _arrange(loose, int(rows), spec, key)
 
 
 def cut_stream(
@@ -163,10 +133,10 @@ def cut_stream(
     count = int(_cut(lengths, start, spec.seq_length, num_rows, np.empty((5, 0), dtype=np.int32)))
     loose = np.empty((5, count), dtype=np.int32)
     _cut(lengths, start, spec.seq_length, num_rows, loose)
-    return arrange(loose, num_rows, spec, key)
+    return _arrange(loose, num_rows, spec, key)
 
 
-def arrange(loose: NDArray[np.int32], num_rows: int, spec: PackSpec, key: int) -> Layout:
+def _arrange(loose: NDArray[np.int32], num_rows: int, spec: PackSpec, key: int) -> Layout:
     """The layout of pieces that stand in any order of rows, the rows permuted where `spec` says
     so.
     """
@@ -186,6 +156,16 @@ def one_row_each(lengths: NDArray[np.int32]) -> Layout:
         table=np.stack([rows, zeros, rows, zeros, lengths]),
         first_piece=np.arange(count + 1, dtype=np.int64),
     )
+
+
+def placed_tokens(lengths: NDArray[np.integer], pack: PackSpec | None) -> NDArray[np.int64]:
+    """Of documents of `lengths` tokens, how many get a place in a row: Int64[n]."""
+    placed = lengths.astype(np.int64)
+    if pack is not None and pack.oversize == "truncate":
+        placed = np.minimum(placed, pack.seq_length)
+    elif pack is not None and pack.oversize == "drop":
+        placed[placed > pack.seq_length] = 0
+    return placed
 
 
 def oversize_error(document: str, length: int, spec: PackSpec) -> PlanError:
@@ -362,7 +342,7 @@ def _best_fit_decreasing(lengths, seq_length, rest_draw, by_length, pieces, rows
     for i in range(rests):
         draw = order[i]
         rest = np.int64(lengths[draw] % seq_length)
-        room = next_bit(bits, first, rest)
+        room = _next_bit(bits, first, rest)
         if room < 0:
             room = np.int64(seq_length)
             row = rows
@@ -371,7 +351,7 @@ def _best_fit_decreasing(lengths, seq_length, rest_draw, by_length, pieces, rows
             row = np.int64(top[room])
             top[room] = under[row - first_row]
             if top[room] < 0:
-                clear_bit(bits, first, room)
+                _clear_bit(bits, first, room)
         start = np.int64(lengths[draw]) - rest
         _put(table, pieces, row, seq_length - room, draw, start, rest)
         pieces += 1
@@ -379,13 +359,13 @@ def _best_fit_decreasing(lengths, seq_length, rest_draw, by_length, pieces, rows
         if room > 0:
             under[row - first_row] = top[room]
             if top[room] < 0:
-                set_bit(bits, first, room)
+                _set_bit(bits, first, room)
             top[room] = row
     return rows
 
 
 @jit
-def next_bit(bits, first, place):
+def _next_bit(bits, first, place):
     """The lowest set bit at or above `place`, or -1."""
     for level in range(LEVELS):
         word = place >> 6
@@ -407,7 +387,7 @@ def _lowest(word):
 
 
 @jit
-def set_bit(bits, first, place):
+def _set_bit(bits, first, place):
     for level in range(LEVELS):
         word = first[level] + (place >> 6)
         was = bits[word]
@@ -418,7 +398,7 @@ def set_bit(bits, first, place):
 
 
 @jit
-def clear_bit(bits, first, place):
+def _clear_bit(bits, first, place):
     for level in range(LEVELS):
         word = first[level] + (place >> 6)
         bits[word] &= ~(_ONE << np.uint64(place & 63))

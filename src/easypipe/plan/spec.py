@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
@@ -13,9 +14,9 @@ from numpy.typing import NDArray
 from easypipe.core.config import digest, to_dict
 from easypipe.core.errors import PlanError
 from easypipe.plan.mix import MAX_DATASETS, MAX_DRAWS, MAX_WEIGHT_SUM, Stop
-from easypipe.plan.order import OrderSpec
+from easypipe.plan.mix_schedule import Schedule, normalized
+from easypipe.plan.order import OrderConfig
 from easypipe.plan.pack import PackSpec
-from easypipe.plan.schedule import Schedule
 
 PLAN_VERSION = 1  # raise it with every change that moves a document to another row
 
@@ -68,7 +69,7 @@ class PlanSpec:
     stop: Stop
     window_docs: int
     num_epochs: int | None = 1
-    order: OrderSpec = field(default_factory=OrderSpec)
+    order: OrderConfig = field(default_factory=OrderConfig)
     pack: PackSpec | None = None
     schedule: Schedule | None = None
     unit: Unit = "rows"
@@ -76,64 +77,20 @@ class PlanSpec:
     max_epochs: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.stop not in STOPS:
-            raise PlanError(at="stop", problem=f"no strategy {self.stop!r}", have=STOPS)
-        if not self.weights or any(
-            type(weight) is not int or weight < 1 for weight in self.weights
-        ):
-            problem = f"{self.weights!r} are not positive integers"
-            raise PlanError(at="weights", problem=problem, fix="Make them with integer_weights.")
-        if sum(self.weights) > MAX_WEIGHT_SUM or len(self.weights) > MAX_DATASETS:
-            problem = f"{len(self.weights)} weights with a sum of {sum(self.weights)}"
-            fix = f"At most {MAX_DATASETS} datasets and a sum of 2^40 can be mixed; make the weights with integer_weights."
-            raise PlanError(at="weights", problem=problem, fix=fix)
-        if not 1 <= self.window_docs <= MAX_DRAWS:
-            problem = f"{self.window_docs} documents make no window"
-            raise PlanError(at="window_docs", problem=problem, fix=f"Give 1 to {MAX_DRAWS}.")
-        if self.num_epochs is not None and self.num_epochs < 1:
-            problem = f"{self.num_epochs} epochs hold no rows"
-            raise PlanError(
-                at="num_epochs",
-                problem=problem,
-                fix="Give at least 1, or None for data without end.",
-            )
-        if self.unit not in UNITS:
-            raise PlanError(at="unit", problem=f"no unit {self.unit!r}", have=UNITS)
-        if self.schedule is not None and {
-            len(weights) for weights in self.schedule.all_weights
-        } != {len(self.weights)}:
-            raise PlanError(
-                at="schedule",
-                problem=f"its points do not have weights for {len(self.weights)} datasets",
-            )
-        if self.block is not None and (
-            self.schedule is None or self.unit == "tokens" or not 1 <= self.block <= 1 << 40
-        ):
-            raise PlanError(
-                at="block",
-                problem=f"{self.block}",
-                fix="Give 1 to 2^40, with a schedule of weights by rows.",
-            )
-        if self.max_epochs is not None and len(self.max_epochs) != len(self.weights):
-            raise PlanError(
-                at="max_epochs",
-                problem=f"{len(self.max_epochs)} numbers for {len(self.weights)} datasets",
-            )
-        if self.max_epochs is not None and any(
-            cap is not None and cap < 1 for cap in self.max_epochs
-        ):
-            raise PlanError(
-                at="max_epochs",
-                problem=f"{self.max_epochs} holds fewer than one pass",
-                fix="Give at least 1.",
-            )
-        if self.stop == "restart" and len(self.weights) > 1 and self.num_epochs is not None:
-            fix = "Set num_epochs to None, or stop to 'first_exhausted' or 'all_exhausted'."
-            raise PlanError(
-                at="num_epochs",
-                problem=f"a mixture that restarts has no end to reach {self.num_epochs} times",
-                fix=fix,
-            )
+        """What configs have checked, and said so in their words."""
+        count, schedule = len(self.weights), self.schedule
+        assert self.stop in STOPS, f"no strategy {self.stop!r}"
+        assert self.unit in UNITS, f"no unit {self.unit!r}"
+        assert 0 < count <= MAX_DATASETS, f"{count} datasets"
+        assert min(self.weights) > 0, "make weights with integer_weights"
+        assert sum(self.weights) <= MAX_WEIGHT_SUM, "make weights with integer_weights"
+        assert 0 < self.window_docs <= MAX_DRAWS, f"{self.window_docs} documents make no window"
+        assert self.num_epochs is None or self.num_epochs > 0, "no epoch"
+        assert self.num_epochs is None or self.has_epochs, "a mixture that restarts has no epochs"
+        assert schedule is None or len(schedule.all_weights[0]) == count, "points of others"
+        assert self.block is None or (schedule is not None and self.unit == "rows"), "no block"
+        assert len(self.caps) == count, "max_epochs of other datasets"
+        assert min(cap or 1 for cap in self.caps) > 0, "fewer than one pass"
 
     @property
     def has_epochs(self) -> bool:
@@ -145,23 +102,34 @@ class PlanSpec:
         """Most passes over each dataset; None for no limit."""
         return (None,) * len(self.weights) if self.max_epochs is None else self.max_epochs
 
+    @property
+    def by_deficit(self) -> bool:
+        """Whether draws go to the largest deficit: weights change, or count tokens."""
+        return self.schedule is not None or self.unit == "tokens"
+
+    def shares_at(self, row: int) -> tuple[Fraction, ...]:
+        """The shares of a window that begins at `row`."""
+        if self.schedule is None:
+            return normalized(self.weights)
+        return self.schedule.shares(self.schedule.step_of(row))
+
+    def rows_left(self, row: int) -> int | None:
+        """Rows until the shares change next; None where they do not."""
+        return None if self.schedule is None else self.schedule.rows_left(row)
+
+    def stage_end(self, row: int) -> tuple[int, int] | None:
+        """(rows until the shares change next, rows that a window which begins at `row` may have);
+        None where packing does not decide, or they do not change.
+        """
+        return self.schedule.stage_end(row) if self.schedule and self.pack else None
+
     def last_epoch(self, num_docs: Sequence[int]) -> int | None:
         """Epochs of the whole run, which caps may end early; None where it never ends."""
         passes = [cap for cap, count in zip(self.caps, num_docs, strict=True) if count]
-        ends = (
-            max((cap for cap in passes if cap is not None), default=0)
-            if None not in passes
-            else None
-        )
+        ends = None if None in passes else max((cap for cap in passes if cap), default=0)
         if not self.has_epochs:
             return None if ends is None else 1
-        return (
-            ends
-            if self.num_epochs is None
-            else self.num_epochs
-            if ends is None
-            else min(ends, self.num_epochs)
-        )
+        return min((n for n in (ends, self.num_epochs) if n is not None), default=None)
 
 
 def window_docs(
@@ -184,21 +152,9 @@ def window_docs(
 
 
 def check(datasets: Sequence[PlanDataset], spec: PlanSpec) -> None:
-    """Raises PlanError where datasets and spec do not make a plan."""
+    """Raises PlanError where a dataset has no documents that the plan needs."""
     names = [dataset.name for dataset in datasets]
-    if len(names) != len(spec.weights):
-        raise PlanError(
-            at="weights",
-            problem=f"{len(spec.weights)} weights for {len(names)} datasets",
-            have=names,
-        )
-    if len(set(names)) != len(names):
-        raise PlanError(
-            at="datasets",
-            problem="two datasets have one name",
-            have=names,
-            fix="Names fold the seed: rename one.",
-        )
+    assert len(names) == len({*names}) == len(spec.weights), f"{names} for {spec.weights}"
     for dataset in datasets:
         if dataset.num_docs < 1 and (spec.stop != "all_exhausted" or len(names) == 1):
             fix = "Leave it out, or give it data." if len(names) > 1 else "Give it data."
@@ -227,20 +183,25 @@ def fingerprint(datasets: Sequence[PlanDataset], spec: PlanSpec) -> str:
 def choices(spec: PlanSpec) -> dict[str, Any]:
     """What of `spec` the fingerprint covers."""
     found: dict[str, Any] = {
-        key: value for key, value in to_dict(spec).items() if key != "num_epochs"
+        key: value
+        for key, value in to_dict(spec).items()
+        # plans without the later choices keep the fingerprints that they had before these existed
+        if key != "num_epochs" and (key, value) not in LATER_CHOICES.items()
     }
-    for key, default in {
-        "schedule": None,
-        "unit": "rows",
-        "block": None,
-        "max_epochs": None,
-    }.items():
-        if found[key] == default:
-            # plans without them keep the fingerprints that they had before these choices existed
-            del found[key]
     if spec.pack is not None and spec.pack.strategy != "pool":
         del found["pack"]["num_packers"]
-    return found
+    return found | stages_choice(spec.schedule, spec.pack)
+
+
+LATER_CHOICES = {"schedule": None, "unit": "rows", "block": None, "max_epochs": None}
+
+
+def stages_choice(schedule: Schedule | None, pack: PackSpec | None) -> dict[str, str]:
+    """What names packed plans whose windows end by an estimate of where weights change: before, a
+    search for that row decided.
+    """
+    by_estimate = schedule is not None and pack is not None and pack.strategy != "stream"
+    return {"stages_end": "estimated"} if by_estimate else {}
 
 
 def in_words(choices: Mapping[str, Any], prefix: str = "plan.") -> dict[str, Any]:

@@ -21,23 +21,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.errors import PlanError, StateError
-from easypipe.plan import mix, tally
+from easypipe.plan import plan_stats
 from easypipe.plan.mix import NEVER
 from easypipe.plan.pack import nothing_fits
 from easypipe.plan.pieces import NO_PIECES, Pieces, join, pieces_of
+from easypipe.plan.plan_stats import COUNTERS, FIELDS, DatasetStats, PlanStats
 from easypipe.plan.spec import PlanDataset, PlanSpec, check, fingerprint, window_docs
 from easypipe.plan.state import WindowState
-from easypipe.plan.tally import DatasetTally, Tally
 from easypipe.plan.window import Planner, Window
 
 __all__ = [
-    "DatasetTally",
+    "DatasetStats",
     "Pieces",
     "Plan",
     "PlanDataset",
     "PlanSpec",
+    "PlanStats",
     "RowAddress",
-    "Tally",
     "Window",
     "WindowState",
     "window_docs",
@@ -89,7 +89,7 @@ class Plan:
         self._some_document_fits = False  # known; False: not looked at yet
         self._counted: tuple[WindowState, NDArray[np.int64]] = (
             self._marks[0],
-            np.zeros((len(datasets), tally.COUNTERS), dtype=np.int64),
+            np.zeros((len(datasets), COUNTERS), dtype=np.int64),
         )
         for state in checkpoints:
             self.resume(state)
@@ -190,15 +190,7 @@ class Plan:
             raise StateError(
                 at="window", problem=f"{state.to_json()} is no state of a plan over {size} datasets"
             )
-        if (
-            mix.remaining(
-                self._planner.num_docs,
-                np.array(state.drawn, np.int64),
-                self._planner.stop,
-                self.spec.max_epochs,
-            )
-            < 0
-        ).any():
+        if (self._planner.remaining(np.array(state.drawn, np.int64)) < 0).any():
             raise StateError(
                 at="window", problem=f"{state.to_json()} has drawn more documents than there are"
             )
@@ -215,26 +207,47 @@ class Plan:
         with self._lock:
             return tuple(self._marks)
 
-    def tally(self, stop_row: int | None = None) -> Tally:
-        """The books of rows 0 to `stop_row` (None: all, so the plan must end). Scans from the
-        start, or from where the last call came to.
+    def stats(self, stop_row: int | None = None, start_row: int = 0) -> PlanStats:
+        """Where the documents of rows `start_row` to `stop_row` (None: the last, so the plan must
+        end) went. Scans from the start, or from where the last call came to. passes and unreached
+        count from row 0.
 
         Raises PlanError for a row behind the last and for the end of a plan without one.
         """
+        if stop_row is None and (stop_row := self.num_rows) is None:
+            raise PlanError(at="stats", problem="this plan has no end", fix="Say up to which row.")
+        before = self._counters(start_row)[0] if start_row else 0
+        counters, begun = self._counters(stop_row)
+        rows, pack, datasets = stop_row - start_row, self.spec.pack, dict[str, DatasetStats]()
+        for dataset, cap, line, drawn in zip(
+            self.datasets,
+            self.spec.caps,
+            (counters - before).tolist(),
+            counters[:, 0].tolist(),
+            strict=True,
+        ):
+            passes = begun if self.spec.has_epochs else -(-drawn // dataset.num_docs)
+            passes = min(max(1, passes), cap or NEVER)
+            datasets[dataset.name] = DatasetStats(
+                num_docs=dataset.num_docs,
+                passes=passes,
+                unreached=passes * dataset.num_docs - drawn,
+                **dict(zip(FIELDS, line, strict=True)),
+            )
+        placed = sum(part.tokens_placed for part in datasets.values())
+        slots = placed if pack is None else rows * pack.seq_length
+        return PlanStats(rows=rows, slots=slots, padding=slots - placed, datasets=datasets)
+
+    def _counters(self, stop_row: int) -> tuple[NDArray[np.int64], int]:
+        """(Int64[k, COUNTERS] of rows 0 to `stop_row`, epochs begun by then)."""
         end = self.num_rows
-        if stop_row is None and end is None:
-            raise PlanError(at="tally", problem="this plan has no end", fix="Say up to which row.")
-        if stop_row is None:
-            stop_row = end
-        assert stop_row is not None
         if stop_row < 0 or (end is not None and stop_row > end):
             raise self._no_row(stop_row)
         with self._scan_lock:
             state, counters = self._counted
             if state.first_row > stop_row:
                 state, counters = self._marks[0], np.zeros_like(counters)
-            counters = counters.copy()
-            partly: Window | None = None
+            counters, partly = counters.copy(), None
             for window in self._walk(state):
                 if window.first_row == stop_row != end:
                     break
@@ -246,8 +259,13 @@ class Plan:
             self._counted = (state, counters.copy())
             if partly is not None:
                 self._count(partly, stop_row - partly.first_row, counters)
-            begun = state.epoch + (partly is not None or any(state.drawn))
-            return self._books(stop_row, begun, counters)
+            return counters, state.epoch + (partly is not None or any(state.drawn))
+
+    def _count(self, window: Window, num_rows: int, counters: NDArray[np.int64]) -> None:
+        drawn = slice(window.dataset.size - window.ahead)
+        cut = 0 if window.state.cut is None else window.state.cut[1]
+        draws = (window.dataset[drawn], window.length[drawn])
+        plan_stats.count(draws, window.layout, num_rows, self.spec.pack, counters, cut)
 
     # The scan. Callers of the methods below hold _scan_lock.
 
@@ -258,9 +276,7 @@ class Plan:
         state = self._nearest(row)
         if self.spec.pack is None:
             while not self._planner.ended(state):
-                after = self._planner.after(
-                    state, draws := self._planner.draw(state), draws.dataset.shape[0]
-                )
+                after = self._planner.after_draws(state)
                 if row is not None and row < after.first_row:
                     return state, None
                 state = self._keep(after)
@@ -357,52 +373,3 @@ class Plan:
             at=f"row {row}",
             problem=f"the plan has {self._num_rows} rows" if row >= 0 else "rows count from 0",
         )
-
-    # The books.
-
-    def _count(self, window: Window, num_rows: int, counters: NDArray[np.int64]) -> None:
-        pack, layout = self.spec.pack, window.layout
-        rule = (
-            tally.WHOLE
-            if pack is None
-            else {"split": tally.SPLIT, "truncate": tally.TRUNCATE}.get(pack.oversize, tally.DROP)
-        )
-        seq_length = 0 if pack is None else pack.seq_length
-        pieces = int(layout.first_piece[num_rows])
-        cut = (
-            None
-            if pack is None or pack.strategy != "stream"
-            else 0
-            if window.state.cut is None
-            else window.state.cut[1]
-        )
-        drawn = slice(window.dataset.size - window.ahead)
-        tally.count(
-            window.dataset[drawn],
-            window.length[drawn],
-            layout.table,
-            pieces,
-            num_rows,
-            seq_length,
-            rule,
-            counters,
-            cut,
-        )
-
-    def _books(self, rows: int, epochs_begun: int, counters: NDArray[np.int64]) -> Tally:
-        datasets: dict[str, DatasetTally] = {}
-        for dataset, cap, line in zip(
-            self.datasets, self.spec.caps, counters.tolist(), strict=True
-        ):
-            counts = dict(zip(tally.FIELDS, line, strict=True))
-            passes = max(
-                1, epochs_begun if self.spec.has_epochs else -(-counts["draws"] // dataset.num_docs)
-            )
-            passes = passes if cap is None else min(passes, cap)
-            unreached = passes * dataset.num_docs - counts["draws"]
-            datasets[dataset.name] = DatasetTally(
-                num_docs=dataset.num_docs, passes=passes, unreached=unreached, **counts
-            )
-        placed = sum(part.tokens_placed for part in datasets.values())
-        slots = placed if self.spec.pack is None else rows * self.spec.pack.seq_length
-        return Tally(rows=rows, slots=slots, padding=slots - placed, datasets=datasets)

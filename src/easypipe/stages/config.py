@@ -14,6 +14,7 @@ from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import PipelineContext
 from easypipe.loader.config import LoadStageConfig, check_streams
+from easypipe.plan.order import OrderConfig
 from easypipe.save.config import SaveStageConfig
 from easypipe.stages.mix.config import MixStageConfig
 from easypipe.stages.pack.config import PackStageConfig
@@ -21,33 +22,6 @@ from easypipe.stages.source.config import DatasetConfig, no_datasets
 from easypipe.stages.streamable import require_streamable
 from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.transforms.tokenizer.config import TokenizerConfig
-
-
-@config
-class OrderConfig:
-    """In which order the documents of each dataset are drawn.
-
-    shuffle: a new keyed permutation every epoch; False keeps the order of the files.
-    block_rows: permute blocks of so many neighbouring documents as one, so that reads from remote
-    storage stay large. Needs shuffle.
-    """
-
-    shuffle: bool = True
-    block_rows: int = 1
-
-    def check(self) -> None:
-        if self.block_rows < 1:
-            raise ConfigError(
-                at="block_rows",
-                problem=f"{self.block_rows} is no block of rows",
-                fix="Give at least 1.",
-            )
-        if self.block_rows > 1 and not self.shuffle:
-            raise ConfigError(
-                at="block_rows",
-                problem="has no effect without shuffle",
-                fix="Leave it out, or set shuffle.",
-            )
 
 
 @config

@@ -24,7 +24,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.random import fold
 from easypipe.core.schema import IGNORE, LABELS
-from easypipe.plan.order import OrderSpec, documents
+from easypipe.plan.order import OrderConfig, documents
 
 
 @runtime_checkable
@@ -116,7 +116,7 @@ class ItemRows(_Unsized):
         name: str = "dataset1",
     ) -> None:
         self._dataset, self._collate, self._seed, self._name = dataset, collate, seed, name
-        self._order = OrderSpec(shuffle=shuffle)
+        self._order = OrderConfig(shuffle=shuffle)
         self._key = np.array([fold(seed, "order", name)], np.uint64)
         self.num_epochs = num_epochs
 

@@ -58,7 +58,8 @@ class MixStageConfig:
     weight_schedule: weights that follow the training step, in place of `weights`, which then hold
     until the first point (without them, the
         first point's do). The mixture looks at them where a window of documents ends, and windows
-        end where they change.
+        end about where they change: where rows are packed, at most 1/32 of a stage or two batches
+        late.
     weight_schedule_type: between two points the weights stay (`step`), or go over along a line
     (`linear`) or half a cosine wave (`cosine`).
     batch_size: rows of a training step, for weight_schedule. None takes that of load(), or of the

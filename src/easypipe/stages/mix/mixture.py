@@ -25,7 +25,6 @@ from easypipe.loader.rows.documents import Documents as Tokens
 from easypipe.loader.rows.documents import gather_documents
 from easypipe.loader.rows.planned import PlannedRows
 from easypipe.plan.mix import Stop
-from easypipe.plan.order import OrderSpec
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.spec import Unit
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec, WindowState, window_docs
@@ -178,7 +177,6 @@ class Mixture:
 
     def _make(self, choice: _Choice) -> Plan:
         datasets = [self._dataset(i, name, choice.eos) for i, name in enumerate(self.parts)]
-        order = settings_of(self.context).order
         schedule = None if self.schedule is None else self.schedule.spec()
         length = None if choice.pack is None else choice.pack.seq_length
         spec = PlanSpec(
@@ -186,7 +184,7 @@ class Mixture:
             weights=self.weights if schedule is None else (1,) * len(datasets),
             stop=self.stop,
             num_epochs=choice.num_epochs,
-            order=OrderSpec(shuffle=order.shuffle, block_rows=order.block_rows),
+            order=settings_of(self.context).order,
             pack=choice.pack,
             window_docs=min(
                 window_docs(datasets, weights, length)

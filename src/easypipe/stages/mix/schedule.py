@@ -11,7 +11,7 @@ from typing import Any
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError
 from easypipe.loader.config import LoadStageConfig
-from easypipe.plan.schedule import KINDS, Schedule
+from easypipe.plan.mix_schedule import KINDS, Schedule
 from easypipe.stages.mix.config import (
     ScheduleType,
     WeightSchedulePoint,

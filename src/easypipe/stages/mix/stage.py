@@ -22,8 +22,9 @@ from easypipe.core.protocols import (
 )
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SOURCE, token_dtype, token_list
 from easypipe.plan.mix import integer_weights
+from easypipe.plan.order import OrderConfig
 from easypipe.save.saved import TokenInfo
-from easypipe.stages.config import OrderConfig, PipelineConfig, settings_of
+from easypipe.stages.config import PipelineConfig, settings_of
 from easypipe.stages.mix.config import (
     MixStageConfig,
     block_weights,

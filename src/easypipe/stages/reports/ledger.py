@@ -12,7 +12,7 @@ from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.loader.rows.targets import count_targets, stream_start
-from easypipe.plan.tally import DatasetTally
+from easypipe.plan.plan_stats import DatasetStats
 from easypipe.stages.mix.mixture import Mixture
 from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.stage import PackedShardedSource
@@ -68,18 +68,18 @@ def _plan_entries(
     """
     mixture, packed = source.mixture, isinstance(source, PackedShardedSource)
     plan = source.plan() if isinstance(source, PackedShardedSource) else mixture.plan(None)
-    tally = plan.tally()
+    stats = plan.stats()
     stage = "pack" if packed else "mix"
     joined = isinstance(source, PackedShardedSource) and source.joined
     first = stream_start(plan) if joined else -1  # the one dataset whose first token is no target
     # the one number that lengths do not tell
     hold = isinstance(source, PackedShardedSource) and source.rows().hold
     trained = (
-        count_targets(plan, mixture.caches, tally.rows, joined=joined, hold=hold)
+        count_targets(plan, mixture.caches, stats.rows, joined=joined, hold=hold)
         if mixture.has_loss_mask
         else None
     )
-    for i, (name, part) in enumerate(tally.datasets.items()):
+    for i, (name, part) in enumerate(stats.datasets.items()):
         drawn = {"drawn": part.draws, "unreached": part.unreached}
         ledger.add(
             "mix",
@@ -135,12 +135,12 @@ def _plan_entries(
             out={**out, "segment starts": starts},
         )
     if packed:
-        slots = {"tokens": tally.slots - tally.padding, "padding": tally.padding}
-        ledger.add("pack", whole, "slots", into={"slots": tally.slots}, out=slots)
-        ledger.facts |= {f"pack.{whole}.rows": tally.rows, f"pack.{whole}.fill": tally.fill}
+        slots = {"tokens": stats.slots - stats.padding, "padding": stats.padding}
+        ledger.add("pack", whole, "slots", into={"slots": stats.slots}, out=slots)
+        ledger.facts |= {f"pack.{whole}.rows": stats.rows, f"pack.{whole}.fill": stats.fill}
 
 
-def _eos_added(mixture: Mixture, i: int, part: DatasetTally) -> int | None:
+def _eos_added(mixture: Mixture, i: int, part: DatasetStats) -> int | None:
     """EOS tokens that the plan added to what was drawn; None where only a part of a dataset was
     drawn that has some of its own.
     """

@@ -21,7 +21,7 @@ from easypipe.core.protocols import PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.steps import Begin, Steps
-from easypipe.plan.tally import Tally
+from easypipe.plan.plan_stats import PlanStats
 from easypipe.plan.windows import Plan
 from easypipe.save.saved import SavedSource
 from easypipe.stages.load.stage import LoadStage
@@ -33,6 +33,7 @@ from easypipe.stages.reports.shares import (
     asked_between,
     documents_drawn,
     far_from_asked,
+    late_stages,
     shares_by_step,
     unlike_weights,
 )
@@ -215,16 +216,17 @@ def plan_report(
     )
     run = _Run.of(load, plan.num_rows, steps, begin)
     first = min(begin.row, run.rows)
-    before, drawn = plan.tally(first), documents_drawn(plan, first)
+    before, drawn = plan.stats(first), documents_drawn(plan, first)
     # ascending rows: each window is counted once
     strange = far_from_asked(mixture, plan, run.counted, run.steps)
-    drawn, tally = documents_drawn(plan, run.rows) - drawn, plan.tally(run.rows)
+    drawn, tally = documents_drawn(plan, run.rows) - drawn, plan.stats(run.rows)
     mixture.remember(plan)
     datasets = _datasets(mixture, plan, before, tally, drawn, range(first, run.rows))
     notes = [
         *run.notes(name, load),
         *_notes(datasets, mixture, plan, tally, whole=run.steps == run.available),
         *strange,
+        *late_stages(plan, run.counted, run.steps),
     ]
     if (
         said := unlike_weights(
@@ -361,8 +363,8 @@ class _Run:
 def _datasets(
     mixture: Mixture,
     plan: Plan,
-    before: Tally,
-    tally: Tally,
+    before: PlanStats,
+    tally: PlanStats,
     drawn: NDArray[np.float64],
     rows: range,
 ) -> tuple[DatasetPlan, ...]:
@@ -422,7 +424,7 @@ _COUNTED = (
 
 
 def _notes(
-    datasets: Sequence[DatasetPlan], mixture: Mixture, plan: Plan, tally: Tally, *, whole: bool
+    datasets: Sequence[DatasetPlan], mixture: Mixture, plan: Plan, tally: PlanStats, *, whole: bool
 ) -> list[str]:
     """whole: the run goes to the end of the data, but for rows that fill no batch."""
     found = []

@@ -108,7 +108,7 @@ def documents_drawn(plan: Plan, rows: int) -> NDArray[np.float64]:
         return counts
     last = plan.window_at(rows - 1)
     whole = rows if last.after.first_row == rows else last.first_row
-    counts += [part.draws for part in plan.tally(whole).datasets.values()]
+    counts += [part.draws for part in plan.stats(whole).datasets.values()]
     if whole < rows:
         _, _, draw, start, length = last.layout.table[
             :, : int(last.layout.first_piece[rows - whole])
@@ -228,13 +228,34 @@ def far_from_asked(mixture: Mixture, plan: Plan, counted: Steps, steps: int) -> 
     return found
 
 
+def late_stages(plan: Plan, counted: Steps, steps: int) -> list[str]:
+    """A line for each point of a weight schedule whose weights hold from another step on, because
+    windows of packed documents end about where weights change.
+    """
+    found, schedule = list[str](), plan.spec.schedule
+    if schedule is None:
+        return found
+    for step, _ in schedule.points:
+        if counted.begin.batch < step < steps:
+            row = counted.start(step)
+            window = plan.window_at(row)
+            begins = row if window.first_row == row else window.after.first_row
+            late = schedule.step_of(begins) - schedule.step_of(row)
+            if late:
+                found.append(
+                    f"the weights of step {step:,} hold from step {step + late:,} on, "
+                    "where the window of documents before them ends"
+                )
+    return found
+
+
 def _seen(mixture: Mixture, plan: Plan, row: int) -> tuple[NDArray[np.int64], NDArray]:
     """Tokens of each dataset in the first `row` rows, and what the weights are about: these, or
     documents.
     """
     drawn = documents_drawn(plan, row)
     tokens = np.array(
-        [part.tokens_placed for part in plan.tally(row).datasets.values()], dtype=np.int64
+        [part.tokens_placed for part in plan.stats(row).datasets.values()], dtype=np.int64
     )
     return tokens, tokens if mixture.unit == "tokens" else drawn
 

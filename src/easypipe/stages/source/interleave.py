@@ -19,7 +19,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource
 from easypipe.core.schema import ROW_NUMBER, SOURCE
 from easypipe.plan.mix import Stop, integer_weights
-from easypipe.plan.order import OrderSpec
+from easypipe.plan.order import OrderConfig
 from easypipe.plan.spec import STOPS
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec
 from easypipe.sources.external.memory import InMemoryShardedSource
@@ -106,7 +106,7 @@ def block_mixture_interleave(
         sources,
         whole,
         stop_strategy,
-        OrderSpec(shuffle=seed is not None, block_rows=block_rows),
+        OrderConfig(shuffle=seed is not None, block_rows=block_rows),
         seed or 0,
     )
 
@@ -128,7 +128,7 @@ class InterleavedSource(ShardedDataSource):
         sources: Mapping[str, ShardedSource],
         weights: Sequence[int],
         stop: Stop,
-        order: OrderSpec,
+        order: OrderConfig,
         seed: int,
     ) -> None:
         self.sources = dict(sources)

@@ -1,18 +1,19 @@
-"""The books of a plan: where every document and token that was drawn went."""
+"""The statistics of a plan: where every document and token that was drawn went."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.jit import jit
+from easypipe.plan.pack import Layout, PackSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetTally:
+class DatasetStats:
     """One dataset's part. These balances hold:
 
     passes · num_docs = draws + unreached
@@ -50,15 +51,15 @@ class DatasetTally:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tally:
-    """Rows 0 to `rows`: slots = tokens placed + padding. Without packing a row has as many slots as
+class PlanStats:
+    """Of `rows` rows: slots = tokens placed + padding. Without packing a row has as many slots as
     tokens, the batch pads it.
     """
 
     rows: int
     slots: int
     padding: int
-    datasets: Mapping[str, DatasetTally]
+    datasets: Mapping[str, DatasetStats]
 
     @property
     def fill(self) -> float:
@@ -66,62 +67,40 @@ class Tally:
         return 1 - self.padding / self.slots if self.slots else 1.0
 
 
-# The counters of a dataset that windows add up, in the order of the columns of Int64[k, COUNTERS].
-FIELDS = (
-    "draws",
-    "docs_placed",
-    "docs_pending",
-    "docs_dropped",
-    "docs_empty",
-    "docs_truncated",
-    "tokens_drawn",
-    "tokens_placed",
-    "tokens_pending",
-    "tokens_truncated",
-    "tokens_dropped",
-    "segments",
-)
+# What windows add up for a dataset, in the order of the columns of Int64[k, COUNTERS].
+FIELDS = tuple(field.name for field in fields(DatasetStats))[3:]
 COUNTERS = len(FIELDS)
 SEGMENTS = FIELDS.index("segments")
 
 # what happens to documents over the row length; WHOLE: rows have no length
 SPLIT, TRUNCATE, DROP, WHOLE = 0, 1, 2, 3
+_RULES = {"split": SPLIT, "truncate": TRUNCATE, "drop": DROP, "error": SPLIT}
 
 
 def count(
-    dataset: NDArray[np.int32],
-    lengths: NDArray[np.int32],
-    table: NDArray[np.int32],
-    num_pieces: int,
+    draws: tuple[NDArray[np.int32], NDArray[np.int32]],
+    layout: Layout,
     num_rows: int,
-    seq_length: int,
-    rule: int,
+    pack: PackSpec | None,
     into: NDArray[np.int64],
-    cut: int | None = None,
+    cut: int = 0,
 ) -> None:
-    """Add a window's draws to `into` (Int64[k, COUNTERS]), of whose pieces the first `num_pieces`,
-    in `num_rows` rows, are reached.
+    """Add the draws of a window to `into` (Int64[k, COUNTERS]), of whose rows the first `num_rows`
+    are reached.
 
-    dataset, lengths: Int32[draws]. table: `Layout.table`. cut: under strategy "stream", tokens of
-    the first document that stand in rows of windows that were counted before, with the document
-    itself (0: none do). None: of every other strategy.
+    draws: dataset and length of each, Int32[n]. cut: under strategy "stream", tokens of the first
+    document that stand in rows of windows that were counted before, with the document itself.
     """
-    _count(
-        dataset,
-        lengths,
-        table,
-        num_pieces,
-        num_rows,
-        seq_length,
-        rule,
-        cut or 0,
-        cut is not None,
-        into,
-    )
+    pieces = int(layout.first_piece[num_rows])
+    streams = pack is not None and pack.strategy == "stream"
+    rule = (WHOLE, 0) if pack is None else (_RULES[pack.oversize], pack.seq_length)
+    _count(*draws, layout.table, (num_rows, pieces, streams, cut), rule, into)
 
 
 @jit
-def _count(dataset, lengths, table, num_pieces, num_rows, seq_length, rule, cut, goes_on, into):
+def _count(dataset, lengths, table, reached, rule, into):
+    num_rows, num_pieces, streams, cut = reached
+    how, seq_length = rule
     placed = np.zeros(lengths.shape[0], np.int64)
     if cut > 0:  # it was counted as drawn and as pending, and is counted again below
         of, length = dataset[0], np.int64(lengths[0])
@@ -134,15 +113,15 @@ def _count(dataset, lengths, table, num_pieces, num_rows, seq_length, rule, cut,
         draw, length = table[2, piece], np.int64(table[4, piece])
         placed[draw] += length
         into[dataset[draw], 7] += length
-        into[dataset[draw], 11] += length > 0 and not (goes_on and table[3, piece] > 0)
+        into[dataset[draw], 11] += length > 0 and not (streams and table[3, piece] > 0)
     for draw in range(lengths.shape[0]):
         of, length = dataset[draw], np.int64(lengths[draw])
-        keep = min(length, seq_length) if rule == TRUNCATE else length
+        keep = min(length, seq_length) if how == TRUNCATE else length
         into[of, 0] += 1
         into[of, 6] += length
-        if length == 0 and rule != WHOLE:
+        if length == 0 and how != WHOLE:
             into[of, 4] += 1
-        elif length > seq_length and rule == DROP:
+        elif length > seq_length and how == DROP:
             into[of, 3] += 1
             into[of, 10] += length
         elif placed[draw] == keep and (length > 0 or draw < num_rows):

@@ -3,8 +3,8 @@
 step   a training step, the number of a batch from 0: with batches of `n` rows, step `s` holds rows
 `s * n` to `(s + 1) * n` share  a dataset's part of the mixture, a fraction; the shares of a step
 sum to 1 point  a step and the weights that are reached there
-stair  between two points the plan looks at the weights again after 1/64 of the way, or after a step
-where that is longer
+stage  rows that have the same weights: from point to point, and between two points whose weights
+differ 1/64 of the way, or a step where that is longer
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from easypipe.core.errors import PlanError
-
 Kind = Literal["step", "linear", "cosine"]
 KINDS: tuple[Kind, ...] = ("step", "linear", "cosine")
 
-STAIRS = 64
+RAMP_STAGES = 64
 
 _BITS = 96
 _PI = 314159265358979323846264338327950288419716939937510 * (1 << _BITS) // 10**50
@@ -44,42 +42,15 @@ class Schedule:
     before: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise PlanError(at="schedule", problem=f"no kind {self.kind!r}", have=KINDS)
-        if (
-            not self.batch_sizes
-            or self.batch_sizes[0][0] != 0
-            or any(size < 1 for _, size in self.batch_sizes)
-        ):
-            raise PlanError(
-                at="schedule",
-                problem=f"{self.batch_sizes} are no batch sizes",
-                fix="Give at least 1 row, from step 0 on.",
-            )
-        steps = [step for step, _ in self.points]
-        if (
-            not steps
-            or steps[0] < 0
-            or not _ascend(steps)
-            or not _ascend([step for step, _ in self.batch_sizes])
-        ):
-            raise PlanError(
-                at="schedule",
-                problem=f"{steps} are no ascending steps",
-                fix="Give each step once, from 0 on.",
-            )
-        if len({len(weights) for weights in self.all_weights}) != 1:
-            raise PlanError(
-                at="schedule",
-                problem="the points have weights for different numbers of datasets",
-                fix="Name all in each.",
-            )
-        if any(min(weights, default=-1) < 0 or not any(weights) for weights in self.all_weights):
-            raise PlanError(
-                at="schedule",
-                problem="weights below 0, or all 0",
-                fix="Give each point a weight above 0.",
-            )
+        steps, sizes = ([one for one, _ in each] for each in (self.points, self.batch_sizes))
+        assert self.kind in KINDS, f"no kind {self.kind!r}"
+        assert steps, "no point"
+        assert _ascend([-1, *steps]), f"{steps} are no ascending steps"
+        assert sizes[:1] == [0], f"{sizes} do not begin at step 0"
+        assert _ascend(sizes), f"{sizes} are no ascending steps"
+        assert min(size for _, size in self.batch_sizes) > 0, "a batch without rows"
+        assert len({len(weights) for weights in self.all_weights}) == 1, "points of other datasets"
+        assert all(min(w) >= 0 and any(w) for w in self.all_weights), "weights below 0, or all 0"
 
     @property
     def all_weights(self) -> tuple[tuple[int, ...], ...]:
@@ -105,9 +76,7 @@ class Schedule:
         )
 
     def rows_left(self, row: int) -> int | None:
-        """Rows from `row` to the one where the weights are looked at again; None where they stay
-        from here on.
-        """
+        """Rows from `row` to the end of its stage; None where the weights stay from here on."""
         step = self.step_of(row)
         place = bisect_right(self.points, step, key=lambda point: point[0])
         if place == len(self.points):
@@ -115,9 +84,20 @@ class Schedule:
         border = self.points[place][0]
         here, weights = self.points[place - 1] if place else (border, self.points[place][1])
         if self.kind != "step" and normalized(weights) != normalized(self.points[place][1]):
-            stair = max(1, (border - here) // STAIRS)
-            border = min(border, here + ((step - here) // stair + 1) * stair)
+            stage = max(1, (border - here) // RAMP_STAGES)
+            border = min(border, here + ((step - here) // stage + 1) * stage)
         return self.first_row(border) - row
+
+    def stage_end(self, row: int) -> tuple[int, int] | None:
+        """(rows from `row` to the end of its stage; how many a window may have that begins there:
+        1/32 more, or two batches more where that is more rows). None where there is no end.
+        """
+        rows = self.rows_left(row)
+        if rows is None:
+            return None
+        step = self.step_of(row + rows)
+        batch = self.first_row(step + 1) - self.first_row(step)
+        return rows, rows + max(rows // 32, 2 * batch)
 
     def step_of(self, row: int) -> int:
         """The step whose batch `row` stands in."""
