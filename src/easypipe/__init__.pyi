@@ -66,7 +66,8 @@ from easypipe.loader.loader import AsyncDataLoader, Loader
 from easypipe.loader.state import LoaderState
 from easypipe.pipeline import Pipeline, create_pipeline
 from easypipe.plan.order import OrderConfig
-from easypipe.previews.samples import Preview, preview
+from easypipe.previews.preview import Preview
+from easypipe.previews.samples import preview
 from easypipe.run import RunConfig
 from easypipe.save.config import SaveStageConfig
 from easypipe.save.saved import load_saved

@@ -11,7 +11,7 @@ import typer
 from easypipe.cache.admin import CachedDataset, clear_cache, list_cache
 from easypipe.cache.location import cache_folder
 from easypipe.cli.plan import AsJson
-from easypipe.cli.show import aligned, console
+from easypipe.cli.show import aligned, say
 
 cache = typer.Typer(help="See and clear the token cache.", no_args_is_help=True)
 
@@ -51,18 +51,15 @@ def list_(cache_dir: Folder = None, as_json: AsJson = False) -> None:
         lines.append(
             (one.dataset, one.key[:8], *counts, "in use" if one.in_use else "", one.tokenizer)
         )
-    console.print(
+    say(
         f"{found.path}\n{aligned(lines, left=(0, 1, 7, 8))}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )
     leftover = (
         f", {found.leftover_bytes / 1e6:,.1f} MB of it named by no dataset"
         if found.leftover_bytes
         else ""
     )
-    console.print(f"{found.num_bytes / 1e6:,.1f} MB in all{leftover}", highlight=False)
+    say(f"{found.num_bytes / 1e6:,.1f} MB in all{leftover}")
 
 
 @cache.command("clear")
@@ -87,18 +84,15 @@ def clear(
     done = clear_cache(folder, older_than_days=older_than, datasets=dataset, dry_run=dry_run)
     verb = "would remove" if dry_run else "removed"
     names = f" ({', '.join(done.removed)})" if done.removed else ""
-    console.print(
+    say(
         f"{verb} {len(done.removed)} datasets{names}: {done.files:,} files, {done.num_bytes / 1e6:,.1f} MB: {folder.at()}",
-        highlight=False,
-        soft_wrap=True,
     )
     if folder.remote and done.removed:
-        console.print(
+        say(
             "nobody knows who reads a bucket: whoever does is told that files are missing, and prepares again",
-            highlight=False,
         )
     for name in done.kept:
-        console.print(f"kept {name}: a reader has it open", highlight=False, soft_wrap=True)
+        say(f"kept {name}: a reader has it open")
 
 
 def _plain(one: CachedDataset) -> dict[str, Any]:

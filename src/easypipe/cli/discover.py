@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from easypipe.cli.plan import AsJson
-from easypipe.cli.show import console
+from easypipe.cli.show import say
 from easypipe.core.errors import ConfigError
 from easypipe.discovery.discover import discover as look
 from easypipe.discovery.findings import Discovery
@@ -92,18 +92,14 @@ def discover(
             part["refused" if isinstance(made, ConfigError) else "proposal"] = str(made)
         typer.echo(json.dumps(shown, default=str))
     else:
-        _say(str(found))
+        say(str(found))
         for part, made in zip(found.parts, proposals, strict=True):
             refused = isinstance(made, ConfigError)
             of = f" ({part.files[0]})" if part.files else ""
-            _say(f"\nTo read {part.name}{of}{', decide first' if refused else ''}:", style="bold")
-            _say(str(made).rstrip())
+            say(f"\nTo read {part.name}{of}{', decide first' if refused else ''}:", style="bold")
+            say(str(made).rstrip())
     if any(isinstance(made, ConfigError) for made in proposals):
         raise typer.Exit(UNDECIDED)
-
-
-def _say(text: str, style: str | None = None) -> None:
-    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def _proposals(found: Discovery, decided: dict[str, Any]) -> list[Proposal | ConfigError]:

@@ -13,7 +13,7 @@ from rich.text import Text
 from easypipe.cli.configs import described
 from easypipe.cli.plan import AsJson
 from easypipe.cli.prepare import ConfigFile, Overrides
-from easypipe.cli.show import console, progress
+from easypipe.cli.show import progress, say
 from easypipe.history import loader_at
 from easypipe.loader.explain import ExplainedBatch
 
@@ -53,7 +53,7 @@ def explain(
         )
         explained = loader.explain(step, row)
     for line in shown(explained, characters):
-        console.print(line, soft_wrap=True)
+        say(line)
 
 
 def shown(explained: ExplainedBatch, characters: int) -> Iterator[Text]:

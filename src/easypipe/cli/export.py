@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from easypipe.cli.show import console
+from easypipe.cli.show import say
 
 Run = Annotated[
     Path,
@@ -50,4 +50,4 @@ def export(
         if trained.tokenizer
         else "model, without a tokenizer (the run names none)"
     )
-    console.print(f"{what} of step {trained.step}: {written}", highlight=False, soft_wrap=True)
+    say(f"{what} of step {trained.step}: {written}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from easypipe.cli.export import Step
-from easypipe.cli.show import console
+from easypipe.cli.show import say
 from easypipe.core.errors import ConfigError
 
 
@@ -76,7 +76,7 @@ def generate(
         seed=seed,
     )
     for ids, line in zip(begun, lines, strict=True):
-        console.print(loaded.decode([*ids, *line]), markup=False, highlight=False, soft_wrap=True)
+        say(loaded.decode([*ids, *line]))
 
 
 def _load(name: str, step: int | None, dtype: Any) -> tuple[Any, str | None, tuple[int, ...]]:

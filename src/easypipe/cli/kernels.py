@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from easypipe.cli.show import aligned, console
+from easypipe.cli.show import aligned, say
 
 kernels = typer.Typer(
     help="Block sizes of the loss kernels: measure them, see them.", no_args_is_help=True
@@ -43,7 +43,7 @@ def tune_(
     def show(trial: tune.Trial) -> None:
         sizes = ", ".join(f"{name} {size}" for name, size in trial.blocks.items())
         took = f"{trial.ms:,.2f} ms" if trial.ms is not None else f"does not run: {trial.failure}"
-        console.print(f"{sizes}: {took}", highlight=False, markup=False, soft_wrap=True)
+        say(f"{sizes}: {took}")
 
     path = table or tuning.user_table()
     entry = tune.tune(tokens, width, vocab, dtype, repeats=repeats, on_trial=show)
@@ -51,7 +51,7 @@ def tune_(
     sizes = ", ".join(f"{name} {size}" for name, size in entry.blocks.items())
     shape = f"tokens up to {entry.tokens:,}, width {entry.width:,}, vocabulary {entry.vocab:,}"
     line = f"{entry.device}, {entry.implementation}, {entry.dtype}, {shape}: {sizes} ({entry.ms:,.2f} ms): {path}"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    say(line)
 
 
 @kernels.command("table")
@@ -72,4 +72,4 @@ def table_(table: Table = None) -> None:
         sizes = " ".join(f"{name}={size}" for name, size in one.blocks.items())
         shape = f"{one.tokens:,}", f"{one.width:,}", f"{one.vocab:,}"
         lines.append((one.device, one.implementation, *shape, one.dtype, f"{one.ms:,.2f}", sizes))
-    console.print(aligned(lines, left=(0, 1, 5, 7)), highlight=False, markup=False, soft_wrap=True)
+    say(aligned(lines, left=(0, 1, 5, 7)))

@@ -11,7 +11,7 @@ import typer
 
 from easypipe.cli.configs import Described, described
 from easypipe.cli.prepare import ConfigFile, Overrides, of_images
-from easypipe.cli.show import console, progress
+from easypipe.cli.show import console, progress, say
 from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.history import plan_of_run
@@ -55,16 +55,16 @@ def plan(
                 at="--no-prepare", problem="images have no tokens to prepare", fix="Leave it out."
             )
         planned = _images_plan(config, overrides or [], steps, topology)
-        _show(json.dumps(planned.to_json(), indent=1) if as_json else str(planned), as_json)
+        _show(planned, as_json)
         return
     run = described(config, overrides or [])
     if topology is None:
         report = _data_plan(run, steps, prepare, as_json)
-        _show(json.dumps(report.to_json(), indent=1) if as_json else str(report), as_json)
+        _show(report, as_json)
         return
     compiled = _compiled(config, overrides or [], topology, as_json)
     if not as_json:
-        _show(f"{compiled}\n\ndata", as_json)
+        say(f"{compiled}\n\ndata")
     try:
         data, missing = _data_plan(run, steps, prepare, as_json), None
     except EasypipeError as error:
@@ -72,9 +72,10 @@ def plan(
             raise
         data, missing = None, str(error)
     found = {"step": compiled.to_json(), "data": data and data.to_json(), "data_missing": missing}
-    _show(
-        json.dumps(found, indent=1) if as_json else str(data or f"  not known: {missing}"), as_json
-    )
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        say(str(data or f"  not known: {missing}"))
 
 
 def _images_plan(
@@ -121,8 +122,8 @@ def _compiled(config: Path, overrides: list[str], topology: str, quiet: bool) ->
         return runs.plan_on(run, topology)
 
 
-def _show(text: str, as_json: bool) -> None:
+def _show(found: ClassifyPlan | PlanReport, as_json: bool) -> None:
     if as_json:
-        typer.echo(text)
+        typer.echo(json.dumps(found.to_json(), indent=1))
     else:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(str(found))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from easypipe.cli.show import console, progress, show_report
+from easypipe.cli.show import progress, say, show_report
 from easypipe.core.config import apply_overrides, from_dict, load_yaml
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.jobs import chains, prepare_data, with_hold_outs, with_tokenizer_of
@@ -69,7 +69,7 @@ def prepare(
     )
     # else there is no model to train
     then = f"; train with: easypipe train {config}" if "data" in values else ""
-    console.print(done + then, highlight=False, soft_wrap=True)
+    say(done + then)
 
 
 def of_images(config: Path, overrides: list[str]) -> bool:
@@ -125,9 +125,8 @@ def _prepare_part(
     with progress() as listener:
         pipeline, others = chains(data, held_out, progress=listener, save=False)
         rows = sum(each.prepare_part(number, count) for each in (pipeline, *others.values()))
-    console.print(
+    say(
         f"part {number} of {count}: {rows:,} rows tokenized. After all parts: easypipe prepare CONFIG --finalize",
-        highlight=False,
     )
 
 

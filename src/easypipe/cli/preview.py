@@ -16,9 +16,10 @@ from easypipe.cli.configs import described
 from easypipe.cli.explain import text_line
 from easypipe.cli.plan import AsJson
 from easypipe.cli.prepare import ConfigFile, Overrides
-from easypipe.cli.show import console, progress
+from easypipe.cli.show import progress, say
 from easypipe.core.storage import commit_bytes
-from easypipe.previews.samples import FIRST_ROWS, Preview
+from easypipe.previews.preview import Preview
+from easypipe.previews.samples import FIRST_ROWS
 from easypipe.previews.samples import preview as look
 
 TRAINED = "green"
@@ -53,10 +54,10 @@ def preview(
         made = look(data, n, first_rows=rows, progress=listener)
     if html is not None:
         commit_bytes(html, made.to_html(f"easypipe preview {config.name}").encode())
-        console.print(f"wrote {html}", highlight=False, markup=False, soft_wrap=True)
+        say(f"wrote {html}")
         return
     for line in shown(made, characters):
-        console.print(line, soft_wrap=True)
+        say(line)
 
 
 def shown(made: Preview, characters: int) -> Iterator[Text]:

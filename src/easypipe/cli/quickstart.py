@@ -12,7 +12,7 @@ import typer
 
 from easypipe.cli.prepare import Overrides
 from easypipe.cli.project import CONFIG, TOKENIZER, VOCAB_SIZE, training_texts, write_project
-from easypipe.cli.show import console
+from easypipe.cli.show import console, say
 from easypipe.cli.train import load, run_training, show_result
 
 
@@ -28,19 +28,15 @@ def quickstart(
     began = Path.cwd()
     folder = output_dir.expanduser().absolute()
     written = write_project(folder)
-    console.print(
-        f"project: {folder} ({'written' if written else 'found'})", highlight=False, soft_wrap=True
-    )
+    say(f"project: {folder} ({'written' if written else 'found'})")
     # the paths of the config are relative to it, as they are for `easypipe train quickstart.yaml`
     os.chdir(folder)
     try:
         train_tokenizer(folder)
         run = load(Path(CONFIG), overrides or [])
         result = run_training(run)
-        console.print(
+        say(
             f"everything is in {folder}: {CONFIG} and README.md say what to change",
-            highlight=False,
-            soft_wrap=True,
         )
         show_result(run, result, 3, prompt="def ")
     finally:
@@ -55,6 +51,4 @@ def train_tokenizer(folder: Path) -> None:
 
     with console.status(f"training a byte-level BPE tokenizer with {VOCAB_SIZE:,} tokens"):
         train_bpe(training_texts(folder), VOCAB_SIZE, [], folder / TOKENIZER)
-    console.print(
-        f"tokenizer: {TOKENIZER}/ ({VOCAB_SIZE:,} tokens, byte-level BPE)", highlight=False
-    )
+    say(f"tokenizer: {TOKENIZER}/ ({VOCAB_SIZE:,} tokens, byte-level BPE)")

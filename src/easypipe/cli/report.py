@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from easypipe.cli.show import console
+from easypipe.cli.show import say
 
 
 def report(
@@ -27,4 +27,4 @@ def report(
     """
     from easypipe.train.metrics.report import write_report
 
-    console.print(f"report: {write_report(run, out).absolute()}", highlight=False, soft_wrap=True)
+    say(f"report: {write_report(run, out).absolute()}")

@@ -19,6 +19,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from easypipe.core.ledger import Ledger
 from easypipe.core.progress import Pace
@@ -27,6 +28,11 @@ from easypipe.save.stage import SaveReport
 from easypipe.train.events import TrainEvent, TrainListener
 
 console = Console()
+
+
+def say(text: str | Text, style: str | None = None) -> None:
+    """Prints text as it stands: nothing is coloured by guess, no line is cut or wrapped."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -80,7 +86,7 @@ def training() -> Iterator[TrainListener]:
         if task is None:
             task = bars.add_task("train", total=event.steps, line="compiling")
         if event.kind == "start" and event.step:
-            bars.console.print(f"training goes on from step {event.step}")
+            say(f"training goes on from step {event.step}")
         bars.update(task, completed=event.step)
         if event.kind == "step":
             line = training_line(event)
@@ -91,11 +97,9 @@ def training() -> Iterator[TrainListener]:
                     for name, seen in event.record.get("eval", {}).items()
                 )
                 if held_out or event.step % 10 == 0:
-                    bars.console.print(
+                    say(
                         f"step {event.step:>5}  {line}"
                         + (f"  held out: {held_out}" if held_out else ""),
-                        highlight=False,
-                        soft_wrap=True,
                     )
 
     with bars:
@@ -169,36 +173,32 @@ def show_report(report: SaveReport) -> None:
         seconds, rate = facts[f"{name}.seconds"], facts.get(f"{name}.megabytes_per_second")
         found = f", {facts.get(f'{name}.ranges_reused', 0):,} ranges found finished"
         rate_text = found if rate is None else f", {rate:,.1f} MB/s"
-        console.print(
+        say(
             f"{name.replace('.', ' ', 1)}: {seconds:.2f} s{rate_text}, by {facts.get(f'{name}.encoder', '?')}",
-            highlight=False,
         )
         if cut := facts.get(f"{name}.files_cut"):
             what = f"{cut:,} file{'s' if cut > 1 else ''} without an end mark; how many rows are missing is not known"
-            console.print(f"{name.replace('.', ' ', 1)}: {what}", highlight=False)
+            say(f"{name.replace('.', ' ', 1)}: {what}")
     for name in [
         key.removesuffix(".fill")
         for key in facts
         if key.startswith("pack.") and key.endswith(".fill")
     ]:
         rows, fill = facts[f"{name}.rows"], facts[f"{name}.fill"]
-        console.print(
+        say(
             f"{name.replace('.', ' ', 1)}: {rows:,} rows, {fill:.2%} of their slots filled",
-            highlight=False,
         )
     for folder in report.folders:
         state = "up to date" if folder.up_to_date else f"{folder.seconds:.2f} s"
         if folder.resumed_shards and not folder.up_to_date:
             state += f", {folder.resumed_shards} shards found finished"
         mb = folder.num_bytes / 1e6
-        console.print(
+        say(
             f"saved {folder.dataset}: {folder.num_rows:,} rows in {folder.num_shards} {folder.format} shards, "
             f"{mb:,.1f} MB ({state}): {folder.path}",
-            highlight=False,
         )
     for pushed in report.pushed:
         state = "up to date" if pushed.up_to_date else f"{pushed.seconds:.2f} s"
-        console.print(
+        say(
             f"pushed {pushed.num_files} files, {pushed.num_bytes / 1e6:,.1f} MB ({state}): {pushed.url}",
-            highlight=False,
         )

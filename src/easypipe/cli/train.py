@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from easypipe.cli.prepare import ConfigFile, Overrides, of_images
-from easypipe.cli.show import console, progress, quality, show_report, training
+from easypipe.cli.show import console, progress, quality, say, show_report, training
 from easypipe.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,25 +80,24 @@ def show_result(run: RunConfig, result: TrainResult, samples: int, prompt: str =
     show_measured(result)
     if samples and not several():
         for text in sample(run, result, samples, prompt):
-            console.print(f"  » {text!r}", markup=False, highlight=False, soft_wrap=True)
+            say(f"  » {text!r}")
 
 
 def show_measured(result: TrainResult) -> None:
     """Losses, and where the files of the run are."""
     first, last = result.first, result.last
     resumed = f" (resumed from step {result.resumed_from})" if result.resumed_from else ""
-    console.print(
+    say(
         f"trained {result.steps} steps{resumed}: loss {_loss(first)} at first, {_loss(last)} at last",
-        highlight=False,
     )
     for name, seen in last.get("eval", {}).items():
-        console.print(f"held out {name}: loss {seen['loss']:.4f}, {quality(seen)}", highlight=False)
+        say(f"held out {name}: loss {seen['loss']:.4f}, {quality(seen)}")
     for what, where in (
         ("metrics", result.metrics),
         ("loss plot", result.plot),
         ("checkpoint", result.checkpoint),
     ):
-        console.print(f"{what}: {where.absolute()}", highlight=False, soft_wrap=True)
+        say(f"{what}: {where.absolute()}")
 
 
 def _loss(record: Mapping[str, Any]) -> str:

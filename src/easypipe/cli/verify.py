@@ -16,7 +16,7 @@ from easypipe.cache.verify import Verification
 from easypipe.cli.configs import described
 from easypipe.cli.plan import AsJson
 from easypipe.cli.prepare import Overrides
-from easypipe.cli.show import console, progress
+from easypipe.cli.show import progress, say
 from easypipe.core.errors import ConfigError
 from easypipe.jobs import chain, repair_as_made
 from easypipe.save import verify as check
@@ -94,14 +94,14 @@ def _repaired(
 ) -> tuple[Verification, ...]:
     _show(found)
     if data is None:
-        console.print("making good what is broken, as it was made", highlight=False)
+        say("making good what is broken, as it was made")
         with progress() as listener:
             return repair_as_made(path, progress=listener)
     storage_options = _options_for(path, data)
     cache = check.cache_folder_of(path, storage_options)
     if cache is not None:
         data = dataclasses.replace(data, cache_dir=str(cache[0].at()))
-    console.print("making good what is broken", highlight=False)
+    say("making good what is broken")
     with progress() as listener:
         pipeline = chain(data, progress=listener, save=cache is None)
         return pipeline.repair(path)
@@ -115,13 +115,10 @@ def _show(found: tuple[Verification, ...]) -> None:
         size += (
             "" if one.kind == check.CHECKPOINT else f", {one.rows:,} rows, {one.tokens:,} tokens"
         )
-        console.print(
+        say(
             f"{state}: {one.kind}{name}: {size} ({one.path})",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
         )
         for problem in one.problems:
-            console.print(f"  {problem}", highlight=False, markup=False, soft_wrap=True)
+            say(f"  {problem}")
         for note in one.notes:
-            console.print(f"  note: {note}", highlight=False, markup=False, soft_wrap=True)
+            say(f"  note: {note}")

@@ -1,5 +1,7 @@
-"""Rows of tokens → batches, for whoever holds rows and wants batches; `Pipeline.load()` needs none
-of these.
+"""Document 001, collation: `create_collate_fn`, `create_causal_lm_collate` and their kin.
+
+Rows of tokens → batches, for whoever holds rows and wants batches; `Pipeline.load()` needs none of
+these.
 
 B rows of a batch · T slots, the longest row's or `max_length`.  A row is a mapping with
 `input_ids`, and where it has them `labels` (unshifted: the id of the same place, or -100),
@@ -9,14 +11,14 @@ B rows of a batch · T slots, the longest row's or `max_length`.  A row is a map
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.compat.text_rows import as_tokenizer, pad_of
+from easypipe.compat.foreign import as_tokenizer, pad_of
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.schema import (
     ATTENTION_MASK,
@@ -35,10 +37,29 @@ log = logging.getLogger("easypipe")
 
 Side = Literal["right", "left"]
 Tensors = bool | Literal["np", "jax"]
-Rows = Sequence[Mapping[str, Any]]
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
+Batch = dict[str, Any]
+Array = NDArray[Any]
+Ints = NDArray[np.int64]
+Collate = Callable[..., Any]  # a list of rows to a batch; with `keys` too where it draws
 
 
-@dataclass(frozen=True, kw_only=True)
+def draws(collate: Collate | None) -> bool:
+    """Whether it is given `keys`, 64 random bits for each row (KeyedCollator)."""
+    return bool(getattr(collate, "draws", False))  # which functions of users may have
+
+
+def recipe_of(collate: Collate) -> object:
+    """What decides the batches of a collator of this package; None of another."""
+    return getattr(collate, "recipe", None)
+
+
+def called(collate: Collate, rows: Rows, keys: Sequence[int] | None) -> Batch:
+    return collate(rows, keys=keys) if draws(collate) else collate(rows)
+
+
+@dataclass(frozen=True)
 class Padding:
     """How rows of several lengths become one rectangle, and what is handed out."""
 
@@ -47,9 +68,11 @@ class Padding:
     padding_side: Side = "right"
     max_length: int | None = None
     return_tensors: Tensors = True
-    schema: OutputSchema = field(default_factory=OutputSchema)
+    schema: OutputSchema | None = None
 
     def __post_init__(self) -> None:
+        if self.schema is None:
+            object.__setattr__(self, "schema", OutputSchema())
         if self.padding_side not in ("right", "left"):
             raise ConfigError(
                 at="padding_side",
@@ -64,123 +87,95 @@ class Padding:
             )
         check_tensors(self.return_tensors)
 
-    def width(self, lengths: Sequence[int]) -> int:
+    def width(self, rows: Sequence[Ints]) -> int:
         """Raises SourceError for a row that is longer than max_length."""
-        rule = (
-            CollateConfig()
-            if self.max_length is None
-            else CollateConfig(padding="max_length", max_length=self.max_length)
+        fixed = self.max_length is not None
+        rule = CollateConfig(
+            padding="max_length" if fixed else "longest", max_length=self.max_length
         )
-        return row_width(np.asarray(lengths, np.int64), rule)
+        return row_width(np.array([row.size for row in rows], np.int64), rule)
 
-    def laid_out(
-        self, rows: Rows, *, next_token: bool = True
-    ) -> tuple[dict[str, list[NDArray[np.int64]]], int]:
-        """(columns of each row, width of the batch). Raises what `token_columns` and `width`
-        raise.
-        """
-        columns = token_columns(rows, next_token=next_token)
-        return columns, self.width([ids.size for ids in columns[INPUT_IDS]])
-
-    def fill(self, values: Sequence[NDArray[Any]], width: int, filler: int) -> NDArray[np.int64]:
+    def fill(self, values: Sequence[Array], width: int, filler: int) -> Ints:
         """Int64[B, width]."""
         out = np.full((len(values), width), filler, np.int64)
         for i, row in enumerate(values):  # one copy a row
-            if self.padding_side == "right":
-                out[i, : row.size] = row
-            else:
-                out[i, width - row.size :] = row
+            first = 0 if self.padding_side == "right" else width - row.size
+            out[i, first : first + row.size] = row
         return out
 
-    def finish(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def finish(self, batch: Batch) -> Batch:
         return handed_out(batch, self.schema, self.return_tensors)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PaddingCollator:
     """See create_collate_fn."""
 
     padding: Padding
 
     @property
-    def recipe(self) -> Any:
+    def recipe(self) -> object:
         return "padding", self.padding
 
-    def __call__(self, rows: Rows) -> dict[str, Any]:
+    def __call__(self, rows: Rows) -> Batch:
         """`input_ids`, `attention_mask`, `labels` Int32[B, T] (Int32[B] where a row has one label);
         further columns as long as their row's tokens, filled with 0; others stacked.
         """
-        rule = self.padding
-        columns, width = rule.laid_out(rows, next_token=False)
+        rule, columns = self.padding, token_columns(rows, next_token=False)
+        ids = columns[INPUT_IDS]
+        width = rule.width(ids)
         attended = rule.fill(columns[ATTENTION_MASK], width, 0)
-        batch: dict[str, Any] = {
-            INPUT_IDS: rule.fill(columns[INPUT_IDS], width, rule.pad_token_id),
+        batch: Batch = {
+            INPUT_IDS: rule.fill(ids, width, rule.pad_token_id),
             ATTENTION_MASK: attended,
         }
         label = rows[0].get(LABELS)
         if label is not None and np.ndim(label) == 0:
             batch[LABELS] = stacked([row.get(LABELS) for row in rows], LABELS)
         else:
-            labels = [
-                np.where(mask != 0, given, IGNORE)
-                for given, mask in zip(columns[LABELS], columns[LOSS_MASK], strict=True)
-            ]
-            padded = rule.fill(labels, width, IGNORE)
-            batch[LABELS] = np.where(
-                (attended == 0) | (padded == IGNORE), rule.label_pad_token_id, padded
-            )
-        return rule.finish(batch | self._others(rows, columns[INPUT_IDS], width))
-
-    def _others(self, rows: Rows, ids: Sequence[NDArray[Any]], width: int) -> dict[str, Any]:
-        others = {}
+            padded = rule.fill(targets_of(columns), width, IGNORE)
+            unlabelled = (attended == 0) | (padded == IGNORE)
+            batch[LABELS] = np.where(unlabelled, rule.label_pad_token_id, padded)
         for name in rows[0]:
-            if name in (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK):
-                continue
-            values = [np.asarray(row.get(name)) for row in rows]
-            along = all(
-                value.ndim == 1 and value.size == own.size and value.dtype.kind in "iub"
-                for value, own in zip(values, ids, strict=True)
-            )
-            others[name] = (
-                self.padding.fill(values, width, 0)
-                if along
-                else stacked([row.get(name) for row in rows], name)
-            )
-        return others
+            if name not in (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK):
+                values = [np.asarray(row.get(name)) for row in rows]
+                along = all(
+                    value.shape == own.shape and value.dtype.kind in "iub"
+                    for value, own in zip(values, ids, strict=True)
+                )
+                batch[name] = (
+                    rule.fill(values, width, 0)
+                    if along
+                    else stacked([row.get(name) for row in rows], name)
+                )
+        return rule.finish(batch)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CausalLMCollator:
     """See create_causal_lm_collate."""
 
     padding: Padding
 
     @property
-    def recipe(self) -> Any:
+    def recipe(self) -> object:
         return "causal_lm", self.padding
 
-    def __call__(self, rows: Rows) -> dict[str, Any]:
-        rule = self.padding
-        columns, width = rule.laid_out(rows)
+    def __call__(self, rows: Rows) -> Batch:
+        rule, columns = self.padding, token_columns(rows)
+        width = rule.width(columns[INPUT_IDS])
+        targets = [labels != IGNORE for labels in targets_of(columns)]
         at_rest = {
             INPUT_IDS: rule.fill(columns[INPUT_IDS], width, rule.pad_token_id),
             SEGMENT_IDS: rule.fill(columns[SEGMENT_IDS], width, 0),
-            LOSS_MASK: rule.fill(
-                [
-                    (mask != 0) & (labels != IGNORE)
-                    for mask, labels in zip(columns[LOSS_MASK], columns[LABELS], strict=True)
-                ],
-                width,
-                0,
-            ),
+            LOSS_MASK: rule.fill(targets, width, 0),
         }
-        batch: dict[str, Any] = dict(collate(at_rest, attention_mask=True))
-        if rule.label_pad_token_id != IGNORE:
-            batch[LABELS][batch[LABELS] == IGNORE] = rule.label_pad_token_id
+        batch: Batch = dict(collate(at_rest, attention_mask=True))
+        batch[LABELS][batch[LABELS] == IGNORE] = rule.label_pad_token_id
         return rule.finish(batch)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Seq2SeqCollator:
     """See create_seq2seq_collate."""
 
@@ -189,10 +184,10 @@ class Seq2SeqCollator:
     max_target_length: int | None = None
 
     @property
-    def recipe(self) -> Any:
+    def recipe(self) -> object:
         return "seq2seq", self.padding, self.decoder_start_token_id, self.max_target_length
 
-    def __call__(self, rows: Rows) -> dict[str, Any]:
+    def __call__(self, rows: Rows) -> Batch:
         require_some(rows)
         rule = self.padding
         sources = [integers(row, INPUT_IDS, i) for i, row in enumerate(rows)]
@@ -209,25 +204,19 @@ class Seq2SeqCollator:
                     fix="Leave such rows out.",
                 )
         # a decoder starts at its first slot
-        out = Padding(
-            **{**vars(rule), "max_length": self.max_target_length, "padding_side": "right"}
-        )
-        width, out_width = (
-            rule.width([ids.size for ids in sources]),
-            out.width([ids.size for ids in targets]),
-        )
+        out = replace(rule, max_length=self.max_target_length, padding_side="right")
+        width, out_width = rule.width(sources), out.width(targets)
         labels = out.fill(targets, out_width, IGNORE)
         decoder = np.full_like(labels, rule.pad_token_id)
         decoder[:, 0] = self.decoder_start_token_id
         decoder[:, 1:] = np.where(labels[:, :-1] == IGNORE, rule.pad_token_id, labels[:, :-1])
+        ones = [np.ones_like(target) for target in targets]
         return rule.finish(
             {
                 INPUT_IDS: rule.fill(sources, width, rule.pad_token_id),
                 ATTENTION_MASK: rule.fill(attended, width, 0),
                 DECODER_INPUT_IDS: decoder,
-                DECODER_ATTENTION_MASK: out.fill(
-                    [np.ones_like(target) for target in targets], out_width, 0
-                ),
+                DECODER_ATTENTION_MASK: out.fill(ones, out_width, 0),
                 LABELS: np.where(labels == IGNORE, rule.label_pad_token_id, labels),
             }
         )
@@ -250,11 +239,8 @@ def create_collate_fn(
     every batch; None: of its longest row. return_tensors: NumPy arrays (True, "np"), jax Arrays
     ("jax") or lists (False). schema: dtypes; default int32 for tokens.
     """
-    return PaddingCollator(
-        padding=_padding(
-            pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema
-        )
-    )
+    rule = (pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema)
+    return PaddingCollator(Padding(*rule))
 
 
 def create_causal_lm_collate(
@@ -272,11 +258,8 @@ def create_causal_lm_collate(
     `input_ids`, `labels`, `segment_ids`, `position_ids`, `attention_mask`, Int32[B, T]. Options as
     create_collate_fn has them.
     """
-    return CausalLMCollator(
-        padding=_padding(
-            pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema
-        )
-    )
+    rule = (pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema)
+    return CausalLMCollator(Padding(*rule))
 
 
 def create_seq2seq_collate(
@@ -312,14 +295,8 @@ def create_seq2seq_collate(
                 "seq2seq: the pad token, %d, starts the decoder: no decoder_start_token_id or tokenizer was given",
                 pad_token_id,
             )
-    padding = _padding(
-        pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema
-    )
-    return Seq2SeqCollator(
-        padding=padding,
-        decoder_start_token_id=decoder_start_token_id,
-        max_target_length=max_target_length,
-    )
+    rule = (pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema)
+    return Seq2SeqCollator(Padding(*rule), decoder_start_token_id, max_target_length)
 
 
 def default_collate(rows: Sequence[Any]) -> Any:
@@ -348,7 +325,7 @@ def default_collate(rows: Sequence[Any]) -> Any:
     return {"data": stacked(rows, "data")}
 
 
-def check_tensors(return_tensors: Any) -> None:
+def check_tensors(return_tensors: object) -> None:
     """Raises ConfigError for kinds of arrays that no collator makes."""
     known = (True, False, "np", "jax")
     if return_tensors not in known:
@@ -358,11 +335,9 @@ def check_tensors(return_tensors: Any) -> None:
         )
 
 
-def handed_out(
-    batch: Mapping[str, Any], schema: OutputSchema, return_tensors: Tensors
-) -> dict[str, Any]:
+def handed_out(batch: Row, schema: OutputSchema | None, return_tensors: Tensors) -> Batch:
     """The batch in the dtypes of the schema, as NumPy arrays, jax.Arrays, or lists."""
-    batch = schema.cast(batch)
+    batch = (schema or OutputSchema()).cast(batch)
     if return_tensors == "jax":
         from easypipe.loader.placement import on_default_device
 
@@ -394,7 +369,7 @@ def require_some(rows: Sequence[Any]) -> None:
         raise SourceError(at="the batch", problem="holds no rows", fix="Give at least one.")
 
 
-def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[NDArray[np.int64]]]:
+def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Ints]]:
     """input_ids, attention_mask, labels (unshifted), loss_mask and segment_ids of every row. Raises
     SourceError naming row and column.
 
@@ -402,22 +377,16 @@ def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[NDAr
     whole row is passed over.
     """
     require_some(rows)
-    columns: dict[str, list[NDArray[np.int64]]] = {
-        name: [] for name in (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK, SEGMENT_IDS)
-    }
+    names = (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK, SEGMENT_IDS)
+    columns: dict[str, list[Ints]] = {name: [] for name in names}
     for i, row in enumerate(rows):
         ids = integers(row, INPUT_IDS, i)
-        attended = integers(row, ATTENTION_MASK, i, like=ids)
-        columns[INPUT_IDS].append(ids)
-        columns[ATTENTION_MASK].append(attended)
-        columns[LOSS_MASK].append(integers(row, LOSS_MASK, i, like=ids))
-        columns[SEGMENT_IDS].append(integers(row, SEGMENT_IDS, i, like=ids) * (attended != 0))
-        own = row.get(LABELS)
-        labels = (
-            ids
-            if own is None or (np.ndim(own) == 0 and not next_token)
-            else integers(row, LABELS, i, like=ids)
+        attended, mask, segments = (
+            integers(row, name, i, like=ids) for name in (ATTENTION_MASK, LOSS_MASK, SEGMENT_IDS)
         )
+        labels, own = ids, row.get(LABELS)
+        if own is not None and (np.ndim(own) or next_token):
+            labels = integers(row, LABELS, i, like=ids)
         wrong = np.flatnonzero((labels != ids) & (labels != IGNORE))
         if next_token and wrong.size:
             raise SourceError(
@@ -425,13 +394,19 @@ def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[NDAr
                 problem=f"token {wrong[0]} has label {labels[wrong[0]]}, its id is {ids[wrong[0]]}",
                 fix="Give unshifted labels (input_ids or -100), or leave the column out.",
             )
-        columns[LABELS].append(labels)
+        found = (ids, attended, labels, mask, segments * (attended != 0))
+        for name, values in zip(names, found, strict=True):
+            columns[name].append(values)
     return columns
 
 
-def integers(
-    row: Mapping[str, Any], name: str, number: int, *, like: NDArray[Any] | None = None
-) -> NDArray[np.int64]:
+def targets_of(columns: Mapping[str, Sequence[Ints]]) -> list[Ints]:
+    """The labels of `token_columns` where the loss mask lets them be."""
+    pairs = zip(columns[LABELS], columns[LOSS_MASK], strict=True)
+    return [np.where(mask != 0, labels, IGNORE) for labels, mask in pairs]
+
+
+def integers(row: Row, name: str, number: int, *, like: Array | None = None) -> Ints:
     """Int64[n]; ones where the row has none and `like` says how many."""
     given = row.get(name) if isinstance(row, Mapping) else None
     if given is None and like is not None:
@@ -457,24 +432,6 @@ def integers(
             fix="Give every token one.",
         )
     return values.astype(np.int64)
-
-
-def _padding(
-    pad: int,
-    label_pad: int,
-    side: Side,
-    max_length: int | None,
-    tensors: Tensors,
-    schema: OutputSchema | None,
-) -> Padding:
-    return Padding(
-        pad_token_id=pad,
-        label_pad_token_id=label_pad,
-        padding_side=side,
-        max_length=max_length,
-        return_tensors=tensors,
-        schema=schema or OutputSchema(),
-    )
 
 
 __all__ = [

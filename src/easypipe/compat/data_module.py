@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.compat.datasets import PreprocessedDataset, subset
+from easypipe.compat.foreign import MESSAGES, TEXT, is_own, tokenizer_config
 from easypipe.compat.loaders import DataLoaderConfig, DataLoaderFactory, require_rows, text_loader
 from easypipe.compat.registry import DEFAULT, CollatorRegistry
-from easypipe.compat.text_rows import MESSAGES, TEXT, is_own, tokenizer_config
 from easypipe.compat.vision import IMAGE_COLUMNS
 from easypipe.core.errors import ConfigError
 from easypipe.core.random import draw_seed, fold
@@ -234,13 +234,9 @@ class UniversalDataModule:
         if self._collate_fn is not None:
             return self._collate_fn
         registry = CollatorRegistry.get_instance()
-        takes = registry.find(self.task_spec).options
-        given: Mapping[str, Any] = {"tokenizer": self.tokenizer, "max_length": self.max_length}
-        chosen = {
-            key: value
-            for key, value in given.items()
-            if value is not None and (takes is None or key in takes)
-        }
+        entry = registry.find(self.task_spec)
+        given = {"tokenizer": self.tokenizer, "max_length": self.max_length}
+        chosen = {k: value for k, value in given.items() if value is not None and entry.takes(k)}
         return registry.get_collator(task_spec=self.task_spec, **chosen)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.compat.collators import create_causal_lm_collate
-from easypipe.compat.text_rows import pad_of, tokenizer_config
+from easypipe.compat.foreign import pad_of, tokenizer_config
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.random import fold

@@ -1,4 +1,4 @@
-"""Masked language modelling: tokens hidden at random, to be said from what is left.
+"""Document 004, masked language modelling: `create_masked_lm_collate` hides tokens at random.
 
 Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers (NAACL 2019), 3.1: of the
 tokens that are chosen, 80 % become the mask token, 10 % another token at random, 10 % stay. The
@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.compat.collators import Padding, Rows, Side, Tensors, integers
+from easypipe.compat.collators import (
+    Batch,
+    Ints,
+    Padding,
+    Row,
+    Rows,
+    Side,
+    Tensors,
+    integers,
+    token_columns,
+)
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.random import fold, mix64
@@ -47,7 +56,7 @@ class MaskedLMCollator:
     draws = True
 
     @property
-    def recipe(self) -> Any:
+    def recipe(self) -> object:
         words = [self.whole_word, self.starts is not None]
         special = np.flatnonzero(self.special).tolist()
         return (
@@ -61,18 +70,17 @@ class MaskedLMCollator:
             self.seed,
         )
 
-    def __call__(self, rows: Rows, *, keys: Sequence[int] | None = None) -> dict[str, Any]:
-        rule = self.padding
-        columns, width = rule.laid_out(rows)
+    def __call__(self, rows: Rows, *, keys: Sequence[int] | None = None) -> Batch:
+        rule, columns = self.padding, token_columns(rows)
+        width = rule.width(columns[INPUT_IDS])
         if keys is None:  # called by hand: the same row is masked the same way wherever it stands
             keys = [fold(self.seed, digest(ids.tolist())) for ids in columns[INPUT_IDS]]
         hidden, labels = [], []
         # every row has draws of its own
         for i, (row, key) in enumerate(zip(rows, keys, strict=True)):
             ids, attended = columns[INPUT_IDS][i], columns[ATTENTION_MASK][i]
-            shown, said = self._mask(
-                ids, attended != 0, self._words(row, ids, i), fold(self.seed, "masked_lm", key)
-            )
+            words, own = self._words(row, ids, i), fold(self.seed, "masked_lm", key)
+            shown, said = self._mask(ids, attended != 0, words, own)
             hidden.append(shown)
             labels.append(said)
         padded = rule.fill(labels, width, IGNORE)
@@ -86,11 +94,11 @@ class MaskedLMCollator:
 
     def _mask(
         self,
-        ids: NDArray[np.int64],
+        ids: Ints,
         attended: NDArray[np.bool_],
-        words: NDArray[np.int64],
+        words: Ints,
         key: int,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    ) -> tuple[Ints, Ints]:
         """(what is shown, what is to be said, -100 elsewhere), Int64[n] each."""
         outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         if outside.size:
@@ -107,7 +115,7 @@ class MaskedLMCollator:
         shown = np.where(chosen & (how >= MASKED) & (how < REPLACED), other, shown)
         return shown, np.where(chosen, ids, IGNORE)
 
-    def _words(self, row: Any, ids: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+    def _words(self, row: Row, ids: Ints, number: int) -> Ints:
         """The word of each token, Int64[n]; tokens themselves where they are chosen one by one."""
         if not self.whole_word:
             return np.arange(ids.size)
@@ -171,16 +179,13 @@ def create_masked_lm_collate(
             )
         pad_token_id = tokenizer.pad_token_id if pad_token_id is None else pad_token_id
         starts = word_starts(tokenizer) if whole_word else None
-    for name, value in (("mask_token_id", mask_token_id), ("vocab_size", vocab_size)):
-        if value is None:
-            fix = (
-                "Give it, or a tokenizer that has one."
-                if tokenizer is None
-                else f"{tokenizer.name} has none: give it."
-            )
-            raise ConfigError(at=name, problem="is not known", fix=fix)
-    assert mask_token_id is not None
-    assert vocab_size is not None
+    if mask_token_id is None or vocab_size is None:
+        fix = "Give it, or a tokenizer that has one."
+        raise ConfigError(
+            at="mask_token_id" if mask_token_id is None else "vocab_size",
+            problem="is not known",
+            fix=fix if tokenizer is None else f"{tokenizer.name} has none: give it.",
+        )
     for name, ids in (("mask_token_id", [mask_token_id]), ("special_token_ids", special)):
         for number in ids:
             if not 0 <= number < vocab_size:
@@ -196,26 +201,13 @@ def create_masked_lm_collate(
             at="special_token_ids",
             problem=f"all {vocab_size} tokens are special: none can be hidden",
         )
-    return MaskedLMCollator(
-        Padding(
-            pad_token_id=pad_token_id or 0,
-            label_pad_token_id=label_pad_token_id,
-            padding_side=padding_side,
-            max_length=max_length,
-            return_tensors=return_tensors,
-            schema=schema or OutputSchema(),
-        ),
-        mask_token_id,
-        vocab_size,
-        is_special,
-        probability,
-        starts,
-        whole_word,
-        seed,
-    )
+    pad = pad_token_id or 0
+    rule = (pad, label_pad_token_id, padding_side, max_length, return_tensors, schema)
+    how = (is_special, probability, starts, whole_word, seed)
+    return MaskedLMCollator(Padding(*rule), mask_token_id, vocab_size, *how)
 
 
-def _draw(key: int, what: str, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+def _draw(key: int, what: str, numbers: Ints) -> NDArray[np.float64]:
     """Uniform on [0, 1), Float64[n]: one for each of `numbers`, equal where they are."""
     words = mix64(
         numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(fold(key, what))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from easypipe.compat.text_rows import OwnTokenizer
+from easypipe.compat.foreign import OwnTokenizer
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError
 from easypipe.core.identity import held_by, name_of

@@ -1,5 +1,6 @@
-"""Collators by name and by task. A collator is made by a factory: `(task_spec=None, **options) ->
-function of a list of rows`.
+"""Document 004: CollatorRegistry, collators by name and by task.
+
+A collator is made by a factory: `(task_spec=None, **options) -> function of a list of rows`.
 """
 
 from __future__ import annotations
@@ -7,11 +8,12 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from easypipe.compat.collators import (
+    Collate,
     create_causal_lm_collate,
     create_seq2seq_collate,
     default_collate,
@@ -24,8 +26,9 @@ from easypipe.core.schema import TaskSpec
 
 log = logging.getLogger("easypipe")
 
-Factory = Callable[..., Callable[..., Any]]
+Factory = Callable[..., Collate]
 DEFAULT = "default"
+TASK = "task_spec"  # the argument of a factory that is no option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,33 +44,23 @@ class Registered:
     inner: Factory | None = None  # what the factory passes on to, where it takes `**options`
 
     @property
-    def required(self) -> tuple[str, ...]:
-        """Options that have no default."""
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        named = {
-            **inspect.signature(self.factory).parameters,
-            **(inspect.signature(self.inner).parameters if self.inner else {}),
-        }
-        return tuple(
-            name
-            for name, p in named.items()
-            if p.default is p.empty and p.kind in kinds and name != "task_spec"
-        )
+    def options(self) -> tuple[dict[str, bool], bool]:
+        """What the factory takes beside the task, and whether each has to be given; and whether it
+        takes anything else.
+        """
+        named: dict[str, bool] = {}
+        anything = False
+        for factory in (self.factory, self.inner or self.factory):
+            parameters = inspect.signature(factory).parameters
+            anything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+            for name, one in parameters.items():
+                if name != TASK and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
+                    named.setdefault(name, one.default is one.empty)
+        return named, anything
 
-    @property
-    def options(self) -> tuple[str, ...] | None:
-        """What the factory takes beside the task; None where it takes anything."""
-        names = inspect.signature(self.factory).parameters
-        own = [
-            name
-            for name, p in names.items()
-            if name != "task_spec" and p.kind is not inspect.Parameter.VAR_KEYWORD
-        ]
-        if len(own) < len(names) - ("task_spec" in names) and self.inner is None:
-            return None
-        return tuple(
-            dict.fromkeys([*own, *(inspect.signature(self.inner).parameters if self.inner else ())])
-        )
+    def takes(self, option: str) -> bool:
+        named, anything = self.options
+        return anything or option in named
 
 
 class CollatorRegistry:
@@ -138,7 +131,7 @@ class CollatorRegistry:
 
     def get_collator(
         self, task_spec: TaskSpec | None = None, collator_name: str | None = None, **options: Any
-    ) -> Callable[..., Any]:
+    ) -> Collate:
         """The collator of that name, else of that task, else the default one. Options lie over
         those of the task.
 
@@ -146,26 +139,26 @@ class CollatorRegistry:
         option that the collator does not know.
         """
         entry = self.find(task_spec, collator_name)
-        known = entry.options
+        known, anything = entry.options
         values = {**({} if task_spec is None else task_spec.options), **options}
         for key in values:
-            if known is not None and key not in known:
-                at = f"collator {entry.name!r}, option {key!r}"
+            if not entry.takes(key):
                 raise ConfigError(
-                    at=at, problem="unknown", have=known, fix=did_you_mean(key, known)
+                    at=f"collator {entry.name!r}, option {key!r}",
+                    problem="unknown",
+                    have=known,
+                    fix=did_you_mean(key, list(known)),
                 )
-        for key in entry.required:
-            if key not in values:
-                fix = (
-                    f"Give it to get_collator({key}=...), or to TaskSpec(options={{{key!r}: ...}})."
-                )
+        for key, needed in known.items():
+            if needed and key not in values:
                 raise ConfigError(
                     at=f"collator {entry.name!r}, option {key!r}",
                     problem="is needed, and there is none",
-                    fix=fix,
+                    fix=f"Give it to get_collator({key}=...), or to TaskSpec(options={{{key!r}: ...}}).",
                 )
-        takes_task = "task_spec" in inspect.signature(entry.factory).parameters or known is None
-        return entry.factory(**({"task_spec": task_spec} if takes_task else {}), **values)
+        if anything or TASK in inspect.signature(entry.factory).parameters:
+            values[TASK] = task_spec
+        return entry.factory(**values)
 
     def find(
         self, task_spec: TaskSpec | None = None, collator_name: str | None = None
@@ -189,9 +182,7 @@ class CollatorRegistry:
                 problem=f"{task_spec!r} is no TaskSpec",
                 fix="Give one, or choose by collator_name.",
             )
-        of_modality = [
-            entry for entry in self._known.values() if entry.modality == task_spec.modality
-        ]
+        of_modality = [e for e in self._known.values() if e.modality == task_spec.modality]
         for fitting in (
             [entry for entry in of_modality if entry.task_type == task_spec.task_type],
             [entry for entry in of_modality if entry.name == task_spec.modality],
@@ -219,75 +210,53 @@ def _instance() -> CollatorRegistry:
     return CollatorRegistry()
 
 
+def _masked_lm(tokenizer: Any = None, max_length: int | None = None, **options: Any) -> Collate:
+    return LanguageModelingDataCollator(tokenizer, True, max_length=max_length, **options)
+
+
 def _text(
     tokenizer: Any = None,
     max_length: int | None = None,
     pad_token_id: int | None = None,
     **options: Any,
-) -> Callable[..., Any]:
+) -> Collate:
     return LanguageModelingDataCollator(
         tokenizer, max_length=max_length, pad_token_id=pad_token_id, **options
     )
 
 
-def _masked_lm(
-    tokenizer: Any = None, max_length: int | None = None, **options: Any
-) -> Callable[..., Any]:
-    return LanguageModelingDataCollator(tokenizer, True, max_length=max_length, **options)
-
-
-def _multimodal(
-    tokenizer: Any = None, max_length: int | None = None, **vision: Any
-) -> Callable[..., Any]:
+def _multimodal(tokenizer: Any = None, max_length: int | None = None, **vision: Any) -> Collate:
     return MultimodalCollator(
         vision=create_vision_collate(**vision), text=_text(tokenizer, max_length)
     )
 
 
-def _default() -> Callable[..., Any]:
-    return default_collate
+# name, factory, what it passes on to, modality, task type, what it is for
+_BUILTINS: list[tuple[str, Factory, Factory | None, str, str | None, str]] = [
+    ("text", _text, create_causal_lm_collate, "text", None,
+     "next token: padding, masks, labels shifted once"),
+    ("masked_lm", _masked_lm, create_masked_lm_collate, "text", "masked_lm",
+     "hidden tokens, 80/10/10; whole words on request"),
+    ("seq2seq", create_seq2seq_collate, None, "text", "seq2seq", "encoder and decoder inputs"),
+    ("vision", create_vision_collate, None, "vision", None,
+     "images: decode, resize, normalise"),
+    ("multimodal", _multimodal, create_vision_collate, "multimodal", None,
+     "an image and tokens in each row"),
+    (DEFAULT, lambda: default_collate, None, DEFAULT, None, "arrays stacked as they are"),
+]  # fmt: skip
 
 
-def _builtins() -> list[Registered]:
-    def own(
-        name: str, factory: Factory, description: str, inner: Factory | None = None, **where: str
-    ) -> Registered:
-        return Registered(
+def _builtins() -> Iterator[Registered]:
+    for name, factory, inner, modality, task_type, description in _BUILTINS:
+        yield Registered(
             name=name,
             factory=factory,
-            modality=where.get("modality", name),
-            task_type=where.get("task_type"),
+            modality=modality,
+            task_type=task_type,
             description=description,
             builtin=True,
             inner=inner,
         )
-
-    return [
-        own(
-            "text",
-            _text,
-            "next token: padding, masks, labels shifted once",
-            create_causal_lm_collate,
-        ),
-        own(
-            "masked_lm",
-            _masked_lm,
-            "hidden tokens, 80/10/10; whole words on request",
-            create_masked_lm_collate,
-            modality="text",
-            task_type="masked_lm",
-        ),
-        own(
-            "seq2seq",
-            create_seq2seq_collate,
-            "encoder and decoder inputs",
-            modality="text",
-            task_type="seq2seq",
-        ),
-        own("vision", create_vision_collate, "images: decode, resize, normalise"),
-        own("multimodal", _multimodal, "an image and tokens in each row", create_vision_collate),
-        own(DEFAULT, _default, "arrays stacked as they are"),
-    ]
 
 
 def _called(factory: Factory) -> str:

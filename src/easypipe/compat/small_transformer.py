@@ -16,9 +16,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from easypipe.compat.foreign import is_own, tokenizer_config
 from easypipe.compat.loaders import DataLoaderConfig
 from easypipe.compat.own_tokens import EncodeStage
-from easypipe.compat.text_rows import is_own, tokenizer_config
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import INPUT_IDS, LABELS, SEGMENT_IDS

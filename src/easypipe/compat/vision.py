@@ -1,5 +1,6 @@
-"""Images → batches: decoded, resized, normalised. Pillow (the extra `[vision]`) decodes; rows that
-are arrays already need none of it.
+"""Document 004, images: VisionDataCollator decodes, resizes and normalises them into batches.
+
+Pillow (the extra `[vision]`) decodes; rows that are arrays already need none of it.
 
 B rows · H, W height and width · C channels, last unless `channels_last` is False
 """
@@ -16,13 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.compat.collators import (
+    Array,
+    Batch,
+    Collate,
+    Rows,
     Tensors,
+    called,
     check_tensors,
     default_collate,
+    draws,
     handed_out,
+    recipe_of,
     require_some,
     stacked,
 )
+from easypipe.compat.foreign import attribute_of
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.schema import LABELS, PIXEL_VALUES, OutputSchema
 
@@ -53,12 +62,10 @@ class VisionDataCollator:
     schema: OutputSchema = field(default_factory=OutputSchema)
 
     def __post_init__(self) -> None:
-        for name in ("mean", "std", "image_size"):  # lists, and one number for both sides
-            given = getattr(self, name)
-            if given is not None:
-                object.__setattr__(
-                    self, name, (given, given) if isinstance(given, int) else tuple(given)
-                )
+        size = (self.image_size,) * 2 if isinstance(self.image_size, int) else self.image_size
+        given = {"mean": self.mean, "std": self.std, "image_size": size}
+        for name, values in given.items():  # lists too, and one number for both sides
+            object.__setattr__(self, name, None if values is None else tuple(values))
         if self.preset not in PRESETS:
             fix = did_you_mean(self.preset, PRESETS) or "Give mean and std for others."
             raise ConfigError(
@@ -71,40 +78,28 @@ class VisionDataCollator:
                 have=[1, 3],
                 fix="1 is grey, 3 is RGB.",
             )
-        if (self.mean is None) != (self.std is None):
-            missing = "mean" if self.mean is None else "std"
-            raise ConfigError(
-                at=missing, problem="is missing", fix="Give both mean and std, or neither."
-            )
-        for name in ("mean", "std"):
-            values = getattr(self, name)
-            if values is not None and len(values) != self.channels:
-                problem = f"{len(values)} values for {self.channels} channels"
-                raise ConfigError(
-                    at=name,
-                    problem=problem,
-                    fix=f"Give {self.channels}, or set channels={len(values)}.",
-                )
-        if self.std is not None and min(self.std) <= 0:
-            raise ConfigError(
-                at="std",
-                problem=f"{self.std} divides by {min(self.std)}",
-                fix="Give numbers above 0.",
-            )
-        if not self.normalize and self.mean is not None:
-            raise ConfigError(
-                at="mean", problem="has no effect without normalize", fix="Leave it out."
-            )
-        if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
-            raise ConfigError(
-                at="image_size",
-                problem=f"{self.image_size} is no (height, width)",
-                fix="Give two numbers of pixels.",
-            )
+        mean, std, size = self.mean, self.std, self.image_size
+        wrong = None
+        if (mean is None) != (std is None):
+            missing = "mean" if mean is None else "std"
+            wrong = missing, "is missing", "Give both mean and std, or neither."
+        for name, values in (("mean", mean), ("std", std)):
+            if values is not None and len(values) != self.channels and wrong is None:
+                fix = f"Give {self.channels}, or set channels={len(values)}."
+                wrong = name, f"{len(values)} values for {self.channels} channels", fix
+        if wrong is None and std is not None and min(std) <= 0:
+            wrong = "std", f"{std} divides by {min(std)}", "Give numbers above 0."
+        if wrong is None and not self.normalize and mean is not None:
+            wrong = "mean", "has no effect without normalize", "Leave it out."
+        if wrong is None and size is not None and (len(size) != 2 or min(size) < 1):
+            wrong = "image_size", f"{size} is no (height, width)", "Give two numbers of pixels."
+        if wrong is not None:
+            at, problem, fix = wrong
+            raise ConfigError(at=at, problem=problem, fix=fix)
         check_tensors(self.return_tensors)
 
     @property
-    def recipe(self) -> Any:
+    def recipe(self) -> object:
         return "vision", self
 
     @property
@@ -119,7 +114,7 @@ class VisionDataCollator:
             mean, std = ((float(np.dot(LUMA, values)),) for values in (mean, std))
         return np.asarray(mean, np.float32), np.asarray(std, np.float32)
 
-    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Any]) -> Batch:
         """`pixel_values` Float32[B, H, W, C], `labels` Int32[B] where rows have them; further
         columns stacked.
         """
@@ -138,7 +133,7 @@ class VisionDataCollator:
         if self.normalize:
             mean, std = self.statistics
             pixels = (pixels - mean) / std
-        batch: dict[str, Any] = {
+        batch: Batch = {
             PIXEL_VALUES: pixels
             if self.channels_last
             else np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
@@ -201,7 +196,7 @@ def create_vision_collate(
     all images of a batch have one size. channels: 1 makes colours grey, 3 repeats grey.
     channels_last: [B, H, W, C], as JAX wants it; False: [B, C, H, W].
     """
-    own: Any = {"mean": mean, "std": std, "image_size": image_size}
+    own: Any = {"mean": mean, "std": std, "image_size": image_size}  # made tuples of
     return VisionDataCollator(
         normalize=normalize,
         preset=preset,
@@ -220,20 +215,18 @@ class MultimodalCollator:
     """
 
     vision: VisionDataCollator
-    text: Any
+    text: Collate
 
     @property
-    def recipe(self) -> Any:
-        return "multimodal", self.vision.recipe, getattr(self.text, "recipe", None)
+    def recipe(self) -> object:
+        return "multimodal", self.vision.recipe, recipe_of(self.text)
 
     @property
     def draws(self) -> bool:
-        return getattr(self.text, "draws", False)
+        return draws(self.text)
 
-    def __call__(
-        self, rows: Sequence[Mapping[str, Any]], *, keys: Sequence[int] | None = None
-    ) -> dict[str, Any]:
-        seen = []
+    def __call__(self, rows: Rows, *, keys: Sequence[int] | None = None) -> Batch:
+        pixels, words = [], []
         for i, row in enumerate(rows):
             column = next((name for name in IMAGE_COLUMNS if name in row), None)
             if column is None:
@@ -242,12 +235,9 @@ class MultimodalCollator:
                     problem="there is none",
                     have=row,
                 )
-            seen.append((column, row))
-        pixels = self.vision([{column: row[column]} for column, row in seen])
-        words = [
-            {name: value for name, value in row.items() if name != column} for column, row in seen
-        ]
-        return pixels | (self.text(words, keys=keys) if self.draws else self.text(words))
+            pixels.append({column: row[column]})
+            words.append({name: value for name, value in row.items() if name != column})
+        return self.vision(pixels) | called(self.text, words, keys)
 
 
 def _parts(row: Any, number: int) -> tuple[Any, Any, dict[str, Any]]:
@@ -274,10 +264,11 @@ def _parts(row: Any, number: int) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _is_encoded(given: Any) -> bool:
-    return isinstance(given, bytes | bytearray | str | Path | Mapping) or hasattr(given, "convert")
+    encoded = isinstance(given, bytes | bytearray | str | Path | Mapping)
+    return encoded or attribute_of(given, "convert") is not None
 
 
-def _decoded(given: Any, at: str, channels: int) -> NDArray[Any]:
+def _decoded(given: Any, at: str, channels: int) -> Array:
     """UInt8[H, W, channels] of an encoded image; Float32[H, W] in [0, 1] of one with 16 bits a
     pixel, which is grey.
     """
@@ -287,7 +278,7 @@ def _decoded(given: Any, at: str, channels: int) -> NDArray[Any]:
     try:
         opened = (
             given
-            if hasattr(given, "convert")
+            if attribute_of(given, "convert") is not None
             else Image.open(io.BytesIO(given) if isinstance(given, bytes | bytearray) else given)
         )
         if opened.mode.startswith("I;16"):  # convert() would cut its numbers off at 255
@@ -314,7 +305,7 @@ def _decoded(given: Any, at: str, channels: int) -> NDArray[Any]:
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
-def _channels_last(array: NDArray[Any], at: str) -> NDArray[Any]:
+def _channels_last(array: Array, at: str) -> Array:
     """[H, W, 1 or 3]; a fourth channel (opacity) is refused."""
     if array.ndim == 2:
         return array[:, :, None]
@@ -346,7 +337,7 @@ def _resized(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.f
     return np.stack(planes, axis=2)
 
 
-def _labels(given: Sequence[Any]) -> NDArray[Any]:
+def _labels(given: Sequence[Any]) -> Array:
     """One for each image: numbers of classes, or what else is to be predicted."""
     labels = stacked(given, LABELS)
     if isinstance(labels, list):

@@ -7,13 +7,13 @@ is missing. The token is handed to the client and to nobody else.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,9 +26,20 @@ log = logging.getLogger("easypipe")
 T = TypeVar("T")
 
 CARD = "README.md"
-GROUP = 8  # files uploaded between two words on progress
 MAIN = "main"
 ACCOUNT = "Set hub_token or HF_TOKEN, or log in with `hf auth login`"
+# answers of the Hub: what they mean, and what helps
+ANSWERS = {
+    401: ("the Hub does not accept the token, or there is none", f"{ACCOUNT}."),
+    403: (
+        "the token may not write there",
+        "Use a token with write permission, of an account that may write to the repository.",
+    ),
+    404: (
+        "the Hub does not know it, or the token may not see it",
+        f"Check hub_repo_id. {ACCOUNT}.",
+    ),
+}
 
 
 def push(
@@ -47,101 +58,93 @@ def push(
     else that of the last login. Raises ConfigError where the repository is public and `private`
     says otherwise; StorageError with the Hub's answer where it refuses.
     """
-    began = time.perf_counter()
-    return _Push(publication, repo_id, private, token, revision or MAIN, progress).run(began)
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    began, files = time.perf_counter(), publication.files
+    repo = _Repository(repo_id, token, revision or MAIN)
+    repo.make(private)
+    standing = repo.sizes()
+    own_card = CARD not in standing or publication.mark.encode() in repo.read(CARD)
+    if not own_card:
+        log.info("hub: the README.md of %s is somebody's own, it stays as it is", repo_id)
+    # the manifests byte by byte: they hold the checksums of the others
+    up_to_date = all(standing.get(file.name) == file.num_bytes for file in files) and all(
+        repo.read(file.name) == file.content for file in files if file.content is not None
+    )
+    if up_to_date:
+        commit = repo.head()
+        url = f"{repo.api.endpoint}/datasets/{repo_id}/commit/{commit}"
+    else:
+
+        def said(done: int) -> None:
+            event = ProgressEvent(
+                stage="push", dataset=repo_id, done=done, total=len(files), unit="files"
+            )
+            progress(event)
+
+        contents = {file.name: _content(file, publication) for file in files}
+        contents |= {CARD: publication.card.encode()} if own_card else {}
+        stale = [n for n in standing if n not in contents and re.fullmatch(publication.stale, n)]
+        said(0)
+        commit, url = repo.commit(
+            [
+                *(CommitOperationAdd(name, content) for name, content in contents.items()),
+                *map(CommitOperationDelete, stale),
+            ],
+            f"easypipe: {len(files)} files, {publication.num_bytes:,} bytes",
+        )
+        said(len(files))
+    return Pushed(
+        repo_id=repo_id,
+        revision=repo.revision,
+        commit=commit,
+        url=url,
+        num_files=len(files),
+        num_bytes=publication.num_bytes,
+        up_to_date=up_to_date,
+        seconds=time.perf_counter() - began,
+    )
 
 
-class _Push:
-    def __init__(
-        self,
-        publication: Publication,
-        repo_id: str,
-        private: bool,
-        token: str | None,
-        revision: str,
-        progress: ProgressListener,
-    ) -> None:
+def _content(file: PublishedFile, publication: Publication) -> Any:
+    """What the client uploads: bytes, the path of a file here, or an open file elsewhere."""
+    if file.content is not None:
+        return file.content
+    if not storage.is_remote(file.path):
+        return file.path.removeprefix("file://")
+    fs, name = storage.filesystem(file.path, publication.storage_options)
+    opened: Any = fs.open(name, "rb")
+    return io.BufferedReader(opened)
+
+
+class _Repository:
+    """A branch of a dataset repository. What the client raises becomes a StorageError."""
+
+    def __init__(self, repo_id: str, token: str | None, revision: str) -> None:
         from huggingface_hub import HfApi
 
-        self.publication, self.repo_id, self.private, self.revision, self.progress = (
-            publication,
-            repo_id,
-            private,
-            revision,
-            progress,
-        )
-        self.token = token
+        self.repo_id, self.token, self.revision = repo_id, token, revision
         # the client reads the environment once, at its import
         self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
         self.where: dict[str, Any] = {"repo_id": repo_id, "repo_type": "dataset"}
+        self.branch: dict[str, Any] = {**self.where, "revision": revision}
 
-    def run(self, began: float) -> Pushed:
-        from huggingface_hub import CommitOperationDelete
-
-        self._open()
-        standing = self._ask("listing its files", self._sizes)
-        here = self.publication
-        own_card = self._card_is_ours(standing)
-        up_to_date = self._stands(standing)
-        if up_to_date:
-            head = (
-                self._ask(
-                    "reading its head",
-                    lambda: self.api.repo_info(**self.where, revision=self.revision),
-                ).sha
-                or ""
-            )
-            url = f"{self.api.endpoint}/datasets/{self.repo_id}/commit/{head}"
-        else:
-            files = [*here.files]
-            if own_card:
-                card = here.card.encode()
-                files.append(PublishedFile(name=CARD, num_bytes=len(card), content=card))
-            names = {file.name for file in files}
-            additions = self._upload(files)
-            deletions = [
-                CommitOperationDelete(name)
-                for name in standing
-                if name not in names and re.fullmatch(here.stale, name)
-            ]
-            message = f"easypipe: {len(here.files)} files, {here.num_bytes:,} bytes"
-            done = self._ask(
-                "committing",
-                lambda: self.api.create_commit(
-                    **self.where,
-                    operations=[*additions, *deletions],
-                    commit_message=message,
-                    revision=self.revision,
-                ),
-            )
-            head, url = done.oid, str(done.commit_url)
-        return Pushed(
-            repo_id=self.repo_id,
-            revision=self.revision,
-            commit=head,
-            url=url,
-            num_files=len(here.files),
-            num_bytes=here.num_bytes,
-            up_to_date=up_to_date,
-            seconds=time.perf_counter() - began,
-        )
-
-    def _open(self) -> None:
+    def make(self, private: bool) -> None:
         """The repository and the branch, made where they are missing. A public one is no place for
         what is meant to be private.
         """
         self._ask(
             "creating it",
-            lambda: self.api.create_repo(**self.where, private=self.private, exist_ok=True),
+            lambda: self.api.create_repo(**self.where, private=private, exist_ok=True),
         )
         info = self._ask("looking at it", lambda: self.api.repo_info(**self.where))
-        if self.private and info.private is False:
+        if private and info.private is False:
             raise ConfigError(
                 at="save.hub_private",
                 problem=f"the repository {self.repo_id!r} exists and is public: what is pushed can be read by everybody",
                 fix="Set hub_private=False if that is meant, or make the repository private on the Hub.",
             )
-        if not self.private and info.private:
+        if not private and info.private:
             log.warning(
                 "hub: the repository %s is private and stays so; hub_private=False applies to repositories that are made",
                 self.repo_id,
@@ -152,84 +155,36 @@ class _Push:
                 lambda: self.api.create_branch(**self.where, branch=self.revision, exist_ok=True),
             )
 
-    def _sizes(self) -> dict[str, int]:
-        tree = self.api.list_repo_tree(**self.where, revision=self.revision, recursive=True)
-        return {
-            entry.path: int(size)
-            for entry in tree
-            if (size := getattr(entry, "size", None)) is not None
-        }
+    def sizes(self) -> dict[str, int]:
+        from huggingface_hub.hf_api import RepoFile
 
-    def _stands(self, standing: dict[str, int]) -> bool:
-        """Whether every file is there, the manifests byte by byte: they hold the checksums of the
-        others.
-        """
-        if any(standing.get(file.name) != file.num_bytes for file in self.publication.files):
-            return False
-        return all(
-            self._fetch(file.name) == file.content
-            for file in self.publication.files
-            if file.content is not None
+        tree = self._ask(
+            "listing its files",
+            lambda: list(self.api.list_repo_tree(**self.branch, recursive=True)),
         )
+        return {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
 
-    def _card_is_ours(self, standing: dict[str, int]) -> bool:
-        if CARD not in standing or self.publication.mark.encode() in self._fetch(CARD):
-            return True
-        log.info("hub: the README.md of %s is somebody's own, it stays as it is", self.repo_id)
-        return False
-
-    def _fetch(self, name: str) -> bytes:
+    def read(self, name: str) -> bytes:
         with tempfile.TemporaryDirectory(prefix="easypipe-") as folder:
             path = self._ask(
                 f"reading {name}",
-                lambda: self.api.hf_hub_download(
-                    **self.where, filename=name, revision=self.revision, local_dir=folder
-                ),
+                lambda: self.api.hf_hub_download(**self.branch, filename=name, local_dir=folder),
             )
             return Path(path).read_bytes()
 
-    def _upload(self, files: Sequence[PublishedFile]) -> list[Any]:
-        from huggingface_hub import CommitOperationAdd
+    def head(self) -> str:
+        info = self._ask("reading its head", lambda: self.api.repo_info(**self.branch))
+        return info.sha or ""
 
-        additions, total = [], len(files)
-        for start in range(0, total, GROUP):
-            with ExitStack() as stack:
-                group = [
-                    CommitOperationAdd(
-                        path_in_repo=file.name, path_or_fileobj=self._local(file, stack)
-                    )
-                    for file in files[start : start + GROUP]
-                ]
-                self._ask(
-                    f"uploading {group[0].path_in_repo}"
-                    + (f" and {len(group) - 1} more" if len(group) > 1 else ""),
-                    lambda group=group: self.api.preupload_lfs_files(
-                        **self.where, additions=group, revision=self.revision
-                    ),
-                )
-                for addition, file in zip(group, files[start : start + GROUP], strict=True):
-                    # the client empties what it uploaded; small files
-                    if addition.path_or_fileobj != b"" and file.content is None:
-                        # travel with the commit
-                        addition.path_or_fileobj = Path(str(addition.path_or_fileobj)).read_bytes()
-            additions += group
-            done = min(start + GROUP, total)
-            self.progress(
-                ProgressEvent(
-                    stage="push", dataset=self.repo_id, done=done, total=total, unit="files"
-                )
-            )
-        return additions
-
-    def _local(self, file: PublishedFile, stack: ExitStack) -> str | bytes:
-        if file.content is not None:
-            return file.content
-        if not storage.is_remote(file.path):
-            return file.path.removeprefix("file://")
-        copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="easypipe-"))) / "shard"
-        with open(copy, "wb") as here:
-            here.writelines(storage.chunks(file.path, self.publication.storage_options))
-        return str(copy)
+    def commit(self, operations: list[Any], message: str) -> tuple[str, str]:
+        """(hash, address) of one commit, made after everything was uploaded."""
+        done = self._ask(
+            "committing",
+            lambda: self.api.create_commit(
+                **self.branch, operations=operations, commit_message=message
+            ),
+        )
+        return done.oid, str(done.commit_url)
 
     def _ask(self, doing: str, call: Callable[[], T]) -> T:
         """The client's answer, or StorageError with what the Hub said. Without the client's own
@@ -255,23 +210,12 @@ class _Push:
         said = getattr(cause, "server_message", None) or str(cause).strip().replace("\n", " ")
         if self.token:
             said = said.replace(self.token, "***")
-        known = {
-            401: ("the Hub does not accept the token, or there is none", f"{ACCOUNT}."),
-            403: (
-                "the token may not write there",
-                "Use a token with write permission, of an account that may write to the repository.",
-            ),
-            404: (
-                "the Hub does not know it, or the token may not see it",
-                f"Check hub_repo_id. {ACCOUNT}.",
-            ),
-        }
         if type(cause).__name__ == "OfflineModeIsEnabled":
             return (
                 f"{doing} failed: HF_HUB_OFFLINE forbids to ask the Hub",
                 "Unset it and run the job again: what was saved stands.",
             )
-        what, fix = known.get(
+        what, fix = ANSWERS.get(
             status or 0,
             (
                 type(cause).__name__,

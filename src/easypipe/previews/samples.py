@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.jobs import chain
 from easypipe.loader.config import LoadStageConfig
-from easypipe.loader.explain import ExplainedRow, Segment, Span
+from easypipe.loader.explain import Segment, Span
 from easypipe.pipeline import Pipeline
+from easypipe.previews.preview import Piece, Preview, Sample, SampleSegment
 from easypipe.save.stage import SaveStage
 from easypipe.stages.config import PipelineConfig, settings_of
 from easypipe.stages.load.stage import LoadStage
@@ -34,71 +34,6 @@ from easypipe.transforms.chat.messages import values_of
 
 FIRST_ROWS = 200  # of each dataset, from which samples are made
 KEPT = ("written", "stored", "targets", "masked")  # outcomes that lose nothing
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Text that is all trained, or all masked, and of one speaker. role: who begins to speak here;
-    None where the last one goes on.
-    """
-
-    text: str
-    masked: bool
-    role: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleSegment:
-    """A document, or as much of one as stands together in a row.
-
-    segment: where it came from and where it stands. pieces: its text; None where no tokenizer
-    decodes it. roles: who speaks in the row that it was made from, in order. cuts: what of the
-    document is not here, in words.
-    """
-
-    segment: Segment
-    pieces: tuple[Piece, ...] | None
-    roles: tuple[str, ...]
-    cuts: tuple[str, ...]
-
-    @property
-    def title(self) -> str:
-        """Where it stands, where it came from, and who speaks in it."""
-        return self.segment.title + (
-            f"; {', '.join(dict.fromkeys(self.roles))}" if self.roles else ""
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """A row of a batch: one document, or packed several."""
-
-    row: ExplainedRow
-    segments: tuple[SampleSegment, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preview:
-    """Samples as they would be trained. notes: how they were made, and what became of rows that are
-    not among them.
-    """
-
-    samples: tuple[Sample, ...]
-    notes: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def to_html(self, title: str = "easypipe preview") -> str:
-        """One page that needs nothing else, and in which samples are text whatever they hold."""
-        from easypipe.previews.page import page
-
-        return page(self, title)
-
-    def __str__(self) -> str:
-        from easypipe.previews.page import lines
-
-        return "\n".join(lines(self))
 
 
 def preview(
@@ -149,25 +84,16 @@ def _preview(pipeline: Pipeline, n: int, first_rows: int) -> Preview:
     explained = loader.explain(0)
     tokenized = pipeline.tokenized()
     only = next(iter(tokenized), "") if len(tokenized) == 1 else ""
-    samples = []
-    for row in explained.rows:
-        segments = []
-        for segment in row.segments:
-            name = segment.dataset or only
-            source = tokenized.get(name)
-            shard = None if source is None else _shard_of(source, segment)
-            if source is None or shard is None:
-                segments.append(_segment(segment, row.segments, [], None))
-            else:
-                segments.append(
-                    _segment(
-                        segment,
-                        row.segments,
-                        _turns(source, shard, segment.row),
-                        _cut(source, shard, segment),
-                    )
-                )
-        samples.append(Sample(row=row, segments=tuple(segments)))
+    samples = [
+        Sample(
+            row=row,
+            segments=tuple(
+                _segment(one, row.segments, tokenized.get(one.dataset or only))
+                for one in row.segments
+            ),
+        )
+        for row in explained.rows
+    ]
     notes = [f"made of the first {first_rows:,} rows of each dataset, at most", *explained.notes]
     for name, source in tokenized.items():
         notes += _what_became(name, source)
@@ -204,28 +130,18 @@ def _looked_at(config: PipelineConfig, folder: str) -> PipelineConfig:
     return dataclasses.replace(config, **changes)
 
 
-def _shard_of(source: TokenizedShardedSource, segment: Segment) -> int | None:
-    return next(
-        (i for i, shard in enumerate(source.source.shards) if shard.name == segment.file), None
-    )
-
-
-def _cut(source: TokenizedShardedSource, shard: int, segment: Segment) -> str | None:
+def _cut(source: TokenizedShardedSource, shard: int, segment: Segment) -> list[str]:
     """What max_length left out of a document, in words."""
-    options = source.tokenizer.config
-    texts = source.form.read(source.source, shard, segment.row, segment.row + 1).texts
-    if (
-        options.max_length is None
-        or not options.truncation
-        or segment.document_tokens is None
-        or not len(texts)
-    ):
-        return None
-    [(ids, _, _)] = source.tokenizer.encode_with_characters([texts[0].as_py()])
-    count = len(ids)
-    if count <= segment.document_tokens:
-        return None
-    return f"the row makes {count} tokens, of which max_length {options.max_length} leaves {segment.document_tokens} in this document"
+    options, left = source.tokenizer.config, segment.document_tokens
+    if options.max_length is None or not options.truncation or left is None:
+        return []
+    for text in source.form.read(source.source, shard, segment.row, segment.row + 1).texts:
+        [(ids, _, _)] = source.tokenizer.encode_with_characters([text.as_py()])
+        if len(ids) > left:
+            return [
+                f"the row makes {len(ids)} tokens, of which max_length {options.max_length} leaves {left} in this document"
+            ]
+    return []
 
 
 def _turns(source: TokenizedShardedSource, shard: int, row: int) -> list[tuple[str, str]]:
@@ -239,61 +155,50 @@ def _turns(source: TokenizedShardedSource, shard: int, row: int) -> list[tuple[s
     for name in columns:
         if found := _messages(batch.column(name)):
             return found
-    texts = {name: batch.column(name)[0].as_py() for name in columns}
-    return (
-        [(name, text) for name, text in texts.items() if isinstance(text, str)]
-        if len(columns) > 1
-        else []
-    )
+    texts = {name: batch.column(name)[0].as_py() for name in columns if len(columns) > 1}
+    return [(name, text) for name, text in texts.items() if isinstance(text, str)]
 
 
 def _messages(column: pa.Array) -> list[tuple[str, str]]:
-    if not pa.types.is_nested(column.type) and not str(column[0].as_py() or "").lstrip().startswith(
-        "["
-    ):
-        return []  # plain text
+    """Who says what in the first row; nothing where it is plain text."""
+    text = str(column[0].as_py() or "").lstrip()
+    if not pa.types.is_nested(column.type) and not text.startswith("["):
+        return []
     [talk] = values_of(column, keep=())
-    found = []
+    found: list[tuple[str, str]] = []
     for message in talk if isinstance(talk, list) else []:
         if isinstance(message, Mapping):
-            role, content = (
-                message.get("role", message.get("from")),
-                message.get("content", message.get("value")),
-            )
-            parts = content if isinstance(content, list) else []
-            text = (
-                content
-                if isinstance(content, str)
-                else "".join(str(p.get("text", "")) for p in parts if isinstance(p, Mapping))
-            )
-            found.append((str(role), text))
+            content = message.get("content", message.get("value"))
+            if not isinstance(content, str):
+                parts = content if isinstance(content, list) else []
+                content = "".join(str(p.get("text", "")) for p in parts if isinstance(p, Mapping))
+            found.append((str(message.get("role", message.get("from"))), content))
     return found
 
 
 def _segment(
-    segment: Segment, beside: Sequence[Segment], turns: Sequence[tuple[str, str]], cut: str | None
+    segment: Segment, beside: Sequence[Segment], source: TokenizedShardedSource | None
 ) -> SampleSegment:
     """beside: the segments of its row, of which the other answer of a pair is the rest of its
     document.
     """
-    cuts = [] if cut is None else [cut]
-    if segment.document_tokens is not None:
-        rest = [
-            other
-            for other in beside
-            if (other.dataset, other.document) == (segment.dataset, segment.document)
-        ]
-        if segment.token_start and all(other.token_stop != segment.token_start for other in rest):
-            cuts.append(f"tokens 0:{segment.token_start} of the document stand before")
-        if segment.token_stop < segment.document_tokens and all(
-            other.token_start != segment.token_stop for other in rest
-        ):
-            cuts.append(
-                f"tokens {segment.token_stop}:{segment.document_tokens} of the document are not here"
-            )
-    pieces = None if segment.spans is None else tuple(_pieces(segment.spans, turns))
+    turns, cuts = [], []
+    for shard, one in enumerate([] if source is None else source.source.shards):
+        if source is not None and one.name == segment.file:
+            turns, cuts = _turns(source, shard, segment.row), _cut(source, shard, segment)
+    start, stop, total = segment.token_start, segment.token_stop, segment.document_tokens
+    if total is not None:
+        own = (segment.dataset, segment.document)
+        rest = [other for other in beside if (other.dataset, other.document) == own]
+        if start and all(other.token_stop != start for other in rest):
+            cuts.append(f"tokens 0:{start} of the document stand before")
+        if stop < total and all(other.token_start != stop for other in rest):
+            cuts.append(f"tokens {stop}:{total} of the document are not here")
     return SampleSegment(
-        segment=segment, pieces=pieces, roles=tuple(role for role, _ in turns), cuts=tuple(cuts)
+        segment=segment,
+        pieces=None if segment.spans is None else tuple(_pieces(segment.spans, turns)),
+        roles=tuple(role for role, _ in turns),
+        cuts=tuple(cuts),
     )
 
 

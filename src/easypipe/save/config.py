@@ -71,25 +71,15 @@ class SaveStageConfig:
     hub_token: str | None = field(default=None, repr=False, metadata={"secret": True})
     hub_revision: str | None = None
 
-    @property
-    def codec(self) -> str:
-        """The codec of the files: the one that was asked for, else the format's own."""
-        return self.compression or next(iter(CODECS[self.format]))
-
-    @property
-    def max_bytes(self) -> int | None:
-        """`max_shard_size` in bytes."""
-        return None if self.max_shard_size is None else parse_bytes(self.max_shard_size)
-
     def check(self) -> None:
-        if self.codec not in CODECS[self.format]:
+        if codec_of(self) not in CODECS[self.format]:
             raise ConfigError(
                 at="compression",
                 problem=f"{self.format} files cannot be compressed with {self.compression}",
                 have=CODECS[self.format],
                 fix="Choose one of these.",
             )
-        _ = self.max_bytes  # says so where it is no size
+        max_bytes_of(self)  # says so where it is no size
         repo, branch = self.hub_repo_id, self.hub_revision
         for wrong, at, problem, fix in (
             (
@@ -125,6 +115,16 @@ class SaveStageConfig:
         ):
             if wrong:
                 raise ConfigError(at=at, problem=problem, fix=fix)
+
+
+def codec_of(config: SaveStageConfig) -> str:
+    """The codec of the files: the one that was asked for, else the format's own."""
+    return config.compression or next(iter(CODECS[config.format]))
+
+
+def max_bytes_of(config: SaveStageConfig) -> int | None:
+    """`max_shard_size` in bytes."""
+    return None if config.max_shard_size is None else parse_bytes(config.max_shard_size)
 
 
 def parse_bytes(size: int | str) -> int:

@@ -25,7 +25,7 @@ from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import PipelineContext, ProgressEvent, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.save.card import write_card
-from easypipe.save.config import CODECS, SaveStageConfig
+from easypipe.save.config import CODECS, SaveStageConfig, codec_of, max_bytes_of
 from easypipe.save.folder import Run, open_run
 from easypipe.save.saved import FORMAT_VERSION, SavedManifest, SavedShard, join, schema_to_text
 from easypipe.save.shard_writer import check_json, open_writer
@@ -139,9 +139,9 @@ def _write_folder(target: Target, context: PipelineContext) -> SavedFolder:
             planned, decided_by = plan_shards(
                 source,
                 config.format,
-                config.codec,
+                codec_of(config),
                 num_shards=config.num_shards,
-                max_bytes=config.max_bytes,
+                max_bytes=max_bytes_of(config),
             )
             edges = tuple(planned.tolist())
         run.claim(edges)
@@ -155,7 +155,7 @@ def _write_folder(target: Target, context: PipelineContext) -> SavedFolder:
         manifest=SavedManifest(
             fingerprint=identity,
             format=config.format,
-            compression=config.codec,
+            compression=codec_of(config),
             schema=source.schema,
             tokens=token_info(target.source),
             shards=shards,
@@ -186,8 +186,8 @@ def _identities(config: SaveStageConfig, source: ShardedSource) -> tuple[str, st
     bytes before compression.
     """
     schema = schema_to_text(source.schema)
-    what = ("saved", FORMAT_VERSION, source.fingerprint, schema, config.format, config.codec)
-    limit = config.max_bytes
+    what = ("saved", FORMAT_VERSION, source.fingerprint, schema, config.format, codec_of(config))
+    limit = max_bytes_of(config)
     if limit is not None:
         before = digest(*what, config.num_shards, limit)
         return digest(*what, config.num_shards, {"on disk": limit}), before
@@ -199,7 +199,7 @@ def _check_sizes(target: Target, shards: Sequence[SavedShard]) -> None:
     """Says so where samples misjudged the data. A row that is larger than the limit cannot be
     cut.
     """
-    limit = target.config.max_bytes or float("inf")
+    limit = max_bytes_of(target.config) or float("inf")
     above = [
         shard for shard in shards if shard.num_rows > 1 and shard.num_bytes > TOLERANCE * limit
     ]
@@ -225,7 +225,7 @@ class _Writing:
     ) -> None:
         self.target, self.source, self.run, self.context = target, source, run, context
         config, count = target.config, len(edges) - 1
-        extension = CODECS[config.format][config.codec]
+        extension = CODECS[config.format][codec_of(config)]
         self.rows = {
             f"{run.prefix}{i:05d}-of-{count:05d}{extension}": (edges[i], edges[i + 1])
             for i in range(count)
@@ -269,7 +269,7 @@ class _Writing:
         with (
             storage.commit_file(path, config.storage_options) as (temporary, stamp),
             self.at_work,
-            open_writer(temporary, config.format, config.codec, self.source.schema) as write,
+            open_writer(temporary, config.format, codec_of(config), self.source.schema) as write,
         ):
             for batch, rejects in batches(self.source, start, stop):
                 if self.stop.is_set():

@@ -1,0 +1,111 @@
+"""Objects of other libraries and of users: what they say of themselves, which tokenizer they name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.schema import INPUT_IDS
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+TEXT = "text"
+MESSAGES = "messages"
+
+
+def attribute_of(thing: object, *names: str) -> Any:
+    """The first of these attributes that an object of somebody else's has; None where it has none.
+
+    The only place in this room that asks objects by name: whatever they are, they are not ours.
+    """
+    found = (getattr(thing, name, None) for name in names)
+    return next((value for value in found if value is not None), None)
+
+
+def tokenizer_config(tokenizer: Any, **changes: Any) -> TokenizerConfig:
+    """The config of a Tokenizer, a TokenizerConfig, a name, or another library's tokenizer with
+    `name_or_path`; with `changes`.
+    """
+    if isinstance(tokenizer, Tokenizer):
+        tokenizer = tokenizer.config
+    elif not isinstance(tokenizer, TokenizerConfig):
+        foreign = not isinstance(tokenizer, str)
+        name = attribute_of(tokenizer, "name_or_path") if foreign else tokenizer
+        if not isinstance(name, str) or not name:
+            raise ConfigError(
+                at="tokenizer",
+                problem=f"{type(tokenizer).__name__} names no tokenizer",
+                fix="Give a tokenizer.json, its folder, a Hub name, or TokenizerConfig(...).",
+            )
+        vocabulary = attribute_of(tokenizer, "get_vocab") if foreign else None
+        if vocabulary is not None:
+            size, known = max(vocabulary().values()) + 1, load_tokenizer(name).vocab_size
+            if size != known:
+                raise ConfigError(
+                    at="tokenizer",
+                    problem=f"it has {size} tokens, and {name}, which it names, has {known}",
+                    fix="Write it with save_pretrained(folder), and give the folder.",
+                )
+        tokenizer = TokenizerConfig(name_or_path=name)
+    given = {name: value for name, value in changes.items() if value is not None}
+    return dataclasses.replace(tokenizer, **given) if given else tokenizer
+
+
+def is_own(tokenizer: Any) -> bool:
+    """Whether it is nothing but an object of the user's that has `encode(text)`."""
+    if isinstance(tokenizer, str | Tokenizer | TokenizerConfig):
+        return False
+    named = attribute_of(tokenizer, "name_or_path")
+    return not named and callable(attribute_of(tokenizer, "encode"))
+
+
+class OwnTokenizer:
+    """A user's `encode(text)`, which gives ids, or a dict with `input_ids`, for collators. It is
+    not known by content, but by its class.
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int | None) -> None:
+        self._own, self._max_length = tokenizer, max_length
+        self.pad_token_id: int | None = attribute_of(tokenizer, "pad_token_id")
+        self.eos_token_id: int | None = attribute_of(tokenizer, "eos_token_id")
+        self.bos_token_id: int | None = attribute_of(tokenizer, "bos_token_id")
+        kind = type(tokenizer)
+        self.fingerprint = f"{kind.__module__}.{kind.__qualname__}:{max_length}"
+
+    def reference_encode(self, text: str) -> NDArray[np.integer]:
+        """Raises SourceError where there are no ids."""
+        made = self._own.encode(text)
+        ids = made[INPUT_IDS] if isinstance(made, Mapping) and INPUT_IDS in made else made
+        own = attribute_of(ids, "ids")  # `tokenizers` gives an Encoding
+        array = np.asarray(ids if own is None else own)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            problem = f"{type(self._own).__name__}.encode gave {type(made).__name__}"
+            raise SourceError(
+                at="tokenizer",
+                problem=problem,
+                fix="Let it give a list of ids, or a dict with input_ids.",
+            )
+        return array[: self._max_length]
+
+
+def as_tokenizer(tokenizer: Any, *, max_length: int | None = None) -> Tokenizer | OwnTokenizer:
+    """A Tokenizer as it is, unless it has to cut at another length; any other way to name one,
+    loaded; an OwnTokenizer of what has none.
+    """
+    if isinstance(tokenizer, OwnTokenizer):
+        return tokenizer
+    if is_own(tokenizer):
+        return OwnTokenizer(tokenizer, max_length)
+    if isinstance(tokenizer, Tokenizer) and max_length in (None, tokenizer.config.max_length):
+        return tokenizer
+    return load_tokenizer(tokenizer_config(tokenizer, max_length=max_length))
+
+
+def pad_of(tokenizer: object) -> int:
+    """The token that fills rows up: the tokenizer's own, else its EOS, else 0."""
+    return attribute_of(tokenizer, "pad_token_id", "eos_token_id") or 0

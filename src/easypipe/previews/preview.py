@@ -1,0 +1,97 @@
+"""What a preview shows: samples with what is trained of them, as text, JSON or a page of HTML."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from easypipe.core.text import visible
+from easypipe.loader.explain import ExplainedRow, Segment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Text that is all trained, or all masked, and of one speaker. role: who begins to speak here;
+    None where the last one goes on.
+    """
+
+    text: str
+    masked: bool
+    role: str | None = None
+
+    def __str__(self) -> str:
+        text = repr(self.text)[1:-1]
+        speaker = "" if self.role is None else f" {self.role}: "
+        return speaker + (f"⟦{text}⟧" if self.masked else text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSegment:
+    """A document, or as much of one as stands together in a row.
+
+    segment: where it came from and where it stands. pieces: its text; None where no tokenizer
+    decodes it. roles: who speaks in the row that it was made from, in order. cuts: what of the
+    document is not here, in words.
+    """
+
+    segment: Segment
+    pieces: tuple[Piece, ...] | None
+    roles: tuple[str, ...]
+    cuts: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """Where it stands, where it came from, and who speaks in it."""
+        return self.segment.title + (
+            f"; {', '.join(dict.fromkeys(self.roles))}" if self.roles else ""
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A row of a batch: one document, or packed several."""
+
+    row: ExplainedRow
+    segments: tuple[SampleSegment, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """Samples as they would be trained. notes: how they were made, and what became of rows that are
+    not among them.
+    """
+
+    samples: tuple[Sample, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def to_html(self, title: str = "easypipe preview") -> str:
+        """One page that needs nothing else, and in which samples are text whatever they hold: no
+        script, nothing loaded from elsewhere, what would not be seen spelled out.
+        """
+        import jinja2  # only where a page is made
+
+        pages = jinja2.Environment(
+            loader=jinja2.PackageLoader("easypipe.previews", ""),
+            autoescape=True,
+            finalize=lambda value: visible(str(value), keep="\n\t"),
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        page = pages.get_template("page.html.jinja")
+        return page.render(title=title, samples=self.samples, notes=self.notes)
+
+    def __str__(self) -> str:
+        """Lines of text, with masked parts in ⟦ ⟧."""
+        lines: list[str] = []
+        for sample in self.samples:
+            lines.append(sample.row.title)
+            for segment in sample.segments:
+                lines.append(f"  {segment.title}")
+                lines += [f"      cut: {cut}" for cut in segment.cuts]
+                if segment.pieces is not None:
+                    lines.append("      " + "".join(map(str, segment.pieces)))
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
