@@ -1,1 +1,1 @@
-"""The named interfaces of other libraries, as thin faces over the one engine: they translate, they hold no logic."""
+"""Interfaces that the seed documents name, thin over the one engine: each module says which one."""

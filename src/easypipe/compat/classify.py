@@ -1,5 +1,6 @@
-"""A run on images in one config: task, data, model, training. What `easypipe train` does with it is
-these functions, and nothing else.
+"""Document 004 from a config: ClassifyConfig, a run on images, as `easypipe train` does it.
+
+Task, data, model, training; what the command does with it is these functions, and nothing else.
 
 The collator is chosen by the TaskSpec, batches are UniversalDataModule's, and the training is
 Trainer's.
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from easypipe.compat.data_module import UniversalDataModule
+from easypipe.compat.foreign import Values
 from easypipe.compat.images import Images, ImagesConfig
 from easypipe.compat.registry import CollatorRegistry
 from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
@@ -56,9 +58,12 @@ class ClassifyConfig:
         return from_dict(cls, apply_overrides(load_yaml(path), overrides))
 
     def check(self) -> None:
-        for key, known in (("modality", "vision"), ("task_type", "classification")):
-            if getattr(self.task, key) != known:
-                problem = f"{getattr(self.task, key)!r} is nothing that is trained from a config"
+        for key, value, known in (
+            ("modality", self.task.modality, "vision"),
+            ("task_type", self.task.task_type, "classification"),
+        ):
+            if value != known:
+                problem = f"{value!r} is nothing that is trained from a config"
                 raise ConfigError(
                     at=f"task.{key}",
                     problem=problem,
@@ -130,22 +135,24 @@ def inputs_of(run: ClassifyConfig) -> Inputs:
             fix=fix,
         )
     held_out = None if data.val_files is None else Images(data, "val_files").rows(classes)
-    if (
-        held_out is not None
-        and len(held_out)
-        and int(held_out.labels.max()) >= (known := model.num_classes or max(count, 2))
-    ):
+    num_classes = model.num_classes or max(count, 2)
+    if held_out is not None and len(held_out) and int(held_out.labels.max()) >= num_classes:
         row = int(held_out.labels.argmax())
-        problem = f"label {held_out.labels[row]}, but the model has {known} classes"
-        raise SourceError(at=f"val_files, row {row}", problem=problem, fix="Set model.num_classes.")
-    options = {
-        "batch_size": data.batch_size,
-        "num_epochs": data.num_epochs,
-        "num_workers": data.num_workers,
-    }
+        raise SourceError(
+            at=f"val_files, row {row}",
+            problem=f"label {held_out.labels[row]}, but the model has {num_classes} classes",
+            fix="Set model.num_classes.",
+        )
     try:
         module = UniversalDataModule(
-            rows, held_out, task_spec=run.task, val_split=data.val_split, seed=seed, **options
+            rows,
+            held_out,
+            task_spec=run.task,
+            val_split=data.val_split,
+            seed=seed,
+            batch_size=data.batch_size,
+            num_epochs=data.num_epochs,
+            num_workers=data.num_workers,
         )
     except ConfigError as error:
         raise error.under("data") from None
@@ -158,28 +165,20 @@ def inputs_of(run: ClassifyConfig) -> Inputs:
             problem=problem,
             fix="Leave it out, or set task.options.image_size.",
         )
-    data = dataclasses.replace(
-        data, seed=module.seed, classes=None if classes is None else tuple(classes)
-    )
     try:
-        model = dataclasses.replace(
-            model, num_classes=model.num_classes or max(count, 2), image_shape=shape
-        )
+        model = dataclasses.replace(model, num_classes=num_classes, image_shape=shape)
     except ConfigError as error:
         raise error.under("model") from None
-    per_class = {
-        str(classes[i] if classes else i): int(n)
-        for i, n in enumerate(np.bincount(rows.labels, minlength=count))
-    }
-    resolved = dataclasses.replace(run, data=data, model=model)
-    val_rows = len(module.splits.val) if held_out is None else len(held_out)
+    names = None if classes is None else tuple(classes)
+    data = dataclasses.replace(data, seed=module.seed, classes=names)
+    counts = np.bincount(rows.labels, minlength=count).tolist()
     return Inputs(
-        run=resolved,
+        run=dataclasses.replace(run, data=data, model=model),
         module=module,
         train=train,
         val=module.val_dataloader(),
-        per_class=per_class,
-        val_rows=val_rows,
+        per_class={str(classes[i] if classes else i): n for i, n in enumerate(counts)},
+        val_rows=len(module.splits.val) if held_out is None else len(held_out),
     )
 
 
@@ -260,7 +259,7 @@ def plan(run: ClassifyConfig, steps: int | None = None) -> ClassifyPlan:
     )
 
 
-def _first(loader: Any) -> Mapping[str, Any]:
+def _first(loader: Any) -> Values:
     """The first batch. Raises ConfigError for one that a Classifier does not take."""
     batch = loader.batch(0)
     pixels = batch.get(PIXEL_VALUES) if isinstance(batch, Mapping) else None

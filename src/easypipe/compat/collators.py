@@ -11,14 +11,25 @@ B rows of a batch · T slots, the longest row's or `max_length`.  A row is a map
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from easypipe.compat.foreign import as_tokenizer, pad_of
+from easypipe.compat.foreign import (
+    Array,
+    Batch,
+    Collate,
+    Ints,
+    Item,
+    Row,
+    Rows,
+    TokenizerLike,
+    as_tokenizer,
+    attribute_of,
+    pad_of,
+)
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.schema import (
     ATTENTION_MASK,
@@ -37,22 +48,16 @@ log = logging.getLogger("easypipe")
 
 Side = Literal["right", "left"]
 Tensors = bool | Literal["np", "jax"]
-Row = Mapping[str, Any]
-Rows = Sequence[Row]
-Batch = dict[str, Any]
-Array = NDArray[Any]
-Ints = NDArray[np.int64]
-Collate = Callable[..., Any]  # a list of rows to a batch; with `keys` too where it draws
 
 
 def draws(collate: Collate | None) -> bool:
     """Whether it is given `keys`, 64 random bits for each row (KeyedCollator)."""
-    return bool(getattr(collate, "draws", False))  # which functions of users may have
+    return bool(attribute_of(collate, "draws"))
 
 
 def recipe_of(collate: Collate) -> object:
     """What decides the batches of a collator of this package; None of another."""
-    return getattr(collate, "recipe", None)
+    return attribute_of(collate, "recipe")
 
 
 def called(collate: Collate, rows: Rows, keys: Sequence[int] | None) -> Batch:
@@ -270,7 +275,7 @@ def create_seq2seq_collate(
     return_tensors: Tensors = True,
     *,
     decoder_start_token_id: int | None = None,
-    tokenizer: Any = None,
+    tokenizer: TokenizerLike = None,
     max_target_length: int | None = None,
     schema: OutputSchema | None = None,
 ) -> Seq2SeqCollator:
@@ -299,7 +304,7 @@ def create_seq2seq_collate(
     return Seq2SeqCollator(Padding(*rule), decoder_start_token_id, max_target_length)
 
 
-def default_collate(rows: Sequence[Any]) -> Any:
+def default_collate(rows: Sequence[Item]) -> Any:
     """Rows of any one kind: mappings to a dict of stacked arrays, tuples to a tuple of them, arrays
     and numbers to one under `"data"`.
 
@@ -350,7 +355,7 @@ def handed_out(batch: Row, schema: OutputSchema | None, return_tensors: Tensors)
     return batch
 
 
-def stacked(values: Sequence[Any], name: str) -> Any:
+def stacked(values: Sequence[Item], name: str) -> Any:
     arrays = [np.asarray(value) for value in values]
     if any(array.dtype.kind not in "biuf" for array in arrays):
         return list(values)
@@ -364,7 +369,7 @@ def stacked(values: Sequence[Any], name: str) -> Any:
     return np.stack(arrays)
 
 
-def require_some(rows: Sequence[Any]) -> None:
+def require_some(rows: Sequence[Item]) -> None:
     if not len(rows):
         raise SourceError(at="the batch", problem="holds no rows", fix="Give at least one.")
 

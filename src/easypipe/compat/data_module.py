@@ -1,5 +1,6 @@
-"""UniversalDataModule: any dataset to a training and a validation loader, the collator chosen by
-the task.
+"""Document 004: UniversalDataModule, any dataset to a training and a validation loader.
+
+The task chooses the collator.
 """
 
 from __future__ import annotations
@@ -11,10 +12,19 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.compat.datasets import PreprocessedDataset, subset
-from easypipe.compat.foreign import MESSAGES, TEXT, is_own, tokenizer_config
+from easypipe.compat.foreign import (
+    MESSAGES,
+    TEXT,
+    Collate,
+    Dataset,
+    Ints,
+    Item,
+    TokenizerLike,
+    is_own,
+    tokenizer_config,
+)
 from easypipe.compat.loaders import DataLoaderConfig, DataLoaderFactory, require_rows, text_loader
 from easypipe.compat.registry import DEFAULT, CollatorRegistry
 from easypipe.compat.vision import IMAGE_COLUMNS
@@ -42,8 +52,8 @@ class DataModuleProtocol(Protocol):
 class Splits(NamedTuple):
     """Rows of the training data: Int64[n] each, disjoint, together all of them; ascending."""
 
-    train: NDArray[np.int64]
-    val: NDArray[np.int64]
+    train: Ints
+    val: Ints
 
 
 class UniversalDataModule:
@@ -68,16 +78,16 @@ class UniversalDataModule:
 
     def __init__(
         self,
-        train_data: Any,
-        val_data: Any = None,
+        train_data: Dataset,
+        val_data: Dataset = None,
         *,
         task_spec: TaskSpec | None = None,
-        tokenizer: Any = None,
+        tokenizer: TokenizerLike = None,
         batch_size: int = 32,
         val_split: float = 0.0,
         max_length: int | None = None,
         seed: int | None = None,
-        collate_fn: Any = None,
+        collate_fn: Collate | None = None,
         **options: Any,
     ) -> None:
         if not 0 <= val_split < 1:
@@ -106,40 +116,7 @@ class UniversalDataModule:
             (name for name in (TEXT, MESSAGES) if isinstance(first, Mapping) and name in first),
             TEXT,
         )
-        if (
-            self._is_plain_text
-            and tokenizer is None
-            and isinstance(first, Mapping)
-            and self._column in first
-            and INPUT_IDS not in first
-        ):
-            raise ConfigError(
-                at="tokenizer",
-                problem="the rows are text, and there is none",
-                fix="Name the tokenizer that encodes them.",
-            )
-        if (
-            tokenizer is not None
-            and task_spec is None
-            and collate_fn is None
-            and self.task_spec.modality == DEFAULT
-        ):
-            have = list(first) if isinstance(first, Mapping) else [type(first).__name__]
-            fix = f"Name the column of text {TEXT!r}, or say by task_spec what the rows are."
-            raise ConfigError(
-                at="tokenizer",
-                problem="has no effect: the rows hold no text that is known",
-                have=have,
-                fix=fix,
-            )
-        if max_length is not None and (
-            tokenizer is None or not isinstance(first, Mapping) or INPUT_IDS in first
-        ):
-            raise ConfigError(
-                at="max_length",
-                problem="cuts texts that are encoded here, and these are not",
-                fix="Leave it out.",
-            )
+        self._check_text(first, sure=task_spec is not None or collate_fn is not None)
         if not len(self.splits.train) or (
             val_split and val_data is None and not len(self.splits.val)
         ):
@@ -147,6 +124,32 @@ class UniversalDataModule:
             problem = f"{val_split} of {len(train_data)} rows leaves none to {none} on"
             raise ConfigError(
                 at="val_split", problem=problem, fix="Give another share, or val_data."
+            )
+
+    def _check_text(self, first: Item, *, sure: bool) -> None:
+        """Raises ConfigError where the tokenizer is missing or has no effect. sure: that rows are
+        what the task or the collator takes them for.
+        """
+        have = list(first) if isinstance(first, Mapping) else [type(first).__name__]
+        texts = isinstance(first, Mapping) and INPUT_IDS not in first
+        if self.tokenizer is None and self._is_plain_text and texts and self._column in have:
+            raise ConfigError(
+                at="tokenizer",
+                problem="the rows are text, and there is none",
+                fix="Name the tokenizer that encodes them.",
+            )
+        if self.tokenizer is not None and not sure and self.task_spec.modality == DEFAULT:
+            raise ConfigError(
+                at="tokenizer",
+                problem="has no effect: the rows hold no text that is known",
+                have=have,
+                fix=f"Name the column of text {TEXT!r}, or say by task_spec what the rows are.",
+            )
+        if self.max_length is not None and (self.tokenizer is None or not texts):
+            raise ConfigError(
+                at="max_length",
+                problem="cuts texts that are encoded here, and these are not",
+                fix="Leave it out.",
             )
 
     @cached_property
@@ -180,7 +183,7 @@ class UniversalDataModule:
             val, "val", shuffle=False, drop_last=False, num_epochs=1, group_by_length=None
         ).loader(0)
 
-    def dataset_config(self, data: Any, name: str) -> DatasetConfig | None:
+    def dataset_config(self, data: Dataset, name: str) -> DatasetConfig | None:
         """How a Pipeline reads these rows, where they are text to be trained on and a tokenizer is
         known; else None.
         """
@@ -214,7 +217,7 @@ class UniversalDataModule:
         entry = CollatorRegistry.get_instance().find(self.task_spec)
         return entry.name == "text" and entry.builtin and not self.task_spec.options
 
-    def _loader(self, data: Any, name: str, **changes: Any) -> EpochLoader:
+    def _loader(self, data: Dataset, name: str, **changes: Any) -> EpochLoader:
         options = dataclasses.replace(self.options, **changes)
         spelled = self.dataset_config(data, name)
         if spelled is not None:
@@ -230,7 +233,7 @@ class UniversalDataModule:
             rows, dataclasses.replace(options, collate_fn=collate), name=name
         )
 
-    def _collator(self) -> Any:
+    def _collator(self) -> Collate:
         if self._collate_fn is not None:
             return self._collate_fn
         registry = CollatorRegistry.get_instance()
@@ -243,17 +246,17 @@ class UniversalDataModule:
 class _Rows:
     """A list whose arrays of integers are rows of tokens."""
 
-    def __init__(self, data: Sequence[Any]) -> None:
+    def __init__(self, data: Sequence[Item]) -> None:
         self._data = data
 
     def __len__(self) -> int:
         return len(self._data)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Item:
         return _row(self._data[index])
 
 
-def _row(row: Any) -> Any:
+def _row(row: Item) -> Any:
     """`{"input_ids": row}` for a row that is an array of integers; any other as it is."""
     if isinstance(row, Mapping | tuple | str | bytes):
         return row
@@ -261,7 +264,7 @@ def _row(row: Any) -> Any:
     return {INPUT_IDS: array} if array.ndim == 1 and array.dtype.kind in "iu" else row
 
 
-def _task_of(row: Any) -> TaskSpec:
+def _task_of(row: Item) -> TaskSpec:
     if isinstance(row, Mapping):
         if any(name in row for name in (INPUT_IDS, TEXT, MESSAGES)):
             return TaskSpec.lm_tiny()

@@ -1,6 +1,6 @@
-"""DataPipeline: a YAML file to the loaders of its splits, every failure a Result.
+"""Document 000: DataPipeline, a YAML file to the loaders of its splits, every failure a Result.
 
-A thin face: the file says what `DatasetConfig(prompt=...)`, `TokenizerConfig` and
+A thin layer: the file says what `DatasetConfig(prompt=...)`, `TokenizerConfig` and
 `DataLoaderConfig` say, and the Pipeline that they make reads it.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-from collections.abc import Mapping
 from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from easypipe.compat.foreign import Values
 from easypipe.compat.loaders import DataLoaderConfig, text_loader, text_stream
 from easypipe.core.config import ListOf, config, from_dict, load_yaml
 from easypipe.core.errors import ConfigError, EasypipeError, did_you_mean
@@ -59,8 +59,8 @@ class DatasetSection:
                 problem="an empty list",
                 fix="Name the columns to read, or leave it out for all.",
             )
-        for name in ("subset", "revision"):
-            if self.data_files is not None and getattr(self, name) is not None:
+        for name, value in (("subset", self.subset), ("revision", self.revision)):
+            if self.data_files is not None and value is not None:
                 raise ConfigError(
                     at=name, problem="has no effect beside data_files", fix="Leave it out."
                 )
@@ -215,13 +215,13 @@ class DataPipeline:
 
     @classmethod
     def from_config(
-        cls, config: DataPipelineConfig | Mapping[str, Any] | str | Path
+        cls, config: DataPipelineConfig | Values | str | Path
     ) -> Result[Self, EasypipeError]:
         """config: the path of a YAML file, the same as a dict, or a DataPipelineConfig."""
         return attempt(_read, config).and_then(lambda made: attempt(cls, made))
 
     @staticmethod
-    def validate(config: DataPipelineConfig | Mapping[str, Any] | str | Path) -> list[str]:
+    def validate(config: DataPipelineConfig | Values | str | Path) -> list[str]:
         """Everything that is wrong with a config, [] where it is right. Opens no dataset and no
         tokenizer.
         """
@@ -272,7 +272,7 @@ class DataPipeline:
         return loader.counted_by(self._passes, (split, shuffle))
 
 
-def _read(given: DataPipelineConfig | Mapping[str, Any] | str | Path) -> DataPipelineConfig:
+def _read(given: DataPipelineConfig | Values | str | Path) -> DataPipelineConfig:
     if isinstance(given, str | Path):
         given = load_yaml(given)
     return given if isinstance(given, DataPipelineConfig) else from_dict(DataPipelineConfig, given)

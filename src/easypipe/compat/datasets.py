@@ -1,6 +1,4 @@
-"""PreprocessedDataset and StreamingPreprocessedDataset: rows that a PromptEngine has made into
-tokens, by number or in order.
-"""
+"""Document 001: PreprocessedDataset, StreamingPreprocessedDataset: rows encoded, by number or not."""
 
 from __future__ import annotations
 
@@ -12,10 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.compat.collators import create_causal_lm_collate
-from easypipe.compat.foreign import pad_of, tokenizer_config
+from easypipe.compat.foreign import (
+    Array,
+    Collate,
+    Dataset,
+    Item,
+    Row,
+    attribute_of,
+    pad_of,
+    tokenizer_config,
+)
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.random import fold
@@ -30,7 +36,7 @@ from easypipe.transforms.prompt.engine import PromptEngine
 
 log = logging.getLogger("easypipe")
 
-Encoded = dict[str, NDArray[Any]]
+Encoded = dict[str, Array]
 
 
 class PreprocessedDataset:
@@ -46,7 +52,7 @@ class PreprocessedDataset:
     """
 
     def __init__(
-        self, hf_dataset: Any, prompt_engine: PromptEngine, cache_enabled: bool = True
+        self, hf_dataset: Dataset, prompt_engine: PromptEngine, cache_enabled: bool = True
     ) -> None:
         _require_engine(prompt_engine)
         if is_streamed(hf_dataset):
@@ -96,7 +102,7 @@ class PreprocessedDataset:
         return digest(fingerprint_of(self._data), _recipe(self._engine))
 
     @property
-    def collate_fn(self) -> Any:
+    def collate_fn(self) -> Collate:
         """What makes batches of its rows where no other collator is given: those of a Pipeline's
         loader.
         """
@@ -130,7 +136,7 @@ class StreamingPreprocessedDataset:
 
     def __init__(
         self,
-        hf_iterable: Iterable[Mapping[str, Any]],
+        hf_iterable: Iterable[Row],
         prompt_engine: PromptEngine,
         buffer_size: int = 0,
         skip_errors: bool = False,
@@ -190,7 +196,7 @@ class StreamingPreprocessedDataset:
         and a torch DataLoader's user does.
         """
         self.epoch = epoch
-        if (passed_on := getattr(self._data, "set_epoch", None)) is not None:
+        if (passed_on := attribute_of(self._data, "set_epoch")) is not None:
             passed_on(epoch)
 
     def sharded(self, rank: int, world_size: int) -> StreamingPreprocessedDataset:
@@ -211,13 +217,13 @@ class StreamingPreprocessedDataset:
         return digest(fingerprint_of(self._data), _recipe(self._engine), shuffled, self.skip_errors)
 
     @property
-    def collate_fn(self) -> Any:
+    def collate_fn(self) -> Collate:
         """As PreprocessedDataset's."""
         return _collator_of(self._engine)
 
 
 def create_preprocessed_dataset(
-    hf_dataset: Any, prompt_engine: PromptEngine, streaming: bool = False, **options: Any
+    hf_dataset: Dataset, prompt_engine: PromptEngine, streaming: bool = False, **options: Any
 ) -> PreprocessedDataset | StreamingPreprocessedDataset:
     """A StreamingPreprocessedDataset where streaming is asked for, else a PreprocessedDataset;
     `options` are those of the class.
@@ -229,13 +235,13 @@ def create_preprocessed_dataset(
 class Subset:
     """Some rows of a map-style dataset, in a given order."""
 
-    def __init__(self, data: Any, indices: Sequence[int]) -> None:
+    def __init__(self, data: Dataset, indices: Sequence[int]) -> None:
         self._data, self._indices = data, np.asarray(indices, np.int64)
 
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Item:
         return self._data[int(self._indices[index])]
 
     @property
@@ -243,16 +249,17 @@ class Subset:
         return digest(fingerprint_of(self._data), self._indices.tolist())
 
 
-def subset(data: Any, indices: Sequence[int]) -> Any:
+def subset(data: Dataset, indices: Sequence[int]) -> Any:
     """Rows of a dataset by its own `select`, of a list as a list, of anything else by number."""
     if isinstance(data, list | tuple):
         return [data[i] for i in indices]
-    return data.select(indices) if hasattr(data, "select") else Subset(data, indices)
+    select = attribute_of(data, "select")
+    return Subset(data, indices) if select is None else select(indices)
 
 
 def _require_engine(engine: Any) -> None:
     """Raises ConfigError for what encodes no rows."""
-    if isinstance(engine, str | bytes) or not callable(getattr(engine, "encode", None)):
+    if isinstance(engine, str | bytes) or not callable(attribute_of(engine, "encode")):
         raise ConfigError(
             at="prompt_engine",
             problem=f"{type(engine).__name__} encodes no rows",
@@ -260,7 +267,7 @@ def _require_engine(engine: Any) -> None:
         )
 
 
-def _encode(engine: PromptEngine, row: Any, number: int) -> Encoded:
+def _encode(engine: PromptEngine, row: Item, number: int) -> Encoded:
     try:
         return _with_ids(engine, engine.encode(row))
     except SourceError as error:
@@ -272,7 +279,7 @@ def _encode(engine: PromptEngine, row: Any, number: int) -> Encoded:
         ) from None
 
 
-def _with_ids(engine: Any, made: Any) -> Encoded:
+def _with_ids(engine: Any, made: Item) -> Encoded:
     """What an engine of one's own makes of a row, in NumPy's arrays. Raises SourceError where there
     are no tokens in it.
     """
@@ -287,8 +294,8 @@ def _with_ids(engine: Any, made: Any) -> Encoded:
     return {str(name): np.asarray(values) for name, values in made.items()}
 
 
-def _collator_of(engine: PromptEngine) -> Any:
-    return create_causal_lm_collate(pad_of(getattr(engine, "tokenizer", None)))
+def _collator_of(engine: PromptEngine) -> Collate:
+    return create_causal_lm_collate(pad_of(attribute_of(engine, "tokenizer")))
 
 
 def _recipe(engine: PromptEngine) -> str:

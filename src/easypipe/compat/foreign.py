@@ -1,9 +1,9 @@
-"""Objects of other libraries and of users: what they say of themselves, which tokenizer they name."""
+"""All documents: objects of other libraries and users, and which tokenizer they are or name."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,18 @@ from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.schema import INPUT_IDS
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+# What documents leave open: anything that acts like one. `attribute_of` asks it.
+Dataset = Any  # rows by number, or to iterate over: lists, those of `datasets`, of torch, of users
+TokenizerLike = Any  # a Tokenizer, its config, a name, another library's, a user's `encode(text)`
+Item = Any  # one row of a Dataset
+Collate = Callable[..., Any]  # a list of rows to a batch; with `keys` too where it draws
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
+Batch = dict[str, Any]
+Values = Mapping[str, Any]  # of a section of YAML, or of options
+Array = NDArray[Any]
+Ints = NDArray[np.int64]
 
 TEXT = "text"
 MESSAGES = "messages"
@@ -27,7 +39,7 @@ def attribute_of(thing: object, *names: str) -> Any:
     return next((value for value in found if value is not None), None)
 
 
-def tokenizer_config(tokenizer: Any, **changes: Any) -> TokenizerConfig:
+def tokenizer_config(tokenizer: TokenizerLike, **changes: Any) -> TokenizerConfig:
     """The config of a Tokenizer, a TokenizerConfig, a name, or another library's tokenizer with
     `name_or_path`; with `changes`.
     """
@@ -56,7 +68,7 @@ def tokenizer_config(tokenizer: Any, **changes: Any) -> TokenizerConfig:
     return dataclasses.replace(tokenizer, **given) if given else tokenizer
 
 
-def is_own(tokenizer: Any) -> bool:
+def is_own(tokenizer: TokenizerLike) -> bool:
     """Whether it is nothing but an object of the user's that has `encode(text)`."""
     if isinstance(tokenizer, str | Tokenizer | TokenizerConfig):
         return False
@@ -69,7 +81,7 @@ class OwnTokenizer:
     not known by content, but by its class.
     """
 
-    def __init__(self, tokenizer: Any, max_length: int | None) -> None:
+    def __init__(self, tokenizer: TokenizerLike, max_length: int | None) -> None:
         self._own, self._max_length = tokenizer, max_length
         self.pad_token_id: int | None = attribute_of(tokenizer, "pad_token_id")
         self.eos_token_id: int | None = attribute_of(tokenizer, "eos_token_id")
@@ -93,7 +105,9 @@ class OwnTokenizer:
         return array[: self._max_length]
 
 
-def as_tokenizer(tokenizer: Any, *, max_length: int | None = None) -> Tokenizer | OwnTokenizer:
+def as_tokenizer(
+    tokenizer: TokenizerLike, *, max_length: int | None = None
+) -> Tokenizer | OwnTokenizer:
     """A Tokenizer as it is, unless it has to cut at another length; any other way to name one,
     loaded; an OwnTokenizer of what has none.
     """

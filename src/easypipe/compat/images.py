@@ -1,4 +1,4 @@
-"""Labelled images in files, by number: what a run on images reads.
+"""Document 004 from a config: labelled images in files, by number, which a run on images reads.
 
 Rows of files are copied once, the two columns that are needed, into an Arrow file of the cache
 folder that is mapped into memory: a row in any order then costs what it holds, and memory does not
@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from easypipe.cache.location import cache_folder
+from easypipe.compat.foreign import Dataset, Ints
 from easypipe.core import storage
 from easypipe.core.config import ListOf, config, digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
@@ -50,7 +50,7 @@ class ImagesConfig:
     folder.
     """
 
-    data_files: Any
+    data_files: Dataset
     val_files: Any = None
     val_split: float = 0.0
     type: Literal["json", "jsonl", "parquet", "arrow", "huggingface"] | None = None
@@ -65,9 +65,9 @@ class ImagesConfig:
     cache_dir: str | Path | None = None
 
     def check(self) -> None:
-        for name in ("data_files", "val_files"):
-            if getattr(self, name) is not None or name == "data_files":
-                self.dataset(name)
+        self.dataset("data_files")
+        if self.val_files is not None:
+            self.dataset("val_files")
         if not 0 <= self.val_split < 1:
             raise ConfigError(
                 at="val_split",
@@ -95,9 +95,9 @@ class ImagesConfig:
 
     def dataset(self, name: str) -> DatasetConfig:
         """How a Pipeline reads `data_files` or `val_files`."""
-        files = getattr(self, name)
+        own = name == "data_files"
+        files, part = (self.data_files, self.split) if own else (self.val_files, None)
         try:
-            part = self.split if name == "data_files" else None
             return DatasetConfig(name=name, data_files=files, type=self.type, split=part)
         except ConfigError as error:
             raise (
@@ -117,7 +117,7 @@ class ImageRows:
     def __init__(
         self,
         batches: Sequence[pa.RecordBatch],
-        labels: NDArray[np.int64],
+        labels: Ints,
         fingerprint: str,
         name: str,
     ) -> None:
@@ -164,8 +164,11 @@ class Images:
             .get_data()
             .values()
         )
-        for key in ("image_column", "label_column"):
-            column, have = getattr(config, key), source.schema.names
+        have = source.schema.names
+        for key, column in (
+            ("image_column", config.image_column),
+            ("label_column", config.label_column),
+        ):
             if column not in have:
                 raise ConfigError(
                     at=f"data.{key}",
@@ -209,7 +212,7 @@ class Images:
             )
         return labels
 
-    def _numbers(self, classes: Sequence[str] | None) -> NDArray[np.int64]:
+    def _numbers(self, classes: Sequence[str] | None) -> Ints:
         if classes is None or self.names is None:
             numbers = self._labels.to_numpy().astype(np.int64)
             wrong = np.flatnonzero(

@@ -7,16 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from easypipe.compat.collators import (
-    Batch,
-    Row,
-    Rows,
-    called,
-    create_causal_lm_collate,
-    draws,
-    recipe_of,
-)
-from easypipe.compat.foreign import TEXT, as_tokenizer, pad_of
+from easypipe.compat.collators import called, create_causal_lm_collate, draws, recipe_of
+from easypipe.compat.foreign import TEXT, Batch, Row, Rows, TokenizerLike, as_tokenizer, pad_of
 from easypipe.compat.masking import create_masked_lm_collate
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.schema import INPUT_IDS
@@ -34,7 +26,7 @@ class LanguageModelingDataCollator:
 
     def __init__(
         self,
-        tokenizer: Any = None,
+        tokenizer: TokenizerLike = None,
         mlm: bool = False,
         mlm_probability: float | None = None,
         *,

@@ -1,5 +1,4 @@
-"""DataLoaderConfig, DataLoaderFactory, DataLoaderBuilder: a dataset and a few options to the one
-Loader.
+"""Documents 001 and 004: DataLoaderConfig, DataLoaderFactory, DataLoaderBuilder → the one Loader.
 
 Datasets of text that know their tokenizer (PreprocessedDataset) become the Pipeline that reads
 them; every other dataset goes into the same Loader through a collator.
@@ -13,7 +12,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self, runtime_checkable
 
-from easypipe.compat.collators import default_collate
+from easypipe.compat.collators import default_collate, draws
+from easypipe.compat.foreign import Collate, Dataset, attribute_of
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.random import draw_seed
@@ -80,7 +80,7 @@ class DataLoaderConfig:
     prefetch_to_device: bool = False
     drop_last: bool | None = None
     seed: int | None = None
-    collate_fn: Callable[..., Any] | None = None
+    collate_fn: Collate | None = None
     num_epochs: int | None = 1
     group_by_length: int | None = None
     rank: int = 0
@@ -154,17 +154,19 @@ class DataLoaderConfig:
         return dataclasses.replace(self, seed=seed)
 
     def warn_of_what_has_no_effect(self) -> None:
-        for name, why in (
+        for name, given, why in (
             (
                 "pin_memory",
+                self.pin_memory,
                 "jax takes batches from any host memory; prefetch_to_device=True puts them on the devices ahead",
             ),
             (
                 "persistent_workers",
+                self.persistent_workers,
                 "workers are threads, which begin and end with each iteration at no cost",
             ),
         ):
-            if getattr(self, name):
+            if given:
                 log.warning("loader: %s=True changes nothing: %s", name, why)
 
 
@@ -175,7 +177,7 @@ class DataLoaderFactory:
     """
 
     def create_dataloader(
-        self, dataset: Any, config: DataLoaderConfig | None = None, *, name: str = "dataset1"
+        self, dataset: Dataset, config: DataLoaderConfig | None = None, *, name: str = "dataset1"
     ) -> EpochLoader:
         """dataset: one of easypipe's, anything with `len()` and rows by number, or (read in its
         order) anything to iterate over.
@@ -185,7 +187,7 @@ class DataLoaderFactory:
         """
         options = config or DataLoaderConfig()
         options.warn_of_what_has_no_effect()
-        drawing = options.order_is_drawn or getattr(options.collate_fn, "draws", False)
+        drawing = options.order_is_drawn or draws(options.collate_fn)
         options = options.with_seed(drawing=drawing)
         spelled = (
             dataset.as_dataset_config()
@@ -290,7 +292,7 @@ class DataLoaderBuilder:
         self._dataset: Any = None
         self._options: dict[str, Any] = {}
 
-    def with_dataset(self, dataset: Any) -> Self:
+    def with_dataset(self, dataset: Dataset) -> Self:
         self._dataset = dataset
         return self
 
@@ -329,7 +331,7 @@ class DataLoaderBuilder:
         )
 
 
-def require_rows(dataset: Any, *, at: str) -> None:
+def require_rows(dataset: Dataset, *, at: str) -> None:
     """Raises ConfigError for what does not give rows by number."""
     name = type(dataset).__name__
     if isinstance(dataset, Mapping):
@@ -342,8 +344,8 @@ def require_rows(dataset: Any, *, at: str) -> None:
         )
     if (
         isinstance(dataset, str | bytes)
-        or not hasattr(dataset, "__len__")
-        or not hasattr(dataset, "__getitem__")
+        or attribute_of(dataset, "__len__") is None
+        or attribute_of(dataset, "__getitem__") is None
     ):
         fix = "Give it __len__ and __getitem__; DataLoaderFactory also reads what can only be iterated over."
         if isinstance(dataset, str):
@@ -354,7 +356,7 @@ def require_rows(dataset: Any, *, at: str) -> None:
         raise ConfigError(at=at, problem=f"{name} gives no rows by number", fix=fix)
 
 
-def _forward_loader(dataset: Any, options: DataLoaderConfig, name: str) -> EpochLoader:
+def _forward_loader(dataset: Dataset, options: DataLoaderConfig, name: str) -> EpochLoader:
     if options.shuffle:
         raise ConfigError(
             at="shuffle",
@@ -367,7 +369,7 @@ def _forward_loader(dataset: Any, options: DataLoaderConfig, name: str) -> Epoch
             problem=f"{options.num_epochs}, but a stream is read once",
             fix="Leave it out.",
         )
-    own_ranks = getattr(dataset, "sharded", None)
+    own_ranks = attribute_of(dataset, "sharded")
     if options.world_size > 1 and own_ranks is not None:
         dataset, options = (
             own_ranks(options.rank, options.world_size),
@@ -395,11 +397,11 @@ def _ranked(make: Callable[[int], Loader], options: DataLoaderConfig) -> EpochLo
     return own
 
 
-def _collate(dataset: Any, options: DataLoaderConfig) -> Any:
-    return options.collate_fn or getattr(dataset, "collate_fn", None) or default_collate
+def _collate(dataset: Dataset, options: DataLoaderConfig) -> Collate:
+    return options.collate_fn or attribute_of(dataset, "collate_fn") or default_collate
 
 
-def _name(dataset: Any) -> str:
+def _name(dataset: Dataset) -> str:
     return f"loader of {type(dataset).__name__}"
 
 

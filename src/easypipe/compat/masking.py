@@ -13,17 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.compat.collators import (
-    Batch,
-    Ints,
-    Padding,
-    Row,
-    Rows,
-    Side,
-    Tensors,
-    integers,
-    token_columns,
-)
+from easypipe.compat.collators import Padding, Side, Tensors, integers, token_columns
+from easypipe.compat.foreign import Batch, Ints, Row, Rows
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.random import fold, mix64
@@ -170,13 +161,12 @@ def create_masked_lm_collate(
         )
     special, starts = list(special_token_ids), None
     if tokenizer is not None:
-        vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         by_name = {tokenizer.token(i): i for i in range(tokenizer.vocab_size)}
         special += [by_name[token] for token in tokenizer.special_tokens]
-        if mask_token_id is None:
-            mask_token_id = by_name.get(
-                tokenizer.special_strings.get("mask_token", "[MASK]"), by_name.get("<mask>")
-            )
+        own = tokenizer.special_strings.get("mask_token", "[MASK]")
+        known = by_name.get(own, by_name.get("<mask>"))
+        mask_token_id = known if mask_token_id is None else mask_token_id
+        vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         pad_token_id = tokenizer.pad_token_id if pad_token_id is None else pad_token_id
         starts = word_starts(tokenizer) if whole_word else None
     if mask_token_id is None or vocab_size is None:
@@ -186,6 +176,15 @@ def create_masked_lm_collate(
             problem="is not known",
             fix=fix if tokenizer is None else f"{tokenizer.name} has none: give it.",
         )
+    is_special = _special(mask_token_id, special, vocab_size)
+    pad = pad_token_id or 0
+    rule = (pad, label_pad_token_id, padding_side, max_length, return_tensors, schema)
+    how = (is_special, probability, starts, whole_word, seed)
+    return MaskedLMCollator(Padding(*rule), mask_token_id, vocab_size, *how)
+
+
+def _special(mask_token_id: int, special: Sequence[int], vocab_size: int) -> NDArray[np.bool_]:
+    """Bool[vocab_size]: the tokens that are never hidden."""
     for name, ids in (("mask_token_id", [mask_token_id]), ("special_token_ids", special)):
         for number in ids:
             if not 0 <= number < vocab_size:
@@ -201,10 +200,7 @@ def create_masked_lm_collate(
             at="special_token_ids",
             problem=f"all {vocab_size} tokens are special: none can be hidden",
         )
-    pad = pad_token_id or 0
-    rule = (pad, label_pad_token_id, padding_side, max_length, return_tensors, schema)
-    how = (is_special, probability, starts, whole_word, seed)
-    return MaskedLMCollator(Padding(*rule), mask_token_id, vocab_size, *how)
+    return is_special
 
 
 def _draw(key: int, what: str, numbers: Ints) -> NDArray[np.float64]:

@@ -1,16 +1,13 @@
-"""Tokens of an object of the user's that has `encode(text)`, as a transform of the rows that hold
-the texts.
-"""
+"""Document 003: tokens of a user's own `encode(text)`, as a transform of rows with texts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from easypipe.compat.foreign import OwnTokenizer
+from easypipe.compat.foreign import OwnTokenizer, TokenizerLike, attribute_of
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError
 from easypipe.core.identity import held_by, name_of
@@ -39,11 +36,11 @@ class EncodeTexts(ColumnTransform):
 
     drops = True
 
-    def __init__(self, tokenizer: Any, column: str) -> None:
+    def __init__(self, tokenizer: TokenizerLike, column: str) -> None:
         self._own, self._column = OwnTokenizer(tokenizer, None), column
-        version, vocabulary = getattr(tokenizer, "version", None), _vocabulary(tokenizer)
+        version, vocabulary = attribute_of(tokenizer, "version"), _vocabulary(tokenizer)
         self.cacheable, self._held = version is not None, held_by(tokenizer)
-        ends = [getattr(self._own, name) for name in ("eos_token_id", "pad_token_id")]
+        ends = self._own.eos_token_id, self._own.pad_token_id
         known = (
             None
             if vocabulary is None
@@ -52,7 +49,7 @@ class EncodeTexts(ColumnTransform):
         self.tokens = self._info = TokenInfo(
             tokenizer=type(tokenizer).__name__,
             tokenizer_fingerprint=digest(
-                "own tokenizer", name_of(tokenizer), str(version), known, ends
+                "own tokenizer", name_of(tokenizer), str(version), known, list(ends)
             ),
             vocab_size=_vocab_size(tokenizer, vocabulary),
             eos_token_id=ends[0],
@@ -112,7 +109,7 @@ class EncodeStage(BaseStage):
     those of every pass, for one.
     """
 
-    def __init__(self, tokenizer: Any, column: str) -> None:
+    def __init__(self, tokenizer: TokenizerLike, column: str) -> None:
         super().__init__()
         self._transform, self._column = EncodeTexts(tokenizer, column), column
         self._made: dict[str, ShardedSource] = {}
@@ -133,18 +130,18 @@ class EncodeStage(BaseStage):
         return {name: self._made[name] for name in data}
 
 
-def _vocabulary(tokenizer: Any) -> Mapping[str, int] | None:
-    known = getattr(tokenizer, "get_vocab", None)
+def _vocabulary(tokenizer: TokenizerLike) -> Mapping[str, int] | None:
+    known = attribute_of(tokenizer, "get_vocab")
     found = known() if callable(known) else None
     return found if isinstance(found, Mapping) and found else None
 
 
-def _vocab_size(tokenizer: Any, vocabulary: Mapping[str, int] | None) -> int:
+def _vocab_size(tokenizer: TokenizerLike, vocabulary: Mapping[str, int] | None) -> int:
     """How many ids there are, as far as the object tells."""
     if vocabulary is not None:
         return max(vocabulary.values()) + 1
-    asked = getattr(tokenizer, "get_vocab_size", None)
-    size = asked() if callable(asked) else getattr(tokenizer, "vocab_size", None)
+    told = attribute_of(tokenizer, "get_vocab_size", "vocab_size")
+    size = told() if callable(told) else told
     return size if isinstance(size, int) and size > 0 else ANY_IDS
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from easypipe.compat.collators import (
-    Collate,
     create_causal_lm_collate,
     create_seq2seq_collate,
     default_collate,
 )
+from easypipe.compat.foreign import Collate, TokenizerLike
 from easypipe.compat.language import LanguageModelingDataCollator
 from easypipe.compat.masking import create_masked_lm_collate
 from easypipe.compat.vision import MultimodalCollator, create_vision_collate
@@ -210,12 +210,14 @@ def _instance() -> CollatorRegistry:
     return CollatorRegistry()
 
 
-def _masked_lm(tokenizer: Any = None, max_length: int | None = None, **options: Any) -> Collate:
+def _masked_lm(
+    tokenizer: TokenizerLike = None, max_length: int | None = None, **options: Any
+) -> Collate:
     return LanguageModelingDataCollator(tokenizer, True, max_length=max_length, **options)
 
 
 def _text(
-    tokenizer: Any = None,
+    tokenizer: TokenizerLike = None,
     max_length: int | None = None,
     pad_token_id: int | None = None,
     **options: Any,
@@ -225,7 +227,9 @@ def _text(
     )
 
 
-def _multimodal(tokenizer: Any = None, max_length: int | None = None, **vision: Any) -> Collate:
+def _multimodal(
+    tokenizer: TokenizerLike = None, max_length: int | None = None, **vision: Any
+) -> Collate:
     return MultimodalCollator(
         vision=create_vision_collate(**vision), text=_text(tokenizer, max_length)
     )

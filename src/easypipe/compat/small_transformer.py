@@ -1,7 +1,7 @@
-"""A small transformer's data: a tokenizer of one's own, a continuous stream of tokens, a training
-and a validation loader.
+"""Document 003: train_tokenizer, TransformerDataset, create_dataloaders for a small transformer.
 
-The faces of document 003. The stream is that of the Pipeline: `pack` with strategy "stream",
+A tokenizer of one's own, a continuous stream of tokens, a training and a validation loader. The
+stream is that of the Pipeline: `pack` with strategy "stream",
 segments "row" and nothing shuffled, so the documents stand in the order of the files with EOS
 between them.
 """
@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.compat.foreign import is_own, tokenizer_config
+from easypipe.compat.foreign import Dataset, TokenizerLike, is_own, tokenizer_config
 from easypipe.compat.loaders import DataLoaderConfig
 from easypipe.compat.own_tokens import EncodeStage
 from easypipe.core.errors import ConfigError, TokenizerError
@@ -99,7 +99,7 @@ class BPETokenizer:
 
 
 def train_tokenizer(
-    data_files: Any,
+    data_files: Dataset,
     vocab_size: int,
     output_dir: str | Path,
     *,
@@ -142,8 +142,8 @@ class TransformerDataset:
 
     def __init__(
         self,
-        data_path: Any,
-        tokenizer: Any,
+        data_path: Dataset,
+        tokenizer: TokenizerLike,
         seq_length: int,
         *,
         stride: int = 1,
@@ -184,9 +184,9 @@ class TransformerDataset:
 
 
 def create_dataloaders(
-    train_path: Any,
-    val_path: Any,
-    tokenizer: Any,
+    train_path: Dataset,
+    val_path: Dataset,
+    tokenizer: TokenizerLike,
     batch_size: int = 16,
     seq_length: int = 128,
     *,
@@ -225,7 +225,7 @@ def create_dataloaders(
 
     encoders = {train: _encoder(tokenizer, content_field) for train in (True, False)}
 
-    def made(path: Any, order: int, *, train: bool) -> Loader:
+    def made(path: Dataset, order: int, *, train: bool) -> Loader:
         pipeline = stream(
             _dataset(path, content_field, is_jsonl),
             encoders[train],
@@ -270,7 +270,7 @@ def stream(
     return pipeline.add_stage(PackStage(pack, chosen=False))
 
 
-def _encoder(tokenizer: Any, content_field: str) -> EncodeStage | TokenizerConfig | str:
+def _encoder(tokenizer: TokenizerLike, content_field: str) -> EncodeStage | TokenizerConfig | str:
     """What `stream` encodes with. Raises ConfigError for what is no tokenizer."""
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer.tokenizer.config
@@ -279,7 +279,7 @@ def _encoder(tokenizer: Any, content_field: str) -> EncodeStage | TokenizerConfi
     return str(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer_config(tokenizer)
 
 
-def _dataset(data: Any, content_field: str, is_jsonl: bool | None) -> DatasetConfig:
+def _dataset(data: Dataset, content_field: str, is_jsonl: bool | None) -> DatasetConfig:
     data = str(data) if isinstance(data, Path) else data
     type_ = None if is_jsonl is None else "jsonl" if is_jsonl else "txt"
     return DatasetConfig(name="stream", data_files=data, type=type_, content_field=content_field)

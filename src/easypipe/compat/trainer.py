@@ -1,5 +1,6 @@
-"""Trainer: a model, its training, and loaders or data that is named: `Trainer("owner/model",
-data=...)` fine-tunes in one line.
+"""Document 000, training: `Trainer("owner/model", data=...)` fine-tunes in one line.
+
+A model, its training, and loaders or data that is named.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from easypipe.compat.foreign import Dataset, Values
 from easypipe.core.config import from_dict, load_yaml, meant, to_dict, with_aliases
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import BatchLoader, ProgressListener
 from easypipe.loader.config import LoadStageConfig
-from easypipe.run import RunConfig, check_vocabulary, inputs_of, with_vocabulary
+from easypipe.run import Inputs, RunConfig, check_vocabulary, inputs_of, with_vocabulary
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.pack.config import PackStageConfig
 from easypipe.stages.source.config import DatasetConfig
@@ -84,7 +86,7 @@ class Trainer(Engine):
         model: Any,
         config: TrainingConfig | None = None,
         train: BatchLoader | None = None,
-        evals: Mapping[str, Any] | None = None,
+        evals: Values | None = None,
         *,
         data: Data | None = None,
         seq_length: int | None = None,
@@ -92,10 +94,10 @@ class Trainer(Engine):
         progress: ProgressListener | None = None,
         loss: Any = None,
         optimizer: Any = None,
-        callbacks: Sequence[Callback] | CallbacksConfig | Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callback] | CallbacksConfig | Values | None = None,
         mesh: Any = None,
         listener: TrainListener | None = None,
-        run_config: Mapping[str, Any] | None = None,
+        run_config: Values | None = None,
         tokenizer: str | None = None,
         turns: Turns | None = None,
         **fields: Any,
@@ -103,30 +105,24 @@ class Trainer(Engine):
         """Raises ConfigError and PlacementError for what cannot run, what load_pretrained raises
         for a published model, and what preparing data raises.
         """
-        given = {
-            "loss": loss,
-            "optimizer": optimizer,
-            "callbacks": callbacks,
-            "mesh": mesh,
-            "listener": listener,
-        }
-        given |= {"run_config": run_config, "tokenizer": tokenizer, "turns": turns}
+        given = {"loss": loss, "optimizer": optimizer, "callbacks": callbacks, "mesh": mesh}
+        given |= {"listener": listener, "run_config": run_config}
+        given |= {"tokenizer": tokenizer, "turns": turns}
         options = {name: value for name, value in given.items() if value is not None}
         changes = fields | {
             name: options.pop(name)
             for name, kind in _EITHER.items()
-            if _is_config(options.get(name), kind)
+            if isinstance(options.get(name), Mapping | str | kind)
         }
-        if unknown := [
-            name for name in fields if name not in _FIELDS and name not in TrainingConfig.ALIASES
-        ]:
-            have = sorted({*given, *_FIELDS, "data", "seq_length", "batch_size", "progress"})
-            raise ConfigError(
-                at=unknown[0],
-                problem="no such option of Trainer",
-                have=have,
-                fix=did_you_mean(unknown[0], have) or meant(TrainingConfig, unknown[0]),
-            )
+        for name in fields:
+            if name not in _FIELDS and name not in TrainingConfig.ALIASES:
+                have = sorted({*given, *_FIELDS, "data", "seq_length", "batch_size", "progress"})
+                raise ConfigError(
+                    at=name,
+                    problem="no such option of Trainer",
+                    have=have,
+                    fix=did_you_mean(name, have) or meant(TrainingConfig, name),
+                )
         config = (
             from_dict(TrainingConfig, changes) if config is None else with_aliases(config, changes)
         )
@@ -136,57 +132,28 @@ class Trainer(Engine):
                 problem="either it or a loader (`train`) says what to train on; give one of them",
             )
         self._inputs = None
-        if data is None:
-            if seq_length is not None or batch_size is not None:
-                at = "seq_length" if seq_length is not None else "batch_size"
-                raise ConfigError(
-                    at=at,
-                    problem="has no effect on a loader that is given",
-                    fix="Set it where the loader is made.",
-                )
-            assert train is not None
+        if train is not None:
+            for at, value in (("seq_length", seq_length), ("batch_size", batch_size)):
+                if value is not None:
+                    raise ConfigError(
+                        at=at,
+                        problem="has no effect on a loader that is given",
+                        fix="Set it where the loader is made.",
+                    )
             super().__init__(model, config, train, evals, **options)
             return
         if isinstance(model, str | Path):
             model = PretrainedConfig(pretrained=model)
-        named = {"model": model} if isinstance(model, ModelConfig | PretrainedConfig) else {}
-        held_out: dict[str, Any] = {
-            name: one if isinstance(one, Mapping) else _pipeline(f"evals.{name}", one, None, None)
-            for name, one in (evals or {}).items()
-            if isinstance(one, _DATA)
-        }
-        loaded = {name: one for name, one in (evals or {}).items() if name not in held_out}
-        run = RunConfig(
-            data=_pipeline("data", data, seq_length, batch_size),
-            train=config,
-            eval=held_out,
-            **named,
+        rows = _pipeline("data", data, seq_length, batch_size)
+        inputs, loaders = _inputs_of(
+            rows, config, model, evals or {}, progress=progress or ProgressLine(), **options
         )
-        inputs = inputs_of(
-            run,
-            progress=ProgressLine() if progress is None else progress,
-            model=model,
-            evals=loaded,
-            **options,
-        )
-        if named:
+        resolved = to_dict(inputs.run) | {"model": None}
+        if isinstance(model, ModelConfig | PretrainedConfig):
             model = with_vocabulary(model, inputs.tokens)
-        resolved = (
-            to_dict(dataclasses.replace(inputs.run, model=model))
-            if named
-            else to_dict(inputs.run) | {"model": None}
-        )
-        loaders = {
-            name: inputs.evals[name] if name in inputs.evals else loaded[name]
-            for name in evals or {}
-        }
-        known = {
-            "run_config": resolved,
-            "mesh": inputs.mesh,
-            "tokenizer": inputs.tokens.tokenizer,
-            "turns": inputs.turns,
-            **options,
-        }
+            resolved = to_dict(dataclasses.replace(inputs.run, model=model))
+        known = {"run_config": resolved, "mesh": inputs.mesh}
+        known |= {"tokenizer": inputs.tokens.tokenizer, "turns": inputs.turns, **options}
         super().__init__(model, config, inputs.train, loaders, **known)
         if self.origin.config is not None:
             check_vocabulary(
@@ -205,12 +172,26 @@ class Trainer(Engine):
         )
 
 
-def _is_config(given: Any, kind: type) -> bool:
-    """Whether it is a value of TrainingConfig's field, of that kind, or something from Python."""
-    return isinstance(given, Mapping | str | kind)
+def _inputs_of(
+    data: PipelineConfig, config: TrainingConfig, model: object, evals: Values, **options: Any
+) -> tuple[Inputs, dict[str, Any]]:
+    """What `data` comes to, and the loaders of what is held out, in the order of `evals`."""
+    held_out: dict[str, Any] = {
+        name: one if isinstance(one, Mapping) else _pipeline(f"evals.{name}", one, None, None)
+        for name, one in evals.items()
+        if isinstance(one, _DATA)
+    }
+    loaded = {name: one for name, one in evals.items() if name not in held_out}
+    named = {"model": model} if isinstance(model, ModelConfig | PretrainedConfig) else {}
+    run = RunConfig(data=data, train=config, eval=held_out, **named)
+    inputs = inputs_of(run, model=model, evals=loaded, **options)
+    made = {**loaded, **inputs.evals}
+    return inputs, {name: made[name] for name in evals}
 
 
-def _pipeline(at: str, data: Any, seq_length: int | None, batch_size: int | None) -> PipelineConfig:
+def _pipeline(
+    at: str, data: Dataset, seq_length: int | None, batch_size: int | None
+) -> PipelineConfig:
     if isinstance(data, str | Path):
         values = load_yaml(data)
         data = from_dict(PipelineConfig, values.get("data", values), str(data))
@@ -227,14 +208,9 @@ def _pipeline(at: str, data: Any, seq_length: int | None, batch_size: int | None
         have = ("PipelineConfig", "a YAML file", "DatasetConfig", "several of these")
         raise ConfigError(at=at, problem=f"{type(data).__name__} is no data", have=have)
     if seq_length is not None:
-        data = dataclasses.replace(
-            data,
-            pack=dataclasses.replace(data.pack, seq_length=seq_length)
-            if data.pack
-            else PackStageConfig(seq_length=seq_length),
-        )
+        pack = data.pack or PackStageConfig(seq_length=seq_length)
+        data = dataclasses.replace(data, pack=dataclasses.replace(pack, seq_length=seq_length))
     if batch_size is not None:
-        data = dataclasses.replace(
-            data, load=dataclasses.replace(data.load or LoadStageConfig(), batch_size=batch_size)
-        )
+        load = dataclasses.replace(data.load or LoadStageConfig(), batch_size=batch_size)
+        data = dataclasses.replace(data, load=load)
     return data

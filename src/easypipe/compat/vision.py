@@ -17,10 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.compat.collators import (
-    Array,
-    Batch,
-    Collate,
-    Rows,
     Tensors,
     called,
     check_tensors,
@@ -31,7 +27,7 @@ from easypipe.compat.collators import (
     require_some,
     stacked,
 )
-from easypipe.compat.foreign import attribute_of
+from easypipe.compat.foreign import Array, Batch, Collate, Item, Rows, attribute_of
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.schema import LABELS, PIXEL_VALUES, OutputSchema
 
@@ -114,7 +110,7 @@ class VisionDataCollator:
             mean, std = ((float(np.dot(LUMA, values)),) for values in (mean, std))
         return np.asarray(mean, np.float32), np.asarray(std, np.float32)
 
-    def __call__(self, rows: Sequence[Any]) -> Batch:
+    def __call__(self, rows: Sequence[Item]) -> Batch:
         """`pixel_values` Float32[B, H, W, C], `labels` Int32[B] where rows have them; further
         columns stacked.
         """
@@ -144,7 +140,7 @@ class VisionDataCollator:
             batch |= default_collate([others for _, _, others in found])
         return handed_out(batch, self.schema, self.return_tensors)
 
-    def _image(self, given: Any, number: int) -> NDArray[np.float32]:
+    def _image(self, given: Item, number: int) -> NDArray[np.float32]:
         """Float32[H, W, C] in [0, 1]; arrays of floats as they are."""
         at = f"row {number} of the batch"
         array = _decoded(given, at, self.channels) if _is_encoded(given) else np.asarray(given)
@@ -240,7 +236,7 @@ class MultimodalCollator:
         return self.vision(pixels) | called(self.text, words, keys)
 
 
-def _parts(row: Any, number: int) -> tuple[Any, Any, dict[str, Any]]:
+def _parts(row: Item, number: int) -> tuple[Any, Any, Batch]:
     """(image, label or None, further columns)."""
     at = f"row {number} of the batch"
     if isinstance(row, tuple) and len(row) in (1, 2):
@@ -263,12 +259,12 @@ def _parts(row: Any, number: int) -> tuple[Any, Any, dict[str, Any]]:
     )
 
 
-def _is_encoded(given: Any) -> bool:
+def _is_encoded(given: Item) -> bool:
     encoded = isinstance(given, bytes | bytearray | str | Path | Mapping)
     return encoded or attribute_of(given, "convert") is not None
 
 
-def _decoded(given: Any, at: str, channels: int) -> Array:
+def _decoded(given: Item, at: str, channels: int) -> Array:
     """UInt8[H, W, channels] of an encoded image; Float32[H, W] in [0, 1] of one with 16 bits a
     pixel, which is grey.
     """
@@ -337,7 +333,7 @@ def _resized(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.f
     return np.stack(planes, axis=2)
 
 
-def _labels(given: Sequence[Any]) -> Array:
+def _labels(given: Sequence[Item]) -> Array:
     """One for each image: numbers of classes, or what else is to be predicted."""
     labels = stacked(given, LABELS)
     if isinstance(labels, list):

@@ -74,6 +74,12 @@ def discover(
     """
     if sample_rows < 0:
         raise ConfigError(at="sample_rows", problem=f"{sample_rows} rows", fix="Give 0 or more.")
+    if split is not None and parse_split(split)[1] is not None:
+        raise ConfigError(
+            at="split",
+            problem=f"{split!r} is a part of a split",
+            fix="Name the split: what is in it is the same.",
+        )
     if isinstance(data, os.PathLike):
         data = os.fspath(data)
     files = _names_files(data)
@@ -91,12 +97,6 @@ def discover(
         token_files=token_files,
         storage_options=storage_options,
     )
-    if split is not None and parse_split(split)[1] is not None:
-        raise ConfigError(
-            at="split",
-            problem=f"{split!r} is a part of a split",
-            fix="Name the split: what is in it is the same.",
-        )
     look = Look(
         storage=storage_options,
         token_files=token_files,
@@ -107,20 +107,7 @@ def discover(
     if not files:
         source = f"{data.__class__.__name__} in memory"
         return Discovery(source=source, parts=tuple(_in_memory(data, split, look)))
-    if is_hub(dataset):
-        found, notes = _on_hub(dataset)
-    else:
-        paths = data if isinstance(data, str) else list(map(os.fspath, data))
-        found, notes = _in_files(paths, None if type is None else READERS.get(type, type), look)
-        have = dict.fromkeys(candidate.split for candidate in found)
-        found = [candidate for candidate in found if split in (None, candidate.split)]
-        if not found:
-            raise ConfigError(
-                at="split",
-                problem=f"nothing here is called {split!r}",
-                have=have,
-                fix="Leave split out to see what there is.",
-            )
+    found, notes = _on_hub(dataset) if is_hub(dataset) else _of_split(data, type, split, look)
     parts, more = _inspect(found, look)
     named = data if isinstance(data, list | tuple) else [data]
     return Discovery(
@@ -171,6 +158,22 @@ def _in_memory(data: Any, split: str | None, look: Look) -> Iterator[Part]:
     else:
         source = InMemoryShardedSource(data)
         yield inspect_rows(source, {"data_files": data}, split or TRAIN, look)
+
+
+def _of_split(
+    data: Any, type: Type | None, split: str | None, look: Look
+) -> tuple[list[Candidate], list[str]]:
+    paths = data if isinstance(data, str) else list(map(os.fspath, data))
+    every, notes = _in_files(paths, None if type is None else READERS.get(type, type), look)
+    found = [candidate for candidate in every if split in (None, candidate.split)]
+    if not found:
+        raise ConfigError(
+            at="split",
+            problem=f"nothing here is called {split!r}",
+            have=dict.fromkeys(candidate.split for candidate in every),
+            fix="Leave split out to see what there is.",
+        )
+    return found, notes
 
 
 def _in_files(

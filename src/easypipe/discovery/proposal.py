@@ -80,7 +80,7 @@ def _written(value: Any) -> Any:
 
 
 def propose(
-    part: Any,
+    part: Any,  # a Part, whose file imports this one
     *,
     kind: str | None = None,
     columns: Mapping[str, str] | None = None,
@@ -119,23 +119,7 @@ def propose(
         *part.because,
         *(f"{choice.slot} = {choice.column!r}: {choice.reason}" for choice in found.choices),
     )
-    known = {**ROLES, **(roles or {})}
-    unknown = [
-        role
-        for role in found.roles
-        if found.name == "sharegpt" and role not in known and role.lower() not in known
-    ]
-    if unknown:
-        raise ConfigError(
-            at=part.name,
-            problem=f"nobody knows who {' and '.join(map(repr, unknown))} are",
-            have=ROLES,
-            fix=f"Say it: roles={_likely(unknown, {known.get(role, known.get(role.lower())) for role in found.roles})}.",
-        )
-    if roles and found.name != "sharegpt":
-        raise ConfigError(
-            at="roles", problem=f"mean nothing to {TITLES[found.name]}", fix="Leave them out."
-        )
+    _check_roles(part.name, found, roles or {})
     trial = try_rows(found, part.rows, roles)
     if trial.failed:
         raise ConfigError(
@@ -148,12 +132,27 @@ def propose(
     )
 
 
-def _likely(unknown: Sequence[str], known: set[str | None]) -> dict[str, str]:
-    """Who the unknown speakers may be: a conversation begins with its user, and the assistant
-    answers.
-    """
-    left = [role for role in ("user", "assistant") if role not in known] or ["assistant"]
-    return {name: left[min(i, len(left) - 1)] for i, name in enumerate(unknown)}
+def _check_roles(at: str, found: Kind, roles: Mapping[str, str]) -> None:
+    """Raises ConfigError for speakers that nobody knows, and for roles of rows that have none."""
+    if found.name == "sharegpt":
+        known = {**ROLES, **roles}
+        spoken = {role: known.get(role, known.get(role.lower())) for role in found.roles}
+        unknown = [role for role, meaning in spoken.items() if meaning is None]
+        if unknown:
+            # a conversation begins with its user, and the assistant answers
+            left = [role for role in ("user", "assistant") if role not in spoken.values()]
+            left = left or ["assistant"]
+            likely = {name: left[min(i, len(left) - 1)] for i, name in enumerate(unknown)}
+            raise ConfigError(
+                at=at,
+                problem=f"nobody knows who {' and '.join(map(repr, unknown))} are",
+                have=ROLES,
+                fix=f"Say it: roles={likely}.",
+            )
+    elif roles:
+        raise ConfigError(
+            at="roles", problem=f"mean nothing to {TITLES[found.name]}", fix="Leave them out."
+        )
 
 
 def _begin_with_prompts(kind: Kind, rows: Sequence[Mapping[str, Any]]) -> bool:

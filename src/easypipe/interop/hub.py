@@ -7,6 +7,7 @@ is missing. The token is handed to the client and to nobody else.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 import os
@@ -75,17 +76,11 @@ def push(
         commit = repo.head()
         url = f"{repo.api.endpoint}/datasets/{repo_id}/commit/{commit}"
     else:
-
-        def said(done: int) -> None:
-            event = ProgressEvent(
-                stage="push", dataset=repo_id, done=done, total=len(files), unit="files"
-            )
-            progress(event)
-
+        event = ProgressEvent(stage="push", dataset=repo_id, done=0, total=len(files), unit="files")
         contents = {file.name: _content(file, publication) for file in files}
         contents |= {CARD: publication.card.encode()} if own_card else {}
         stale = [n for n in standing if n not in contents and re.fullmatch(publication.stale, n)]
-        said(0)
+        progress(event)
         commit, url = repo.commit(
             [
                 *(CommitOperationAdd(name, content) for name, content in contents.items()),
@@ -93,7 +88,7 @@ def push(
             ],
             f"easypipe: {len(files)} files, {publication.num_bytes:,} bytes",
         )
-        said(len(files))
+        progress(dataclasses.replace(event, done=len(files)))
     return Pushed(
         repo_id=repo_id,
         revision=repo.revision,

@@ -28,7 +28,7 @@ from easypipe.save.card import write_card
 from easypipe.save.config import CODECS, SaveStageConfig, codec_of, max_bytes_of
 from easypipe.save.folder import Run, open_run
 from easypipe.save.saved import FORMAT_VERSION, SavedManifest, SavedShard, join, schema_to_text
-from easypipe.save.shard_writer import check_json, open_writer
+from easypipe.save.shard_writer import open_writer
 from easypipe.save.sizes import batches, count_rows, default_shard_bytes, plan_shards
 from easypipe.stages.reports.ledger import ledger_of, rows_of
 from easypipe.stages.tokenize.tokens import token_info
@@ -121,8 +121,6 @@ def write_folder(target: Target, context: PipelineContext) -> SavedFolder:
 def _write_folder(target: Target, context: PipelineContext) -> SavedFolder:
     began, config = time.perf_counter(), target.config
     source = rows_of(target.source)
-    if config.format == "jsonl":
-        check_json(source.schema)
     identity, before = _identities(config, source)
     run = open_run(
         target.folder,
