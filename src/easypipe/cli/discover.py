@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,25 @@ from easypipe.discovery.proposal import Proposal
 # exit code: all that was found is printed, but of some part no config, as columns or roles are to
 # be decided first
 UNDECIDED = 3
+EXAMPLES = {"--column": "prompt=question", "--role": "bot=assistant"}
+
+
+Columns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--column",
+        metavar="PART=COLUMN",
+        help=f"Decide for a column: {EXAMPLES['--column']}; may be repeated.",
+    ),
+]
+Roles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--role",
+        metavar="NAME=ROLE",
+        help=f"Say who speaks: {EXAMPLES['--role']}; may be repeated.",
+    ),
+]
 
 
 def discover(
@@ -46,20 +66,8 @@ def discover(
     count: Annotated[
         bool, typer.Option("--count", help="Count rows where that means to read the files.")
     ] = False,
-    columns: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--column",
-            metavar="PART=COLUMN",
-            help="Decide for a column: prompt=question; may be repeated.",
-        ),
-    ] = None,
-    roles: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--role", metavar="NAME=ROLE", help="Say who speaks: bot=assistant; may be repeated."
-        ),
-    ] = None,
+    columns: Columns = None,
+    roles: Roles = None,
     as_json: AsJson = False,
     cache_dir: Annotated[
         Path | None, typer.Option(help="Where indexes of counted files are kept.")
@@ -70,53 +78,51 @@ def discover(
 
     Exit code 3: all is told, but of some part no config, as something has to be decided first.
     """
-    options: dict[str, Any] = {
-        "type": kind,
-        "split": split,
-        "subset": subset,
-        "revision": revision,
-        "sample_rows": rows,
-        "count": count,
-        "cache_dir": cache_dir,
-    }
-    found = look(path, **options)
-    decided = {
-        "columns": dict(_decision(text, "--column prompt=question") for text in columns or ())
-        or None,
-        "roles": dict(_decision(text, "--role bot=assistant") for text in roles or ()) or None,
-    }
-    proposals = _proposals(found, decided)
+    options: Any = {"type": kind, "split": split, "subset": subset, "revision": revision}
+    found = look(path, **options, sample_rows=rows, count=count, cache_dir=cache_dir)
+    proposals = list(
+        _proposals(found, _decisions(columns, "--column"), _decisions(roles, "--role"))
+    )
     if as_json:
         shown = found.to_json()
         for part, made in zip(shown["parts"], proposals, strict=True):
             part["refused" if isinstance(made, ConfigError) else "proposal"] = str(made)
         typer.echo(json.dumps(shown, default=str))
     else:
-        say(str(found))
-        for part, made in zip(found.parts, proposals, strict=True):
-            refused = isinstance(made, ConfigError)
-            of = f" ({part.files[0]})" if part.files else ""
-            say(f"\nTo read {part.name}{of}{', decide first' if refused else ''}:", style="bold")
-            say(str(made).rstrip())
+        _show(found, proposals)
     if any(isinstance(made, ConfigError) for made in proposals):
         raise typer.Exit(UNDECIDED)
 
 
-def _proposals(found: Discovery, decided: dict[str, Any]) -> list[Proposal | ConfigError]:
+def _show(found: Discovery, proposals: Sequence[Proposal | ConfigError]) -> None:
+    say(str(found))
+    for part, made in zip(found.parts, proposals, strict=True):
+        of = f" ({part.files[0]})" if part.files else ""
+        first = ", decide first" if isinstance(made, ConfigError) else ""
+        say(f"\nTo read {part.name}{of}{first}:", style="bold")
+        say(str(made).rstrip())
+
+
+def _proposals(
+    found: Discovery, columns: dict[str, str], roles: dict[str, str]
+) -> Iterator[Proposal | ConfigError]:
     """Of every part what is proposed, or the error that says why nothing is."""
-    made: list[Proposal | ConfigError] = []
     for part in found.parts:
         try:
-            made.append(part.propose(**decided))
+            yield part.propose(columns=columns or None, roles=roles or None)
         except ConfigError as error:
-            made.append(error)
-    return made
+            yield error
 
 
-def _decision(text: str, example: str) -> tuple[str, str]:
-    slot, equals, column = text.partition("=")
-    if not equals or not slot or not column:
-        raise ConfigError(
-            at=example.split()[0], problem=f"{text!r} decides nothing", fix=f"Write {example}."
-        )
-    return slot, column
+def _decisions(texts: list[str] | None, option: str) -> dict[str, str]:
+    decided: dict[str, str] = {}
+    for text in texts or ():
+        name, equals, meaning = text.partition("=")
+        if not (name and equals and meaning):
+            raise ConfigError(
+                at=option,
+                problem=f"{text!r} decides nothing",
+                fix=f"Write {option} {EXAMPLES[option]}.",
+            )
+        decided[name] = meaning
+    return decided

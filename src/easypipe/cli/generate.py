@@ -11,6 +11,15 @@ from easypipe.cli.export import Step
 from easypipe.cli.show import say
 from easypipe.core.errors import ConfigError
 
+Dtype = Annotated[
+    Literal["float32", "bfloat16"],
+    typer.Option(help="Of a model's weights and products; a run has its own."),
+]
+TokenizerName = Annotated[
+    str | None,
+    typer.Option(help="A tokenizer.json, its folder or a Hub name; else the model's own."),
+]
+
 
 def generate(
     model: Annotated[
@@ -38,14 +47,8 @@ def generate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"],
-        typer.Option(help="Of a model's weights and products; a run has its own."),
-    ] = "float32",
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="A tokenizer.json, its folder or a Hub name; else the model's own."),
-    ] = None,
+    dtype: Dtype = "float32",
+    tokenizer: TokenizerName = None,
     step: Step = None,
 ) -> None:
     """Write on from each PROMPT with the model of a run, or a published one, to what ends a turn or
@@ -63,7 +66,7 @@ def generate(
             fix="Give the one that made its tokens.",
         )
     loaded = load_tokenizer(name)
-    begun = [loaded.reference_encode(prompt) for prompt in prompts]
+    begun = list(map(loaded.reference_encode, prompts))
     start = [] if loaded.eos_token_id is None else [loaded.eos_token_id]
     lines = write(
         decoder,

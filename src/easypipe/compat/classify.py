@@ -19,7 +19,7 @@ import numpy as np
 
 from easypipe.compat.data_module import UniversalDataModule
 from easypipe.compat.foreign import Values
-from easypipe.compat.images import Images, ImagesConfig
+from easypipe.compat.images import ImageRows, Images, ImagesConfig
 from easypipe.compat.registry import CollatorRegistry
 from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
 from easypipe.core.errors import ConfigError, SourceError
@@ -126,23 +126,9 @@ def inputs_of(run: ClassifyConfig) -> Inputs:
     rows = images.rows(classes)
     if not len(rows):
         raise ConfigError(at="data.data_files", problem="has no rows", fix="Give it some.")
-    count = max(len(classes or ()), int(rows.labels.max()) + 1)
-    if model.num_classes is not None and model.num_classes < count:
-        fix = f"Leave it out, or give at least {count}."
-        raise ConfigError(
-            at="model.num_classes",
-            problem=f"{model.num_classes}, but labels go to {count - 1}",
-            fix=fix,
-        )
     held_out = None if data.val_files is None else Images(data, "val_files").rows(classes)
-    num_classes = model.num_classes or max(count, 2)
-    if held_out is not None and len(held_out) and int(held_out.labels.max()) >= num_classes:
-        row = int(held_out.labels.argmax())
-        raise SourceError(
-            at=f"val_files, row {row}",
-            problem=f"label {held_out.labels[row]}, but the model has {num_classes} classes",
-            fix="Set model.num_classes.",
-        )
+    count = max(len(classes or ()), int(rows.labels.max()) + 1)
+    num_classes = _num_classes(model, count, held_out)
     try:
         module = UniversalDataModule(
             rows,
@@ -180,6 +166,25 @@ def inputs_of(run: ClassifyConfig) -> Inputs:
         per_class={str(classes[i] if classes else i): n for i, n in enumerate(counts)},
         val_rows=len(module.splits.val) if held_out is None else len(held_out),
     )
+
+
+def _num_classes(model: ClassifierConfig, count: int, held_out: ImageRows | None) -> int:
+    """Raises ConfigError and SourceError for labels that the model has no class for."""
+    if model.num_classes is not None and model.num_classes < count:
+        raise ConfigError(
+            at="model.num_classes",
+            problem=f"{model.num_classes}, but labels go to {count - 1}",
+            fix=f"Leave it out, or give at least {count}.",
+        )
+    num_classes = model.num_classes or max(count, 2)
+    if held_out is not None and len(held_out) and int(held_out.labels.max()) >= num_classes:
+        row = int(held_out.labels.argmax())
+        raise SourceError(
+            at=f"val_files, row {row}",
+            problem=f"label {held_out.labels[row]}, but the model has {num_classes} classes",
+            fix="Set model.num_classes.",
+        )
+    return num_classes
 
 
 def train(

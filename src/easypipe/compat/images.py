@@ -7,7 +7,7 @@ grow with the dataset.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.cache.location import cache_folder
-from easypipe.compat.foreign import Dataset, Ints
+from easypipe.compat.foreign import Batch, Dataset, Ints
 from easypipe.core import storage
 from easypipe.core.config import ListOf, config, digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
@@ -114,29 +114,15 @@ class ImageRows:
     Reading raises SourceError naming the row where an image is missing.
     """
 
-    def __init__(
-        self,
-        batches: Sequence[pa.RecordBatch],
-        labels: Ints,
-        fingerprint: str,
-        name: str,
-    ) -> None:
-        """batches: a column of images each; all but the last have ROWS_AT_A_TIME rows. labels: of
-        all rows, from 0.
-        """
-        self._batches, self.labels, self.fingerprint, self._name = (
-            batches,
-            labels,
-            fingerprint,
-            name,
-        )
+    def __init__(self, images: pa.ChunkedArray, labels: Ints, fingerprint: str, name: str) -> None:
+        """labels: of all rows, from 0."""
+        self._images, self.labels, self.fingerprint, self._name = images, labels, fingerprint, name
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        batch, row = divmod(index, ROWS_AT_A_TIME)
-        image = self._batches[batch].column(0)[row].as_py()
+    def __getitem__(self, index: int) -> Batch:
+        image = self._images[index].as_py()
         if image is None:
             raise SourceError(
                 at=place(self._name, row=index, column="image"),
@@ -178,7 +164,7 @@ class Images:
                 )
         self._columns = [config.image_column, config.label_column]
         self.fingerprint = digest("images", COPY_VERSION, source.fingerprint, self._columns)
-        self._batches = self._mapped(select(source, self._columns), in_memory=dataset.in_memory)
+        self._table = self._mapped(select(source, self._columns), in_memory=dataset.in_memory)
 
     @property
     def names(self) -> list[str] | None:
@@ -191,12 +177,12 @@ class Images:
 
     def rows(self, classes: Sequence[str] | None) -> ImageRows:
         """Raises SourceError naming the row with a label that is no class."""
-        return ImageRows(self._batches, self._numbers(classes), self.fingerprint, self._name)
+        images = self._table.column(0)
+        return ImageRows(images, self._numbers(classes), self.fingerprint, self._name)
 
     @cached_property
     def _labels(self) -> pa.Array:
-        columns = [batch.column(1) for batch in self._batches]
-        labels = pa.concat_arrays(columns) if columns else pa.nulls(0, pa.int64())
+        labels = self._table.column(1).combine_chunks()
         kind = labels.type
         if not (pa.types.is_integer(kind) or pa.types.is_large_string(kind)) and len(labels):
             at = place(self._name, column=self._config.label_column)
@@ -215,14 +201,11 @@ class Images:
     def _numbers(self, classes: Sequence[str] | None) -> Ints:
         if classes is None or self.names is None:
             numbers = self._labels.to_numpy().astype(np.int64)
-            wrong = np.flatnonzero(
-                (numbers < 0)
-                | (numbers >= (len(classes) if classes is not None else np.iinfo(np.int64).max))
-            )
         else:
             known = {name: i for i, name in enumerate(classes)}
             numbers = np.array([known.get(name, -1) for name in self._labels.to_pylist()], np.int64)
-            wrong = np.flatnonzero(numbers < 0)
+        most = np.iinfo(np.int64).max if classes is None else len(classes)
+        wrong = np.flatnonzero((numbers < 0) | (numbers >= most))
         if wrong.size:
             problem = f"label {self._labels[int(wrong[0])].as_py()!r} is none of the classes"
             raise SourceError(
@@ -236,35 +219,23 @@ class Images:
     def _row(self, row: int) -> str:
         return place(self._name, row=row, column=self._config.label_column)
 
-    def _mapped(self, source: ShardedSource, *, in_memory: bool) -> list[pa.RecordBatch]:
+    def _mapped(self, source: ShardedSource, *, in_memory: bool) -> pa.Table:
+        schema = pa.schema([source.schema.field(name) for name in self._columns])
         if in_memory:
-            return list(self._read(source))
+            return pa.Table.from_batches(self._read(source), schema)
         path = cache_folder(self._config.cache_dir).local / "images" / f"{self.fingerprint}.arrow"
         if not path.exists():
-            fields = [source.schema.field(name) for name in self._columns]
             with (
                 storage.commit_file(path) as (temporary, _),
-                pa.ipc.new_file(str(temporary), pa.schema(fields)) as writer,
+                pa.ipc.new_file(str(temporary), schema) as writer,
             ):
                 for batch in self._read(source):
                     writer.write_batch(batch)
-        file = pa.ipc.open_file(pa.memory_map(str(path)))
-        return [file.get_batch(i) for i in range(file.num_record_batches)]
+        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
-    def _read(self, source: ShardedSource) -> Any:
-        """Batches of ROWS_AT_A_TIME rows, over the shards; the last one has what is left."""
-        held: list[pa.RecordBatch] = []
+    def _read(self, source: ShardedSource) -> Iterator[pa.RecordBatch]:
         for number, shard in enumerate(source.shards):
             rows = shard.num_rows or 0
             for start in range(0, rows, ROWS_AT_A_TIME):
-                held.append(
-                    source.read(number, start, min(rows, start + ROWS_AT_A_TIME)).select(
-                        self._columns
-                    )
-                )
-                while sum(batch.num_rows for batch in held) >= ROWS_AT_A_TIME:
-                    table = pa.Table.from_batches(held).combine_chunks()
-                    yield from table.slice(0, ROWS_AT_A_TIME).combine_chunks().to_batches()
-                    held = table.slice(ROWS_AT_A_TIME).to_batches()
-        if held:
-            yield from pa.Table.from_batches(held).combine_chunks().to_batches()
+                stop = min(rows, start + ROWS_AT_A_TIME)
+                yield source.read(number, start, stop).select(self._columns)

@@ -83,11 +83,7 @@ def discover(
     if isinstance(data, os.PathLike):
         data = os.fspath(data)
     files = _names_files(data)
-    chooses = (
-        not files
-        or type == "huggingface"
-        or (isinstance(data, str) and (data.startswith("hf://") or is_saved_dataset(data)))
-    )
+    chooses = not files or type == "huggingface" or _has_splits(data)
     dataset = DatasetConfig(  # which knows what goes together
         data_files=data,
         type=type,
@@ -97,13 +93,8 @@ def discover(
         token_files=token_files,
         storage_options=storage_options,
     )
-    look = Look(
-        storage=storage_options,
-        token_files=token_files,
-        indexes=cache_folder(cache_dir).local / "indexes",
-        count=count,
-        sample=sample_rows,
-    )
+    indexes = cache_folder(cache_dir).local / "indexes"
+    look = Look(storage_options, token_files, indexes, count, sample_rows)
     if not files:
         source = f"{data.__class__.__name__} in memory"
         return Discovery(source=source, parts=tuple(_in_memory(data, split, look)))
@@ -139,6 +130,10 @@ def _inspect(found: Iterable[Candidate], look: Look) -> tuple[list[Part], list[s
     if not parts:
         raise broken[0]
     return parts, [*notes, *map(str, broken)]
+
+
+def _has_splits(data: Any) -> bool:
+    return isinstance(data, str) and (data.startswith("hf://") or is_saved_dataset(data))
 
 
 def _names_files(data: Any) -> bool:

@@ -73,7 +73,7 @@ class Candidate:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Look:
     """How far to look, and how files are opened for it."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -57,16 +58,15 @@ def prepare_on_ray(
     ray = _import_ray()
     with _cluster(ray):
         cpus = max(1, int(ray.cluster_resources().get("CPU", 1)) // cpus_per_task)
-        tasks = [
-            task for name, (numbers, _) in waiting.items() for task in _cut(name, numbers, cpus)
-        ]
         work = ray.remote(_work).options(
             num_cpus=cpus_per_task, max_retries=RETRIES, retry_exceptions=False
         )
         run, shared = uuid.uuid4().hex, ray.put(rebuild)
         done = {name: total - len(numbers) for name, (numbers, total) in waiting.items()}
         running: dict[Any, _Task] = {}
-        following = iter(tasks)
+        following = itertools.chain.from_iterable(
+            _cut(name, numbers, cpus) for name, (numbers, _) in waiting.items()
+        )
         try:
             while True:
                 while len(running) < 4 * cpus + 4 and (task := next(following, None)) is not None:
@@ -77,16 +77,14 @@ def prepare_on_ray(
                 task = running.pop(ready)
                 _result(ray, ready, task)
                 done[task.dataset] += len(task.part)
-                total = waiting[task.dataset][1]
-                progress(
-                    ProgressEvent(
-                        stage="tokenize",
-                        dataset=task.dataset,
-                        done=done[task.dataset],
-                        total=total,
-                        unit="ranges",
-                    )
+                event = ProgressEvent(
+                    stage="tokenize",
+                    dataset=task.dataset,
+                    done=done[task.dataset],
+                    total=waiting[task.dataset][1],
+                    unit="ranges",
                 )
+                progress(event)
         finally:
             for left in running:
                 ray.cancel(left, force=False)
