@@ -15,10 +15,8 @@ import pyarrow as pa
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.text import visible
 from easypipe.discovery.proposal import Proposal, propose
-from easypipe.discovery.trial import try_rows
+from easypipe.discovery.trial import Row, try_rows
 from easypipe.transforms.columns.kinds import Kind
-
-Row = Mapping[str, Any]
 
 SHOWN = 160  # characters of a value, in a report
 SHOWN_TYPE = 60  # of a type

@@ -14,7 +14,8 @@ import pyarrow as pa
 from easypipe.core.errors import SchemaError, SourceError
 from easypipe.core.protocols import ShardedSource, scan
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.discovery.findings import Column, Part, Row, bytes_text
+from easypipe.discovery.findings import Column, Part, bytes_text
+from easypipe.discovery.trial import Row
 from easypipe.save.saved import SavedManifest
 from easypipe.sources.base import FileSource
 from easypipe.sources.external.token_files import TokenFilesConfig

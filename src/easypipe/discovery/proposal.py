@@ -14,7 +14,7 @@ import yaml
 from easypipe.core.config import is_config, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS
-from easypipe.discovery.trial import Trial, names_roles_otherwise, try_rows
+from easypipe.discovery.trial import Row, Trial, names_roles_otherwise, try_rows
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.transforms.chat.conversations import value_of
 from easypipe.transforms.columns.kinds import SLOTS, TITLES, Kind, guess_kind
@@ -155,64 +155,47 @@ def _check_roles(at: str, found: Kind, roles: Mapping[str, str]) -> None:
         )
 
 
-def _begin_with_prompts(kind: Kind, rows: Sequence[Mapping[str, Any]]) -> bool:
+def _begin_with_prompts(kind: Kind, rows: Sequence[Row]) -> bool:
     """Whether the chosen and rejected conversations of the first rows hold their prompts
     themselves.
     """
-    talks = [
-        value_of(row.get(kind.column(slot) or ""), keep=())
-        for row in rows
-        for slot in ("chosen", "rejected")
-    ]
-    found = [
-        message
-        for talk in talks
-        if isinstance(talk, list)
-        for message in talk[:-1]
-        if isinstance(message, Mapping)
-    ]
-    return any(str(message.get("role")).lower() == "user" for message in found)
+    columns = [kind.column(slot) or "" for slot in ("chosen", "rejected")]
+    for talk in (value_of(row.get(column), keep=()) for row in rows for column in columns):
+        for message in talk[:-1] if isinstance(talk, list) else ():
+            if isinstance(message, Mapping) and str(message.get("role")).lower() == "user":
+                return True
+    return False
 
 
 def _fields(kind: Kind, roles: Mapping[str, str] | None) -> dict[str, Any]:
     """The fields of a DatasetConfig that read these columns."""
     column = {choice.slot: choice.column for choice in kind.choices}
+    tools = None if column.get("tools") == "tools" else column.get("tools")
     if kind.name == "text":
         return {"content_field": column["text"]}
     if kind.name == "prompt_completion":
         return {"prompt_field": column["prompt"], "completion_field": column["completion"]}
     if kind.name == "messages" and not names_roles_otherwise(kind):
-        tools = column.get("tools", "tools")
-        return {
-            "content_field": column["messages"],
-            **({} if tools == "tools" else {"tools_field": tools}),
-        }
+        return {"content_field": column["messages"]} | ({"tools_field": tools} if tools else {})
     if kind.name == "tokens":
-        return (
-            {}
-            if column[INPUT_IDS] == INPUT_IDS
-            else {"format_fields": {column[INPUT_IDS]: INPUT_IDS}}
-        )
-    if kind.name == "alpaca":
-        inputs = tuple(column[slot] for slot in ("instruction", "input") if slot in column)
-        return {
-            "prompt": PromptConfig(
-                format_type="alpaca", input_columns=inputs, label_column=column["output"]
-            )
-        }
+        own = column[INPUT_IDS]
+        return {} if own == INPUT_IDS else {"format_fields": {own: INPUT_IDS}}
     if kind.name == "preference":
         return {"prompt": _pairs(column, talks=bool(kind.roles))}
-    tools = column.get("tools", "tools")
-    named = None if tools == "tools" else tools
-    talk = (column["conversations" if kind.name == "sharegpt" else "messages"],)
-    return {
-        "prompt": PromptConfig(
+    if kind.name == "alpaca":
+        prompt = PromptConfig(
+            format_type="alpaca",
+            input_columns=tuple(column[s] for s in ("instruction", "input") if s in column),
+            label_column=column["output"],
+        )
+    else:
+        prompt = PromptConfig(
             format_type="sharegpt",
-            input_columns=talk,
-            tools_column=named,
+            input_columns=(column["conversations" if kind.name == "sharegpt" else "messages"],),
+            tools_column=tools,
             roles=dict(roles) if roles else None,
         )
-    }
+    return {"prompt": prompt}
 
 
 def _pairs(column: Mapping[str, str], *, talks: bool) -> PromptConfig:

@@ -15,6 +15,7 @@ from easypipe.transforms.prompt.config import ROLES
 from easypipe.transforms.prompt.fields import text_of
 from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN
 
+Row = Mapping[str, Any]  # one of the first rows of a dataset
 WRITTEN = ("user", "assistant", "system", "tool")  # the roles that chat templates know
 
 
@@ -41,9 +42,7 @@ class Trial:
         return f"{sum(self.reasons.values())} of the first {self.rows} rows cannot be read so: {reasons}; row {number}: {why}"
 
 
-def try_rows(
-    kind: Kind, rows: Sequence[Mapping[str, Any]], roles: Mapping[str, str] | None = None
-) -> Trial:
+def try_rows(kind: Kind, rows: Sequence[Row], roles: Mapping[str, str] | None = None) -> Trial:
     """kind: with the columns that a proposal reads. roles: as in PromptConfig."""
     if kind.ties:
         rows = ()  # nothing is proposed yet
@@ -66,29 +65,17 @@ def names_roles_otherwise(kind: Kind) -> bool:
     )
 
 
-def _wrong(kind: Kind, row: Mapping[str, Any], roles: Mapping[str, str] | None) -> Wrong | None:
+def _wrong(kind: Kind, row: Row, roles: Mapping[str, str] | None) -> Wrong | None:
     values = {choice.slot: row.get(choice.column) for choice in kind.choices}
     if kind.name in ("tokens", "unknown"):
         return None
     if kind.name in ("messages", "sharegpt") or kind.roles:
-        known = (
-            {**ROLES, **(roles or {})}
-            if kind.name == "sharegpt" or names_roles_otherwise(kind)
-            else None
-        )
-        talks = [
-            values[slot]
-            for slot in ("messages", "conversations", "chosen", "rejected")
-            if slot in values
-        ]
-        return next(
-            (
-                wrong
-                for talk in talks
-                if (wrong := _wrong_talk(MessageReader(known), talk)) is not None
-            ),
-            None,
-        )
+        renamed = kind.name == "sharegpt" or names_roles_otherwise(kind)
+        reader = MessageReader({**ROLES, **(roles or {})} if renamed else None)
+        for slot in ("messages", "conversations", "chosen", "rejected"):
+            if slot in values and (wrong := _wrong_talk(reader, values[slot])) is not None:
+                return wrong
+        return None
     required = {slot.name for slot in SLOTS[kind.name] if slot.required}
     texts = {slot: text_of(value, slot) for slot, value in values.items() if slot in required}
     for text in texts.values():
@@ -97,14 +84,12 @@ def _wrong(kind: Kind, row: Mapping[str, Any], roles: Mapping[str, str] | None) 
     label = {"prompt_completion": "completion", "alpaca": "output"}.get(kind.name)
     if not any(text.strip() for text in texts.values() if isinstance(text, str)):
         return EMPTY, "no text"
-    return (
-        (NOTHING_TO_TRAIN, f"the {label} is empty")
-        if label is not None and not texts[label]
-        else None
-    )
+    if label is not None and not texts[label]:
+        return NOTHING_TO_TRAIN, f"the {label} is empty"
+    return None
 
 
-def _wrong_talk(reader: MessageReader, value: Any) -> Wrong | None:
+def _wrong_talk(reader: MessageReader, value: object) -> Wrong | None:
     talk = reader.translated(value_of(value, keep=("role", "content", "from", "value")))
     wrong = wrong_messages(talk) or reader.wrong_flags(talk)
     if wrong is None and not any(message["role"] == "assistant" for message in talk):

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from easypipe.core import storage
+from easypipe.save.config import StorageOptions
 from easypipe.save.saved import MANIFEST, SavedManifest, join
 
 log = logging.getLogger("easypipe")
@@ -46,7 +47,7 @@ class CardPart:
 
 
 def write_card(
-    folder: str, manifest: SavedManifest, storage_options: dict[str, Any] | None = None
+    folder: str, manifest: SavedManifest, storage_options: StorageOptions = None
 ) -> bool:
     """Commits the card of a folder. Files of somebody's own stay, as do those that already say
     this. Returns whether it wrote.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
 
 from easypipe.core import storage
 from easypipe.core.checked import checked_json, commit_checked, recall_checked
 from easypipe.core.errors import CacheError, ConfigError
+from easypipe.save.config import StorageOptions
 from easypipe.save.saved import MANIFEST, SavedManifest, SavedShard, join, read_manifest
 
 RUN = "_easypipe-run.json"
@@ -44,7 +44,7 @@ class Run:
 
     folder: str
     fingerprint: str
-    storage_options: dict[str, Any] | None = field(default=None, repr=False)
+    storage_options: StorageOptions = field(default=None, repr=False)
     manifest: SavedManifest | None = None
     replaces: Sequence[str] = ()
     claimed: bool = False
@@ -157,7 +157,7 @@ def open_run(
     *,
     overwrite: bool,
     before: str | None = None,
-    storage_options: dict[str, Any] | None = None,
+    storage_options: StorageOptions = None,
 ) -> Run:
     """What `fingerprint` finds in the folder: nothing, its earlier claim, or its complete run.
     Changes nothing. Files that no run wrote are never removed.

@@ -6,15 +6,15 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from easypipe.core.publication import Publication, PublishedFile
 from easypipe.save.card import MARK, CardPart, card_text, join_below, public_name
+from easypipe.save.config import StorageOptions
 from easypipe.save.saved import MANIFEST, SavedManifest, join, read_manifest
 
 
 def publication(
-    folders: Mapping[str, str], repo_id: str, storage_options: dict[str, Any] | None = None
+    folders: Mapping[str, str], repo_id: str, storage_options: StorageOptions = None
 ) -> Publication:
     """What of the saved `folders` (by dataset) goes into the dataset repository `repo_id`: shards,
     then manifests.

@@ -22,6 +22,7 @@ from easypipe.core.checked import read_checked
 from easypipe.core.errors import CacheError, DamagedFileError, MissingFileError
 from easypipe.core.protocols import Scan, Shard, ShardedDataSource, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.save.config import StorageOptions
 from easypipe.sources.open import open_files
 from easypipe.sources.refs import format_of
 
@@ -123,7 +124,7 @@ def join(folder: str | Path, name: str) -> str:
     return f"{str(folder).rstrip('/')}/{name}"
 
 
-def is_saved(path: str | Path, storage_options: dict[str, Any] | None = None) -> bool:
+def is_saved(path: str | Path, storage_options: StorageOptions = None) -> bool:
     if any(c in str(path) for c in "*?[") or (
         storage.is_remote(path) and format_of(str(path)) is not None
     ):
@@ -132,9 +133,7 @@ def is_saved(path: str | Path, storage_options: dict[str, Any] | None = None) ->
     return storage.exists(join(path, MANIFEST), storage_options)
 
 
-def read_manifest(
-    folder: str | Path, storage_options: dict[str, Any] | None = None
-) -> SavedManifest:
+def read_manifest(folder: str | Path, storage_options: StorageOptions = None) -> SavedManifest:
     """Raises CacheError where the manifest is of another version, damaged, or is none."""
     path = join(folder, MANIFEST)
     try:
@@ -173,7 +172,7 @@ class SavedSource(ShardedDataSource):
     says.
     """
 
-    def __init__(self, folder: str | Path, storage_options: dict[str, Any] | None = None) -> None:
+    def __init__(self, folder: str | Path, storage_options: StorageOptions = None) -> None:
         self.folder = str(folder)
         self.manifest = read_manifest(folder, storage_options)
         self.tokens = self.manifest.tokens
@@ -216,7 +215,7 @@ class SavedSource(ShardedDataSource):
         return Scan(self.read(shard, start, stop), ())
 
 
-def load_saved(path: str | Path, storage_options: dict[str, Any] | None = None) -> SavedSource:
+def load_saved(path: str | Path, storage_options: StorageOptions = None) -> SavedSource:
     """The rows that `save()` wrote to `path`, in their columns and types: a folder or URL,
     `hf://datasets/user/name` too.
 
@@ -251,7 +250,7 @@ def load_saved(path: str | Path, storage_options: dict[str, Any] | None = None) 
     )
 
 
-def _check_size(path: str, num_bytes: int, storage_options: dict[str, Any] | None) -> None:
+def _check_size(path: str, num_bytes: int, storage_options: StorageOptions) -> None:
     size = storage.size_of(path, storage_options)
     if size is None:
         raise MissingFileError(
