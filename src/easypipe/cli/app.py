@@ -29,7 +29,7 @@ from easypipe.cli.show import console
 from easypipe.cli.train import train
 from easypipe.cli.verify import verify
 from easypipe.core.config import allowing_code
-from easypipe.core.errors import EasypipeError, LedgerError, StallError
+from easypipe.core.errors import EasypipeError
 
 STOPPED = 130  # 128 + SIGINT
 
@@ -40,19 +40,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(quickstart)
-app.command()(discover)
-app.command()(prepare)
-app.command()(plan)
-app.command()(explain)
-app.command()(preview)
-app.command()(verify)
+for command in (quickstart, discover, prepare, plan, explain, preview, verify):
+    app.command()(command)
 app.add_typer(cache, name="cache")
 app.add_typer(kernels, name="kernels")
-app.command()(train)
-app.command()(export)
-app.command()(generate)
-app.command()(report)
+for command in (train, export, generate, report):
+    app.command()(command)
 
 
 def _version(asked: bool) -> None:
@@ -88,11 +81,10 @@ def options(
 
 def run(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
-    if debug:  # accepted anywhere, so that it can be put behind a command that failed
-        given = ["--debug", *(argument for argument in given if argument != "--debug")]
-    if "--allow-code" in given:  # anywhere too
-        given = ["--allow-code", *(argument for argument in given if argument != "--allow-code")]
+    # accepted anywhere, so that they can be put behind a command that failed
+    anywhere = [flag for flag in ("--allow-code", "--debug") if flag in given]
+    given = [*anywhere, *(argument for argument in given if argument not in anywhere)]
+    debug = "--debug" in anywhere
     try:
         code = app(given, standalone_mode=False)
         if code == STOPPED:  # typer turns Ctrl-C into this
@@ -104,11 +96,9 @@ def run(arguments: Sequence[str] | None) -> int:
         _say(str(error))
         for note in getattr(error, "__notes__", ()):
             # jax says so of every error that passes through it
-            if "JAX has removed its internal frames" in note:
-                continue
-            _say(f"  {note}")
-        own = getattr(error, "exit_code", None)
-        return own if own is not None else 1 if isinstance(error, LedgerError | StallError) else 2
+            if "JAX has removed its internal frames" not in note:
+                _say(f"  {note}")
+        return error.exit_code
     except Exception as error:
         show = getattr(error, "show", None)  # a usage error of the command line itself
         if show is not None and not debug:

@@ -31,6 +31,8 @@ from collections.abc import Iterable
 class EasypipeError(Exception):
     """`at: problem (have: a, b). fix`; every part is also an attribute."""
 
+    exit_code = 2  # of the command line: something for the user to correct; 1: a failure
+
     def __init__(
         self, *, at: str, problem: str, have: Iterable[object] | None = None, fix: str | None = None
     ) -> None:
@@ -110,7 +112,7 @@ class StateError(EasypipeError, ValueError):
 
 
 class LedgerError(EasypipeError, RuntimeError):
-    pass
+    exit_code = 1
 
 
 class PlacementError(EasypipeError, ValueError):
@@ -118,6 +120,7 @@ class PlacementError(EasypipeError, ValueError):
 
 
 class StallError(EasypipeError, TimeoutError):
+    exit_code = 1
     __str__ = EasypipeError.__str__
 
 
