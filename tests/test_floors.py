@@ -40,7 +40,6 @@ FLOOR = {
 TOGETHER = {"stages", "save"}
 # Files that still import each other. The list may only become shorter.
 CIRCLES = {
-    ("previews.page", "previews.samples"),
     ("train.plan.aot", "train.plan.report"),
 }
 
