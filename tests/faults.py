@@ -188,7 +188,7 @@ FAULTS = [
     fault("special tokens behind a text are not counted", "transforms/tokenizer/tokenizer.py", "tests/transforms/test_tokenizer.py -k both_sides",
           "len(column) * (len(self._prefix) + len(self._suffix))", "len(column) * len(self._prefix)"),
     fault("EOS makes a text longer than max_length", "transforms/tokenizer/masked.py", "tests/transforms/test_masked.py",
-          "sizes + front < limit", "sizes + front <= limit"),
+          "sizes + room < limit", "sizes + room <= limit"),
     fault("a first token alone is a target", "transforms/tokenizer/masked.py", "tests/transforms/test_masked.py -k first_token",
           "    seen[starts[filled]] = 0\n", ""),
     fault("examples in front of a row are trained", "transforms/prompt/formats.py", "tests/transforms/test_prompts.py -k few_shot",

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
+from easypipe.transforms.tokenizer.ragged import offsets_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 Boundary = Literal["sentence", "clause", "word"]
@@ -194,110 +195,110 @@ class Shaped(NamedTuple):
     counts: dict[str, int]
 
 
+class _Document(NamedTuple):
+    """One of those that are made. tokens Int64[m]: which it has. known: how many at its start an
+    earlier one has. ended: it stops where its text does. continued: its text goes on in another
+    one, or has lost its end."""
+
+    origin: int
+    tokens: NDArray[np.int64]
+    known: int = 0
+    ended: bool = True
+    continued: bool = False
+
+
 def shape(whole: Whole, lengths: Lengths, *, raw: bool) -> Shaped:
     """Documents of at most max_length tokens. raw: the tokenizer's own special tokens stand around
     the texts.
     """
     offsets, ids, mask = whole.offsets, whole.ids, whole.mask
-    sizes = np.diff(offsets)
+    sizes, count = np.diff(offsets), len(offsets) - 1
     if mask is None and lengths.masks:
         mask = np.ones(len(ids), np.uint8)
     over = np.flatnonzero(sizes > lengths.limit).tolist() if lengths.limit is not None else []
     if not over:
-        return Shaped(
-            offsets,
-            ids,
-            mask,
-            np.arange(len(sizes)),
-            whole.added,
-            np.zeros(len(sizes), np.bool_),
-            0,
-            [],
-            [],
-            {},
-        )
+        same, none = np.arange(count), np.zeros(count, np.bool_)
+        return Shaped(offsets, ids, mask, same, whole.added, none, 0, [], [], {})
     tail = len(lengths.tokenizer.surrounding[1]) if raw else 0
-    special = np.zeros(len(ids), np.bool_)
-    for i in np.flatnonzero(whole.added).tolist():
-        special[offsets[i] : offsets[i] + whole.before[i]] = True
-        special[offsets[i + 1] - (whole.added[i] - whole.before[i]) : offsets[i + 1]] = True
-    index: list[NDArray[np.int64]] = []
-    origin: list[int] = []
-    again: list[int] = []  # tokens at the start of each that an earlier one has
-    # those that stop before their text does: the special token behind them is no target
-    unended: list[int] = []
-    continued: list[int] = []
-    refused, untrained = [], []
-    done = 0
-    for i in [*over, len(sizes)]:
-        index += [np.arange(offsets[k], offsets[k + 1]) for k in range(done, i)]
-        origin += range(done, i)
-        again += [0] * (i - done)
-        done = i + 1
-        if i == len(sizes):
-            break
-        first, stop = int(offsets[i]), int(offsets[i + 1])
-        room = lengths.limit - tail if lengths.limit is not None else 0
-        # a template wrote that one
-        head = int(whole.before[i]) or int(
-            ids[first] == lengths.tokenizer.bos_token_id and room > 1
+    kept = {i: _cut_to_length(whole, mask, lengths, i, tail) for i in over}
+    refused = [i for i in over if kept[i] is None]
+    untrained = [i for i in over if kept[i] == []]
+    made = [
+        one
+        for i in range(count)
+        for one in (
+            kept[i] or () if i in kept else [_Document(i, np.arange(offsets[i], offsets[i + 1]))]
         )
-        made = _pieces(whole, lengths, i, head, tail)
-        if not made:
-            refused.append(i)
-        before, end = len(origin), first  # end: of what documents have of it
-        for number, keep in enumerate(made):
-            around = [
-                np.arange(first, first + head),
-                *(np.arange(a, b) for a, b in keep),
-                np.arange(stop - tail, stop),
-            ]
-            tokens, known = np.concatenate(around), head + lengths.policy.overlap if number else 0
-            if mask is None or mask[tokens[max(known, 1) :]].any():
-                if keep[-1][1] < stop - tail:
-                    unended.append(len(origin))
-                index.append(tokens)
-                origin.append(i)
-                again.append(known)
-                end = keep[-1][1]
-        continued += range(before, len(origin) - 1)
-        if len(origin) > before and ids[end : made[-1][-1][1]].tolist() not in (
-            [],
-            [lengths.tokenizer.eos_token_id],
-        ):
-            continued.append(len(origin) - 1)  # the rest has no target
-        if made and len(origin) == before:
-            untrained.append(i)
-    if whole.mask is not None and lengths.policy.policy != "split":
-        continued += unended
-    new = np.concatenate([[0], np.cumsum([len(part) for part in index])]).astype(np.int64)
-    at = np.concatenate(index) if index else np.zeros(0, np.int64)
-    uses = np.bincount(at, minlength=len(ids))
-    gone = np.isin(np.repeat(np.arange(len(sizes)), sizes), refused + untrained)
+    ]
+    new = offsets_of([len(one.tokens) for one in made])
+    at = np.concatenate([np.zeros(0, np.int64), *(one.tokens for one in made)])
     new_mask = None if mask is None else mask[at]
-    if new_mask is not None:
-        for start, size in zip(new[:-1].tolist(), again, strict=True):
-            new_mask[start : start + size] = 0
-        for number in unended if tail else ():
-            new_mask[new[number + 1] - tail : new[number + 1]] = 0
+    for one, start, stop in zip(made, new[:-1].tolist(), new[1:].tolist(), strict=True):
+        if new_mask is not None:
+            new_mask[start : start + one.known] = 0
+            new_mask[stop - (0 if one.ended else tail) : stop] = 0
+    special = _special(whole)
+    uses = np.bincount(at, minlength=len(ids))
+    gone = np.isin(np.repeat(np.arange(count), sizes), refused + untrained)
     sums = np.concatenate([[0], np.cumsum(special[at])])
-    counts = {lengths.policy.policy: len(over)}
-    if pieces := len(origin) + len(refused) + len(untrained) - len(sizes):
-        counts["pieces"] = pieces
-    if overlap := int((uses[~special] - 1).clip(0).sum()):
-        counts["overlap"] = overlap
+    counts = {
+        lengths.policy.policy: len(over),
+        "pieces": len(made) + len(refused) + len(untrained) - count,
+        "overlap": int((uses[~special] - 1).clip(0).sum()),
+    }
     return Shaped(
         offsets=new,
         ids=ids[at],
         mask=new_mask,
-        origin=np.array(origin, np.int64),
+        origin=np.array([one.origin for one in made], np.int64),
         added=sums[new[1:]] - sums[new[:-1]],
-        continued=np.isin(np.arange(len(origin)), continued),
+        continued=np.array([one.continued for one in made], np.bool_),
         truncated=int(((uses == 0) & ~special & ~gone).sum()),
         refused=refused,
         untrained=untrained,
-        counts=counts,
+        counts={name: number for name, number in counts.items() if number},
     )
+
+
+def _special(whole: Whole) -> NDArray[np.bool_]:
+    """Bool[total]: the special tokens around texts."""
+    special = np.zeros(len(whole.ids), np.bool_)
+    for i in np.flatnonzero(whole.added).tolist():
+        first, stop, before = whole.offsets[i], whole.offsets[i + 1], whole.before[i]
+        special[first : first + before] = True
+        special[stop - (whole.added[i] - before) : stop] = True
+    return special
+
+
+def _cut_to_length(
+    whole: Whole, mask: NDArray[np.uint8] | None, lengths: Lengths, i: int, tail: int
+) -> list[_Document] | None:
+    """What becomes of document i, which is too long: those with a target; None where it is
+    refused.
+    """
+    assert lengths.limit is not None
+    first, stop = int(whole.offsets[i]), int(whole.offsets[i + 1])
+    eos = lengths.tokenizer.eos_token_id
+    # a template may have written that one
+    bos = whole.ids[first] == lengths.tokenizer.bos_token_id and lengths.limit - tail > 1
+    head = int(whole.before[i]) or int(bos)
+    pieces = _pieces(whole, lengths, i, head, tail)
+    if not pieces:
+        return None
+    found: list[_Document] = []
+    end = first  # of what documents have of it
+    for number, keep in enumerate(pieces):
+        around = [(first, first + head), *keep, (stop - tail, stop)]
+        tokens = np.concatenate([np.arange(a, b) for a, b in around])
+        known = head + lengths.policy.overlap if number else 0
+        if mask is None or mask[tokens[max(known, 1) :]].any():
+            end = keep[-1][1]
+            found.append(_Document(i, tokens, known, ended=end == stop - tail, continued=True))
+    if found and whole.ids[end : pieces[-1][-1][1]].tolist() in ([], [eos]):
+        found[-1] = found[-1]._replace(continued=False)  # else the rest has no target
+    if whole.mask is not None and lengths.policy.policy != "split":
+        found = [one._replace(continued=one.continued or not one.ended) for one in found]
+    return found
 
 
 def _pieces(

@@ -9,13 +9,15 @@ doubtful   a text that may hold such a string: a special id stands among its tok
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from easypipe.core.errors import TokenizerError
+from easypipe.transforms.tokenizer.ragged import Ids, Mask, Tokens
 
 SpecialPolicy = Literal["allow", "escape", "error"]
 
@@ -23,12 +25,8 @@ MOST_RUNS = 8  # of neighbouring ids that are compared with; more of them are lo
 _UNKNOWN = "\U000f0000\U0010fffd"  # for private use: hardly a vocabulary has a piece for it
 
 
-class Settled(NamedTuple):
-    """Tokens under a policy. found: Int64[n], special strings in each text."""
-
-    offsets: NDArray[np.int64]
-    ids: NDArray[np.unsignedinteger]
-    found: NDArray[np.int64]
+# tokens of a text as ordinary text, and its mask; None: all of it is trained
+Encode = Callable[[str, int], tuple[Sequence[int], Mask | None]]
 
 
 class SpecialStrings:
@@ -88,38 +86,33 @@ class SpecialStrings:
         return _escaping(self._definition)
 
     def settle(
-        self,
-        texts: pa.LargeStringArray,
-        offsets: NDArray[np.int64],
-        ids: NDArray[np.unsignedinteger],
-    ) -> Settled:
-        """offsets, ids: tokens of the texts as they come, without what surrounds them."""
-        found, doubtful = self.look(offsets, ids)
-        if self.policy == "error":
-            for i in np.flatnonzero(doubtful & (found == 0)):  # few
-                found[i] = self.first_in(texts[i].as_py()) is not None
-        if self.policy != "escape" or not doubtful.any():
-            return Settled(offsets, ids, found)
-        which = np.flatnonzero(doubtful).tolist()
-        encoded = self.escaped.encode_batch_fast(
-            texts.take(pa.array(which)).to_pylist(), add_special_tokens=False
-        )
-        pieces, lengths, at = [], np.diff(offsets), 0
-        for i, one in zip(which, encoded, strict=True):  # few
-            new = np.asarray(one.ids, ids.dtype)
-            found[i] += max(
-                0, self.unknown_in(ids[offsets[i] : offsets[i + 1]]) - self.unknown_in(new)
-            )
-            pieces += [ids[at : offsets[i]], new]
-            lengths[i], at = len(new), int(offsets[i + 1])
-        return Settled(
-            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            np.concatenate([*pieces, ids[at:]]),
-            found,
-        )
+        self, texts: pa.LargeStringArray, tokens: Tokens, encode: Encode
+    ) -> tuple[Tokens, NDArray[np.int64]]:
+        """(tokens under the policy, Int64[n] special strings in each text).
+
+        tokens: of the texts as they come, without what surrounds them. encode: of a text, and its
+        number, the tokens that it has as ordinary text.
+        """
+        found, doubtful = self.look(tokens.offsets, tokens.ids)
+        if self.policy == "allow":
+            return tokens, found
+        others: dict[int, tuple[Sequence[int], Mask | None]] = {}
+        for i in np.flatnonzero(doubtful).tolist():  # few
+            text = texts[i].as_py()
+            if self.policy == "error":
+                found[i] = found[i] or self.first_in(text) is not None
+                continue
+            others[i] = encode(text, i)
+            old = tokens.ids[tokens.offsets[i] : tokens.offsets[i + 1]]
+            found[i] += max(0, self._unknown_in(old) - self._unknown_in(others[i][0]))
+        return tokens.replaced(others), found
+
+    def encode_escaped(self, text: str) -> list[int]:
+        """The tokens of a text in which special strings are ordinary text."""
+        return self.escaped.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def look(
-        self, offsets: NDArray[np.int64], ids: NDArray[np.unsignedinteger]
+        self, offsets: NDArray[np.int64], ids: Ids
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """(Int64[n] special tokens, Bool[n] doubtful) of texts. What the model writes for unknown
         text is doubtful and not counted.
@@ -131,8 +124,8 @@ class SpecialStrings:
             _in_each(offsets, np.flatnonzero(np.isin(ids, list(self._unknown)))) > 0
         )
 
-    def unknown_in(self, ids: NDArray[np.unsignedinteger]) -> int:
-        return int(np.isin(ids, list(self._unknown)).sum()) if self._unknown else 0
+    def _unknown_in(self, ids: Ids | Sequence[int]) -> int:
+        return int(np.isin(ids, list(self._unknown)).sum())
 
     def first_in(self, text: str) -> str | None:
         """A special string that stands in `text`."""
@@ -161,7 +154,7 @@ def _runs(ids: list[int]) -> tuple[list[tuple[int, int]], NDArray[np.bool_] | No
 
 
 def _places(
-    ids: NDArray[np.unsignedinteger], runs: list[tuple[int, int]], table: NDArray[np.bool_] | None
+    ids: Ids, runs: list[tuple[int, int]], table: NDArray[np.bool_] | None
 ) -> NDArray[np.int64]:
     """Where ids lie in one of the ranges."""
     if not ids.size or not runs:

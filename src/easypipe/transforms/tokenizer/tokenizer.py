@@ -40,7 +40,7 @@ from easypipe.transforms.tokenizer.files import (
 )
 from easypipe.transforms.tokenizer.lost import LostCharacters
 from easypipe.transforms.tokenizer.proof import Verdict
-from easypipe.transforms.tokenizer.ragged import surround, truncate
+from easypipe.transforms.tokenizer.ragged import Tokens
 from easypipe.transforms.tokenizer.special import SpecialStrings
 from easypipe.transforms.tokenizer.token_bytes import TokenBytes, token_bytes
 
@@ -208,12 +208,16 @@ class Tokenizer:
         # at once: what follows reads half the bytes
         ids = wide.astype(token_dtype(self.vocab_size), copy=False)
         del wide
-        offsets, ids, special = self.special.settle(column, offsets, ids)
-        offsets, ids, truncated = truncate(offsets, ids, None if whole else self._limit)
-        offsets, ids = surround(offsets, ids, self._prefix, self._suffix)
-        return Encoded(
-            offsets, ids, len(column) * (len(self._prefix) + len(self._suffix)), truncated, special
+        tokens, special = self.special.settle(
+            column, Tokens(offsets, ids), lambda text, _: (self.special.encode_escaped(text), None)
         )
+        cut = np.zeros(len(column), np.int64)
+        if not whole and self._limit is not None:
+            cut = np.maximum(tokens.sizes - self._limit, 0)
+        every = np.ones(len(column), np.bool_)
+        tokens = tokens.shortened(cut).framed(self._prefix, self._suffix, every, every)
+        added = len(column) * (len(self._prefix) + len(self._suffix))
+        return Encoded(tokens.offsets, tokens.ids, added, cut, special)
 
     def reference_encode(self, text: str, *, whole: bool = False) -> list[int]:
         """One text by `tokenizers` and its own post-processor, whatever backend runs. whole:
