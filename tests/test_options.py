@@ -1,4 +1,4 @@
-"""Every option of the configs of pipelines, runs and faces has an effect that a test shows:
+"""Every option of the configs of pipelines, runs and compat has an effect that a test shows:
 option_effects.py and its neighbours say which, and are held to the classes here."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-import face_option_effects
+import compat_option_effects
 import train_option_effects
 from easypipe import (
     ConfigError,
@@ -59,7 +59,7 @@ def config_classes(root: type = PipelineConfig) -> dict[str, type]:
 
 OF_PIPELINES = config_classes()
 OF_RUNS = {name: cls for name, cls in config_classes(RunConfig).items() if name not in OF_PIPELINES}
-OF_FACES = {
+OF_COMPAT = {
     name: cls
     for root in (DataPipelineConfig, ClassifyConfig, TaskSpec, OutputSchema)
     for name, cls in config_classes(root).items()
@@ -68,9 +68,9 @@ OF_FACES = {
 TABLES = {
     "option_effects.py": (OPTIONS, OF_PIPELINES),
     "train_option_effects.py": (train_option_effects.OPTIONS, OF_RUNS),
-    "face_option_effects.py": (face_option_effects.OPTIONS, OF_FACES),
+    "compat_option_effects.py": (compat_option_effects.OPTIONS, OF_COMPAT),
 }
-EVERY = OPTIONS | train_option_effects.OPTIONS | face_option_effects.OPTIONS
+EVERY = OPTIONS | train_option_effects.OPTIONS | compat_option_effects.OPTIONS
 
 
 @pytest.mark.parametrize("file", TABLES)

@@ -228,7 +228,7 @@ class DataLoaderFactory:
 def text_loader(
     dataset: DatasetConfig, options: DataLoaderConfig, *, columns: Sequence[str] | None = None
 ) -> EpochLoader:
-    """The Pipeline that the faces of text are short for: every document a row of its own.
+    """The Pipeline that `compat` is short for where rows are text: every document a row of its own.
 
     columns: of the source, which have to be there.
     """

@@ -248,7 +248,7 @@ def stream(
     *,
     shuffle_seed: int | None = None,
 ) -> Pipeline:
-    """The Pipeline that these faces are short for. shuffle_seed: of the order of rows; None leaves
+    """The Pipeline that this module is short for. shuffle_seed: of the order of rows; None leaves
     them as the stream has them.
     """
     own = encoder if isinstance(encoder, EncodeStage) else None

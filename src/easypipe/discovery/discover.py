@@ -6,6 +6,7 @@ megabyte of files of lines, what a Hub dataset's card says.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from easypipe.discovery.inspection import (
     inspect_rows,
     read_paths,
 )
+from easypipe.discovery.trial import Fields
+from easypipe.save.config import StorageOptions
 from easypipe.save.saved import is_saved, join, read_manifest
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.external.objects import is_dataset_dict, open_object
@@ -41,6 +44,7 @@ from easypipe.sources.splits import parse_split
 from easypipe.stages.source.config import DatasetConfig, is_hub, is_object
 from easypipe.stages.source.stage import READERS
 
+DataFiles = Any  # whatever DatasetConfig.data_files takes
 PARTS = 24  # that are looked into; those of a Hub dataset that follow are listed
 
 Type = Literal[
@@ -49,14 +53,14 @@ Type = Literal[
 
 
 def discover(
-    data: Any,
+    data: DataFiles,
     *,
     type: Type | None = None,  # the name that DatasetConfig has for it
     split: str | None = None,
     subset: str | None = None,
     revision: str | None = None,
     token_files: TokenFilesConfig | None = None,
-    storage_options: dict[str, Any] | None = None,
+    storage_options: StorageOptions = None,
     sample_rows: int = 3,
     count: bool = False,
     cache_dir: str | Path | None = None,
@@ -122,27 +126,27 @@ def _inspect(found: Iterable[Candidate], look: Look) -> tuple[list[Part], list[s
             except SourceError as error:
                 broken.append(error)
             continue
-        counted: dict[str, Any] = {"cost": "discover this subset and split alone"}
+        part = candidate.part([f"listed only: {PARTS} parts were looked into"])
+        known = {"cost": "discover this subset and split alone"}
         if candidate.card_rows is not None:
-            counted = {"num_rows": candidate.card_rows, "rows_from": "card"}
-        note = f"listed only: {PARTS} parts were looked into"
-        parts.append(candidate.part([note], **counted))
+            known = {"num_rows": candidate.card_rows, "rows_from": "card"}
+        parts.append(dataclasses.replace(part, **known))
     if not parts:
         raise broken[0]
     return parts, [*notes, *map(str, broken)]
 
 
-def _has_splits(data: Any) -> bool:
+def _has_splits(data: object) -> bool:
     return isinstance(data, str) and (data.startswith("hf://") or is_saved_dataset(data))
 
 
-def _names_files(data: Any) -> bool:
+def _names_files(data: object) -> bool:
     if isinstance(data, list | tuple):
         return bool(data) and all(isinstance(item, str | os.PathLike) for item in data)
     return isinstance(data, str)
 
 
-def _in_memory(data: Any, split: str | None, look: Look) -> Iterator[Part]:
+def _in_memory(data: DataFiles, split: str | None, look: Look) -> Iterator[Part]:
     if is_dataset_dict(data):
         for name in data if split is None else [split]:
             reads = {"data_files": data, "split": name}
@@ -156,7 +160,7 @@ def _in_memory(data: Any, split: str | None, look: Look) -> Iterator[Part]:
 
 
 def _of_split(
-    data: Any, type: Type | None, split: str | None, look: Look
+    data: DataFiles, type: Type | None, split: str | None, look: Look
 ) -> tuple[list[Candidate], list[str]]:
     paths = data if isinstance(data, str) else list(map(os.fspath, data))
     every, notes = _in_files(paths, None if type is None else READERS.get(type, type), look)
@@ -177,15 +181,15 @@ def _in_files(
     """What stands in paths, globs, folders and URLs: files by format and by the split that their
     names speak of.
     """
-    reads: dict[str, Any] = {"data_files": data}
-    reads |= {"storage_options": look.storage} if look.storage else {}
+    reads: Fields = {"data_files": data}
+    reads = {**reads, "storage_options": look.storage} if look.storage else reads
     if isinstance(data, str) and is_saved_dataset(data):
         splits, several = saved_splits(data)
         return [
             Candidate(
                 files=tuple(resolve(saved_dataset_files(data, name))),
                 format="arrow",
-                reads=reads | ({"split": name} if several else {}),
+                reads={**reads, **({"split": name} if several else {})},
                 split=name,
             )
             for name in splits
@@ -196,8 +200,8 @@ def _in_files(
         format = READERS.get(manifest.format, manifest.format)
         return [Candidate(files=tuple(files), format=format, reads=reads, manifest=manifest)], []
     files = resolve(data, look.storage, extensions=None if kind is None else [kind])
-    reads |= {} if look.token_files is None else {"token_files": look.token_files}
-    reads |= {} if kind is None else {"type": kind}
+    given = {"token_files": look.token_files, "type": kind}
+    reads = {**reads, **{name: value for name, value in given.items() if value is not None}}
     groups: dict[tuple[str, str], list[FileRef]] = {}
     notes: list[str] = []
     above = os.path.commonpath([os.path.dirname(file.path) for file in files])
@@ -217,7 +221,7 @@ def _in_files(
             format=format,
             split=split,
             apart=True,
-            reads=reads | ({} if alone else read_paths(group)),
+            reads={**reads, **({} if alone else read_paths(group))},
         )
         for (split, format), group in groups.items()
     ], notes
@@ -230,11 +234,11 @@ def _on_hub(dataset: DatasetConfig) -> tuple[list[Candidate], list[str]]:
         raise ConfigError(at="revision", problem=problem, fix="Leave one of them out.")
     hub = HubRepo(asked.repo, dataset.storage_options)
     listing = hub.listing(asked.revision or dataset.revision)
-    reads: dict[str, Any] = {"data_files": dataset.data_files, "type": "huggingface"}
-    reads |= {"revision": dataset.revision} if dataset.revision else {}
-    reads |= {"storage_options": dataset.storage_options} if dataset.storage_options else {}
+    given = {"revision": dataset.revision, "storage_options": dataset.storage_options}
+    reads: Fields = {"data_files": dataset.data_files, "type": "huggingface"}
+    reads = {**reads, **{name: value for name, value in given.items() if value is not None}}
 
-    def candidate(names: Iterable[str], reads: dict[str, Any], **which: Any) -> Candidate:
+    def candidate(names: Iterable[str], reads: Fields, **which: Any) -> Candidate:
         files = tuple(hub.file(name, listing) for name in names)
         return Candidate(
             files=files,
@@ -252,7 +256,7 @@ def _on_hub(dataset: DatasetConfig) -> tuple[list[Candidate], list[str]]:
     found = [
         candidate(
             chosen,
-            reads | {"split": part} | ({"subset": config} if len(every) > 1 else {}),
+            {**reads, "split": part, **({"subset": config} if len(every) > 1 else {})},
             split=part,
             subset=config,
             card_rows=_card_rows(listing.card, config, part),
@@ -271,7 +275,7 @@ def _on_hub(dataset: DatasetConfig) -> tuple[list[Candidate], list[str]]:
     return found, [f"commit {listing.commit}"]
 
 
-def _card_rows(card: Mapping[str, Any], subset: str, split: str) -> int | None:
+def _card_rows(card: Mapping[str, object], subset: str, split: str) -> int | None:
     infos = card.get("dataset_info") or []
     for info in infos if isinstance(infos, list) else [infos]:
         if isinstance(info, Mapping) and info.get("config_name", "default") == subset:

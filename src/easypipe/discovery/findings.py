@@ -15,7 +15,7 @@ import pyarrow as pa
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.text import visible
 from easypipe.discovery.proposal import Proposal, propose
-from easypipe.discovery.trial import Row, try_rows
+from easypipe.discovery.trial import Fields, Row, try_rows
 from easypipe.transforms.columns.kinds import Kind
 
 SHOWN = 160  # characters of a value, in a report
@@ -61,7 +61,7 @@ class Part:
     notes: tuple[str, ...] = ()
     because: tuple[str, ...] = ()
     # fields of the DatasetConfig that reads this part, but for its columns
-    reads: Mapping[str, Any] = dataclasses.field(repr=False)
+    reads: Fields = dataclasses.field(repr=False)
     schema: pa.Schema | None = dataclasses.field(default=None, repr=False)
     rows: tuple[Row, ...] = dataclasses.field(default=(), repr=False)  # all that were looked at
 
@@ -202,7 +202,7 @@ def _part_json(part: Part) -> dict[str, Any]:
     return values | {"files": list(part.files), "sample": [_shown(row) for row in part.sample]}
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: object) -> object:
     """A value for people: long texts cut, bytes told by their number, what JSON does not know as
     text.
     """

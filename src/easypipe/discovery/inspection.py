@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,8 @@ from easypipe.core.errors import SchemaError, SourceError
 from easypipe.core.protocols import ShardedSource, scan
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.discovery.findings import Column, Part, bytes_text
-from easypipe.discovery.trial import Row
+from easypipe.discovery.trial import Fields, Row
+from easypipe.save.config import StorageOptions
 from easypipe.save.saved import SavedManifest
 from easypipe.sources.base import FileSource
 from easypipe.sources.external.token_files import TokenFilesConfig
@@ -50,7 +51,7 @@ class Candidate:
 
     files: tuple[FileRef, ...]
     format: str
-    reads: Mapping[str, Any]
+    reads: Fields
     split: str = TRAIN
     subset: str | None = None
     ready: Callable[[FileRef], FileRef] = lambda file: file
@@ -78,7 +79,7 @@ class Candidate:
 class Look:
     """How far to look, and how files are opened for it."""
 
-    storage: dict[str, Any] | None
+    storage: StorageOptions
     token_files: TokenFilesConfig | None
     indexes: Path | None
     count: bool
@@ -145,7 +146,7 @@ def inspect_files(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
     errors = [one for one in tried if isinstance(one, SourceError)]
     if not opened:
         raise errors[0]
-    groups: dict[Any, list[_Opened]] = {}
+    groups: dict[object, list[_Opened]] = {}
     # rows of one kind in the same columns are one dataset, whatever optional columns some files
     # lack
     for one in opened:
@@ -164,7 +165,7 @@ def inspect_files(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
     return parts, list(map(str, errors))
 
 
-def read_paths(files: Sequence[FileRef]) -> dict[str, Any]:
+def read_paths(files: Sequence[FileRef]) -> Fields:
     """The field of a DatasetConfig that reads these files."""
     return {"data_files": files[0].path if len(files) == 1 else [file.path for file in files]}
 
@@ -225,7 +226,7 @@ def _counted(found: Candidate, group: Sequence[_Opened], look: Look) -> dict[str
     return {"cost": f"{cost} (count=True, --count)"}
 
 
-def inspect_rows(source: ShardedSource, reads: Mapping[str, Any], split: str, look: Look) -> Part:
+def inspect_rows(source: ShardedSource, reads: Fields, split: str, look: Look) -> Part:
     """Rows in memory."""
     rows, notes = _first_rows(source, SAMPLE_ROWS)
     counts = [shard.num_rows for shard in source.shards]

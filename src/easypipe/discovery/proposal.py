@@ -14,7 +14,7 @@ import yaml
 from easypipe.core.config import is_config, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS
-from easypipe.discovery.trial import Row, Trial, names_roles_otherwise, try_rows
+from easypipe.discovery.trial import Fields, Row, Trial, names_roles_otherwise, try_rows
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.transforms.chat.conversations import value_of
 from easypipe.transforms.columns.kinds import SLOTS, TITLES, Kind, guess_kind
@@ -31,7 +31,7 @@ class Proposal:
     reasons: tuple[str, ...]
     trial: Trial
     # storage_options among them may hold credentials
-    fields: Mapping[str, Any] = dataclasses.field(repr=False)
+    fields: Fields = dataclasses.field(repr=False)
 
     @property
     def config(self) -> DatasetConfig:
@@ -167,7 +167,7 @@ def _begin_with_prompts(kind: Kind, rows: Sequence[Row]) -> bool:
     return False
 
 
-def _fields(kind: Kind, roles: Mapping[str, str] | None) -> dict[str, Any]:
+def _fields(kind: Kind, roles: Mapping[str, str] | None) -> Fields:
     """The fields of a DatasetConfig that read these columns."""
     column = {choice.slot: choice.column for choice in kind.choices}
     tools = None if column.get("tools") == "tools" else column.get("tools")

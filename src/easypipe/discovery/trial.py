@@ -16,6 +16,7 @@ from easypipe.transforms.prompt.fields import text_of
 from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN
 
 Row = Mapping[str, Any]  # one of the first rows of a dataset
+Fields = Mapping[str, Any]  # of a DatasetConfig
 WRITTEN = ("user", "assistant", "system", "tool")  # the roles that chat templates know
 
 

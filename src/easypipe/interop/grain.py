@@ -26,6 +26,7 @@ except ImportError as error:
     ) from error
 
 STATE_KEY = "easypipe"
+State = dict[str, Any]  # JSON
 
 
 class LoaderDataset(grain.IterDataset):
@@ -64,11 +65,11 @@ class LoaderIterator(grain.DatasetIterator):
         self.start_prefetch()
         return next(self._batches)
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> State:
         """`{"easypipe": JSON}`: the loader's state, of one type and shape throughout."""
         return {STATE_KEY: self._loader.state().to_json()}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: State) -> None:
         """Raises StateError for a state of anything else than this loader."""
         if STATE_KEY not in state:
             raise StateError(

@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 CARD = "README.md"
 MAIN = "main"
+Where = dict[str, Any]  # the arguments by which the client knows a repository or its branch
 ACCOUNT = "Set hub_token or HF_TOKEN, or log in with `hf auth login`"
 # answers of the Hub: what they mean, and what helps
 ANSWERS = {
@@ -101,7 +102,7 @@ def push(
     )
 
 
-def _content(file: PublishedFile, publication: Publication) -> Any:
+def _content(file: PublishedFile, publication: Publication) -> bytes | str | io.BufferedReader:
     """What the client uploads: bytes, the path of a file here, or an open file elsewhere."""
     if file.content is not None:
         return file.content
@@ -121,8 +122,8 @@ class _Repository:
         self.repo_id, self.token, self.revision = repo_id, token, revision
         # the client reads the environment once, at its import
         self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
-        self.where: dict[str, Any] = {"repo_id": repo_id, "repo_type": "dataset"}
-        self.branch: dict[str, Any] = {**self.where, "revision": revision}
+        self.where: Where = {"repo_id": repo_id, "repo_type": "dataset"}
+        self.branch: Where = {**self.where, "revision": revision}
 
     def make(self, private: bool) -> None:
         """The repository and the branch, made where they are missing. A public one is no place for

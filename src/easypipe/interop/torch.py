@@ -28,6 +28,8 @@ except ImportError as error:
     ) from error
 
 STATE_KEY = "easypipe"
+State = Mapping[str, Any]  # JSON
+Tensors = Any  # a tensor, or a dict or tuple of them: types are checked without torch
 
 
 class TorchBatches(data.IterableDataset):
@@ -50,7 +52,7 @@ class TorchBatches(data.IterableDataset):
         self._yielded = 0  # batches before the next one of this process, where there are workers
         self._restored_by: int | None = None  # the process
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Tensors]:
         worker, workers = torch_worker()
         if self._restored_by not in (None, os.getpid()):
             raise ConfigError(
@@ -89,7 +91,7 @@ class TorchBatches(data.IterableDataset):
         """Batches of a pass. Raises TypeError where they never end."""
         return len(self._loader)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The state behind the batch that was last given by this process; JSON and plain
         numbers.
         """
@@ -97,7 +99,7 @@ class TorchBatches(data.IterableDataset):
             return {STATE_KEY: self._loader.state().to_json()}
         return {STATE_KEY: self._by_number(torch_worker()[1]).state_at(self._yielded).to_json()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Raises StateError for a state of anything else than this loader."""
         if STATE_KEY not in state_dict:
             raise StateError(
@@ -137,11 +139,11 @@ class TorchRows(data.IterableDataset):
     ConfigError.
     """
 
-    def __init__(self, rows: Iterable[Any]) -> None:
+    def __init__(self, rows: Iterable[object]) -> None:
         super().__init__()
         self._rows = rows
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Tensors]:
         workers = torch_worker()[1]
         if workers > 1 and not hasattr(self._rows, "sharded"):
             raise ConfigError(
@@ -152,7 +154,7 @@ class TorchRows(data.IterableDataset):
         return map(_tensors, self._rows)
 
 
-def _tensors(batch: Any) -> Any:
+def _tensors(batch: object) -> Tensors:
     if isinstance(batch, Mapping):
         return {name: _tensor(values) for name, values in batch.items()}
     return (
@@ -160,7 +162,7 @@ def _tensors(batch: Any) -> Any:
     )
 
 
-def _tensor(values: Any) -> Any:
+def _tensor(values: object) -> Tensors:
     if isinstance(values, list):  # of texts, which no tensor holds
         return values
     array = np.asarray(values)

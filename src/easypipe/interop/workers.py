@@ -6,12 +6,16 @@ import sys
 from typing import Any
 
 
+def _torch_data() -> Any:
+    """torch.utils.data where somebody has loaded it, else None."""
+    return sys.modules.get("torch.utils.data")
+
+
 def known_to_torch(kind: type) -> None:
     """Objects of `kind` are iterable datasets to torch's DataLoader, where somebody has loaded
     it.
     """
-    data: Any = sys.modules.get("torch.utils.data")
-    if data is not None:
+    if (data := _torch_data()) is not None:
         data.IterableDataset.register(kind)
 
 
@@ -19,14 +23,12 @@ def torch_worker() -> tuple[int, int]:
     """Which of a DataLoader's workers this process is: (number of this worker, how many there are);
     (0, 1) in any process that is none.
     """
-    data: Any = sys.modules.get("torch.utils.data")
-    info = None if data is None else data.get_worker_info()
+    info = None if (data := _torch_data()) is None else data.get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
-def shares_rows(data: Any) -> bool:
+def shares_rows(rows: object) -> bool:
     """Whether it gives each of a DataLoader's workers rows of its own, as torch asks of its
     iterable datasets: those of `datasets` do.
     """
-    torch: Any = sys.modules.get("torch.utils.data")
-    return torch is not None and isinstance(data, torch.IterableDataset)
+    return (data := _torch_data()) is not None and isinstance(rows, data.IterableDataset)

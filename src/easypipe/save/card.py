@@ -12,13 +12,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import yaml
 
 from easypipe.core import storage
 from easypipe.save.config import StorageOptions
-from easypipe.save.saved import MANIFEST, SavedManifest, join
+from easypipe.save.saved import MANIFEST, Json, SavedManifest, join
 
 log = logging.getLogger("easypipe")
 
@@ -90,8 +89,8 @@ def card_text(parts: Sequence[CardPart], load_from: str = "path/to/this/folder")
 
 
 def _yaml(parts: Sequence[CardPart]) -> str:
-    configs: list[dict[str, Any]] = []
-    infos: list[dict[str, Any]] = []
+    configs: list[Json] = []
+    infos: list[Json] = []
     for part in parts:
         path = join_below(part.folder, shards_glob(part.manifest))
         configs.append(

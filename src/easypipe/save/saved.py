@@ -26,6 +26,8 @@ from easypipe.save.config import StorageOptions
 from easypipe.sources.open import open_files
 from easypipe.sources.refs import format_of
 
+Json = dict[str, Any]
+
 MANIFEST = "_easypipe.json"
 FORMAT_VERSION = 1
 
@@ -72,7 +74,7 @@ class SavedManifest:
     schema: pa.Schema
     tokens: TokenInfo | None
     shards: tuple[SavedShard, ...]
-    ledger: Mapping[str, Any]
+    ledger: Json
 
     @property
     def num_rows(self) -> int:
@@ -100,7 +102,7 @@ class SavedManifest:
         rows = (shard.num_read for shard in self.shards)
         return tuple(itertools.accumulate(rows, initial=0))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return {
             "format_version": FORMAT_VERSION,
             "fingerprint": self.fingerprint,
