@@ -188,37 +188,28 @@ class _Repository:
         """
         try:
             return call()
-        except (OSError, ValueError, RuntimeError) as error:
-            problem, fix = self._explain(doing, error)
-        except Exception as error:  # the client's connection errors belong to no family of Python's
-            if not type(error).__module__.startswith(
-                ("httpx", "httpcore", "requests", "huggingface_hub", "hf_xet")
-            ):
+        except Exception as error:
+            # the client's connection errors belong to no family of Python's
+            if not isinstance(error, OSError | ValueError | RuntimeError) and not type(
+                error
+            ).__module__.startswith(("httpx", "httpcore", "requests", "huggingface_hub", "hf_xet")):
                 raise
-            problem, fix = self._explain(doing, error)
-        raise StorageError(at=f"hub:{self.repo_id}", problem=problem, fix=fix)
+            problem, fix = self._explain(error)
+        raise StorageError(at=f"hub:{self.repo_id}", problem=f"{doing} failed{problem}", fix=fix)
 
-    def _explain(self, doing: str, error: BaseException) -> tuple[str, str]:
-        cause: Any = error
-        while cause.__cause__ is not None and getattr(cause, "response", None) is None:
-            cause = cause.__cause__  # the client wraps what failed in one of its threads
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        said = getattr(cause, "server_message", None) or str(cause).strip().replace("\n", " ")
+    def _explain(self, error: BaseException) -> tuple[str, str]:
+        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+        while error.__cause__ is not None and not isinstance(error, HfHubHTTPError):
+            error = error.__cause__  # the client wraps what failed in one of its threads
+        if isinstance(error, OfflineModeIsEnabled):
+            fix = "Unset it and run the job again: what was saved stands."
+            return ": HF_HUB_OFFLINE forbids to ask the Hub", fix
+        what, said, status = type(error).__name__, str(error).strip().replace("\n", " "), ""
+        fix = "Run the job again: what was uploaded stays and is not sent again."
+        if isinstance(error, HfHubHTTPError):
+            status, said = f" with HTTP {error.response.status_code}", error.server_message or said
+            what, fix = ANSWERS.get(error.response.status_code, (what, fix))
         if self.token:
             said = said.replace(self.token, "***")
-        if type(cause).__name__ == "OfflineModeIsEnabled":
-            return (
-                f"{doing} failed: HF_HUB_OFFLINE forbids to ask the Hub",
-                "Unset it and run the job again: what was saved stands.",
-            )
-        what, fix = ANSWERS.get(
-            status or 0,
-            (
-                type(cause).__name__,
-                "Run the job again: what was uploaded stays and is not sent again.",
-            ),
-        )
-        return (
-            f"{doing} failed{f' with HTTP {status}' if status else ''}: {what}: {said[:500]}",
-            fix,
-        )
+        return f"{status}: {what}: {said[:500]}", fix
