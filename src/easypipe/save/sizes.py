@@ -34,6 +34,7 @@ EXACT_BYTES = 4 << 20  # of values; shards below it are tried out whole
 TRIALS = 12  # at finding how many rows such a shard takes
 NEAR = 0.97  # of the room is full enough
 EXACT_FILL = 0.99
+LEAST_RATIO = 1e-6  # of rows that take nothing
 FILL = 0.96  # of the limit is planned for: what the samples do not show seldom passes it
 # a shard takes so many times what a file without rows takes, or its size says nothing about rows
 LEAST_FILES = 4
@@ -151,7 +152,7 @@ def edges_by_bytes(num_bytes: Sequence[float], rows: Sequence[int], num_shards: 
     ranks = np.arange(num_shards + 1)
     even = np.interp(num_bytes[-1] * ranks / num_shards, num_bytes, rows).astype(np.int64)
     spread = np.maximum.accumulate(even - ranks) + ranks
-    return np.minimum(spread, rows[-1] - num_shards + ranks)
+    return np.maximum(np.minimum(spread, rows[-1] - num_shards + ranks), 0)
 
 
 def batches(source: ShardedSource, start: int, stop: int) -> Iterator[Scan]:
@@ -267,7 +268,8 @@ class DiskSizes:
         return 1.0, 1.0
 
     def _ratio(self, sizes: NDArray[np.float64], place: tuple[int, int, int]) -> float:
-        return (self._written([self.source.read(*place)]) - self.empty) / float(sizes.sum())
+        written = self._written([self.source.read(*place)]) - self.empty
+        return max(written / float(sizes.sum()), LEAST_RATIO)
 
     def _estimates(self, total: int, sample_every: float) -> Sizes:
         ratio, unseen = 1.0, float("inf")
