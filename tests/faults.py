@@ -275,7 +275,7 @@ FAULTS = [
           "tests/train/test_checkpoint_files.py -k flipped",
           "if stamp != expected[name]:", "if stamp[0] != expected[name][0]:"),
     fault("biases decay", "train/optim/optimizers.py", "tests/train/test_optim.py -k paper",
-          'config.value("weight_decay") if is_matrix else 0.0', 'config.value("weight_decay")'),
+          'config.numbers()["weight_decay"] if is_matrix else 0.0', 'config.numbers()["weight_decay"]'),
     fault("the cool-down begins a step late", "train/optim/schedules.py", "tests/train/test_optimizers.py -k schedules_have_their_formula",
           "borders.append(steps - cooling)", "borders.append(steps - cooling + 1)"),
     # kernels

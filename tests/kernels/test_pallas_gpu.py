@@ -134,7 +134,7 @@ def test_the_head_gradient_is_rounded_once_however_small_the_slabs_are():
         jax.jit(functools.partial(run, block={**SMALL, "slab_mib": mib}))(arrays, lse, cotangents)
         for mib in (0, 256)
     )
-    assert pallas_gpu.backward_slabs(256, 16, 72, 2, "vd", 0).group == 128
+    assert pallas_gpu.Problem(256, 16, 72, "vd", 2, 2, 2, 0).backward_slabs().group == 128
     assert error(small.lm_head, large.lm_head) < 1e-4
     assert error(small.hidden, large.hidden) < 1e-4
 
@@ -174,6 +174,19 @@ def test_float32_gradients_are_given_where_they_are_asked_for():
     assert {value.dtype for value in gradients} == {jnp.dtype("float32")}
 
 
+def temporary_bytes(problem: pallas_gpu.Problem) -> int:
+    """What the slabs of one pass take at once, at most; beside it stand cuBLAS's workspace and a
+    few numbers per token.
+    """
+    group, columns, group_columns = problem.backward_slabs()
+    sums = 4 * group * problem.width if group == problem.tokens else 0
+    first = sums + columns * problem.column_bytes(problem.tokens, 2, problem.beside)
+    second = problem.group_bytes(group)
+    second += group_columns * problem.column_bytes(group, 1, problem.beside)
+    forward = problem.token_slab() * problem.vocab * problem.logit
+    return max(forward, first, second if group_columns else 0)
+
+
 SHAPES = [
     (4096, 4096, 128256),
     (16384, 2048, 248320),
@@ -190,14 +203,13 @@ def test_a_slab_keeps_within_its_budget_and_is_never_all_of_the_logits(
     tokens, width, vocab, layout
 ):
     budget = pallas_gpu.DEFAULT_BLOCKS["slab_mib"] << 20
-    assert pallas_gpu.temporary_bytes(tokens, width, vocab, 2, layout, budget) <= budget
-    assert (
-        pallas_gpu.temporary_bytes(tokens, width, vocab, 2, layout, budget, float32_logits=True)
-        <= budget
-    )
-    slabs = pallas_gpu.backward_slabs(tokens, width, vocab, 2, layout, budget)
+    shape = tokens, width, vocab, layout, 2
+    half = pallas_gpu.Problem(*shape, logit=2, beside=2, budget=budget)
+    assert temporary_bytes(half) <= budget
+    assert temporary_bytes(half._replace(logit=4, beside=6)) <= budget, "float32 logits"
+    slabs = half.backward_slabs()
     assert max(tokens * slabs.columns, slabs.group * slabs.group_columns) <= tokens * vocab / 2
-    assert pallas_gpu.slab_tokens(tokens, vocab, 2, budget) <= tokens / 2 + 1
+    assert half.token_slab() <= tokens / 2 + 1
 
 
 def test_a_refusal_names_every_reason():
@@ -205,8 +217,8 @@ def test_a_refusal_names_every_reason():
         jax.ShapeDtypeStruct((4, 4), jnp.bfloat16),
         jax.ShapeDtypeStruct((4, 4), np.float64),
     )
-    assert pallas_gpu.refusals(half, half, None, layout="dv", soft_cap=None) == []
-    reasons = pallas_gpu.refusals(double, half, None, layout="dv", soft_cap=None)
+    assert pallas_gpu.refusals(half, half, layout="dv") == []
+    reasons = pallas_gpu.refusals(double, half, layout="dv")
     assert len(reasons) == 2
     assert "float64" in reasons[0]
     assert "cast one" in reasons[1]

@@ -317,7 +317,7 @@ def test_refusals_name_every_reason():
         jax.ShapeDtypeStruct((8, 16), jnp.float64),
         jax.ShapeDtypeStruct((16, 1 << 24), jnp.bfloat16),
     )
-    reasons = pallas_tpu.refusals(hidden, head, None, layout="dv", soft_cap=None)
+    reasons = pallas_tpu.refusals(hidden, head, layout="dv")
     assert len(reasons) == 2
     assert "bfloat16 and float64" in reasons[0]
     assert "16777216" in reasons[1]
@@ -325,13 +325,13 @@ def test_refusals_name_every_reason():
         jax.ShapeDtypeStruct((8, 1 << 20), jnp.bfloat16),
         jax.ShapeDtypeStruct((1 << 20, 256), jnp.bfloat16),
     )
-    (reason,) = pallas_tpu.refusals(*wide, None, layout="dv", soft_cap=None)
+    (reason,) = pallas_tpu.refusals(*wide, layout="dv")
     assert "no tile of width 1048576 fits 64 MiB of VMEM" in reason
     fine = (
         jax.ShapeDtypeStruct((8, 16), jnp.bfloat16),
         jax.ShapeDtypeStruct((16, 256), jnp.bfloat16),
     )
-    assert pallas_tpu.refusals(*fine, None, layout="dv", soft_cap=None) == []
+    assert pallas_tpu.refusals(*fine, layout="dv") == []
 
 
 def test_blocks_that_do_not_fit_the_problem_are_refused():
@@ -379,7 +379,7 @@ def test_an_old_tpu_is_refused(monkeypatch):
         jax.ShapeDtypeStruct((8, 16), jnp.bfloat16),
         jax.ShapeDtypeStruct((16, 256), jnp.bfloat16),
     )
-    (reason,) = pallas_tpu.refusals(*fine, None, layout="dv", soft_cap=None)
+    (reason,) = pallas_tpu.refusals(*fine, layout="dv")
     assert "TPU v4 has 16 MiB of VMEM" in reason
 
 

@@ -15,7 +15,6 @@ from easypipe.cli.app import run
 from easypipe.core.errors import ConfigError
 from easypipe.kernels.loss import choice
 from easypipe.kernels.loss.api import fused_linear_cross_entropy
-from easypipe.kernels.loss.gpu import kernel as pallas_gpu
 from easypipe.kernels.loss.stats import Inputs
 from easypipe.kernels.loss.tpu import kernel as pallas_tpu
 from easypipe.kernels.loss.tpu.blocks import (
@@ -31,7 +30,6 @@ from easypipe.kernels.loss.tpu.blocks import (
     cdiv,
     device_of,
     even_split,
-    fitted,
     forward_vmem,
     plan_blocks,
     sizes_of,
@@ -43,7 +41,6 @@ from easypipe.kernels.tuning.table import (
     blocks_for,
     bucket,
     extend_table,
-    package_table,
     read_table,
 )
 
@@ -161,7 +158,7 @@ PLANNED = {
 
 @pytest.mark.parametrize("device", PLANNED)
 def test_the_accounting_plans_blocks_that_fit(device):
-    """These sizes stood in the package's table once, untimed; the accounting must go on choosing
+    """These sizes stood in a table once, untimed; the accounting must go on choosing
     them until a device says better.
     """
     for shape, planned in zip(SHAPES, PLANNED[device], strict=True):
@@ -172,23 +169,6 @@ def test_the_accounting_plans_blocks_that_fit(device):
             max(forward_vmem(blocks, sizes), backward_vmem(blocks, sizes))
             <= device_of(device).vmem - RESERVED
         )
-
-
-def test_the_package_table_holds_measured_entries_that_its_devices_can_run(user_table):
-    # its text is checked while it is read: measured, with milliseconds
-    for entry in package_table():
-        if entry.implementation == "pallas_tpu":
-            blocks, sizes = (
-                as_blocks(entry.blocks),
-                sizes_of(entry.tokens, entry.width, entry.vocab, entry.dtype),
-            )
-            assert entry.device in DEVICES
-            assert fitted(blocks, device_of(entry.device), sizes) == blocks
-        else:
-            known = {"chunked": ["chunk_tokens"], "pallas_gpu": pallas_gpu.DEFAULT_BLOCKS}[
-                entry.implementation
-            ]
-            assert entry.blocks.keys() <= set(known)
 
 
 def test_a_size_that_an_implementation_does_not_know_is_refused_by_name(user_table):

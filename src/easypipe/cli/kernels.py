@@ -16,7 +16,7 @@ kernels = typer.Typer(
 Table = Annotated[
     Path | None,
     typer.Option(
-        "--table", metavar="FILE", help="Else the user's own table, which is looked up first."
+        "--table", metavar="FILE", help="Else the user's own table, which the loss looks up."
     ),
 ]
 
@@ -56,17 +56,11 @@ def tune_(
 
 @kernels.command("table")
 def table_(table: Table = None) -> None:
-    """Show the block sizes that are known: those of a table, else the user's and then easypipe's
-    own.
-    """
+    """Show the block sizes that were measured: those of a table, else of the user's."""
     from easypipe.kernels.tuning import table as tuning
 
-    own = tuning.user_table()
-    entries = (
-        tuning.read_table(table)
-        if table
-        else [*(tuning.read_table(own) if own.exists() else ()), *tuning.package_table()]
-    )
+    path = table or tuning.user_table()
+    entries = tuning.read_table(path) if table or path.exists() else []
     lines = [("device", "implementation", "tokens", "width", "vocab", "dtype", "ms", "blocks")]
     for one in entries:
         sizes = " ".join(f"{name}={size}" for name, size in one.blocks.items())

@@ -181,7 +181,7 @@ class TrainingConfig:
         learning_rate: float | None = None
         random_seed: int | None = None
     else:
-        learning_rate = property(lambda self: self.optimizer.value("learning_rate"))
+        learning_rate = property(lambda self: self.optimizer.numbers()["learning_rate"])
         random_seed = property(lambda self: self.seed)
 
     def check(self) -> None:

@@ -12,7 +12,7 @@ B batch · Q query slots of this device · S slots of the row · H query heads �
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import jax
 from jax import Array
@@ -35,12 +35,12 @@ def make_kernel(
     soft_cap: float | None,
     *,
     interpret: bool,
-) -> Any:
+) -> splash.SplashAttentionKernel:
     """The kernel for rows of `slots` whose queries lie over `shards` devices; `heads` query heads
     on each. A pytree of block lists, which belong to the trace that this is called in."""
     size = next(size for size in BLOCKS if slots // shards % size == 0)
     square = (slots, slots)
-    mask: Any = (
+    mask: masks.Mask = (
         masks.CausalMask(square) if window is None else masks.LocalMask(square, (window - 1, 0), 0)
     )
     return splash.make_splash_mha(
@@ -66,7 +66,9 @@ _SIZES = (
 )
 
 
-def kernel_specs(kernel: Any, sequence: str | None) -> Any:
+def kernel_specs(
+    kernel: splash.SplashAttentionKernel, sequence: str | None
+) -> splash.SplashAttentionKernel:
     """Where the kernel's block lists lie: over the devices among which queries are divided."""
     if sequence is None:
         return jax.tree.map(lambda _: P(), kernel)
@@ -80,7 +82,7 @@ def attention(
     value_BSKh: Float[Array, "B S K h"],
     query_segments: Int[Array, "B Q"],
     key_segments: Int[Array, "B S"],
-    kernel: Any,
+    kernel: splash.SplashAttentionKernel,
     *,
     scale: float,
 ) -> Float[Array, "B Q H h"]:
@@ -92,5 +94,7 @@ def attention(
         array.swapaxes(1, 2)
         for array in ((query_BQHh * scale).astype(query_BQHh.dtype), key_BSKh, value_BSKh)
     )
-    mixed = jax.vmap(kernel)(query, key, value, splash.SegmentIds(query_segments, key_segments))
+    segments = splash.SegmentIds(query_segments, key_segments)
+    # it gives its sums besides where they are asked for
+    mixed = cast("Array", jax.vmap(kernel)(query, key, value, segments))
     return mixed.swapaxes(1, 2).astype(query_BQHh.dtype)

@@ -56,6 +56,9 @@ def blocks_of(query: Array) -> Blocks:
     return Blocks(64, 32, 32) if query.shape[-1] * query.dtype.itemsize > 512 else Blocks()
 
 
+_Kept = tuple[Array, Array, Array, Runs, Array, Array]  # query, key, value, runs, mixed, lse
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def attention(
     query_BQHh: Float[Array, "B Q H h"],
@@ -72,7 +75,7 @@ def attention(
 
 def _attention_forward(
     query: Array, key: Array, value: Array, runs: Runs, options: Options
-) -> tuple[Array, Any]:
+) -> tuple[Array, _Kept]:
     # Named, so that a remat policy can keep them: the backward pass then runs no forward kernel
     # again.
     mixed, lse = (
@@ -82,7 +85,7 @@ def _attention_forward(
 
 
 def _attention_backward(
-    options: Options, kept: Any, d_mixed: Array
+    options: Options, kept: _Kept, d_mixed: Array
 ) -> tuple[Array, Array, Array, None]:
     query, key, value, runs, mixed, lse_BHQ = kept
     delta_BHQ = jnp.einsum("bqhd,bqhd->bhq", mixed, d_mixed, preferred_element_type=jnp.float32)
@@ -136,7 +139,7 @@ def _forward_kernel(
     query, slot, first = query_ref[...], slot_ref[...], first_ref[...]
     rows, width = query.shape
 
-    def block(index: Any, carry: Any) -> Any:
+    def block(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         mixed, highest, total = carry
         at = pl.ds(index * keys, keys)
         score = _scores(query, key_ref[at, :], slot, first, index * keys, options)[0]
@@ -198,7 +201,7 @@ def _query_gradient_kernel(
     query, slot, first = query_ref[...], slot_ref[...], first_ref[...]
     d_mixed, lse, delta = d_mixed_ref[...], lse_ref[...], delta_ref[...]
 
-    def block(index: Any, d_query: Any) -> Any:
+    def block(index: Array, d_query: Array) -> Array:
         at = pl.ds(index * keys, keys)
         key = key_ref[at, :]
         score, slope = _scores(query, key, slot, first, index * keys, options)
@@ -272,7 +275,7 @@ def _key_gradients_kernel(
     begin, offset = pl.program_id(0) * rows, slot_ref[0]
     queries = slot_ref.shape[0]
 
-    def block(turn: Any, carry: Any) -> Any:
+    def block(turn: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         d_key, d_value = carry
         member, index = jax.lax.div(turn, count), start + jax.lax.rem(turn, count)
         at = pl.ds(index * rows, rows)
@@ -297,8 +300,8 @@ def _key_gradients_kernel(
 
 
 def _scores(
-    query: Any, key: Any, slot: Any, first: Any, begin: Any, options: Options
-) -> tuple[Any, Any]:
+    query: Array, key: Array, slot: Array, first: Array, begin: Array | int, options: Options
+) -> tuple[Array, Array | float]:
     """Scores in units of log 2, NEVER where a query does not see a key; and the score's derivative
     by query·key, in nats.
     """
@@ -338,7 +341,7 @@ class _Specs:
         return pl.BlockSpec((None, self.rows), lambda i, b, h: (b, i))
 
 
-def _how(options: Options, *, warps: int) -> dict[str, Any]:
+def _how(options: Options, *, warps: int) -> dict[str, Any]:  # keyword arguments of two types
     return {
         "compiler_params": plgpu.CompilerParams(num_warps=warps, num_stages=2),
         "interpret": options.interpret,

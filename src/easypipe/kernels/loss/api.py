@@ -6,7 +6,7 @@ T tokens · D width · V vocabulary
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Literal, NamedTuple, TypedDict, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from easypipe.core.schema import IGNORE
 from easypipe.kernels.loss import differentiable, reference
 from easypipe.kernels.loss.checks import Call, Request, checked
 from easypipe.kernels.loss.choice import Implementation, LossSharding, Rule
-from easypipe.kernels.loss.stats import Layout, LogitStats, Objective, token_losses
+from easypipe.kernels.loss.stats import Layout, LogitStats, token_losses
 
 __all__ = [
     "Implementation",
@@ -54,23 +54,33 @@ class LossWithTokens(NamedTuple):
     tokens: TokenStats
 
 
-class _LogitsOptions(TypedDict, total=False):
-    weights: Array | None
+class _CommonOptions(TypedDict, total=False):
     ignore_index: int
-    z_loss: float
-    label_smoothing: float
     logit_soft_cap: float | None
-    reduction: Reduction
     sharding: LossSharding | None
     implementation: Implementation | None
 
 
-class _Options(_LogitsOptions, total=False):
+class _LogitsOptions(_CommonOptions, total=False):
+    weights: Array | None
+    z_loss: float
+    label_smoothing: float
+    reduction: Reduction
+
+
+class _HeadOptions(TypedDict, total=False):
     bias: Array | None
     layout: Layout | None
+    float32_logits: bool
+
+
+class _LogProbOptions(_CommonOptions, _HeadOptions, total=False):
+    pass
+
+
+class _Options(_LogitsOptions, _HeadOptions, total=False):
     rule: Rule | None
     chunk_size: int | None
-    float32_logits: bool
 
 
 @overload
@@ -167,14 +177,7 @@ def fused_linear_cross_entropy(
             float32_logits=float32_logits,
         )
     )
-    objective = Objective(float(z_loss), float(label_smoothing), call.vocab)
-    if call.rule == "fast":
-        outcome: Any = differentiable.weighted_sum(
-            call.inputs, _weights(call, reduction), objective, call.plan
-        )
-        loss, stats = outcome
-        return LossWithTokens(loss, _token_stats(stats, call)) if with_tokens else loss
-    return _reduced(_stats(call), call, objective, reduction, with_tokens)
+    return _loss(call, with_tokens)
 
 
 @overload
@@ -226,19 +229,7 @@ def fused_cross_entropy(
             implementation=implementation,
         )
     )
-    if call.plan.is_reference:
-        stats: Any = reference.stats_of_logits(
-            call.inputs.hidden, call.inputs.labels, soft_cap=logit_soft_cap
-        )
-    else:
-        stats = differentiable.stats_of_logits(call.inputs.hidden, call.inputs.labels, call.plan)
-    return _reduced(
-        stats,
-        call,
-        Objective(float(z_loss), float(label_smoothing), call.vocab),
-        reduction,
-        with_tokens,
-    )
+    return _loss(call, with_tokens)
 
 
 def token_log_probs(
@@ -262,29 +253,29 @@ def token_log_probs(
     `float32_logits` is the default here: a log-ratio is a small difference of two of these, and the
     rounding of bfloat16 logits would be as large as it.
     """
-    request = Request(
-        at="token_log_probs",
-        hidden=hidden,
-        lm_head=lm_head,
-        labels=labels,
-        bias=bias,
-        ignore_index=ignore_index,
-        soft_cap=logit_soft_cap,
-        layout=layout,
-        sharding=sharding,
-        implementation=implementation,
-        float32_logits=float32_logits,
+    call = checked(
+        Request(
+            at="token_log_probs",
+            hidden=hidden,
+            lm_head=lm_head,
+            labels=labels,
+            bias=bias,
+            ignore_index=ignore_index,
+            soft_cap=logit_soft_cap,
+            layout=layout,
+            sharding=sharding,
+            implementation=implementation,
+            float32_logits=float32_logits,
+        )
     )
-    call = checked(request)
-    stats = _stats(call)
-    return jnp.where(call.counted, stats.log_prob, 0.0)
+    return jnp.where(call.counted, _stats(call).log_prob, 0.0)
 
 
 def sequence_log_probs(
     hidden: Float[Array, "*batch S D"],
     lm_head: Array,
     labels: Int[Array, "*batch S"],
-    **options: Any,
+    **options: Unpack[_LogProbOptions],
 ) -> Float[Array, "*batch"]:
     """The sum of `token_log_probs` over each sequence: log p(response) where the prompt's labels
     are `ignore_index`. Options as there.
@@ -294,31 +285,30 @@ def sequence_log_probs(
 
 def _stats(call: Call) -> LogitStats:
     """The stats, differentiable."""
-    if call.plan.is_reference:
-        return reference.stats(call.inputs, layout=call.plan.layout, soft_cap=call.plan.soft_cap)
-    stats: Any = differentiable.logit_stats(call.inputs, call.plan)  # custom_vjp hides its type
-    return stats
+    plan = call.plan
+    if plan.is_reference:
+        return reference.stats(call.inputs, layout=plan.layout, soft_cap=plan.soft_cap)
+    return cast("LogitStats", differentiable.logit_stats(call.inputs, plan))  # custom_vjp hides it
 
 
-def _weights(call: Call, reduction: str) -> Array:
-    """Divided before the products, not after: a bfloat16 gradient is then rounded once."""
-    if reduction != "mean":
-        return call.weights
-    total = call.weights.sum()
-    return call.weights / jnp.where(total == 0, 1, total)
-
-
-def _reduced(
-    stats: LogitStats, call: Call, objective: Objective, reduction: str, with_tokens: bool
-) -> Any:
-    losses = _weights(call, reduction) * token_losses(stats, objective)
-    loss = losses if reduction == "none" else losses.sum()
-    return LossWithTokens(loss, _token_stats(stats, call)) if with_tokens else loss
-
-
-def _token_stats(stats: LogitStats, call: Call) -> TokenStats:
+def _loss(call: Call, with_tokens: bool) -> Array | LossWithTokens:
+    weights = call.weights
+    if call.reduction == "mean":
+        # divided before the products, not after: a bfloat16 gradient is then rounded once
+        total = weights.sum()
+        weights = weights / jnp.where(total == 0, 1, total)
+    if call.rule == "fast":
+        loss, stats = cast(
+            "tuple[Array, LogitStats]",
+            differentiable.weighted_sum(call.inputs, weights, call.objective, call.plan),
+        )
+    else:
+        stats = _stats(call)
+        losses = weights * token_losses(stats, call.objective)
+        loss = losses if call.reduction == "none" else losses.sum()
+    if not with_tokens:
+        return loss
     stats = jax.lax.stop_gradient(stats)
     log_probs = jnp.where(call.counted, stats.log_prob, 0.0)
-    return TokenStats(
-        stats.lse, log_probs, call.counted & (stats.target >= stats.best), call.counted
-    )
+    correct = call.counted & (stats.target >= stats.best)
+    return LossWithTokens(loss, TokenStats(stats.lse, log_probs, correct, call.counted))

@@ -4,12 +4,13 @@ kernels take them, and the plan.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import asdict, dataclass, replace
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from easypipe.kernels.loss.choice import (
 from easypipe.kernels.loss.stats import (
     Inputs,
     Layout,
+    Objective,
     accumulator_dtype,
     varying_axes,
     varying_like,
@@ -62,6 +64,52 @@ class Request:
     chunk_size: int | None = None
     float32_logits: bool = False
 
+    @functools.cached_property
+    def arrays(self) -> dict[str, Array]:
+        """Those that are given."""
+        found = {
+            "hidden": self.hidden,
+            "lm_head": self.lm_head,
+            "labels": self.labels,
+            "bias": self.bias,
+            "weights": self.weights,
+        }
+        return {name: array for name, array in found.items() if array is not None}
+
+    def with_layout(self) -> Request:
+        """The same, of arrays, with the layout that the head's shape tells; None where it does not,
+        and where there is no head.
+        """
+        arrays = {name: jnp.asarray(array) for name, array in self.arrays.items()}
+        hidden, lm_head, layout = arrays["hidden"], arrays.get("lm_head"), self.layout
+        if layout is None and lm_head is not None and lm_head.ndim == 2 and hidden.ndim:
+            (rows, columns), width = lm_head.shape, hidden.shape[-1]
+            if rows != columns:
+                layout = "dv" if rows == width else "vd" if columns == width else None
+        return replace(self, **arrays, layout=layout)
+
+    @property
+    def vocab(self) -> int:
+        """Columns over all devices."""
+        if self.lm_head is None:
+            return self.hidden.shape[-1]
+        return self.lm_head.shape[(self.layout or "dv").index("v")]
+
+    @property
+    def vocab_shards(self) -> int:
+        mesh = jax.sharding.get_abstract_mesh()
+        return math.prod(mesh.shape[axis] for axis in self.sharding.vocab) if self.sharding else 1
+
+    @property
+    def chosen_rule(self) -> Rule:
+        if self.lm_head is None or self.reduction == "none" or self.implementation == "reference":
+            return "strict"
+        if self.rule is not None:
+            return self.rule
+        columns, itemsize = self.vocab // self.vocab_shards, self.lm_head.dtype.itemsize
+        fits = choice.fast_fits(columns, itemsize) and not self.float32_logits
+        return "fast" if fits else "strict"
+
 
 @dataclass(frozen=True)
 class Call:
@@ -72,76 +120,58 @@ class Call:
     counted: Array
     plan: Plan
     rule: Rule
-    vocab: int
+    objective: Objective
+    reduction: str
 
 
 def checked(request: Request) -> Call:
     """Raises ConfigError with every reason why not."""
-    arrays: Any = {
-        name: value if value is None or isinstance(value, jax.Array) else jnp.asarray(value)
-        for name in ("hidden", "lm_head", "labels", "bias", "weights")
-        for value in (getattr(request, name),)
-    }
-    request = replace(request, **arrays)
-    layout = _layout(request)
-    problems = [*_shapes(request), *_numbers(request), *_names(request), *_mesh(request, layout)]
+    request = request.with_layout()
+    problems = [*_shapes(request), *_numbers(request), *_names(request), *_mesh(request)]
     if not problems:  # what follows needs shapes and names that are right
-        problems = [*_labels(request, layout), *_runs(request, layout or "dv")]
+        problems = [*_labels(request), *_runs(request)]
     if problems:
         raise ConfigError(at=request.at, problem="; ".join(problems))
-    return _call(request, layout or "dv")
+    return _call(request)
 
 
-def _call(request: Request, layout: Layout) -> Call:
-    hidden, lm_head, bias, labels = (
-        request.hidden,
-        request.lm_head,
-        request.bias,
-        _as_int32(request.labels),
-    )
-    vocab = _vocab(request, layout)
+def _call(request: Request) -> Call:
+    given, vocab = request.arrays, request.vocab
+    hidden, lm_head, labels = request.hidden, request.lm_head, _as_int32(request.labels)
     if lm_head is not None:
         wider = jnp.result_type(hidden, lm_head)
         hidden, lm_head = hidden.astype(wider), lm_head.astype(wider)
     dtype = accumulator_dtype(hidden)
     counted = (labels != request.ignore_index) & (labels >= 0) & (labels < vocab)
-    weights = (
-        jnp.ones(labels.shape, dtype) if request.weights is None else request.weights.astype(dtype)
-    )
+    weights = given["weights"].astype(dtype) if "weights" in given else jnp.ones((), dtype)
     weights = jnp.where(counted, weights, 0)
     # Inside the user's shard_map, jax sums the cotangent of what all devices share; so it must be
     # told of it before our rules begin.
-    arrays: Any = Inputs(hidden, lm_head, bias, jnp.where(counted, labels, -1)), weights, counted  # pyright: ignore[reportArgumentType]
+    inputs = Inputs(hidden, lm_head, request.bias, jnp.where(counted, labels, -1))  # pyright: ignore[reportArgumentType]  (see Call)
+    shared = jax.tree.leaves((inputs, weights, counted))
     inputs, weights, counted = jax.tree.map(
-        lambda array: varying_like(array, *jax.tree.leaves(arrays)), arrays
+        lambda array: varying_like(array, *shared), (inputs, weights, counted)
     )
-    refusals = (
-        {name: list(_refusals(request, name, layout)) for name in FAVOURITES.values()}
-        if request.implementation is None
-        else {}
-    )
-    unused = FAVOURITES.get(choice.platform_at_hand())
-    if unused and refusals.get(unused):
-        logger.warning(
-            "%s: %s cannot run, so XLA's own operations do: %s",
-            request.at,
-            unused,
-            "; ".join(refusals[unused]),
-        )
-    implementation: Any = (
-        "chunked"
-        if labels.size == 0 and request.implementation != "reference"
-        else request.implementation
-    )
+    implementation, refusals = request.implementation, {}
+    if implementation is None:
+        refusals = {name: list(_refusals(request, name)) for name in FAVOURITES.values()}
+        unused = FAVOURITES.get(choice.platform_at_hand())
+        if unused and refusals[unused]:
+            why = "; ".join(refusals[unused])
+            message = "%s: %s cannot run, so XLA's own operations do: %s"
+            logger.warning(message, request.at, unused, why)
+    if labels.size == 0 and implementation != "reference":
+        implementation = "chunked"
     plan = Plan(
         choice.candidates(refusals, implementation),
-        layout,
+        request.layout or "dv",
         request.soft_cap,
         request.sharding,
         request.chunk_size,
         request.float32_logits,
     )
-    return Call(inputs, weights, counted, plan, _rule(request, layout), vocab)
+    objective = Objective(float(request.z_loss), float(request.label_smoothing), vocab)
+    return Call(inputs, weights, counted, plan, request.chosen_rule, objective, request.reduction)
 
 
 def _as_int32(labels: Array) -> Array:
@@ -154,46 +184,9 @@ def _as_int32(labels: Array) -> Array:
     return labels.astype(jnp.int32)
 
 
-def _rule(request: Request, layout: Layout) -> Rule:
-    if (
-        request.lm_head is None
-        or request.reduction == "none"
-        or request.implementation == "reference"
-    ):
-        return "strict"
-    if request.rule is not None:
-        return request.rule
-    if request.float32_logits:
-        return "strict"
-    fits = choice.fast_fits(
-        _vocab(request, layout) // _vocab_shards(request), request.lm_head.dtype.itemsize
-    )
-    return "fast" if fits else "strict"
-
-
-def _layout(request: Request) -> Layout | None:
-    """None where it cannot be told, and where there is no head."""
-    if (
-        request.layout is not None
-        or request.lm_head is None
-        or request.lm_head.ndim != 2
-        or request.hidden.ndim == 0
-    ):
-        return request.layout
-    rows, columns = request.lm_head.shape
-    width = request.hidden.shape[-1]
-    if rows == columns:
-        return None
-    return "dv" if rows == width else "vd" if columns == width else None
-
-
 def _shapes(request: Request) -> Iterator[str]:
-    hidden, lm_head, labels, layout = (
-        request.hidden,
-        request.lm_head,
-        request.labels,
-        _layout(request),
-    )
+    hidden, lm_head = request.hidden, request.lm_head
+    labels, layout = request.labels, request.layout
     what = "hidden" if lm_head is not None else "logits"
     if hidden.ndim < 2 or hidden.shape[:-1] != labels.shape or 0 in hidden.shape[-1:]:
         yield f"labels {labels.shape} do not fit {what} {hidden.shape}: give {what} [T, n] and labels [T], or both with batch dimensions"
@@ -208,8 +201,8 @@ def _shapes(request: Request) -> Iterator[str]:
             yield _option("layout", layout, get_args(Layout))
         elif hidden.ndim and lm_head.shape[layout.index("d")] != hidden.shape[-1]:
             yield f"layout: lm_head {lm_head.shape} read as {layout!r} does not fit the width {hidden.shape[-1]} of hidden"
-        elif request.bias is not None and request.bias.shape != (lm_head.shape[layout.index("v")],):
-            yield f"bias {request.bias.shape} does not fit a vocabulary of {lm_head.shape[layout.index('v')]}"
+        elif request.bias is not None and request.bias.shape != (request.vocab,):
+            yield f"bias {request.bias.shape} does not fit a vocabulary of {request.vocab}"
     if request.weights is not None and request.weights.shape != labels.shape:
         yield f"weights {request.weights.shape} do not fit labels {labels.shape}"
     if not jnp.issubdtype(labels.dtype, jnp.integer):
@@ -237,7 +230,7 @@ def _numbers(request: Request) -> Iterator[str]:
         yield f"ignore_index: {request.ignore_index} is no label: give an int of 32 bits (-100 is usual)"
 
 
-def _number(value: Any) -> float:
+def _number(value: float) -> float:
     """nan for what is no number, and for one that jit traces."""
     try:
         return float(value)
@@ -245,7 +238,7 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: int) -> bool:
     try:
         return operator.index(value) == value
     except TypeError:  # what jit traces, too
@@ -253,37 +246,40 @@ def _is_whole(value: Any) -> bool:
 
 
 def _names(request: Request) -> Iterator[str]:
-    implementations = (
-        get_args(Implementation)
-        if request.lm_head is not None
-        else ("reference", "chunked", "pallas_gpu")
-    )
-    for name, options in (
-        ("implementation", implementations),
-        ("rule", get_args(Rule)),
-        ("reduction", REDUCTIONS),
+    implementations = get_args(Implementation)
+    if request.lm_head is None:
+        implementations = ("reference", "chunked", "pallas_gpu")
+    for name, value, options in (
+        ("implementation", request.implementation, (None, *implementations)),
+        ("rule", request.rule, (None, *get_args(Rule))),
+        ("reduction", request.reduction, REDUCTIONS),
     ):
-        value = getattr(request, name)
-        if value not in options and not (value is None and name != "reduction"):
+        if value not in options:
             yield _option(name, value, options)
     if request.rule == "fast" and request.reduction == "none":
         yield "rule: 'fast' needs a scalar loss, and reduction is 'none': choose 'strict', or reduce"
     if request.rule == "fast" and request.float32_logits:
         yield "rule: 'fast' rounds the logits to the dtype of the inputs, and float32_logits is set: choose 'strict', or leave it out"
     if request.implementation == "reference":
-        for name in ("rule", "chunk_size", "sharding"):
-            if getattr(request, name) is not None:
+        unknown = {
+            "rule": request.rule,
+            "chunk_size": request.chunk_size,
+            "sharding": request.sharding,
+        }
+        for name, value in unknown.items():
+            if value is not None:
                 yield f"{name}: the reference knows none: leave it None, or choose implementation 'chunked'"
 
 
-def _mesh(request: Request, layout: Layout | None) -> Iterator[str]:
-    sharding = request.sharding
+def _mesh(request: Request) -> Iterator[str]:
+    sharding, layout = request.sharding, request.layout
     if sharding is None:
         return
     mesh = jax.sharding.get_abstract_mesh()
     missing = False
-    for field in ("tokens", "embed", "vocab", "sequence"):
-        for axis in getattr(sharding, field):
+    axes_of = asdict(sharding)
+    for field, axes in axes_of.items():
+        for axis in axes:
             if axis not in mesh.axis_names:
                 missing = True
                 have = ", ".join(map(str, mesh.axis_names)) or "none"
@@ -293,7 +289,7 @@ def _mesh(request: Request, layout: Layout | None) -> Iterator[str]:
                 yield f"sharding.{field}: shard_map has split axis {axis!r} already: call without sharding, or outside of it"
     pairs = [("tokens", "vocab"), ("tokens", "sequence"), ("embed", "vocab")]
     for one, other in pairs if request.lm_head is not None else pairs[:2]:
-        both = set(getattr(sharding, one)) & set(getattr(sharding, other))
+        both = set(axes_of[one]) & set(axes_of[other])
         if both:
             yield f"sharding: {one} and {other} both lie over {', '.join(sorted(both))}"
     if request.labels.ndim > 2:
@@ -302,18 +298,18 @@ def _mesh(request: Request, layout: Layout | None) -> Iterator[str]:
         yield f"sharding.sequence: labels {request.labels.shape} have no sequence: give hidden [B, S, D] and labels [B, S]"
     if missing or (request.lm_head is not None and (layout is None or request.lm_head.ndim != 2)):
         return
-    vocab, parts = _vocab(request, layout or "dv"), _vocab_shards(request)
+    vocab, parts = request.vocab, request.vocab_shards
     if vocab % parts:
         more = vocab + -vocab % parts
         yield f"sharding.vocab: a vocabulary of {vocab} does not divide over {parts} devices: make it {more}, or shard it over fewer"
 
 
-def _labels(request: Request, layout: Layout | None) -> Iterator[str]:
+def _labels(request: Request) -> Iterator[str]:
     """Only where their values are known."""
-    labels = request.labels
+    labels, vocab = request.labels, request.vocab
     if isinstance(labels, Tracer) or not labels.is_fully_addressable:
         return
-    values, vocab = np.asarray(labels), _vocab(request, layout or "dv")
+    values = np.asarray(labels)
     wrong = (values != request.ignore_index) & ((values < 0) | (values >= vocab))
     if wrong.any():
         where = tuple(int(index) for index in np.argwhere(wrong)[0])
@@ -323,33 +319,21 @@ def _labels(request: Request, layout: Layout | None) -> Iterator[str]:
         )
 
 
-def _runs(request: Request, layout: Layout) -> Iterator[str]:
+def _runs(request: Request) -> Iterator[str]:
     name = request.implementation
     if name is None or name not in FAVOURITES.values():
         return
-    for reason in [*_refusals(request, name, layout), *_elsewhere(request, name)]:
+    for reason in [*_refusals(request, name), *_elsewhere(request, name)]:
         yield f"implementation: {name!r} cannot run: {reason}"
-    if request.lm_head is None:
-        return
-    if (
-        request.rule == "fast"
-        and choice.missing(MODULES[name]) is None
-        and not hasattr(choice.kernel(name), "row_step")
-    ):
-        yield f"rule: {name!r} has no 'fast': leave it None"
-    if request.chunk_size is not None and _rule(request, layout) == "strict":
+    if request.chunk_size is not None and request.chosen_rule == "strict":
         yield f"chunk_size: {name!r} has none under the rule 'strict': leave it None"
 
 
-def _refusals(request: Request, name: str, layout: Layout) -> Iterator[str]:
+def _refusals(request: Request, name: Implementation) -> Iterator[str]:
     if (reason := choice.missing(MODULES[name])) is not None:
         yield reason
         return
-    arrays = [
-        array
-        for array in (request.hidden, request.lm_head, request.bias, request.labels)
-        if array is not None
-    ]
+    arrays = [array for key, array in request.arrays.items() if key != "weights"]
     if request.sharding is None and (devices := choice.devices_without_sharding(*arrays)) > 1:
         yield f"the compiler cannot split it over {devices} devices: say by `sharding` how the arguments lie"
     if any(varying_axes(array) for array in arrays):
@@ -358,66 +342,28 @@ def _refusals(request: Request, name: str, layout: Layout) -> Iterator[str]:
         if jnp.dtype(request.hidden.dtype) == jnp.float64:
             yield "float64 runs in XLA only"
         return
-    shards = _vocab_shards(request)
-    shape = [
-        size // shards if axis == "v" else size
-        for axis, size in zip(layout, request.lm_head.shape, strict=True)
-    ]
+    layout, width = request.layout or "dv", request.hidden.shape[-1]
+    sizes = {"d": width, "v": request.vocab // request.vocab_shards}
     wider = jnp.result_type(request.hidden, request.lm_head)
-    tokens = math.prod(request.labels.shape)
-    hidden, lm_head = (
-        jax.ShapeDtypeStruct((tokens, request.hidden.shape[-1]), wider),
-        jax.ShapeDtypeStruct(tuple(shape), wider),
-    )
-    bias = (
-        None
-        if request.bias is None
-        else jax.ShapeDtypeStruct((shape[layout.index("v")],), request.bias.dtype)
-    )
-    yield from choice.kernel(name).refusals(
-        hidden, lm_head, bias, layout=layout, soft_cap=request.soft_cap
-    )
+    hidden = jax.ShapeDtypeStruct((math.prod(request.labels.shape), width), wider)
+    lm_head = jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in layout), wider)
+    yield from choice.kernel(name).refusals(hidden, lm_head, layout=layout)
 
 
 def _elsewhere(request: Request, name: str) -> Iterator[str]:
     """Only where nothing is traced: under jit the program may be lowered for a platform that is not
     here.
     """
-    arrays = [
-        array
-        for array in (
-            request.hidden,
-            request.lm_head,
-            request.labels,
-            request.bias,
-            request.weights,
-        )
-        if array is not None
-    ]
+    arrays = list(request.arrays.values())
     if any(isinstance(array, Tracer) for array in arrays):
         return
-    here = {
-        choice.platform_name(device.platform) for array in arrays for device in array.devices()
-    } | {choice.platform_at_hand()}
-    if (reason := choice.misplaced(name, here)) is not None:
+    devices = {device for array in arrays for device in array.devices()}
+    here = {choice.platform_name(device.platform) for device in devices}
+    if (reason := choice.misplaced(name, here | {choice.platform_at_hand()})) is not None:
         yield f"{reason}: leave it None, or lower the call for such a device under jax.jit"
 
 
-def _vocab(request: Request, layout: Layout) -> int:
-    return (
-        request.hidden.shape[-1]
-        if request.lm_head is None
-        else request.lm_head.shape[layout.index("v")]
-    )
-
-
-def _vocab_shards(request: Request) -> int:
-    if request.sharding is None:
-        return 1
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[axis] for axis in request.sharding.vocab)
-
-
-def _option(name: str, value: object, options: tuple[str, ...]) -> str:
-    near = did_you_mean(str(value), options)
-    return f"{name}: {value!r} is not an option (have: {', '.join(options)}){'. ' + near if near else ''}"
+def _option(name: str, value: object, options: tuple[str | None, ...]) -> str:
+    known = [option for option in options if option is not None]
+    near = did_you_mean(str(value), known)
+    return f"{name}: {value!r} is not an option (have: {', '.join(known)}){'. ' + near if near else ''}"

@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, TypeVar, cast
 
 import jax
 from jax import Array
@@ -31,6 +31,7 @@ MODULES: dict[Implementation, str] = {
 }
 # by platform; elsewhere "chunked"
 FAVOURITES: dict[str, Implementation] = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}
+Result = TypeVar("Result")
 ANYWHERE = "cpu"  # stands for every platform without a favourite
 
 CHUNK_TOKENS = {"tpu": 4096, "cuda": 4096, ANYWHERE: 1024}
@@ -114,48 +115,40 @@ def missing(module: str) -> str | None:
     return None
 
 
-def by_platform(plan: Plan, run: Callable[..., Any], *arrays: Any, alike: bool = True) -> Any:
+def by_platform(
+    plan: Plan, run: Callable[..., Result], *arrays: object, alike: bool = True
+) -> Result:
     """`run(platform, implementation, *arrays)` of the candidate whose platform the program is
     lowered for.
 
     alike: `run` asks for the implementation only, so what several platforms share is traced once.
     """
-    *named, default = plan.candidates
-    functions: dict[Any, Any] = {}
+    branches: dict[str, Callable[..., Result]] = {}
+    known: dict[tuple[str, ...], Callable[..., Result]] = {}
     for platform, name in plan.candidates:
-        functions.setdefault(
-            name if alike else (platform, name), functools.partial(run, platform, name)
-        )
-    if len(functions) == 1:
-        return next(iter(functions.values()))(*arrays)
-    branches = {
-        platform: functions[name if alike else (platform, name)] for platform, name in named
-    }
-    return jax.lax.platform_dependent(
-        *arrays, default=functions[default[1] if alike else default], **branches
-    )
+        key = (name,) if alike else (platform, name)
+        branches[platform] = known.setdefault(key, functools.partial(run, platform, name))
+    default = branches.pop(plan.candidates[-1][0])
+    if len(known) == 1:
+        return default(*arrays)
+    return jax.lax.platform_dependent(*arrays, default=default, **branches)
 
 
 def candidates(
-    refusals: dict[str, list[str]], implementation: Implementation | None
+    refusals: Mapping[str, list[str]], implementation: Implementation | None
 ) -> tuple[tuple[str, Implementation], ...]:
     """What may run: the implementation asked for; else each platform's favourite unless it refuses,
     and "chunked".
     """
-    if implementation in ("pallas_tpu", "pallas_gpu"):
-        return tuple(
-            (platform, name) for platform, name in FAVOURITES.items() if name == implementation
-        )
+    own = tuple(item for item in FAVOURITES.items() if item[1] == implementation)
+    if own:
+        return own
     if implementation is not None:
-        return (
-            *((platform, implementation) for platform in FAVOURITES),
-            (ANYWHERE, implementation),
-        )
-    favourites: Any = (
-        (platform, name if not refusals.get(name) else "chunked")
-        for platform, name in FAVOURITES.items()
+        return tuple((platform, implementation) for platform in (*FAVOURITES, ANYWHERE))
+    return (
+        *((at, "chunked" if refusals.get(name) else name) for at, name in FAVOURITES.items()),
+        (ANYWHERE, "chunked"),
     )
-    return (*favourites, (ANYWHERE, "chunked"))
 
 
 def platform_at_hand() -> str:

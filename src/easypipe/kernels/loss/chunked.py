@@ -18,32 +18,46 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from easypipe.kernels.loss import rows
+from easypipe.kernels.loss.rows import row_gradients, row_options, row_stats, row_step
 from easypipe.kernels.loss.stats import (
     Cotangents,
     Gradients,
     Inputs,
+    Kernel,
     Layout,
     LogitStats,
     Objective,
-    about_best,
+    ShapedArray,
     accumulator_dtype,
-    loss_cotangents,
+    logit_gradients,
+    loss_gradient_inputs,
     merge_shards,
     merged,
-    soft_cap_slope,
     soft_capped,
     varying_like,
     vocab_size,
 )
 
+__all__ = [
+    "VECTOR",
+    "gradients",
+    "loss_gradients",
+    "refusals",
+    "row_gradients",
+    "row_options",
+    "row_stats",
+    "row_step",
+    "stats",
+]
+
+Carry = TypeVar("Carry")
 TILE = (1024, 4096)  # tokens and columns of a strict tile: 16 MiB of float32 logits
 # a float32 gradient of the hidden states, where they are not float32 themselves
 HIDDEN_BYTES = 64 << 20
@@ -51,9 +65,10 @@ HIDDEN_BYTES = 64 << 20
 VOCAB_BLOCK = 1024
 
 
-def refusals(
-    hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: float | None
-) -> list[str]:
+VECTOR = 1
+
+
+def refusals(hidden: ShapedArray, lm_head: ShapedArray, *, layout: Layout) -> list[str]:
     """None: XLA runs everywhere."""
     return []
 
@@ -234,13 +249,11 @@ class _Tiles:
         """dx[C, B] in the dtype of the products and as it was before; 0 where a tile before this
         one had it.
         """
-        lse_C1, g_lse_C1, g_target_C1, g_sum_C1 = (
-            self.token_rows(array, i)[:, None] for array in cotangents
-        )
+        lse_C, *g_C = (self.token_rows(array, i) for array in cotangents)
         z_CB, hit_CB, fresh_C1, fresh_B = self.logits(i, j)
-        dz_CB = jnp.exp(z_CB - lse_C1) * g_lse_C1 + jnp.where(hit_CB, g_target_C1, 0.0) + g_sum_C1
         fresh_CB = fresh_B if every_row else fresh_C1 & fresh_B
-        exact_CB = jnp.where(fresh_CB, dz_CB * soft_cap_slope(z_CB, self.soft_cap), 0.0)
+        dx_CB = logit_gradients(z_CB, hit_CB, lse_C, Cotangents(*g_C), self.soft_cap)
+        exact_CB = jnp.where(fresh_CB, dx_CB, 0.0)
         return exact_CB.astype(jnp.result_type(self.hidden, self.lm_head)), exact_CB
 
     def d_hidden(self, dx_CB: Array, j: Array) -> Array:
@@ -265,7 +278,7 @@ def loss_gradients(
     soft_cap: float | None,
     objective: Objective,
     chunk_size: int,
-    kernel: Any = rows,
+    kernel: Kernel,
     vocab_axes: tuple[str, ...] = (),
     grad_dtype: DTypeLike | None = None,
     vocab_block: int | None = None,
@@ -273,7 +286,7 @@ def loss_gradients(
     """The stats over all shards, and the gradients of `sum_t weights[t] * loss[t]`: the whole of
     *fast*, forward and backward.
 
-    kernel: what of stats.RowKernel it has is used. vocab_axes: manual mesh axes over which the
+    kernel: whose rows are used. vocab_axes: manual mesh axes over which the
     vocabulary lies; `d_hidden` is this shard's share. grad_dtype: of the head's and the bias's
     gradient. vocab_block: see VOCAB_BLOCK.
     """
@@ -281,23 +294,30 @@ def loss_gradients(
     num_tokens, dtype = hidden.shape[0], accumulator_dtype(hidden, lm_head)
     num_chunks, chunk = chunk_shape(num_tokens, chunk_size)
     head_dtype, axis = jnp.dtype(grad_dtype or lm_head.dtype), layout.index("v")
-    options = kernel.row_options(hidden, lm_head, layout) if hasattr(kernel, "row_options") else {}
-    pieces = _pieces(lm_head, bias, layout, getattr(kernel, "VECTOR", 1))
+    options = {**kernel.row_options(hidden, lm_head, layout), "soft_cap": soft_cap}
+    pieces = _pieces(lm_head, bias, layout, kernel.VECTOR)
+
+    def rows(
+        logits: list[Array], labels: list[Array], weights_C: Array
+    ) -> tuple[list[Array], LogitStats]:
+        """dx of every piece of the vocabulary, and the stats over all of them."""
+        if len(pieces) == 1 and not vocab_axes:
+            dx_CV, stats = kernel.row_step(
+                logits[0], labels[0], weights_C, objective=objective, **options
+            )
+            return [dx_CV], stats
+        both = list(zip(logits, labels, strict=True))
+        stats = merged([kernel.row_stats(*piece, **options) for piece in both])
+        stats = merge_shards(stats, vocab_axes)
+        shift, g = loss_gradient_inputs(stats, weights_C, objective)
+        return [kernel.row_gradients(*piece, shift, g, **options) for piece in both], stats
 
     def one(
         hidden_CD: Array, labels_C: Array, weights_C: Array
     ) -> tuple[LogitStats, Array, list[Array]]:
         logits = [_chunk_logits(hidden_CD, piece.head, piece.bias, layout) for piece in pieces]
         locals_C = [labels_C - piece.first for piece in pieces]
-        dx, stats = _row_step(
-            kernel,
-            logits,
-            locals_C,
-            weights_C,
-            objective,
-            vocab_axes,
-            {"soft_cap": soft_cap, **options},
-        )
+        dx, stats = rows(logits, locals_C, weights_C)
         products = [
             jnp.einsum(f"cv,{layout}->cd", dx_CV, piece.head, preferred_element_type=dtype)
             for dx_CV, piece in zip(dx, pieces, strict=True)
@@ -319,7 +339,7 @@ def loss_gradients(
         ]
         return stats, gradients(d_hidden, d_heads, [dx_CV.sum(axis=0, dtype=dtype) for dx_CV in dx])
 
-    def step(i: Array, out: Any) -> Any:
+    def step(i: Array, out: _Chunks) -> _Chunks:
         all_stats, all_hidden, d_heads, d_biases = out
         # the last chunk is moved back to lie inside; what was seen weighs 0
         first = jnp.minimum(i * chunk, num_tokens - chunk)
@@ -355,6 +375,10 @@ def loss_gradients(
     )
     stats, d_hidden, d_heads, d_biases = _loop(num_chunks, step, start)
     return stats, gradients(d_hidden, d_heads, d_biases)
+
+
+# stats, d_hidden, d_heads, d_biases
+_Chunks = tuple[LogitStats, Array, list[Array], list[Array]]
 
 
 class _Piece(NamedTuple):
@@ -395,37 +419,6 @@ def _chunk_logits(hidden_CD: Array, lm_head: Array, bias: Array | None, layout: 
         preferred_element_type=accumulator_dtype(hidden_CD, lm_head),
     )
     return (x_CV + bias).astype(dtype)
-
-
-def _row_step(
-    kernel: Any,
-    logits: list[Array],
-    labels: list[Array],
-    weights: Array,
-    objective: Objective,
-    vocab_axes: tuple[str, ...],
-    options: dict[str, Any],
-) -> tuple[list[Array], LogitStats]:
-    """dx of every piece of the vocabulary, and the stats over all of them."""
-    if len(logits) == 1 and not vocab_axes:
-        dx, stats = getattr(kernel, "row_step", rows.row_step)(
-            logits[0], labels[0], weights, objective=objective, **options
-        )
-        return [dx], stats
-    row_stats, row_gradients = (
-        getattr(kernel, name, getattr(rows, name)) for name in ("row_stats", "row_gradients")
-    )
-    stats = merge_shards(
-        merged([row_stats(*piece, **options) for piece in zip(logits, labels, strict=True)]),
-        vocab_axes,
-    )
-    shift, cotangents = about_best(
-        stats.best, stats.log_sum, loss_cotangents(stats.lse, weights, objective)
-    )
-    return [
-        row_gradients(*piece, shift, cotangents, **options)
-        for piece in zip(logits, labels, strict=True)
-    ], stats
 
 
 def _add_product(
@@ -471,6 +464,6 @@ def _put(whole: Array, piece: Array, first: Array, axis: int) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(whole, piece, first, axis)
 
 
-def _loop(count: int, body: Callable[[Array, Any], Any], start: Any) -> Any:
+def _loop(count: int, body: Callable[[Array, Carry], Carry], start: Carry) -> Carry:
     """fori_loop; a single turn is inlined, so that constants reach the compiler."""
     return body(jnp.int32(0), start) if count == 1 else jax.lax.fori_loop(0, count, body, start)

@@ -1,5 +1,5 @@
-"""Losses on top of the stats: how they are differentiated. The arithmetic itself is plain jax, and
-stands in api.py.
+"""How losses on top of the stats are differentiated. The arithmetic itself is plain jax, and stands
+in api.py.
 
 *strict*: the stats are differentiated by recomputing the logits, whatever is made of the stats.
 *fast*: the loss is `sum_t weights[t] * loss[t]`, whose gradient is known up to one scalar when it
@@ -32,7 +32,8 @@ from easypipe.kernels.loss.stats import (
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def logit_stats(inputs: Inputs, plan: Plan) -> LogitStats:
     """The stats of `inputs`, differentiable in hidden, lm_head and bias (*strict*); `best` passes
-    no gradient on.
+    no gradient on. Of logits that are at hand, nothing of their size is kept but they, and their
+    gradient has their dtype.
     """
     return sharded.stats(inputs, plan)
 
@@ -46,13 +47,8 @@ def _stats_backward(
     plan: Plan, residuals: tuple[Inputs, Array, Array], g: LogitStats
 ) -> tuple[Inputs]:
     inputs, best, log_sum = residuals
-    return (
-        _cotangent(
-            sharded.gradients(
-                inputs, *about_best(best, log_sum, Cotangents(g.log_sum, g.target, g.sum)), plan
-            )
-        ),
-    )
+    shift, cotangents = about_best(best, log_sum, Cotangents(g.log_sum, g.target, g.sum))
+    return (_cotangent(sharded.gradients(inputs, shift, cotangents, plan)),)
 
 
 logit_stats.defvjp(_stats_forward, _stats_backward)
@@ -82,36 +78,11 @@ def _sum_backward(
     g: tuple[Array, LogitStats],
 ):
     grads, losses = residuals
-    scaled = Gradients(
-        *jax.tree.map(lambda array: (array * g[0]).astype(array.dtype), tuple(grads))
-    )
+    scaled = jax.tree.map(lambda array: (array * g[0]).astype(array.dtype), grads)
     return _cotangent(scaled), losses * g[0]
 
 
 weighted_sum.defvjp(_sum_forward, _sum_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def stats_of_logits(logits: Array, labels: Array, plan: Plan) -> LogitStats:
-    """The stats of logits that are at hand, differentiable; nothing of their size is kept but they,
-    and their gradient has their dtype.
-    """
-    return sharded.row_stats(logits, labels, plan)
-
-
-def _rows_forward(logits: Array, labels: Array, plan: Plan):
-    stats = sharded.row_stats(logits, labels, plan)
-    return stats, (logits, labels, stats.best, stats.log_sum)
-
-
-def _rows_backward(plan: Plan, residuals: tuple[Array, Array, Array, Array], g: LogitStats):
-    logits, labels, best, log_sum = residuals
-    return sharded.row_gradients(
-        logits, labels, *about_best(best, log_sum, Cotangents(g.log_sum, g.target, g.sum)), plan
-    ), None
-
-
-stats_of_logits.defvjp(_rows_forward, _rows_backward)
 
 
 def _cotangent(grads: Gradients) -> Inputs:

@@ -7,13 +7,11 @@ T tokens · D width · V vocabulary.  logits_TV never exists outside this file.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from easypipe.kernels.loss.stats import (
     Cotangents,
@@ -22,16 +20,9 @@ from easypipe.kernels.loss.stats import (
     Layout,
     LogitStats,
     accumulator_dtype,
-    soft_cap_slope,
+    logit_gradients,
     soft_capped,
 )
-
-
-def refusals(
-    hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: float | None
-) -> list[str]:
-    """None: whatever the others run is checked against this."""
-    return []
 
 
 def stats(
@@ -40,18 +31,11 @@ def stats(
     """Kernel.stats, differentiable by jax itself: a second opinion on every `gradients`. Leading
     shapes other than [T] will do.
     """
-    return stats_of_logits(_logits(inputs, layout), inputs.labels, soft_cap=soft_cap)
-
-
-def stats_of_logits(
-    logits: Float[Array, "T V"], labels: Int[Array, " T"], *, soft_cap: float | None
-) -> LogitStats:
-    z_TV = soft_capped(logits.astype(accumulator_dtype(logits)), soft_cap)
-    hit_TV = _hits(labels, z_TV)
+    z_TV = soft_capped(_logits(inputs, layout), soft_cap)
     best_T = jax.lax.stop_gradient(z_TV.max(axis=-1))
     return LogitStats(
         jax.nn.logsumexp(z_TV - best_T[..., None], axis=-1),
-        jnp.where(hit_TV, z_TV, 0.0).sum(axis=-1),
+        jnp.where(_hits(inputs.labels, z_TV), z_TV, 0.0).sum(axis=-1),
         z_TV.sum(axis=-1),
         best_T,
     )
@@ -70,13 +54,7 @@ def gradients(
     """Kernel.gradients, the formula as it stands there."""
     hidden, lm_head, bias, labels = inputs
     z_TV = soft_capped(_logits(inputs, layout), soft_cap)
-    hit_TV = _hits(labels, z_TV)
-    dz_TV = (
-        jnp.exp(z_TV - lse[:, None]) * g.lse[:, None]
-        + jnp.where(hit_TV, g.target[:, None], 0.0)
-        + g.sum[:, None]
-    )
-    exact_TV = dz_TV * soft_cap_slope(z_TV, soft_cap)
+    exact_TV = logit_gradients(z_TV, _hits(labels, z_TV), lse, g, soft_cap)
     dx_TV = exact_TV.astype(jnp.result_type(hidden, lm_head))
     dtype = accumulator_dtype(hidden, lm_head)
     d_hidden = jnp.einsum(f"tv,{layout}->td", dx_TV, lm_head, preferred_element_type=dtype)
@@ -90,7 +68,10 @@ def gradients(
 
 
 def _logits(inputs: Inputs, layout: Layout) -> Array:
+    """x in float32 (float64); `hidden` itself where there is no head."""
     hidden, lm_head, bias, _ = inputs
+    if lm_head is None:
+        return hidden.astype(accumulator_dtype(hidden))
     x_TV = jnp.einsum(
         f"...d,{layout}->...v",
         hidden,

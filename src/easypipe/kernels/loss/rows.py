@@ -1,4 +1,4 @@
-"""The loss of logits that are at hand, row by row, in plain XLA: the functions of stats.RowKernel.
+"""The loss of logits that are at hand, row by row, in plain XLA: the row functions of stats.Kernel.
 
 C tokens · V vocabulary
 """
@@ -10,12 +10,12 @@ from jax import Array
 
 from easypipe.kernels.loss.stats import (
     Cotangents,
+    Layout,
     LogitStats,
     Objective,
-    about_best,
     accumulator_dtype,
-    loss_cotangents,
-    soft_cap_slope,
+    logit_gradients,
+    loss_gradient_inputs,
     soft_capped,
 )
 
@@ -39,24 +39,21 @@ def row_stats(logits: Array, labels: Array, *, soft_cap: float | None) -> LogitS
 def row_gradients(
     logits: Array, labels: Array, lse: Array, g: Cotangents, *, soft_cap: float | None
 ) -> Array:
-    z_CV = _capped(logits, soft_cap)
     hit_CV = jnp.arange(logits.shape[1], dtype=labels.dtype) == labels[:, None]
-    dz_CV = (
-        jnp.exp(z_CV - lse[:, None]) * g.lse[:, None]
-        + jnp.where(hit_CV, g.target[:, None], 0.0)
-        + g.sum[:, None]
-    )
-    return (dz_CV * soft_cap_slope(z_CV, soft_cap)).astype(logits.dtype)
+    dx_CV = logit_gradients(_capped(logits, soft_cap), hit_CV, lse, g, soft_cap)
+    return dx_CV.astype(logits.dtype)
 
 
 def row_step(
     logits: Array, labels: Array, weights: Array, *, objective: Objective, soft_cap: float | None
 ) -> tuple[Array, LogitStats]:
     stats = row_stats(logits, labels, soft_cap=soft_cap)
-    shift, cotangents = about_best(
-        stats.best, stats.log_sum, loss_cotangents(stats.lse, weights, objective)
-    )
+    shift, cotangents = loss_gradient_inputs(stats, weights, objective)
     return row_gradients(logits, labels, shift, cotangents, soft_cap=soft_cap), stats
+
+
+def row_options(hidden: Array, lm_head: Array, layout: Layout) -> dict[str, object]:
+    return {}
 
 
 def _capped(logits: Array, soft_cap: float | None) -> Array:

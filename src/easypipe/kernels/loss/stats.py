@@ -6,7 +6,7 @@ T tokens · D width · V vocabulary, the columns that this device holds · C tok
     x[t, v] = hidden[t] @ head[:, v] + bias[v]          z = cap(x),  cap(x) = soft_cap * tanh(x / soft_cap), or x
 
 Everything that a loss wants of the logits is a function of four sums over z. So a kernel computes
-these and their gradient, without knowing of losses, weights or meshes; loss.py writes the losses on
+these and their gradient, without knowing of losses, weights or meshes; api.py writes the losses on
 top and sharded.py puts the shards together.
 
 Law (one meaning). For every implementation module, `stats` and `gradients` equal those of
@@ -23,7 +23,8 @@ reference.py, up to rounding:
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+ShapedArray = Array | jax.ShapeDtypeStruct
 Layout = Literal["dv", "vd"]  # of lm_head: [D, V], or [V, D] as an embedding table lies
 
 
@@ -62,8 +64,8 @@ class Inputs(NamedTuple):
     takes any leading shape.
     """
 
-    hidden: Float[Array, "T D"]
-    lm_head: Array  # [D, V] or [V, D], as `layout` says
+    hidden: Float[Array, "T D"]  # the logits themselves, [T, V], where there is no lm_head
+    lm_head: Array  # [D, V] or [V, D], as `layout` says; None in sharded.py: see `hidden`
     bias: Float[Array, " V"] | None
     labels: Int[Array, " T"]  # int32; -1 where a token does not count
 
@@ -95,17 +97,25 @@ class Objective(NamedTuple):
     vocab: int = 0  # columns over all shards
 
 
-@runtime_checkable
 class Kernel(Protocol):
-    """An implementation module. It may take further keyword arguments with defaults (such as
-    `interpret`).
+    """A module that computes the loss. It may take further keyword arguments with defaults (such as
+    `interpret`). The rows of XLA (rows.py) serve those that have none of their own.
     """
 
+    # `block: Any`: each implementation has sizes of its own
+    VECTOR: int
+    """The vocabulary is cut after its last multiple of so many columns under *fast*; the stats of
+    the two pieces are merged."""
+
     def refusals(
-        self, hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: float | None
+        self,
+        hidden: ShapedArray,
+        lm_head: ShapedArray,
+        *,
+        layout: Layout,
     ) -> list[str]:
-        """Every reason why these arguments (arrays, or jax.ShapeDtypeStructs) cannot run here;
-        empty where they can. No device is asked.
+        """Every reason why these arguments cannot run here; empty where they can. No device is
+        asked.
         """
         ...
 
@@ -137,23 +147,13 @@ class Kernel(Protocol):
         """
         ...
 
-
-class RowKernel(Protocol):
-    """What an implementation offers besides, where a chunk's logits are at hand: used by the rule
-    *fast* and by fused_cross_entropy.
-
-    `logits` is x above (the bias added, not capped), in the dtype of the inputs. `row_step` is
-    needed for *fast* on one vocabulary shard; with `row_stats` and `row_gradients` also where the
-    vocabulary is sharded (the shards' sums are merged in between). What an implementation has not,
-    the rows of XLA (rows.py) do in its place. `VECTOR`, where it has that: the vocabulary is cut
-    after its last multiple of so many columns, and the stats of the two pieces are merged.
-    `row_options(hidden, lm_head, layout)`, where it has that, gives further keyword arguments of
-    the three, by its table.
-    """
-
     def row_stats(
         self, logits: Float[Array, "C V"], labels: Int[Array, " C"], *, soft_cap: float | None
-    ) -> LogitStats: ...
+    ) -> LogitStats:
+        """The four sums of logits that are at hand: x above (the bias added, not capped), in the
+        dtype of the inputs. This and the next two serve *fast* and fused_cross_entropy.
+        """
+        ...
 
     def row_gradients(
         self,
@@ -177,7 +177,13 @@ class RowKernel(Protocol):
         soft_cap: float | None,
     ) -> tuple[Float[Array, "C V"], LogitStats]:
         """Both at once: `row_stats`, then dx of `sum_t weights[t] * loss[t]`, the loss of
-        `objective` (cotangents: `loss_cotangents`).
+        `objective` (cotangents: `loss_cotangents`). For a vocabulary on one device.
+        """
+        ...
+
+    def row_options(self, hidden: Array, lm_head: Array, layout: Layout) -> Mapping[str, Any]:
+        """Further keyword arguments of the three, by the kernel's table, for the logits of these
+        arguments.
         """
         ...
 
@@ -189,8 +195,8 @@ def accumulator_dtype(*arrays: Array) -> jnp.dtype:
     return jnp.result_type(jnp.float32, *(array.dtype for array in arrays))
 
 
-def vocab_size(lm_head: Any, layout: Layout) -> int:
-    return lm_head.shape[1 if layout == "dv" else 0]
+def vocab_size(lm_head: ShapedArray, layout: Layout) -> int:
+    return lm_head.shape[layout.index("v")]
 
 
 def soft_capped(x: Array, soft_cap: float | None) -> Array:
@@ -201,6 +207,15 @@ def soft_capped(x: Array, soft_cap: float | None) -> Array:
 def soft_cap_slope(z: Array, soft_cap: float | None) -> Array | float:
     """dz / dx, from z."""
     return 1.0 if soft_cap is None else 1.0 - (z / soft_cap) ** 2
+
+
+def logit_gradients(
+    z: Array, is_label: Array, lse: Array, g: Cotangents, soft_cap: float | None
+) -> Array:
+    """dx of z (see Kernel.gradients); `lse` and `g` are [T]."""
+    g_lse, g_target, g_sum = (array[:, None] for array in g)
+    dz = jnp.exp(z - lse[:, None]) * g_lse + jnp.where(is_label, g_target, 0.0) + g_sum
+    return dz * soft_cap_slope(z, soft_cap)
 
 
 def token_losses(stats: LogitStats, objective: Objective) -> Array:
@@ -229,6 +244,14 @@ def about_best(best: Array, log_sum: Array, g: Cotangents) -> tuple[Array, Cotan
     would be rounded, by 0.004 at 1e5.
     """
     return best, g._replace(lse=g.lse * jnp.exp(-log_sum))
+
+
+def loss_gradient_inputs(
+    stats: LogitStats, weights: Array, objective: Objective
+) -> tuple[Array, Cotangents]:
+    """What `gradients` takes for `sum_t weights[t] * token_losses[t]`."""
+    g = loss_cotangents(stats.lse, weights, objective)
+    return about_best(stats.best, stats.log_sum, g)
 
 
 def merge_shards(stats: LogitStats, axes: tuple[str, ...]) -> LogitStats:

@@ -1,5 +1,5 @@
-"""Measures block sizes on the device at hand: what `easypipe kernels tune` runs. See tuning.py for
-the table.
+"""Measures block sizes on the device at hand: what `easypipe kernels tune` runs. See table.py
+for what it writes.
 
 T tokens · D width · V vocabulary
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +76,7 @@ def tune(
             have=("bfloat16", "float32"),
             fix="Give that of the model.",
         )
-    name = choice.FAVOURITES.get(choice.platform_at_hand(), "chunked")
+    name: choice.Implementation = choice.FAVOURITES.get(choice.platform_at_hand(), "chunked")
     arguments = _arguments(tokens, width, vocab, dtype)
     wanted = _wanted(*arguments)
     trials = []
@@ -104,7 +103,11 @@ def tune(
 
 
 def _tried(
-    name: str, blocks: Mapping[str, int], arguments: Arguments, wanted: Values, repeats: int
+    name: choice.Implementation,
+    blocks: Mapping[str, int],
+    arguments: Arguments,
+    wanted: Values,
+    repeats: int,
 ) -> Trial:
     try:
         step = _step(name, blocks)
@@ -143,14 +146,14 @@ def _wanted(hidden: jax.Array, lm_head: jax.Array, labels: jax.Array) -> Values:
         inputs = Inputs(
             hidden.at[place].get(mode="clip"), lm_head, None, labels.at[place].get(mode="clip")
         )
-        options: Any = {"layout": "dv", "soft_cap": None}
-        stats = reference.stats(inputs, **options)
+        stats = reference.stats(inputs, layout="dv", soft_cap=None)
         grads = reference.gradients(
             inputs,
             stats.lse,
             Cotangents(inside, -inside, 0 * inside),
             grad_dtype=jnp.float32,
-            **options,
+            layout="dv",
+            soft_cap=None,
         )
         return d_head + grads.lm_head, (((stats.lse - stats.target) * inside).sum(), grads.hidden)
 
@@ -160,7 +163,7 @@ def _wanted(hidden: jax.Array, lm_head: jax.Array, labels: jax.Array) -> Values:
 
 
 def _candidates(
-    name: str, tokens: int, width: int, vocab: int, dtype: str
+    name: choice.Implementation, tokens: int, width: int, vocab: int, dtype: str
 ) -> Iterator[Mapping[str, int]]:
     if name == "chunked":
         yield from (
@@ -174,40 +177,47 @@ def _candidates(
             blocks._asdict() for blocks in block_candidates(device_of(device_kind()), sizes)
         )
     else:
-        module = choice.kernel(name)
+        # Pallas drops a backend now and then: it is imported where it runs
+        from easypipe.kernels.loss.gpu import kernel as gpu
+
         start = blocks_for(
-            device_kind(), name, tokens, width, vocab, dtype, default=lambda: module.DEFAULT_BLOCKS
+            device_kind(), name, tokens, width, vocab, dtype, default=lambda: gpu.DEFAULT_BLOCKS
         )
         yield start
-        yield from module.neighbours(start)
+        yield from gpu.neighbours(start)
 
 
-def _step(name: str, blocks: Mapping[str, int]) -> Callable[..., Values]:
+def _step(name: choice.Implementation, blocks: Mapping[str, int]) -> Callable[..., Values]:
     """The mean loss and its gradients: *fast* for "chunked", whose blocks are its chunks; *strict*
     for kernels, whose blocks are tiles.
     """
     if name == "chunked":
-        options: Any = {
-            "layout": "dv",
-            "implementation": "chunked",
-            "rule": "fast",
-            "chunk_size": blocks["chunk_tokens"],
-        }
 
-        def fast(hidden, lm_head, labels):
-            loss = jax.value_and_grad(fused_linear_cross_entropy, argnums=(0, 1))
-            value, grads = loss(hidden, lm_head, labels, **options)
+        def mean_loss(hidden: jax.Array, lm_head: jax.Array, labels: jax.Array) -> jax.Array:
+            return fused_linear_cross_entropy(
+                hidden,
+                lm_head,
+                labels,
+                layout="dv",
+                implementation="chunked",
+                rule="fast",
+                chunk_size=blocks["chunk_tokens"],
+            )
+
+        def fast(hidden: jax.Array, lm_head: jax.Array, labels: jax.Array) -> Values:
+            loss = jax.value_and_grad(mean_loss, argnums=(0, 1))
+            value, grads = loss(hidden, lm_head, labels)
             return value, *grads
 
         return jax.jit(fast)
     kernel = choice.kernel(name)
 
-    def strict(hidden, lm_head, labels):
-        options: Any = {"layout": "dv", "soft_cap": None, "block": blocks}
+    def strict(hidden: jax.Array, lm_head: jax.Array, labels: jax.Array) -> Values:
         inputs = Inputs(hidden, lm_head, None, labels)
-        stats = kernel.stats(inputs, **options)
+        stats = kernel.stats(inputs, layout="dv", soft_cap=None, block=blocks)
         share = jnp.full_like(stats.lse, 1 / labels.shape[0])
-        grads = kernel.gradients(inputs, stats.lse, Cotangents(share, -share, 0 * share), **options)
+        g = Cotangents(share, -share, 0 * share)
+        grads = kernel.gradients(inputs, stats.lse, g, layout="dv", soft_cap=None, block=blocks)
         return ((stats.lse - stats.target) * share).sum(), grads.hidden, grads.lm_head
 
     return jax.jit(strict)
@@ -222,9 +232,7 @@ def _arguments(tokens: int, width: int, vocab: int, dtype: str) -> Arguments:
     return hidden, lm_head, jnp.asarray(rng.integers(0, vocab, tokens), jnp.int32)
 
 
-def _milliseconds(
-    step: Callable[..., Any], arguments: tuple[jax.Array, ...], repeats: int
-) -> float:
+def _milliseconds(step: Callable[..., Values], arguments: Arguments, repeats: int) -> float:
     jax.block_until_ready(step(*arguments))  # compiles
     times = []
     for _ in range(repeats):

@@ -1,8 +1,7 @@
-"""Block sizes by device kind, implementation and shape: a small table, extended by `easypipe
-kernels tune`.
+"""Block sizes by device kind, implementation and shape: a small table, written by `easypipe kernels
+tune`.
 
-The table that comes with the package (tuning_table.json) and the user's own (`user_table`) are
-lists of entries
+The table (`user_table`) is a list of entries
 
     {"device": "TPU v6 lite", "implementation": "pallas_tpu", "tokens": 8192, "width": 2048,
     "vocab": 32768, "dtype": "bfloat16",
@@ -10,8 +9,8 @@ lists of entries
 
 An entry serves every shape of its bucket: `tokens`, `width` and `vocab` are rounded up to powers of
 two. A table holds what was measured on such a device and nothing else, so `source` is always
-"measured". The user's entries come before the package's. Where no entry fits, the caller's default
-is used: sizes that the implementation's own accounting chooses, safe for the shape.
+"measured"; none comes with easypipe. Where no entry fits, the caller's default is used: sizes that
+the implementation's own accounting chooses, safe for the shape.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import platformdirs
+from jax.typing import DTypeLike
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.storage import commit_bytes
@@ -37,12 +36,12 @@ __all__ = [
     "bucket",
     "device_kind",
     "extend_table",
-    "package_table",
     "read_table",
     "user_table",
 ]
 
-TABLE = "tuning_table.json"
+
+Key = tuple[str, str, int, int, int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,7 @@ class Entry:
     ms: float  # forward and backward
 
     @property
-    def key(self) -> tuple[str, str, int, int, int, str]:
+    def key(self) -> Key:
         return self.device, self.implementation, self.tokens, self.width, self.vocab, self.dtype
 
 
@@ -77,10 +76,10 @@ def device_kind() -> str:
     if abstract is not None:
         return abstract.device_kind
     # a device, the name of a platform, or None
-    default = getattr(jax.config, "jax_default_device", None)
-    return (
-        jax.devices(default)[0] if default is None or isinstance(default, str) else default
-    ).device_kind
+    default = getattr(jax.config, "jax_default_device", None)  # its options are no attributes
+    if default is None or isinstance(default, str):
+        default = jax.devices(default)[0]
+    return default.device_kind
 
 
 def blocks_for(
@@ -89,12 +88,12 @@ def blocks_for(
     tokens: int,
     width: int,
     vocab: int,
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     default: Callable[[], Mapping[str, int]],
 ) -> dict[str, int]:
-    """The block sizes of `default()`, with those of the first entry whose bucket holds the shape
-    over them, the user's entries first.
+    """The block sizes of `default()`, with those of the entry whose bucket holds the shape over
+    them.
 
     Raises ConfigError for an entry with a size that `default()` does not know.
     """
@@ -106,31 +105,22 @@ def blocks_for(
         bucket(vocab),
         jnp.dtype(dtype).name,
     )
-    sizes = dict(default())
-    for name, table in ((str(user_table()), _user_entries()), (TABLE, _package_entries())):
-        if key not in table:
-            continue
-        if unknown := sorted(table[key].blocks.keys() - sizes.keys()):
-            named = ", ".join(map(repr, unknown))
-            fix = "Take it out of the entry, or run `easypipe kernels tune` to measure anew."
-            raise ConfigError(
-                at=f"{name}: {implementation}",
-                problem=f"no block size is named {named}",
-                have=tuple(sizes),
-                fix=fix,
-            )
-        return sizes | dict(table[key].blocks)
-    return sizes
-
-
-def package_table() -> list[Entry]:
-    """The entries that come with easypipe."""
-    return list(_package_entries().values())
+    sizes, table = dict(default()), _user_entries()
+    if key not in table:
+        return sizes
+    if unknown := sorted(table[key].blocks.keys() - sizes.keys()):
+        raise ConfigError(
+            at=f"{user_table()}: {implementation}",
+            problem=f"no block size is named {', '.join(map(repr, unknown))}",
+            have=tuple(sizes),
+            fix="Take it out of the entry, or run `easypipe kernels tune` to measure anew.",
+        )
+    return sizes | dict(table[key].blocks)
 
 
 def user_table() -> Path:
     """Where `easypipe kernels tune` writes unless told otherwise, and where block sizes are looked
-    up first. It need not exist.
+    up. It need not exist.
     """
     return Path(platformdirs.user_config_dir("easypipe")) / "kernels.json"
 
@@ -176,19 +166,13 @@ def _parse(text: str, name: str) -> list[Entry]:
                 )
             if not all(isinstance(size, int) and size >= 0 for size in entry.blocks.values()):
                 raise ValueError(f"blocks are no sizes: {entry.blocks}")
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError) as error:
             raise ConfigError(at=f"{name}: entry {number}", problem=str(error), fix=fix) from error
         entries.append(entry)
     return entries
 
 
-@functools.cache
-def _package_entries() -> dict[tuple, Entry]:
-    text = resources.files("easypipe.kernels.tuning").joinpath(TABLE).read_text(encoding="utf-8")
-    return {entry.key: entry for entry in _parse(text, TABLE)}
-
-
-def _user_entries() -> dict[tuple, Entry]:
+def _user_entries() -> dict[Key, Entry]:
     path = user_table()
     try:
         changed = path.stat().st_mtime_ns
@@ -198,6 +182,6 @@ def _user_entries() -> dict[tuple, Entry]:
 
 
 @functools.lru_cache(maxsize=4)
-def _read_user(path: Path, changed: int) -> dict[tuple, Entry]:
+def _read_user(path: Path, changed: int) -> dict[Key, Entry]:
     """`changed` is the file's time: a table that was written meanwhile is read anew."""
     return {entry.key: entry for entry in read_table(path)}

@@ -14,12 +14,13 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from easypipe.core.errors import ConfigError
@@ -83,13 +84,14 @@ def attend(
         )
         # a segment of its own: none sees it
         segment_ids = jnp.pad(segment_ids, ((0, 0), (0, missing)), constant_values=-1)
-    scale = query_BSHh.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(query_BSHh.shape[-1]) ** -0.5 if scale is None else scale
     interpret = platform_at_hand() == "cpu"
-    mixed = fused(query, key, value, segment_ids, window, windowed, scale, soft_cap, interpret)
+    scores = _Scores(window, windowed, scale, soft_cap, interpret)
+    mixed = fused(query, key, value, segment_ids, scores)
     return mixed[:, :length] if missing else mixed
 
 
-def choose(backend: AttentionBackend | None, head_width: int, dtype: Any) -> AttentionBackend:
+def choose(backend: AttentionBackend | None, head_width: int, dtype: DTypeLike) -> AttentionBackend:
     """The backend that will run on the platform at hand.
 
     Where the platform's favourite cannot, "xla" runs with a warning. Raises ConfigError where the
@@ -182,7 +184,17 @@ def _xla(
     return mixed_BSKGh.reshape(batch, length, heads, head)
 
 
-def _splash(query, key, value, segment_ids, window, windowed, scale, soft_cap, interpret) -> Array:
+class _Scores(NamedTuple):
+    """The options of `attend`, for the fused kernels."""
+
+    window: int | None
+    windowed: Array | bool
+    scale: float
+    soft_cap: float | None
+    interpret: bool
+
+
+def _splash(query: Array, key: Array, value: Array, segment_ids: Array, scores: _Scores) -> Array:
     from easypipe.kernels.attention import splash as kernels
 
     where = _Layout(query, key)
@@ -191,12 +203,13 @@ def _splash(query, key, value, segment_ids, window, windowed, scale, soft_cap, i
         where.local_heads,
         segment_ids.shape[1],
         where.shards,
-        soft_cap=soft_cap,
-        interpret=interpret,
+        soft_cap=scores.soft_cap,
+        interpret=scores.interpret,
     )
+    window, windowed = scores.window, scores.windowed
 
-    def run(kernel: Any) -> Array:
-        local = functools.partial(kernels.attention, scale=scale)
+    def run(kernel: kernels.splash.SplashAttentionKernel) -> Array:
+        local = functools.partial(kernels.attention, scale=scores.scale)
         specs = (
             where.query,
             where.key,
@@ -214,16 +227,16 @@ def _splash(query, key, value, segment_ids, window, windowed, scale, soft_cap, i
     return jax.lax.cond(windowed, lambda: run(make(window=window)), lambda: run(make(window=None)))
 
 
-def _triton(query, key, value, segment_ids, window, windowed, scale, soft_cap, interpret) -> Array:
+def _triton(query: Array, key: Array, value: Array, segment_ids: Array, scores: _Scores) -> Array:
     from easypipe.kernels.attention import triton as kernels
 
     where = _Layout(query, key)
     slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     first, last = _runs(segment_ids)
-    if window is not None:
-        reach = jnp.where(windowed, window, slots.size) - 1
+    if scores.window is not None:
+        reach = jnp.where(scores.windowed, scores.window, slots.size) - 1
         first, last = jnp.maximum(first, slots - reach), jnp.minimum(last, slots + reach)
-    options = kernels.Options(scale, soft_cap, interpret)
+    options = kernels.Options(scores.scale, scores.soft_cap, scores.interpret)
 
     def local(query: Array, key: Array, value: Array, *runs: Array) -> Array:
         return kernels.attention(query, key, value, kernels.Runs(*runs), options)
@@ -271,7 +284,9 @@ class _Layout:
     def repeated(self, key_BSKh: Array) -> Array:
         return key_BSKh if self.copies == 1 else jnp.repeat(key_BSKh, self.copies, axis=2)
 
-    def over(self, function: Callable[..., Array], specs: tuple[Any, ...]) -> Callable[..., Array]:
+    def over(
+        self, function: Callable[..., Array], specs: tuple[object, ...]
+    ) -> Callable[..., Array]:
         # Every axis that divides an input divides the result too, or is one along which it is
         # summed (keys and values): so autodiff
         # through shard_map is right here, which it is not where a result is replicated.

@@ -23,8 +23,11 @@ class Classifier(nnx.Module):
 
     def __init__(self, config: ClassifierConfig, rngs: nnx.Rngs) -> None:
         """Raises ConfigError where num_classes or image_shape is not known."""
-        for name in ("num_classes", "image_shape"):
-            if getattr(config, name) is None:
+        for name, value in (
+            ("num_classes", config.num_classes),
+            ("image_shape", config.image_shape),
+        ):
+            if value is None:
                 raise ConfigError(
                     at=f"model.{name}",
                     problem="not known",

@@ -4,6 +4,7 @@ prepare data.
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from typing import Literal
 
 from easypipe.core.config import config
@@ -12,6 +13,27 @@ from easypipe.core.errors import ConfigError
 AttentionBackend = Literal["xla", "splash", "triton"]
 # of a head: Triton's blocks are powers of two, and its products no smaller than 16
 TRITON_WIDTHS = (16, 32, 64, 128, 256)
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "sliding_window",
+    "global_every",
+    "attention_width",
+)
+_POSITIVE = (
+    "rope_theta",
+    "norm_epsilon",
+    "local_rope_theta",
+    "attention_soft_cap",
+    "logit_soft_cap",
+)
 
 
 @config
@@ -45,8 +67,9 @@ class RopeScaling:
                 fix="8192 is usual.",
             )
         if self.kind == "linear":
+            given, own = asdict(self), {one.name: one.default for one in fields(self)}
             for field in ("low_freq_factor", "high_freq_factor", "original_length"):
-                if getattr(self, field) != getattr(type(self), field):
+                if given[field] != own[field]:
                     raise ConfigError(
                         at=field,
                         problem="has no effect with kind linear",
@@ -98,80 +121,55 @@ class ModelConfig:
     scale_embeddings: bool = False  # embeddings are multiplied by the root of hidden_size
 
     def check(self) -> None:
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-        )
-        for field in (*sizes, "sliding_window", "global_every", "attention_width"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
+        values = asdict(self)
+        for field in _SIZES:
+            if values[field] is not None and values[field] < 1:
                 raise ConfigError(
-                    at=field, problem=f"{value} is not a size", fix="Give at least 1."
+                    at=field, problem=f"{values[field]} is not a size", fix="Give at least 1."
                 )
+        self._check_heads()
+        for field in _POSITIVE:
+            if values[field] is not None and values[field] <= 0:
+                usual = "10000.0 and 1e-6 are usual."
+                fix = "Leave it out for none." if field.endswith("cap") else usual
+                raise ConfigError(at=field, problem=f"{values[field]} is not positive", fix=fix)
+        if self.attention == "triton" and self.head_width not in TRITON_WIDTHS:
+            problem = f"'triton' knows heads of width {', '.join(map(str, TRITON_WIDTHS))}, and these have {self.head_width}"
+            fix = "Leave it out, and the fastest that can run is taken."
+            raise ConfigError(at="attention", problem=problem, fix=fix)
+        for field in ("global_every", "local_rope_theta"):
+            if values[field] is not None and self.sliding_window is None:
+                raise ConfigError(
+                    at=field,
+                    problem="has no effect without sliding_window",
+                    fix="Leave it out, or set sliding_window.",
+                )
+        scales = self.rope_scaling is not None
+        if scales and all(self.windowed) and self.local_rope_theta is not None:
+            raise ConfigError(
+                at="rope_scaling",
+                problem="has no effect: every layer has a window and local_rope_theta",
+                fix="Leave rope_scaling or local_rope_theta out, or set global_every.",
+            )
+
+    def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            fitting = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ConfigError(
                 at="num_kv_heads",
                 problem=f"{self.num_kv_heads} does not divide num_heads {self.num_heads}",
-                have=fitting,
+                have=[n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0],
             )
         if self.head_dim is None and self.hidden_size % self.num_heads:
-            fix = f"Set head_dim, or num_heads to a divisor of {self.hidden_size}."
             raise ConfigError(
                 at="num_heads",
                 problem=f"{self.num_heads} does not divide hidden_size {self.hidden_size}",
-                fix=fix,
+                fix=f"Set head_dim, or num_heads to a divisor of {self.hidden_size}.",
             )
         if self.head_width % 2:
             raise ConfigError(
                 at="head_dim",
                 problem=f"{self.head_width} is odd: rotary positions turn pairs",
                 fix="Give an even width.",
-            )
-        for field in (
-            "rope_theta",
-            "norm_epsilon",
-            "local_rope_theta",
-            "attention_soft_cap",
-            "logit_soft_cap",
-        ):
-            value = getattr(self, field)
-            if value is not None and value <= 0:
-                fix = (
-                    "Leave it out for none."
-                    if field.endswith("cap")
-                    else "10000.0 and 1e-6 are usual."
-                )
-                raise ConfigError(at=field, problem=f"{value} is not positive", fix=fix)
-        if self.attention == "triton" and self.head_width not in TRITON_WIDTHS:
-            problem = f"'triton' knows heads of width {', '.join(map(str, TRITON_WIDTHS))}, and these have {self.head_width}"
-            raise ConfigError(
-                at="attention",
-                problem=problem,
-                fix="Leave it out, and the fastest that can run is taken.",
-            )
-        for field in ("global_every", "local_rope_theta"):
-            if getattr(self, field) is not None and self.sliding_window is None:
-                raise ConfigError(
-                    at=field,
-                    problem="has no effect without sliding_window",
-                    fix="Leave it out, or set sliding_window.",
-                )
-        if (
-            self.rope_scaling is not None
-            and all(self.windowed)
-            and self.local_rope_theta is not None
-        ):
-            fix = "Leave rope_scaling or local_rope_theta out, or set global_every."
-            raise ConfigError(
-                at="rope_scaling",
-                problem="has no effect: every layer has a window and local_rope_theta",
-                fix=fix,
             )
 
     @property

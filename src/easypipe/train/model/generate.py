@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,10 +67,12 @@ def generate(
         jax.random.key(seed),
         jnp.float32(temperature or 1.0),
         jnp.array(ends, jnp.int32),
-        steps=max_new_tokens,
-        greedy=temperature == 0,
-        top_k=None if top_k == vocab else top_k,
-        top_p=None if top_p == 1.0 else top_p,
+        Sampling(
+            steps=max_new_tokens,
+            greedy=temperature == 0,
+            top_k=None if top_k == vocab else top_k,
+            top_p=None if top_p == 1.0 else top_p,
+        ),
     )
     rows = []
     for row, length in zip(np.asarray(filled), lengths, strict=True):
@@ -78,7 +81,16 @@ def generate(
     return rows
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("steps", "greedy", "top_k", "top_p"))
+class Sampling(NamedTuple):
+    """What a program is compiled for."""
+
+    steps: int
+    greedy: bool
+    top_k: int | None
+    top_p: float | None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 7))
 def _fill(
     graph: nnx.GraphDef,
     state: nnx.State,
@@ -87,13 +99,9 @@ def _fill(
     key: Array,
     temperature: Array,
     ends: Array,
-    *,
-    steps: int,
-    greedy: bool,
-    top_k: int | None,
-    top_p: float | None,
+    how: Sampling,
 ) -> Array:
-    """`tokens`, Int[B, S], with `steps` more in each row after its `lengths`; all shapes are fixed,
+    """`tokens`, Int[B, S], with `how.steps` more in each row after its `lengths`; all shapes are fixed,
     so one program serves every step.
     """
     model = nnx.merge(graph, state)
@@ -105,15 +113,15 @@ def _fill(
         last = lengths + step - 1
         hidden = model.hidden(tokens)  # slots after `last` hold zeros; the causal mask hides them
         logits = model.logits(hidden[rows, last])
-        if greedy:
+        if how.greedy:
             choice = logits.argmax(axis=-1)
         else:
-            if top_k is not None:
-                threshold = jax.lax.top_k(logits, top_k)[0][:, -1:]
+            if how.top_k is not None:
+                threshold = jax.lax.top_k(logits, how.top_k)[0][:, -1:]
                 logits = jnp.where(logits < threshold, -jnp.inf, logits)
             logits = logits / temperature
-            if top_p is not None:
-                logits = _nucleus(logits, top_p)
+            if how.top_p is not None:
+                logits = _nucleus(logits, how.top_p)
             keys = jax.vmap(lambda row_key: jax.random.fold_in(row_key, step))(row_keys)
             choice = jax.vmap(jax.random.categorical)(keys, logits)
         return (
@@ -123,7 +131,7 @@ def _fill(
         )
 
     def goes_on(carry: tuple[Array, Array, Array]) -> Array:
-        return (carry[0] < steps) & ~carry[2].all()
+        return (carry[0] < how.steps) & ~carry[2].all()
 
     return jax.lax.while_loop(
         goes_on, add_one, (jnp.int32(0), jnp.asarray(tokens), jnp.zeros(tokens.shape[0], bool))

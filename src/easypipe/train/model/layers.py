@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +101,7 @@ def linear(
     """A projection whose kernel, [inputs, outputs], has dimensions that mean `axes`; its first
     values have the size `scale`·inputs^-1/2.
     """
-    init: Any = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
+    init = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
     return nnx.Linear(
         inputs,
         outputs,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from easypipe.core.random import fold
 from easypipe.train.model.lora_config import LoraConfig
 from easypipe.train.model.pretrained.families import PROJECTIONS
 
+Module = TypeVar("Module", bound=nnx.Module)
 _ADAPTER = ("lora_a", "lora_b", "lora")
 # projections of the decoder that are never called
 _UNCALLED = {"head": "its matrix goes into the loss whole"}
@@ -48,7 +49,7 @@ class LoraLinear(nnx.Linear):
         self.lora = config
 
     def __call__(
-        self, inputs: Float[Array, "... I"], out_sharding: Any = None
+        self, inputs: Float[Array, "... I"], out_sharding: jax.sharding.Sharding | None = None
     ) -> Float[Array, "... O"]:
         whole = super().__call__(inputs, out_sharding)
         inputs = inputs.astype(whole.dtype)
@@ -56,7 +57,7 @@ class LoraLinear(nnx.Linear):
         return whole + self.lora.scale * (low @ self.lora_b[...].astype(whole.dtype))
 
 
-def add_lora(module: nnx.Module, config: LoraConfig, seed: int) -> nnx.Module:
+def add_lora(module: Module, config: LoraConfig, seed: int) -> Module:
     """`module` itself, its `config.targets` replaced by LoraLinear; first values depend on `seed`
     and the projection's name alone.
 
@@ -100,7 +101,7 @@ def add_lora(module: nnx.Module, config: LoraConfig, seed: int) -> nnx.Module:
     return module
 
 
-def merge_lora(module: Any) -> Any:
+def merge_lora(module: Module) -> Module:
     """A module without adapters that computes the same: every W + scale·A·B, added in float32 and
     rounded to the dtype of W.
 
@@ -112,10 +113,11 @@ def merge_lora(module: Any) -> Any:
     module = nnx.clone(module, variables=False)
     for _, (parent, key, linear) in list(_projections(module)):
         if isinstance(linear, LoraLinear):
-            plain: Any = nnx.Linear(1, 1, rngs=nnx.Rngs(0))  # a frame: everything in it is replaced
+            plain = nnx.Linear(1, 1, rngs=nnx.Rngs(0))  # a frame: everything in it is replaced
             _take(plain, linear, without=_ADAPTER)
             a, b, scale = linear.lora_a[...], linear.lora_b[...], linear.lora.scale
-            plain.kernel = linear.kernel.replace(_merged(linear.kernel[...], a, b, scale))
+            merged = linear.kernel.replace(_merged(linear.kernel[...], a, b, scale))
+            plain.kernel = cast("nnx.Param", merged)
             _put(parent, key, plain)
     return module
 
@@ -125,17 +127,17 @@ def _merged(
     kernel: Float[Array, "... I O"],
     a: Float[Array, "... I r"],
     b: Float[Array, "... r O"],
-    scale: Any,
+    scale: float,
 ) -> Float[Array, "... I O"]:
     added = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
     return (kernel.astype(jnp.float32) + scale * added).astype(kernel.dtype)
 
 
-def has_lora(module: Any) -> bool:
+def has_lora(module: nnx.Module) -> bool:
     return any(isinstance(linear, LoraLinear) for _, (_, _, linear) in _projections(module))
 
 
-def adapters(module: Any) -> dict[str, LoraLinear]:
+def adapters(module: nnx.Module) -> dict[str, LoraLinear]:
     """Dotted name → projection, of all that have an adapter."""
     return {
         name: linear
@@ -168,7 +170,7 @@ def _fingerprint(arrays: dict[str, Array]) -> dict[str, Array]:
     return {name: one(array) for name, array in arrays.items()}
 
 
-def _projections(module: nnx.Module) -> Iterator[tuple[str, tuple[Any, Any, nnx.Linear]]]:
+def _projections(module: nnx.Module) -> Iterator[tuple[str, tuple[nnx.Pytree, object, nnx.Linear]]]:
     """(dotted name, (owner, its key, projection)) of every nnx.Linear in `module`."""
     owners = {path: node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)}
     for path, node in owners.items():
@@ -176,14 +178,14 @@ def _projections(module: nnx.Module) -> Iterator[tuple[str, tuple[Any, Any, nnx.
             yield ".".join(str(key) for key in path), (owners[path[:-1]], path[-1], node)
 
 
-def _put(owner: Any, key: Any, value: Any) -> None:
+def _put(owner: Any, key: object, value: nnx.Module) -> None:  # an owner is a module or a list
     if isinstance(key, str):
         setattr(owner, key, value)
     else:
         owner[key] = value
 
 
-def _take(target: Any, source: Any, without: tuple[str, ...] = ()) -> None:
+def _take(target: nnx.Module, source: nnx.Module, without: tuple[str, ...] = ()) -> None:
     """Everything that `source` holds becomes `target`'s."""
     for name, value in vars(source).items():
         if not name.startswith("_pytree__") and name not in without:
@@ -199,8 +201,8 @@ def _adapter(value: Array, labels: tuple[str | None, ...]) -> nnx.LoRAParam:
 
 
 def _labels(kernel: nnx.Variable) -> tuple[str | None, ...]:
-    metadata: Any = kernel.get_metadata()
-    return tuple(metadata.get("out_sharding") or [None] * len(kernel.shape))
+    labels = kernel.get_metadata().get("out_sharding")
+    return tuple(labels or [None] * len(kernel.shape))
 
 
 def _no_target(at: str, target: str, named: list[str]) -> ConfigError:

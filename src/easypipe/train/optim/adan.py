@@ -6,7 +6,7 @@ authors' code weigh it by b2 = 0.92.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ class AdanState(NamedTuple):
     them.
     """
 
-    m: Any  # average of the gradients
-    v: Any  # average of their differences
-    n: Any  # average of the squares of `gradient + b2 * difference`
-    g: Any  # the last gradient
+    m: optax.Params  # average of the gradients
+    v: optax.Params  # average of their differences
+    n: optax.Params  # average of the squares of `gradient + b2 * difference`
+    g: optax.Params  # the last gradient
     t: jax.Array  # Int32[], updates made
 
 
@@ -30,11 +30,13 @@ def scale_by_adan(*, b1: float, b2: float, b3: float, eps: float) -> optax.Gradi
     0.
     """
 
-    def init(params: Any) -> AdanState:
+    def init(params: optax.Params) -> AdanState:
         m, v, n, g = (jax.tree.map(jnp.zeros_like, params) for _ in range(4))
         return AdanState(m, v, n, g, jnp.int32(0))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdanState]:
+    def update(
+        updates: optax.Updates, state: AdanState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, AdanState]:
         del params
         t = state.t + 1
         difference = jax.tree.map(
@@ -52,4 +54,4 @@ def scale_by_adan(*, b1: float, b2: float, b3: float, eps: float) -> optax.Gradi
         direction = jax.tree.map(lambda m, v, n: (m + b2 * v) / (jnp.sqrt(n) + eps), *means)
         return direction, AdanState(m, v, n, updates, t)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]  (its own state)

@@ -5,7 +5,9 @@ train/optim/schedules.py make them.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Literal
 
 from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError
@@ -30,7 +32,7 @@ ScheduleName = Literal[
 
 _ADAM = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
 # what each optimizer takes, and the values it has where none is given
-DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, float]] = {
     "adamw": {"learning_rate": 3e-4, **_ADAM},
     "nadamw": {"learning_rate": 3e-4, **_ADAM},
     "lion": {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.3},
@@ -70,6 +72,57 @@ _ENDS = ("cosine", "linear", "polynomial", "one_cycle", "wsd")
 _FLAT = ("wsd", "constant", "inverse_sqrt")  # schedules that may cool down at the end
 
 
+def _is_positive(value: float) -> bool:
+    return math.isfinite(value) and value > 0
+
+
+def _is_from_0(value: float) -> bool:
+    return math.isfinite(value) and value >= 0
+
+
+# options · what their values must be · what is said of one that is not, and its cure
+_LIMITS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str, str | None], ...] = (
+    (
+        ("beta1", "beta2", "beta3", "momentum"),
+        lambda value: 0 <= value < 1,
+        "is outside [0, 1)",
+        "0.9 and 0.95 are usual.",
+    ),
+    (
+        ("learning_rate", "epsilon", "clip_norm", "gamma", "alpha", "power"),
+        _is_positive,
+        "is not a positive number",
+        None,
+    ),
+    (("weight_decay",), _is_from_0, "is not a number from 0 up", "0.0 turns it off."),
+    (
+        ("final_fraction",),
+        lambda value: 0 <= value <= 1,
+        "is outside [0, 1]",
+        "0.0 ends at nothing.",
+    ),
+    (("decay_rate",), lambda value: 0 < value < 1, "is outside (0, 1)", "0.8 is usual."),
+    (
+        ("warmup_steps", "cooldown_steps"),
+        lambda value: value >= 0,
+        "is too small",
+        "Give at least 0.",
+    ),
+    (
+        ("update_interval", "newton_schulz_steps"),
+        lambda value: value >= 1,
+        "is too small",
+        "Give at least 1.",
+    ),
+    (
+        ("max_precondition_dim",),
+        lambda value: value >= 2,
+        "leaves no matrix",
+        "Give at least 2.",
+    ),
+)
+
+
 @config
 class ParameterGroup:
     """Parameters that train otherwise. The first group whose `match` fits a parameter's name has
@@ -86,7 +139,7 @@ class ParameterGroup:
     def check(self) -> None:
         for name in ("learning_rate_scale", "weight_decay"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
+            if value is not None and not _is_from_0(value):
                 raise ConfigError(at=name, problem=f"{value} is not a number from 0 up")
 
 
@@ -129,7 +182,11 @@ class OptimizerConfig:
     groups: ListOf[ParameterGroup] = ()
 
     def check(self) -> None:
-        self._check_numbers()
+        for names, fits, problem, fix in _LIMITS:
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not fits(value):
+                    raise ConfigError(at=name, problem=f"{value} {problem}", fix=fix)
         for option in sorted({key for options in DEFAULTS.values() for key in options}):
             takers = [name for name, options in DEFAULTS.items() if option in options]
             if getattr(self, option) is not None and self.name not in takers:
@@ -138,62 +195,77 @@ class OptimizerConfig:
                     problem=f"{self.name} has no {option}",
                     fix=f"Remove it, or choose one of {', '.join(takers)}.",
                 )
-        if self.name == "schedule_free" and self.schedule not in (None, "constant"):
-            fix = "Remove schedule: it averages instead of decaying; warmup_steps remains."
-            raise ConfigError(
-                at="schedule",
-                problem=f"schedule_free runs at a constant rate, not {self.schedule}",
-                fix=fix,
-            )
         schedule = self.chosen_schedule
-        if self.power is not None and schedule != "polynomial":
-            raise ConfigError(
-                at="power",
-                problem=f"the {schedule} schedule has none",
-                fix="Remove it, or set schedule: polynomial.",
-            )
         cools = bool(self.cooldown_steps) or schedule == "wsd"
-        if self.cooldown_steps is not None and schedule not in _FLAT:
-            problem = f"{schedule} falls all along: it has no cool-down"
-            raise ConfigError(
-                at="cooldown_steps",
-                problem=problem,
-                fix=f"Remove it, or set schedule to one of {', '.join(_FLAT)}.",
-            )
-        if self.cooldown_shape is not None and not cools:
-            raise ConfigError(
-                at="cooldown_shape",
-                problem="there is no cool-down",
-                fix="Set cooldown_steps, or remove it.",
-            )
-        if self.final_fraction is not None and schedule not in _ENDS and not cools:
-            problem = f"the {schedule} schedule falls to no end"
-            raise ConfigError(
-                at="final_fraction", problem=problem, fix="Set cooldown_steps, or remove it."
-            )
-        if schedule == "one_cycle" and self.warmup_steps < 1:
-            raise ConfigError(
-                at="warmup_steps",
-                problem="one_cycle rises over its warm-up, and has none",
-                fix="Three tenths of the steps are usual.",
-            )
+        for at, is_wrong, problem, fix in (
+            (
+                "beta1",
+                self.name == "schedule_free" and self.beta1 == 0,
+                "schedule_free divides by it",
+                "0.9 is usual.",
+            ),
+            (
+                "schedule",
+                self.name == "schedule_free" and schedule != "constant",
+                f"schedule_free runs at a constant rate, not {schedule}",
+                "Remove schedule: it averages instead of decaying; warmup_steps remains.",
+            ),
+            (
+                "power",
+                self.power is not None and schedule != "polynomial",
+                f"the {schedule} schedule has none",
+                "Remove it, or set schedule: polynomial.",
+            ),
+            (
+                "cooldown_steps",
+                self.cooldown_steps is not None and schedule not in _FLAT,
+                f"{schedule} falls all along: it has no cool-down",
+                f"Remove it, or set schedule to one of {', '.join(_FLAT)}.",
+            ),
+            (
+                "cooldown_shape",
+                self.cooldown_shape is not None and not cools,
+                "there is no cool-down",
+                "Set cooldown_steps, or remove it.",
+            ),
+            (
+                "final_fraction",
+                self.final_fraction is not None and schedule not in _ENDS and not cools,
+                f"the {schedule} schedule falls to no end",
+                "Set cooldown_steps, or remove it.",
+            ),
+            (
+                "warmup_steps",
+                schedule == "one_cycle" and self.warmup_steps < 1,
+                "one_cycle rises over its warm-up, and has none",
+                "Three tenths of the steps are usual.",
+            ),
+        ):
+            if is_wrong:
+                raise ConfigError(at=at, problem=problem, fix=fix)
 
     @property
     def chosen_schedule(self) -> str:
         return self.schedule or ("constant" if self.name == "schedule_free" else "cosine")
 
-    def value(self, option: str) -> Any:
-        """What `option` is for this optimizer: as given, or its own default. Raises KeyError where
-        it has none.
-        """
-        given = getattr(self, option)
-        return DEFAULTS[self.name][option] if given is None else given
+    @property
+    def end_fraction(self) -> float:
+        return 0.1 if self.final_fraction is None else self.final_fraction
 
-    def resolved(self) -> dict[str, Any]:
+    @property
+    def chosen_power(self) -> float:
+        return 2.0 if self.power is None else self.power
+
+    def numbers(self) -> dict[str, float]:
+        """Every option that this optimizer has: as given, or its own default."""
+        given = {option: getattr(self, option) for option in DEFAULTS[self.name]}
+        own = DEFAULTS[self.name]
+        return {name: own[name] if value is None else value for name, value in given.items()}
+
+    def resolved(self) -> dict[str, object]:
         """Every number that this optimizer really uses; what a checkpoint is compared by."""
-        numbers = {option: self.value(option) for option in DEFAULTS[self.name]}
         schedule = self.chosen_schedule
-        own = {
+        own: dict[str, object] = {
             "name": self.name,
             "schedule": schedule,
             "warmup_steps": self.warmup_steps,
@@ -203,68 +275,9 @@ class OptimizerConfig:
             own["cooldown_steps"] = self.cooldown_steps
             own["cooldown_shape"] = self.cooldown_shape or "linear"
         if schedule == "polynomial":
-            own["power"] = 2.0 if self.power is None else self.power
-        own["final_fraction"] = 0.1 if self.final_fraction is None else self.final_fraction
-        groups = [
-            {
-                "match": g.match,
-                "learning_rate_scale": g.learning_rate_scale,
-                "weight_decay": g.weight_decay,
-            }
-            for g in self.groups
-        ]
-        return own | numbers | {"groups": groups}
-
-    def _check_numbers(self) -> None:
-        for name in ("beta1", "beta2", "beta3", "momentum"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 1:
-                raise ConfigError(
-                    at=name, problem=f"{value} is outside [0, 1)", fix="0.9 and 0.95 are usual."
-                )
-        for name in ("learning_rate", "epsilon", "clip_norm", "gamma", "alpha", "power"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(at=name, problem=f"{value} is not a positive number")
-        if self.weight_decay is not None and not (
-            math.isfinite(self.weight_decay) and self.weight_decay >= 0
-        ):
-            raise ConfigError(
-                at="weight_decay",
-                problem=f"{self.weight_decay} is not a number from 0 up",
-                fix="0.0 turns it off.",
-            )
-        if self.final_fraction is not None and not 0 <= self.final_fraction <= 1:
-            raise ConfigError(
-                at="final_fraction",
-                problem=f"{self.final_fraction} is outside [0, 1]",
-                fix="0.0 ends at nothing.",
-            )
-        if self.decay_rate is not None and not 0 < self.decay_rate < 1:
-            raise ConfigError(
-                at="decay_rate", problem=f"{self.decay_rate} is outside (0, 1)", fix="0.8 is usual."
-            )
-        if self.name == "schedule_free" and self.beta1 == 0:
-            raise ConfigError(
-                at="beta1", problem="schedule_free divides by it", fix="0.9 is usual."
-            )
-        for name, least in (
-            ("warmup_steps", 0),
-            ("cooldown_steps", 0),
-            ("update_interval", 1),
-            ("newton_schulz_steps", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(
-                    at=name, problem=f"{value} is too small", fix=f"Give at least {least}."
-                )
-        if self.max_precondition_dim is not None and self.max_precondition_dim < 2:
-            raise ConfigError(
-                at="max_precondition_dim",
-                problem=f"{self.max_precondition_dim} leaves no matrix",
-                fix="Give at least 2.",
-            )
+            own["power"] = self.chosen_power
+        own["final_fraction"] = self.end_fraction
+        return own | self.numbers() | {"groups": [asdict(group) for group in self.groups]}
 
 
 def cooldown_steps(config: OptimizerConfig, steps: int) -> int:

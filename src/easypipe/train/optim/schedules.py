@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,8 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     Cool-down: from the rate at N - C down to f p over the last C steps.
     """
     check_warmup(config, steps)
-    peak, warmup = float(config.value("learning_rate")), config.warmup_steps
-    final = 0.1 if config.final_fraction is None else config.final_fraction
+    peak, warmup = float(config.numbers()["learning_rate"]), config.warmup_steps
+    final = config.end_fraction
     name = config.chosen_schedule
     main = MAIN[name](config, peak, final, steps - warmup)
     if name == "one_cycle":
@@ -46,17 +46,17 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     cooling = cooldown_steps(config, steps)
     parts, borders = [up, main], [warmup]
     if cooling:
-        top: Any = main(steps - warmup - cooling)
+        top = float(cast("float", main(steps - warmup - cooling)))
         parts.append(
-            functools.partial(
-                _cool, float(top), final * peak, cooling, config.cooldown_shape or "linear"
-            )
+            functools.partial(_cool, top, final * peak, cooling, config.cooldown_shape or "linear")
         )
         borders.append(steps - cooling)
     return optax.join_schedules(parts, borders)
 
 
-def _cool(top: float, bottom: float, cooling: int, shape: str, k):
+def _cool(
+    top: float, bottom: float, cooling: int, shape: str, k: jax.typing.ArrayLike
+) -> jax.Array:
     share = jnp.clip(k / cooling, 0.0, 1.0)
     remaining = {
         "linear": 1 - share,
@@ -70,14 +70,9 @@ def _cosine(config: OptimizerConfig, peak: float, final: float, steps: int) -> o
     return optax.cosine_decay_schedule(peak, steps, alpha=final)
 
 
-def _linear(config: OptimizerConfig, peak: float, final: float, steps: int) -> optax.Schedule:
-    return optax.linear_schedule(peak, final * peak, steps)
-
-
 def _polynomial(config: OptimizerConfig, peak: float, final: float, steps: int) -> optax.Schedule:
-    return optax.polynomial_schedule(
-        peak, final * peak, 2.0 if config.power is None else config.power, steps
-    )
+    power = config.chosen_power if config.schedule == "polynomial" else 1
+    return optax.polynomial_schedule(peak, final * peak, power, steps)
 
 
 def _constant(config: OptimizerConfig, peak: float, final: float, steps: int) -> optax.Schedule:
@@ -92,7 +87,7 @@ def _inverse_sqrt(config: OptimizerConfig, peak: float, final: float, steps: int
 
 MAIN: dict[str, Callable[[OptimizerConfig, float, float, int], optax.Schedule]] = {
     "cosine": _cosine,
-    "linear": _linear,
+    "linear": _polynomial,
     "wsd": _constant,
     "polynomial": _polynomial,
     "inverse_sqrt": _inverse_sqrt,

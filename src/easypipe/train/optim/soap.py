@@ -8,7 +8,7 @@ matrices of their own
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def scale_by_soap(
         shape = (*array.shape[:-2], array.shape[axis], array.shape[axis])
         return jnp.zeros(shape, jnp.promote_types(array.dtype, jnp.float32))
 
-    def init(params: Any) -> SoapState:
+    def init(params: Arrays) -> SoapState:
         zeros = jax.tree.map(jnp.zeros_like, params)
         left = {name: square(p, -2) for name, p in params.items() if side(name, p, -2)}
         right = {name: square(p, -1) for name, p in params.items() if side(name, p, -1)}
@@ -62,7 +62,9 @@ def scale_by_soap(
         mu, nu, left, left_basis, right, right_basis = copies
         return SoapState(jnp.int32(0), mu, nu, left, right, left_basis, right_basis)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, SoapState]:
+    def update(
+        updates: Arrays, state: SoapState, params: Arrays | None = None
+    ) -> tuple[Arrays, SoapState]:
         del params
         first = state.steps == 0
         bases = state.left_basis, state.right_basis
@@ -111,7 +113,7 @@ def scale_by_soap(
         left_basis, right_basis, nu = jax.lax.switch(which, (measure, turn, lambda: (*bases, nu)))
         return step, SoapState(state.steps + 1, mu, nu, left, right, left_basis, right_basis)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]  (of flat dicts)
 
 
 def _turn(

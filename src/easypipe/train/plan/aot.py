@@ -1,5 +1,5 @@
-"""A training step compiled for devices that are not there: what it holds, what it sends, how fast
-it can be at best.
+"""A training step compiled for devices that are not there: its memory, messages and best speed, and
+the report of them.
 
 It is the Trainer's own step, lowered for abstract arrays that lie where the run's arrays would lie.
 """
@@ -10,13 +10,13 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled, Lowered
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
@@ -27,9 +27,10 @@ from easypipe.train.config import TrainingConfig
 from easypipe.train.metrics.memory import advice, on_device
 from easypipe.train.metrics.peak import Device, known_device
 from easypipe.train.model.attention import choose
+from easypipe.train.model.pretrained.origin import Model
 from easypipe.train.parallel.axes import TOKEN_AXES
 from easypipe.train.parallel.mesh import check_row_length, make_mesh
-from easypipe.train.plan.hlo import Collective, read
+from easypipe.train.plan.hlo import Collective, Read, read
 from easypipe.train.plan.roofline import Roofline, roofline
 from easypipe.train.plan.topology import topology
 from easypipe.train.trainer import Engine
@@ -89,7 +90,7 @@ class StepPlan:
     def devices(self) -> int:
         return math.prod(self.mesh.values())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain data: sizes in bytes on each device, times in seconds."""
         found = dataclasses.asdict(self)
         found["collectives"] = [one._asdict() | {"sent": one.sent} for one in self.collectives]
@@ -97,13 +98,11 @@ class StepPlan:
         return found | {"devices": self.devices, "not_known": list(unknowns(self))}
 
     def __str__(self) -> str:
-        from easypipe.train.plan.report import text
-
-        return text(self)
+        return _report(self)
 
 
 def plan_step(
-    model: Any,
+    model: Model,
     train: TrainingConfig,
     on: str,
     *,
@@ -134,26 +133,27 @@ def plan_step(
     check_row_length(seq_length, mesh)
     state = states.abstract_state(trainer.layout, trainer.optimizer)
     batch = _abstract_batch(mesh, columns, batch_size, seq_length, accumulation_steps)
-    config, step = trainer.origin.config, trainer.train_step
-    backend, refusal, program = None, "", None
+    config, backend = trainer.origin.config, None
     with states.on(mesh, trainer.rules):
         if config is not None:
             backend = choose(config.attention, config.head_width, jnp.dtype(config.dtype))
-        lowered = step.lower(state, batch)  # pyright: ignore[reportFunctionMemberAccess]  (a jitted function)
-        try:
-            program = lowered.compile()
-        except jax.errors.JaxRuntimeError as error:
-            refusal = str(error)
-            # a kernel's own memory may be short too
-            if "RESOURCE_EXHAUSTED" not in refusal or "hbm" not in refusal.lower():
-                raise
+        program = _compiled(trainer.train_step.lower(state, batch))  # pyright: ignore[reportFunctionMemberAccess]  (a jitted function)
     kind = mesh.devices.flat[0].device_kind
     device = known_device(kind)
-    memory = _memory(state, batch, program, refusal, device)
-    found = read(program.as_text(), mesh.size) if program is not None else None
-    collectives = tuple(found.collectives) if found else ()
-    much_state = memory.parameters + memory.optimizer > 0.5 * (memory.available or 0)
-    plan = StepPlan(
+    memory = _memory(state, batch, program, device)
+    found, flops, line, changes = Read([], 0), None, None, []
+    held = memory.parameters + memory.optimizer
+    if not isinstance(program, str):
+        found = read(program.as_text() or "", mesh.size)
+        flops = (program.cost_analysis() or {}).get("flops")
+        if config is not None and device is not None:
+            sent = sum(one.sent for one in found.collectives)
+            slots = batch_size, seq_length, train.accumulate_steps
+            line = roofline(config, device, mesh.shape, slots, str(backend), held, sent)
+    if memory.fits is False:
+        much_state = held > 0.5 * (memory.available or 0)
+        changes = advice(config, train, mesh, batch_size, attention=backend, much_state=much_state)
+    return StepPlan(
         topology=there.name,
         device=kind,
         mesh=dict(mesh.shape),
@@ -163,22 +163,25 @@ def plan_step(
         attention=backend,
         parameters=sum(leaf.size for leaf in state.params.values()),
         memory=memory,
-        collectives=collectives,
-        unknown_loops=found.unknown_loops if found else 0,
-        xla_flops=(program.cost_analysis() or {}).get("flops") if program is not None else None,
-        roofline=None,
+        collectives=tuple(found.collectives),
+        unknown_loops=found.unknown_loops,
+        xla_flops=flops,
+        roofline=line,
         compile_seconds=time.perf_counter() - started,
-        advice=()
-        if memory.fits is not False
-        else advice(config, train, mesh, batch_size, attention=backend, much_state=much_state),
+        advice=tuple(changes),
     )
-    if config is None or device is None or found is None:
-        return plan
-    held, sent = memory.parameters + memory.optimizer, sum(one.sent for one in collectives)
-    slots = batch_size, seq_length, train.accumulate_steps
-    return dataclasses.replace(
-        plan, roofline=roofline(config, device, dict(mesh.shape), slots, str(backend), held, sent)
-    )
+
+
+def _compiled(lowered: Lowered) -> Compiled | str:
+    """The program; or XLA's refusal of one that does not fit the device's memory."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        refusal = str(error)
+        # a kernel's own memory may be short too
+        if "RESOURCE_EXHAUSTED" not in refusal or "hbm" not in refusal.lower():
+            raise
+        return refusal
 
 
 def unknowns(plan: StepPlan) -> tuple[str, ...]:
@@ -202,7 +205,7 @@ def unknowns(plan: StepPlan) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _mesh(train: TrainingConfig, name: str, devices: Sequence[Any]) -> Mesh:
+def _mesh(train: TrainingConfig, name: str, devices: Sequence[object]) -> Mesh:
     try:
         return make_mesh(train.mesh, devices=devices, at="train.mesh")
     except NotImplementedError as error:  # jax lays each axis over whole dimensions of a torus
@@ -226,7 +229,10 @@ def _abstract_batch(
 
 
 def _memory(
-    state: states.TrainState, batch: Any, program: Any, refusal: str, device: Device | None
+    state: states.TrainState,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    program: Compiled | str,
+    device: Device | None,
 ) -> Memory:
     parts = {
         "parameters": state.params,
@@ -236,10 +242,11 @@ def _memory(
     }
     sizes = {name: on_device(tree) for name, tree in parts.items()}
     held, code = sum(sizes.values()), 0
-    if program is None:
-        peak = _wanted(refusal, held)
+    if isinstance(program, str):
+        peak = _wanted(program, held)
     else:
         seen = program.memory_analysis()
+        assert seen is not None
         code = seen.generated_code_size_in_bytes
         beside = seen.argument_size_in_bytes + seen.output_size_in_bytes - seen.alias_size_in_bytes
         # Of a TPU's temporaries, XLA counts those in VMEM too; its peak is of HBM alone. For GPUs
@@ -252,7 +259,7 @@ def _memory(
         program=code,
         peak=peak,
         available=None if device is None else int(device.memory),
-        refused=program is None,
+        refused=isinstance(program, str),
     )
 
 
@@ -268,3 +275,117 @@ def _wanted(refusal: str, held: int) -> int:
         if found:
             return beside + int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
     return held
+
+
+_SHOWN = 8  # collectives; the rest in one line
+
+
+def _report(plan: StepPlan) -> str:
+    not_known = "\n".join(["not known:", *(f"  - {one}" for one in unknowns(plan))])
+    parts = _what(plan), _memory_lines(plan), _collectives(plan), _speed(plan), not_known
+    return "\n\n".join(part for part in parts if part)
+
+
+def _what(plan: StepPlan) -> str:
+    mesh = (
+        ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
+    )
+    cut = f" in {plan.accumulate_steps} micro-batches" if plan.accumulate_steps > 1 else ""
+    lines = [
+        f"{plan.topology}: {_of(plan.devices, 'device')} ({plan.device}), mesh {mesh}",
+        f"  step: {plan.batch_size:,} rows of {plan.seq_length:,} slots{cut} = {plan.batch_size * plan.seq_length:,} slots",
+        f"  model: {plan.parameters:,} parameters"
+        + (f", attention {plan.attention}" if plan.attention else ""),
+        f"  compiled here in {plan.compile_seconds:.0f} s; nothing ran",
+    ]
+    return "\n".join(lines)
+
+
+def _memory_lines(plan: StepPlan) -> str:
+    memory = plan.memory
+    rows = [
+        ("parameters", memory.parameters, ""),
+        ("optimizer state", memory.optimizer, ""),
+        ("other state", memory.other_state, ""),
+        ("batch", memory.batch, ""),
+        (
+            "temporaries",
+            memory.temporaries,
+            f"  gradients ({_gib(memory.gradients)} in float32), activations, gathered parameters, buffers",
+        ),
+        ("program", memory.program, ""),
+    ]
+    lines = ["memory of a device, GiB"]
+    lines += [f"  {name:<18}{_gib(size):>8}{note}" for name, size, note in rows if size >= 1 << 20]
+    verdict = {
+        True: "it fits",
+        False: "IT DOES NOT FIT",
+        None: "what this device has is not known",
+    }[memory.fits]
+    of = "" if memory.available is None else f" of {_gib(memory.available)}"
+    least = "at least" if memory.refused else "at the peak"
+    lines.append(f"  {least:<18}{_gib(memory.peak):>8}{of}: {verdict}")
+    if plan.advice:
+        lines += ["what to change:", *(f"  - {one}" for one in plan.advice)]
+    return "\n".join(lines)
+
+
+def _collectives(plan: StepPlan) -> str:
+    if not plan.collectives:
+        return "" if plan.memory.fits is False else "collectives: none"
+    total = sum(one.sent for one in plan.collectives)
+    lines = [
+        f"collectives of a step: a device sends {_size(total)}",
+        f"  {'kind':<20}{'times':>7}{'among':>7}{'each':>10}{'sent':>10}  of",
+    ]
+    lines += [
+        f"  {one.kind:<20}{one.times:>7}{one.devices:>7}{_size(one.size):>10}{_size(one.sent):>10}  {one.shape}"
+        for one in plan.collectives[:_SHOWN]
+    ]
+    rest = plan.collectives[_SHOWN:]
+    if rest:
+        sent = _size(sum(one.sent for one in rest))
+        lines.append(f"  {'others':<20}{sum(one.times for one in rest):>7}{'':>17}{sent:>10}")
+    return "\n".join(lines)
+
+
+def _speed(plan: StepPlan) -> str:
+    line = plan.roofline
+    if line is None:
+        return ""
+    lines = [
+        f"FLOPs of a step: {line.flops:.4g} (6·N a token, and causal attention within rows of one document)",
+        f"  {line.palm_flops:.4g} by the PaLM convention; {line.executed_flops:.4g} with what is computed again",
+    ]
+    if plan.xla_flops:
+        lines.append(
+            f"  XLA counts {plan.xla_flops:.4g} on each device, a loop's body once, and in kernels what they declare"
+        )
+    lines += [
+        "roofline, at the data sheet's rates",
+        f"  products {_seconds(line.compute_s)}, memory {_seconds(line.memory_s)}, links {_seconds(line.link_s)}",
+        f"  a step takes {_seconds(line.best_s)} at best (all at once), {_seconds(line.worst_s)} one after the other",
+        f"  at best {line.slots_per_s_at_best:,.0f} slots/s; MFU {line.mfu_at_worst:.1%} to {line.mfu_at_best:.1%},"
+        f" by the PaLM convention up to {line.palm_mfu_at_best:.1%}",
+    ]
+    return "\n".join(lines)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _of(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from easypipe.core.errors import ConfigError, did_you_mean
 
@@ -23,7 +23,7 @@ class Topology(NamedTuple):
     """
 
     name: str
-    devices: Sequence[Any]
+    devices: Sequence[object]
 
 
 _EXAMPLES = {
@@ -91,7 +91,7 @@ def topology(name: str) -> Topology:
     return Topology(name, _nvidia(name, kind, sizes) if kind in _GPUS else _tpu(name, kind, sizes))
 
 
-def _tpu(name: str, kind: str, sizes: tuple[int, ...]) -> Sequence[Any]:
+def _tpu(name: str, kind: str, sizes: tuple[int, ...]) -> Sequence[object]:
     from jax.experimental import topologies
 
     if importlib.util.find_spec("libtpu") is None:
@@ -111,12 +111,10 @@ def _tpu(name: str, kind: str, sizes: tuple[int, ...]) -> Sequence[Any]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_MIN_LOG_LEVEL": "3",
-    }
-    for key, value in {
-        **quiet,
         "TPU_ACCELERATOR_TYPE": "v5p-8",
         "TPU_STDERR_LOG_LEVEL": "3",
-    }.items():
+    }
+    for key, value in quiet.items():
         os.environ.setdefault(key, value)
     try:
         return topologies.get_topology_desc(
@@ -129,7 +127,7 @@ def _tpu(name: str, kind: str, sizes: tuple[int, ...]) -> Sequence[Any]:
         ) from error
 
 
-def _nvidia(name: str, kind: str, sizes: tuple[int, ...]) -> Sequence[Any]:
+def _nvidia(name: str, kind: str, sizes: tuple[int, ...]) -> Sequence[object]:
     from jax.experimental import topologies
 
     if len(sizes) > 2:

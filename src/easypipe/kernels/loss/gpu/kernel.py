@@ -16,7 +16,7 @@ slab is a bounded piece of the logits in the dtype of the inputs, or in float32 
   the faster here.
 
 FLOPs: 8·T·D·V, the least with recomputation; 10 where d_hidden has its own pass. Temporaries:
-`temporary_bytes` of the block sizes, and cuBLAS's workspace (32 MiB on Hopper).
+`slab_mib` of the block sizes, and cuBLAS's workspace (32 MiB on Hopper).
 
 T tokens · D width · V vocabulary · N tokens or columns of a slab · G tokens of a group
 """
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ from easypipe.kernels.loss.stats import (
     Inputs,
     Layout,
     LogitStats,
+    ShapedArray,
     merged,
     vocab_size,
 )
@@ -59,6 +60,8 @@ __all__ = [
     "stats",
 ]
 
+Start = Array | int
+Carry = TypeVar("Carry")
 MIB = 1 << 20
 DEFAULT_BLOCKS: Mapping[str, int] = {
     # all temporaries but cuBLAS's workspace; with it 288 MiB, under the 0.3 GiB promised. A table
@@ -73,11 +76,8 @@ VECTOR = 8
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def refusals(
-    hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: float | None
-) -> list[str]:
+def refusals(hidden: ShapedArray, lm_head: ShapedArray, *, layout: Layout) -> list[str]:
     """Every reason why these arguments cannot run here (see stats.Kernel)."""
-    del bias, layout, soft_cap  # any of them runs
     reasons = []
     for name, array in (("hidden", hidden), ("lm_head", lm_head)):
         if jnp.dtype(array.dtype).name not in DTYPES:
@@ -108,9 +108,8 @@ def stats(
     row_block = _row_block(sizes)
     asked = hidden.shape[0]
     hidden, (labels,) = _whole_vectors(hidden, (labels,))
-    budget = _budget(sizes, hidden, asked)
-    (num_tokens, width), vocab = hidden.shape, vocab_size(lm_head, layout)
-    dtype = jnp.dtype(jnp.float32) if float32_logits else hidden.dtype
+    problem, dtype = _problem(sizes, hidden, lm_head, layout, asked, float32_logits)
+    num_tokens, vocab = problem.tokens, problem.vocab
 
     def sums(logits_NV: Array, labels_N: Array) -> Array:
         return jnp.stack(
@@ -119,33 +118,28 @@ def stats(
             )
         )
 
-    def some_tokens(sums_4T: Array, hidden: Array, start: Any, size: int) -> Array:
+    def some_tokens(sums_4T: Array, hidden: Array, start: Start, size: int) -> Array:
         logits_NV = _logits(
             jax.lax.dynamic_slice_in_dim(hidden, start, size), lm_head, bias, layout, dtype
         )
         sums_4N = sums(logits_NV, jax.lax.dynamic_slice_in_dim(labels, start, size))
         return jax.lax.dynamic_update_slice_in_dim(sums_4T, sums_4N, start, axis=1)
 
-    def some_columns(sums_4T: Array, hidden: Array, first: Any, count: int) -> Array:
+    def some_columns(sums_4T: Array, hidden: Array, first: Start, count: int) -> Array:
         head_N, bias_N = _columns(lm_head, bias, first, count, layout)
         found_4T = sums(_logits(hidden, head_N, bias_N, layout, dtype), labels - first)
         return jnp.stack(merged([LogitStats(*sums_4T), LogitStats(*found_4T)]))
 
     if vocab % VECTOR == 0:
-        size = slab_tokens(num_tokens, vocab, dtype.itemsize, budget)
-        sums_4T = _pieces(
-            num_tokens, size, some_tokens, jax.lax.empty((4, num_tokens), jnp.float32), hidden
-        )
+        unset_4T = jax.lax.empty((4, num_tokens), jnp.float32)
+        sums_4T = _pieces(num_tokens, problem.token_slab(), some_tokens, unset_4T, hidden)
     # XLA would copy all of the head into one of whole vectors: cut it into slabs that are, and a
     # narrow last one
     else:
         nothing_4T = jnp.broadcast_to(
             jnp.asarray([[rows.LOWEST], [0], [0], [rows.LOWEST]], jnp.float32), (4, num_tokens)
         )
-        columns = slab_columns(
-            num_tokens, width, vocab, hidden.dtype.itemsize, layout, budget, dtype.itemsize
-        )
-        sums_4T = _pieces(vocab, columns, some_columns, nothing_4T, hidden)
+        sums_4T = _pieces(vocab, problem.column_slab(), some_columns, nothing_4T, hidden)
     return LogitStats(*sums_4T[:, :asked])
 
 
@@ -166,16 +160,9 @@ def gradients(
     sizes = _blocks(block, hidden, lm_head, layout)
     asked, per_token = hidden.shape[0], (labels, lse, *g)
     hidden, per_token = _whole_vectors(hidden, per_token)
-    num_tokens, width = hidden.shape
-    vocab, axis = vocab_size(lm_head, layout), 1 if layout == "dv" else 0
-    row_block = _row_block(sizes)
-    dtype = jnp.dtype(jnp.float32) if float32_logits else hidden.dtype
-    item = hidden.dtype.itemsize
-    # dx is rounded beside the float32 slab
-    slab_item = item if dtype == hidden.dtype else dtype.itemsize + item
-    passes = backward_slabs(
-        num_tokens, width, vocab, item, layout, _budget(sizes, hidden, asked), slab_item
-    )
+    problem, dtype = _problem(sizes, hidden, lm_head, layout, asked, float32_logits)
+    num_tokens, width, vocab = problem[:3]
+    axis, row_block, passes = layout.index("v"), _row_block(sizes), problem.backward_slabs()
 
     def over_columns(
         sums: _Sums, hidden_GD: Array, per_token_G: tuple[Array, ...], columns: int
@@ -183,7 +170,7 @@ def gradients(
         """Of some tokens, by slabs: the gradients that `sums` has a place for."""
         labels_G, lse_G, *g_G = per_token_G
 
-        def slab(sums: _Sums, hidden_GD: Array, first: Any, count: int) -> _Sums:
+        def slab(sums: _Sums, hidden_GD: Array, first: Start, count: int) -> _Sums:
             d_hidden_GD, d_head, d_bias = sums
             head_N, bias_N = _columns(lm_head, bias, first, count, layout)
             dx_GN = rows.row_gradients(
@@ -197,10 +184,7 @@ def gradients(
             ).astype(hidden.dtype)
             if d_hidden_GD is not None:
                 d_hidden_GD += jnp.einsum(
-                    "gn,dn->gd" if axis else "gn,nd->gd",
-                    dx_GN,
-                    head_N,
-                    preferred_element_type=jnp.float32,
+                    f"gv,{layout}->gd", dx_GN, head_N, preferred_element_type=jnp.float32
                 )
             if d_head is not None:
                 product, factors = (
@@ -215,12 +199,13 @@ def gradients(
 
         return _pieces(vocab, columns, slab, sums, hidden_GD)
 
-    def of_group(d_hidden: Array, hidden: Array, start: Any, size: int) -> Array:
+    def of_group(d_hidden: Array, hidden: Array, start: Start, size: int) -> Array:
         per_token_G = tuple(jax.lax.dynamic_slice_in_dim(array, start, size) for array in per_token)
         hidden_GD = jax.lax.dynamic_slice_in_dim(hidden, start, size)
         sums = over_columns(
             _Sums(zeros((size, width)), None, None), hidden_GD, per_token_G, passes.group_columns
         )
+        assert sums.hidden is not None
         return jax.lax.dynamic_update_slice_in_dim(
             d_hidden, sums.hidden.astype(d_hidden.dtype), start, axis=0
         )
@@ -246,15 +231,16 @@ def gradients(
             jax.lax.empty(hidden.shape, grad_dtype or hidden.dtype),
             hidden,
         )
+    assert sums.head is not None
     return Gradients(d_hidden[:asked].astype(grad_dtype or hidden.dtype), sums.head, sums.bias)
 
 
 class _Sums(NamedTuple):
     """Gradients in the making; None for one that another pass computes."""
 
-    hidden: Any  # float32[G, D]
-    head: Any
-    bias: Any
+    hidden: Array | None  # float32[G, D]
+    head: Array | None
+    bias: Array | None
 
 
 class Slabs(NamedTuple):
@@ -266,9 +252,61 @@ class Slabs(NamedTuple):
     group_columns: int  # of a slab of a group, in that pass of its own; 0 where there is none
 
 
-def row_options(hidden: Array, lm_head: Array, layout: Layout) -> dict[str, Any]:
+class Problem(NamedTuple):
+    """What slabs are cut from. No slab is more than half of the logits, so that it is never all."""
+
+    tokens: int
+    width: int
+    vocab: int
+    layout: Layout
+    item: int  # bytes of a number of the inputs
+    logit: int  # of one logit
+    beside: int  # of one, and of the dx that is rounded beside it in the backward pass
+    budget: int  # of all temporaries
+
+    def token_slab(self) -> int:
+        """Tokens of a slab in the forward pass."""
+        return _even(
+            self.tokens, min(self.budget // (self.vocab * self.logit), -(-self.tokens // 2))
+        )
+
+    def column_slab(self) -> int:
+        """Columns of a slab in the forward pass of a vocabulary of no whole vectors."""
+        return self.columns(self.budget, self.column_bytes(self.tokens, 2, self.logit))
+
+    def backward_slabs(self) -> Slabs:
+        """One pass, unless the sum of d_hidden would take more than half of the budget, so that
+        slabs would be narrow.
+        """
+        most = max(ALIGN, self.budget // 2 // (4 * self.width))
+        group = _even(self.tokens, most) if self.tokens > most else self.tokens
+        whole = self.column_bytes(self.tokens, 2, self.beside)
+        if group == self.tokens:
+            return Slabs(group, self.columns(self.budget - 4 * group * self.width, whole), 0)
+        rest = self.budget - self.group_bytes(group)
+        of_group = self.columns(rest, self.column_bytes(group, 1, self.beside))
+        return Slabs(group, self.columns(self.budget, whole), of_group)
+
+    def columns(self, room: int, each: int) -> int:
+        return _even(self.vocab, min(room // each, -(-self.vocab // 2)))
+
+    def group_bytes(self, group: int) -> int:
+        """The float32 sum of d_hidden and the group's rows of hidden, of which the loop over slabs
+        holds a copy.
+        """
+        return group * self.width * (4 + self.item)
+
+    def column_bytes(self, tokens: int, strided: int, logit: int) -> int:
+        """A column of the slab; for "dv" also one of `strided` arrays like the head, in which they
+        lie strided: copies.
+        """
+        copies = strided * self.width * self.item if self.layout == "dv" else 0
+        return logit * tokens + copies
+
+
+def row_options(hidden: Array, lm_head: Array, layout: Layout) -> dict[str, RowBlock]:
     """What the table says of the row kernels, for the logits of these arguments (see
-    stats.RowKernel).
+    stats.Kernel).
     """
     return {"block": _row_block(_blocks(None, hidden, lm_head, layout))}
 
@@ -278,118 +316,6 @@ def neighbours(blocks: Mapping[str, int]) -> Iterator[dict[str, int]]:
     yield {**blocks, "slab_mib": DEFAULT_BLOCKS["slab_mib"] // 2}
     yield from ({**blocks, "row_columns": columns} for columns in (4096, 16384))
     yield from ({**blocks, "row_warps": warps} for warps in (8, 16))
-
-
-def slab_tokens(num_tokens: int, vocab: int, itemsize: int, budget: int) -> int:
-    """Tokens of a slab in the forward pass: as many as fit, and no more than half, so that a slab
-    is never all of the logits.
-    """
-    return _even(num_tokens, min(budget // (vocab * itemsize), -(-num_tokens // 2)))
-
-
-def slab_columns(
-    num_tokens: int,
-    width: int,
-    vocab: int,
-    itemsize: int,
-    layout: Layout,
-    budget: int,
-    slab_item: int | None = None,
-) -> int:
-    """Columns of a slab in the forward pass of a vocabulary of no whole vectors; also no more than
-    half.
-
-    `slab_item`: bytes that one logit of the slab takes; None: `itemsize`, those of one number of
-    the inputs.
-    """
-    return _even(
-        vocab,
-        min(
-            budget // _column_bytes(num_tokens, 2 * width, itemsize, layout, slab_item),
-            -(-vocab // 2),
-        ),
-    )
-
-
-def backward_slabs(
-    num_tokens: int,
-    width: int,
-    vocab: int,
-    itemsize: int,
-    layout: Layout,
-    budget: int,
-    slab_item: int | None = None,
-) -> Slabs:
-    """Of the backward pass: one, unless the sum of d_hidden would take more than half of the
-    budget, so that slabs would be narrow.
-
-    `slab_item` as in `slab_columns`, of a logit and what stands beside it.
-    """
-    most = max(ALIGN, budget // 2 // (4 * width))
-    group = _even(num_tokens, most) if num_tokens > most else num_tokens
-
-    def columns(tokens: int, sums: int, factors: int) -> int:
-        return _even(
-            vocab,
-            min(
-                (budget - sums)
-                // _column_bytes(tokens, factors * width, itemsize, layout, slab_item),
-                -(-vocab // 2),
-            ),
-        )
-
-    if group == num_tokens:
-        return Slabs(group, columns(num_tokens, 4 * group * width, 2), 0)
-    return Slabs(
-        group, columns(num_tokens, 0, 2), columns(group, _group_bytes(group, width, itemsize), 1)
-    )
-
-
-def temporary_bytes(
-    num_tokens: int,
-    width: int,
-    vocab: int,
-    itemsize: int,
-    layout: Layout,
-    budget: int,
-    *,
-    float32_logits: bool = False,
-) -> int:
-    """What the slabs of one pass take at once, at most; beside it stand cuBLAS's workspace and a
-    few numbers per token.
-    """
-    logit, slab_item = (
-        (4, 4 + itemsize) if float32_logits and itemsize < 4 else (itemsize, itemsize)
-    )
-    group, columns, group_columns = backward_slabs(
-        num_tokens, width, vocab, itemsize, layout, budget, slab_item
-    )
-    sums = 4 * group * width if group == num_tokens else 0
-    first = sums + columns * _column_bytes(num_tokens, 2 * width, itemsize, layout, slab_item)
-    second = _group_bytes(group, width, itemsize) + group_columns * _column_bytes(
-        group, width, itemsize, layout, slab_item
-    )
-    return max(
-        slab_tokens(num_tokens, vocab, logit, budget) * vocab * logit,
-        first,
-        second if group_columns else 0,
-    )
-
-
-def _group_bytes(group: int, width: int, itemsize: int) -> int:
-    """The float32 sum of d_hidden and the group's rows of hidden, of which the loop over slabs
-    holds a copy.
-    """
-    return group * width * (4 + itemsize)
-
-
-def _column_bytes(
-    tokens: int, strided: int, itemsize: int, layout: Layout, slab_item: int | None
-) -> int:
-    """A column of the slab; for "dv" also `strided` numbers, of the head and of its gradient, which
-    lie strided in their arrays: copies.
-    """
-    return (slab_item or itemsize) * tokens + (itemsize * strided if layout == "dv" else 0)
 
 
 def _even(total: int, most: int) -> int:
@@ -433,15 +359,31 @@ def _whole_vectors(hidden: Array, per_token: tuple[Array, ...]) -> tuple[Array, 
     )
 
 
-def _budget(sizes: Mapping[str, int], hidden: Array, asked: int) -> int:
-    copied = hidden.size * hidden.dtype.itemsize if hidden.shape[0] != asked else 0
-    return max(0, min(sizes["slab_mib"], DEFAULT_BLOCKS["slab_mib"]) * MIB - copied)
+def _problem(
+    sizes: Mapping[str, int],
+    hidden: Array,
+    lm_head: Array,
+    layout: Layout,
+    asked: int,
+    float32_logits: bool,
+) -> tuple[Problem, jnp.dtype]:
+    """The problem, and the dtype of its logits. `asked`: tokens of `hidden` before it was copied
+    to whole vectors.
+    """
+    item = hidden.dtype.itemsize
+    copied = hidden.size * item if hidden.shape[0] != asked else 0
+    budget = max(0, min(sizes["slab_mib"], DEFAULT_BLOCKS["slab_mib"]) * MIB - copied)
+    dtype = jnp.dtype(jnp.float32) if float32_logits else hidden.dtype
+    beside = item if dtype == hidden.dtype else dtype.itemsize + item
+    (tokens, width), vocab = hidden.shape, vocab_size(lm_head, layout)
+    problem = Problem(tokens, width, vocab, layout, item, dtype.itemsize, beside, budget)
+    return problem, dtype
 
 
 def _columns(
-    lm_head: Array, bias: Array | None, first: Any, count: int, layout: Layout
+    lm_head: Array, bias: Array | None, first: Start, count: int, layout: Layout
 ) -> tuple[Array, Array | None]:
-    head_N = jax.lax.dynamic_slice_in_dim(lm_head, first, count, 1 if layout == "dv" else 0)
+    head_N = jax.lax.dynamic_slice_in_dim(lm_head, first, count, layout.index("v"))
     return head_N, None if bias is None else jax.lax.dynamic_slice_in_dim(bias, first, count)
 
 
@@ -449,18 +391,17 @@ def _logits(
     hidden_ND: Array, head: Array, bias: Array | None, layout: Layout, dtype: DTypeLike
 ) -> Array:
     """x = hidden @ head + bias, in `dtype` (accumulated in float32 by the product)."""
-    logits = jnp.einsum(
-        "td,dv->tv" if layout == "dv" else "td,vd->tv",
-        hidden_ND,
-        head,
-        preferred_element_type=dtype,
-    )
+    logits = jnp.einsum(f"td,{layout}->tv", hidden_ND, head, preferred_element_type=dtype)
     return logits if bias is None else (logits + bias).astype(dtype)
 
 
 def _pieces(
-    total: int, size: int, body: Callable[[Any, Array, Any, int], Any], carry: Any, operand: Array
-) -> Any:
+    total: int,
+    size: int,
+    body: Callable[[Carry, Array, Start, int], Carry],
+    carry: Carry,
+    operand: Array,
+) -> Carry:
     """`carry = body(carry, operand, start, count)` over [0, total) in pieces of `size`, the last
     ones shorter.
     """

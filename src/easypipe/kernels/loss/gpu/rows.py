@@ -14,12 +14,12 @@ C tokens of a chunk · V vocabulary
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Float, Int
@@ -28,8 +28,7 @@ from easypipe.kernels.loss.stats import (
     Cotangents,
     LogitStats,
     Objective,
-    about_best,
-    loss_cotangents,
+    loss_gradient_inputs,
 )
 
 LOWEST = -1e30  # stands for -inf: inf - inf would be nan in a row that has met no column yet
@@ -53,10 +52,14 @@ def row_stats(
     interpret: bool = False,
 ) -> LogitStats:
     """The four sums over each row of z = cap(logits), in float32; reads the logits once."""
-    kernel = functools.partial(_stats_kernel, soft_cap=soft_cap, columns=_columns(block, logits))
-    return LogitStats(
-        *_call(kernel, "easypipe_row_stats", logits, (labels,), 4, None, block, interpret)
-    )
+    walk = _Walk(logits, soft_cap, block or RowBlock())
+
+    def kernel(logits_ref: Ref, labels_ref: Ref, *sum_refs: Ref) -> None:
+        row = pl.program_id(0)
+        _put(walk.stats(logits_ref, row, labels_ref[row]), sum_refs, row)
+
+    sums = walk.call(kernel, "easypipe_row_stats", logits, (labels,), 4, False, interpret)
+    return LogitStats(*sums)
 
 
 def row_gradients(
@@ -70,19 +73,16 @@ def row_gradients(
     interpret: bool = False,
 ) -> Float[Array, "C V"]:
     """dx (see stats.Kernel.gradients) in the buffer of the logits; reads and writes them once."""
-    kernel = functools.partial(
-        _gradients_kernel, soft_cap=soft_cap, columns=_columns(block, logits)
-    )
-    return _call(
-        kernel,
-        "easypipe_row_gradients",
-        logits,
-        (labels, lse, *g),
-        0,
-        logits.dtype,
-        block,
-        interpret,
-    )[0]
+    walk = _Walk(logits, soft_cap, block or RowBlock())
+
+    def kernel(logits_ref: Ref, labels_ref: Ref, lse_ref: Ref, *refs: Ref) -> None:
+        *g_refs, dx_ref = refs
+        row = pl.program_id(0)
+        g = Cotangents(*(ref[row] for ref in g_refs))
+        walk.put_gradients(logits_ref, dx_ref, row, labels_ref[row], lse_ref[row], g)
+
+    known = (labels, lse, *g)
+    return walk.call(kernel, "easypipe_row_gradients", logits, known, 0, True, interpret)[0]
 
 
 def row_step(
@@ -98,173 +98,115 @@ def row_step(
     """`row_stats`, and dx of `sum_t weights[t] * loss[t]` in the buffer of the logits, by one
     kernel.
     """
-    kernel = functools.partial(
-        _step_kernel, objective=objective, soft_cap=soft_cap, columns=_columns(block, logits)
-    )
-    scalars = (labels, weights.astype(jnp.float32))
-    dx, *sums = _call(
-        kernel, "easypipe_row_step", logits, scalars, 4, logits.dtype, block, interpret
-    )
+    walk = _Walk(logits, soft_cap, block or RowBlock())
+
+    def kernel(
+        logits_ref: Ref, labels_ref: Ref, weights_ref: Ref, dx_ref: Ref, *sum_refs: Ref
+    ) -> None:
+        row = pl.program_id(0)
+        label = labels_ref[row]
+        stats = walk.stats(logits_ref, row, label)
+        _put(stats, sum_refs, row)
+        shift, g = loss_gradient_inputs(stats, weights_ref[row], objective)
+        walk.put_gradients(logits_ref, dx_ref, row, label, shift, g)
+
+    known = (labels, weights.astype(jnp.float32))
+    dx, *sums = walk.call(kernel, "easypipe_row_step", logits, known, 4, True, interpret)
     return dx, LogitStats(*sums)
 
 
-def _call(
-    kernel: Any,
-    name: str,
-    logits: Array,
-    scalars: tuple[Array, ...],
-    num_sums: int,
-    in_place: Any,
-    block,
-    interpret: bool,
-) -> Any:
-    """`kernel(logits_ref, *scalar refs, [dx_ref], *sum refs)` for every row; the refs are whole
-    arrays in device memory.
-    """
-    rows = logits.shape[0]
-    outputs = [jax.ShapeDtypeStruct(logits.shape, in_place)] if in_place is not None else []
-    outputs += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * num_sums
-    num_warps = (block or RowBlock()).num_warps
-    return pl.pallas_call(
-        kernel,
-        out_shape=outputs,
-        grid=(rows,),
-        input_output_aliases={0: 0} if in_place is not None else {},
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
-        interpret=interpret,
-        name=name,
-    )(logits, *scalars)
-
-
-def _columns(block: RowBlock | None, logits: Array) -> int:
-    """Columns of a block: a power of two, no more than the row needs."""
-    return min((block or RowBlock()).columns, pl.next_power_of_2(max(16, logits.shape[1])))
-
-
-def _stats_kernel(
-    logits_ref,
-    labels_ref,
-    log_sum_ref,
-    target_ref,
-    sum_ref,
-    best_ref,
-    *,
-    soft_cap: float | None,
-    columns: int,
-) -> None:
-    row = pl.program_id(0)
-    stats = _walk_stats(logits_ref, row, labels_ref[row], soft_cap, columns)
-    for ref, value in zip((log_sum_ref, target_ref, sum_ref, best_ref), stats, strict=True):
+def _put(stats: LogitStats, refs: tuple[Ref, ...], row: Array) -> None:
+    for ref, value in zip(refs, stats, strict=True):
         ref[row] = value
 
 
-def _gradients_kernel(
-    logits_ref,
-    labels_ref,
-    lse_ref,
-    g_lse_ref,
-    g_target_ref,
-    g_sum_ref,
-    dx_ref,
-    *,
-    soft_cap: float | None,
-    columns: int,
-) -> None:
-    row = pl.program_id(0)
-    cotangents = Cotangents(g_lse_ref[row], g_target_ref[row], g_sum_ref[row])
-    _walk_gradients(
-        logits_ref, dx_ref, row, labels_ref[row], lse_ref[row], cotangents, soft_cap, columns
-    )
+class _Walk:
+    """A row in blocks of columns."""
 
+    def __init__(self, logits: Array, soft_cap: float | None, block: RowBlock) -> None:
+        self.vocab, self.soft_cap, self.num_warps = logits.shape[1], soft_cap, block.num_warps
+        # a power of two, no more than the row needs
+        self.columns = min(block.columns, pl.next_power_of_2(max(16, self.vocab)))
+        self.blocks = pl.cdiv(self.vocab, self.columns)
 
-def _step_kernel(
-    logits_ref,
-    labels_ref,
-    weights_ref,
-    dx_ref,
-    log_sum_ref,
-    target_ref,
-    sum_ref,
-    best_ref,
-    *,
-    objective: Objective,
-    soft_cap: float | None,
-    columns: int,
-) -> None:
-    row = pl.program_id(0)
-    label = labels_ref[row]
-    stats = _walk_stats(logits_ref, row, label, soft_cap, columns)
-    for ref, value in zip((log_sum_ref, target_ref, sum_ref, best_ref), stats, strict=True):
-        ref[row] = value
-    shift, cotangents = about_best(
-        stats.best, stats.log_sum, loss_cotangents(stats.lse, weights_ref[row], objective)
-    )
-    _walk_gradients(logits_ref, dx_ref, row, label, shift, cotangents, soft_cap, columns)
+    def call(
+        self,
+        kernel: Callable[..., None],
+        name: str,
+        logits: Array,
+        known: tuple[Array, ...],
+        num_sums: int,
+        in_place: bool,
+        interpret: bool,
+    ) -> list[Array]:
+        """`kernel(logits_ref, *refs of what is known, [dx_ref], *sum refs)` for every row; the refs
+        are whole arrays in device memory.
+        """
+        outputs = [jax.ShapeDtypeStruct(logits.shape, logits.dtype)] if in_place else []
+        outputs += [jax.ShapeDtypeStruct((logits.shape[0],), jnp.float32)] * num_sums
+        return pl.pallas_call(
+            kernel,
+            out_shape=outputs,
+            grid=(logits.shape[0],),
+            input_output_aliases={0: 0} if in_place else {},
+            compiler_params=plgpu.CompilerParams(num_warps=self.num_warps, num_stages=1),
+            interpret=interpret,
+            name=name,
+        )(logits, *known)
 
+    def stats(self, logits_ref: Ref, row: Array, label: Array) -> LogitStats:
+        """Online log-sum-exp (Milakov & Gimelshein, 2018): the running maximum is one number, so
+        the terms are rescaled where it grows.
+        """
 
-def _walk_stats(logits_ref, row, label, soft_cap: float | None, columns: int) -> LogitStats:
-    """Online log-sum-exp (Milakov & Gimelshein, 2018): the running maximum is one number, so the
-    terms are rescaled where it grows.
-    """
-    vocab = logits_ref.shape[1]
-    blocks = pl.cdiv(vocab, columns)
+        def step(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            best, terms_B, sums_B, x_B = carry
+            i = i.astype(jnp.int32)  # 64 bits wide where jax_enable_x64 is set
+            # in flight while this block is worked on
+            following_B = self.load(logits_ref, row, i + 1)
+            z_B, here_B = capped(x_B, self.soft_cap), self.ids(i) < self.vocab
+            higher = jnp.maximum(best, jnp.max(jnp.where(here_B, z_B, LOWEST)))
+            new_B = jnp.where(here_B, jnp.exp(z_B - higher), 0.0)
+            terms_B = terms_B * jnp.exp(best - higher) + new_B
+            return higher, terms_B, sums_B + jnp.where(here_B, z_B, 0.0), following_B
 
-    def step(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        best, terms_B, sums_B, x_B = carry
-        i = i.astype(jnp.int32)  # 64 bits wide where jax_enable_x64 is set
-        # in flight while this block is worked on
-        following_B = _load(logits_ref, row, i + 1, columns)
-        z_B, here_B = capped(x_B, soft_cap), _ids(i, columns) < vocab
-        higher = jnp.maximum(best, jnp.max(jnp.where(here_B, z_B, LOWEST)))
-        terms_B = terms_B * jnp.exp(best - higher) + jnp.where(here_B, jnp.exp(z_B - higher), 0.0)
-        return higher, terms_B, sums_B + jnp.where(here_B, z_B, 0.0), following_B
+        zeros_B = jnp.zeros(self.columns, jnp.float32)
+        # not 0: jax 0.12 refuses a slice that it knows to reach past the end, though the mask reads
+        # nothing there
+        start = jnp.float32(LOWEST), zeros_B, zeros_B, self.load(logits_ref, row, row - row)
+        best, terms_B, sums_B, _ = jax.lax.fori_loop(0, self.blocks, step, start)
+        is_local = (label >= 0) & (label < self.vocab)
+        x_label = plgpu.load(logits_ref.at[row, jnp.where(is_local, label, 0)]).astype(jnp.float32)
+        target = jnp.where(is_local, capped(x_label, self.soft_cap), 0.0)
+        return LogitStats(jnp.log(jnp.sum(terms_B)), target, jnp.sum(sums_B), best)
 
-    zeros_B = jnp.zeros(columns, jnp.float32)
-    # not 0: jax 0.12 refuses a slice that it knows to reach past the end, though the mask reads
-    # nothing there
-    first = row - row
-    start = jnp.float32(LOWEST), zeros_B, zeros_B, _load(logits_ref, row, first, columns)
-    best, terms_B, sums_B, _ = jax.lax.fori_loop(0, blocks, step, start)
-    is_local = (label >= 0) & (label < vocab)
-    x_label = plgpu.load(logits_ref.at[row, jnp.where(is_local, label, 0)]).astype(jnp.float32)
-    target = jnp.where(is_local, capped(x_label, soft_cap), 0.0)
-    return LogitStats(jnp.log(jnp.sum(terms_B)), target, jnp.sum(sums_B), best)
+    def put_gradients(
+        self, logits_ref: Ref, dx_ref: Ref, row: Array, label: Array, lse: Array, g: Cotangents
+    ) -> None:
+        """The last block first: it was read last, so it is still in the cache."""
+        soft_cap = self.soft_cap
 
+        def step(done: Array, _: None) -> None:
+            i = self.blocks - 1 - done.astype(jnp.int32)
+            ids_B = self.ids(i)
+            z_B = capped(self.load(logits_ref, row, i), soft_cap)
+            dz_B = jnp.exp(z_B - lse) * g.lse + jnp.where(ids_B == label, g.target, 0.0) + g.sum
+            if soft_cap is not None:
+                dz_B = dz_B * (1.0 - (z_B * (1.0 / soft_cap)) ** 2)
+            place = dx_ref.at[row, pl.ds(i * self.columns, self.columns)]
+            plgpu.store(place, dz_B.astype(dx_ref.dtype), mask=ids_B < self.vocab)
 
-def _walk_gradients(
-    logits_ref, dx_ref, row, label, lse, g: Cotangents, soft_cap: float | None, columns: int
-) -> None:
-    """The last block first: it was read last, so it is still in the cache."""
-    vocab = logits_ref.shape[1]
-    blocks = pl.cdiv(vocab, columns)
+        jax.lax.fori_loop(0, self.blocks, step, None)
 
-    def step(done: Array, _: None) -> None:
-        i = blocks - 1 - done.astype(jnp.int32)
-        ids_B = _ids(i, columns)
-        z_B = capped(_load(logits_ref, row, i, columns), soft_cap)
-        dz_B = jnp.exp(z_B - lse) * g.lse + jnp.where(ids_B == label, g.target, 0.0) + g.sum
-        if soft_cap is not None:
-            dz_B = dz_B * (1.0 - (z_B * (1.0 / soft_cap)) ** 2)
-        plgpu.store(
-            dx_ref.at[row, pl.ds(i * columns, columns)],
-            dz_B.astype(dx_ref.dtype),
-            mask=ids_B < vocab,
-        )
+    def ids(self, block: Array) -> Array:
+        return block * self.columns + jnp.arange(self.columns, dtype=jnp.int32)
 
-    jax.lax.fori_loop(0, blocks, step, None)
-
-
-def _ids(block, columns: int) -> Array:
-    return block * columns + jnp.arange(columns, dtype=jnp.int32)
-
-
-def _load(logits_ref, row, block, columns: int) -> Array:
-    """Columns of one block in float32, 0 past the end of the row (a block past the end is all 0 and
-    reads nothing).
-    """
-    mask = _ids(block, columns) < logits_ref.shape[1]
-    x_B = plgpu.load(logits_ref.at[row, pl.ds(block * columns, columns)], mask=mask, other=0.0)
-    return x_B.astype(jnp.float32)
+    def load(self, logits_ref: Ref, row: Array, block: Array) -> Array:
+        """Columns of one block in float32, 0 past the end of the row (a block past the end is all 0
+        and reads nothing).
+        """
+        place = logits_ref.at[row, pl.ds(block * self.columns, self.columns)]
+        return plgpu.load(place, mask=self.ids(block) < self.vocab, other=0.0).astype(jnp.float32)
 
 
 def capped(x: Array, soft_cap: float | None) -> Array:

@@ -17,24 +17,37 @@ Three schedules:
   two cores the tokens are passed in two halves, the second core always in the other half than the
   first: no core adds to what the other adds to. Between the halves the head's gradient of the
   group, [cores, ...] in float32, stands in HBM.
-- *apart* (apart.py), where even those 16 bits of every hidden state are too many: each
-  gradient has a pass of its own.
+- *apart*, where even those 16 bits of every hidden state are too many: a pass for each gradient.
+  Whatever the order of the tiles, one pass over them has half-finished float32 sums of the smaller
+  of the two gradients in HBM: 2·D bytes for each token (or column) beside the bfloat16 of the
+  result. So the logits are computed once more, 8·T·D·V FLOPs instead of 6, and every sum is
+  finished in VMEM. First as *resident*, with nothing of the hidden states' gradient and a tile of
+  them at a time; then a block of tokens stays beside its gradient while the head streams past. Grid
+  (block i, columns j, rows k of it). On two TensorCores each takes a part of the blocks that stay.
 
-T tokens · D width · V vocabulary · R rows of a tile · C columns of a block
+T tokens · D width · V vocabulary · B tokens that stay · R rows of a tile · C columns of a block
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
-from easypipe.kernels.loss.stats import Cotangents, Gradients, Inputs, Layout, varying_like
-from easypipe.kernels.loss.tpu import apart as pallas_tpu_apart
+from easypipe.kernels.loss.stats import (
+    Cotangents,
+    Gradients,
+    Inputs,
+    Layout,
+    varying_like,
+    vocab_size,
+)
 from easypipe.kernels.loss.tpu.blocks import (
     LANES,
     SLACK,
@@ -44,18 +57,32 @@ from easypipe.kernels.loss.tpu.blocks import (
     cdiv,
     sizes_of,
 )
+from easypipe.kernels.loss.tpu.common import (
+    Interpret,
+    Refs,
+    head_block,
+    in_steps,
+    named_call,
+    shape_like,
+    some,
+)
 from easypipe.kernels.loss.tpu.forward import ROWS
-from easypipe.kernels.loss.tpu.loops import in_steps, shape_like
 from easypipe.kernels.loss.tpu.tiles import (
     At,
     Problem,
-    Refs,
+    Tile,
     add_to_head,
-    head_block,
     of_hidden,
     scratch,
     tile_dz,
 )
+
+
+class _Given(NamedTuple):
+    hidden: Array
+    lm_head: Array
+    known: Array  # float32[8, T]: what is known of the tokens
+    bias: Array | None  # float32[1, V]
 
 
 def gradients(
@@ -64,300 +91,344 @@ def gradients(
     g: Cotangents,
     layout: Layout,
     soft_cap: float | None,
-    grad_dtype: Any,
+    grad_dtype: DTypeLike | None,
     blocks: Blocks,
-    interpret: Any,
+    interpret: Interpret,
 ) -> Gradients:
     """`Kernel.gradients` of stats.py."""
     hidden, lm_head, bias, labels = inputs
-    tokens, width = hidden.shape
-    vocab = lm_head.shape[1 if layout == "dv" else 0]
+    (tokens, width), vocab = hidden.shape, vocab_size(lm_head, layout)
     hidden_dtype, head_dtype = (grad_dtype or hidden.dtype), (grad_dtype or lm_head.dtype)
-    vmem = backward_vmem(blocks, sizes_of(tokens, width, vocab, hidden.dtype, head_dtype)) + SLACK
+    sizes = sizes_of(tokens, width, vocab, hidden.dtype, head_dtype)
     problem = Problem(
-        tokens,
-        width,
-        vocab,
-        layout,
-        soft_cap,
-        bias is not None,
-        hidden_dtype == jnp.bfloat16,
-        blocks,
-        vmem,
+        tokens=tokens,
+        width=width,
+        vocab=vocab,
+        layout=layout,
+        soft_cap=soft_cap,
+        has_bias=bias is not None,
+        split=hidden_dtype == jnp.bfloat16,
+        blocks=blocks,
+        dtype=hidden.dtype,
+        head_dtype=jnp.dtype(head_dtype),
+        vmem=backward_vmem(blocks, sizes) + SLACK,
+        interpret=interpret,
     )
     # float32 holds ids below 2**24
     local = labels.astype(jnp.float32)
     nothing = jnp.zeros_like(lse)
     known_8T = jnp.stack([local, lse, *g, nothing, nothing, nothing]).astype(jnp.float32)
     bias_1V = None if bias is None else bias.astype(jnp.float32)[None, :]
-    run = (
-        _resident
-        if blocks.resident
-        else pallas_tpu_apart.gradients
-        if blocks.own_tokens
-        else _streaming
-    )
-    d_hidden, d_head, d_bias = run(
-        hidden, lm_head, known_8T, bias_1V, problem, head_dtype, interpret
-    )
-    if bias is not None and d_bias is not None:
-        d_bias = d_bias.sum(axis=(0, 1)).astype(grad_dtype or bias.dtype)
-    return Gradients(d_hidden.astype(hidden_dtype), d_head, d_bias)
+    given = _Given(hidden, lm_head, known_8T, bias_1V)
+    if blocks.resident:
+        found = _over_head(given, problem)
+    elif blocks.own_tokens:
+        found = _over_head(given, problem) | {"hidden": _over_tokens(given, problem)}
+    else:
+        found = _streaming(given, problem)
+    d_bias = None
+    if bias is not None:
+        d_bias = found["bias"].sum(axis=(0, 1)).astype(grad_dtype or bias.dtype)
+    return Gradients(found["hidden"].astype(hidden_dtype), found["head"], d_bias)
 
 
-def _resident(hidden, lm_head, known_8T, bias_1V, problem: Problem, head_dtype, interpret):
-    blocks = problem.blocks
+def _over_head(given: _Given, problem: Problem) -> dict[str, Array]:
+    """The gradients of head and bias; of the hidden states besides, where all of these are
+    resident.
+    """
+    blocks, hidden = problem.blocks, given.hidden
     rows, columns = blocks.back_rows, blocks.back_columns
-    padded = cdiv(problem.tokens, rows) * rows
-    stays = pl.Buffered(1)
+    padded, stays = cdiv(problem.tokens, rows) * rows, pl.Buffered(1)
+    head_shape, head_index = head_block(problem.layout, problem.width, columns, lambda j, k: j)
+    head_spec = pl.BlockSpec(
+        head_shape, head_index, pipeline_mode=None if blocks.resident else stays
+    )
     whole = pl.BlockSpec((padded, problem.width), lambda j, k: (0, 0), pipeline_mode=stays)
-    head_shape, head_index = head_block(problem, lambda j, k: j)
-    state_dtype = jnp.bfloat16 if problem.split else jnp.float32
-    in_specs = [
-        whole,
-        pl.BlockSpec(head_shape, head_index),
-        pl.BlockSpec((ROWS, rows), lambda j, k: (0, k)),
-    ]
-    out_specs = [whole, pl.BlockSpec(head_shape, head_index)]
-    out_shape = [
-        shape_like(hidden.shape, state_dtype, hidden),
-        shape_like(lm_head.shape, head_dtype, hidden),
-    ]
-    buffers = scratch(problem, head_shape, hidden.dtype)
-    if problem.split:
-        buffers.insert(0, pltpu.VMEM((padded, problem.width), jnp.int16))
-    arguments = [hidden, lm_head, known_8T]
-    if problem.has_bias:
-        in_specs.append(pl.BlockSpec((1, columns), lambda j, k: (0, j)))
-        out_specs.append(pl.BlockSpec((1, 1, columns), lambda j, k: (0, 0, j)))
-        out_shape.append(shape_like((1, 1, problem.vocab), jnp.float32, hidden))
-        arguments.append(bias_1V)
+    tile = pl.BlockSpec((rows, problem.width), lambda j, k: (k, 0))
+    inputs = {
+        "tokens": (hidden, whole if blocks.resident else tile),
+        "lm_head": (given.lm_head, head_spec),
+        "known": (given.known, pl.BlockSpec((ROWS, rows), lambda j, k: (0, k))),
+    }
+    outputs, buffers = {}, {}
+    if blocks.resident:
+        outputs["hidden"] = shape_like(hidden.shape, problem.state_dtype, hidden), whole
+        if problem.split:
+            buffers["low"] = pltpu.VMEM((padded, problem.width), jnp.int16)
+    outputs["head"] = shape_like(given.lm_head.shape, problem.head_dtype, hidden), head_spec
+    if given.bias is not None:
+        inputs["bias_row"] = given.bias, pl.BlockSpec((1, columns), lambda j, k: (0, j))
+        outputs["bias"] = (
+            shape_like((1, 1, problem.vocab), jnp.float32, hidden),
+            pl.BlockSpec((1, 1, columns), lambda j, k: (0, 0, j)),
+        )
 
-    def kernel(hidden_ref, head_ref, known_ref, *refs):
-        bias_ref, *refs = refs if problem.has_bias else (None, *refs)
-        d_hidden_ref, d_head_ref, *refs = refs
-        d_bias_ref, *refs = refs if problem.has_bias else (None, *refs)
-        low_ref, *refs = refs if problem.split else (None, *refs)
-        sum_ref, *dz_refs = refs
+    def kernel(given: Refs, results: Refs, buffers: Refs) -> None:
         block, tile = pl.program_id(0), pl.program_id(1)
-        window = pl.ds(pl.multiple_of(tile * rows, rows), rows)
-        refs_ = Refs(
-            hidden_ref.at[window], head_ref, known_ref, bias_ref, sum_ref, d_bias_ref, *dz_refs
-        )
-        state = _State(
-            d_hidden_ref.at[window],
-            low_ref.at[window] if low_ref is not None else None,
-            lambda x: jnp.where(block == 0, 0.0, x),
-        )
-        first = tile == 0
-        _tile(
-            refs_,
-            state,
-            state,
-            At(block, tile, 0, adds_nothing=first, bias_adds_nothing=first, begins=True),
-            problem,
-        )
+        hidden_ref, state = given["tokens"], None
+        if blocks.resident:
+            window = pl.ds(pl.multiple_of(tile * rows, rows), rows)
+            hidden_ref = hidden_ref.at[window]
+            state = _State(
+                results["hidden"].at[window],
+                buffers["low"].at[window] if problem.split else None,
+                lambda x: jnp.where(block == 0, 0.0, x),
+            )
+        refs = _tile_refs(hidden_ref, given, results, buffers)
+        at = At(block, tile, adds_nothing=tile == 0, bias_adds_nothing=tile == 0)
+        _add_tile(refs, state, state, at, problem)
 
         @pl.when(tile == pl.num_programs(1) - 1)
         def _finish():
-            d_head_ref[...] = sum_ref[...].astype(d_head_ref.dtype)
+            results["head"][...] = buffers["sum"][...].astype(problem.head_dtype)
 
-    d_hidden, d_head, *d_bias = pl.pallas_call(
+    return named_call(
         kernel,
-        out_shape=out_shape,
+        "loss_gradients" if blocks.resident else "loss_gradients_of_head",
         grid=(cdiv(problem.vocab, columns), padded // rows),
-        in_specs=in_specs,
-        out_specs=out_specs,
-        scratch_shapes=buffers,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=problem.vmem
-        ),
-        interpret=interpret,
-        name="loss_gradients",
-    )(*arguments)
-    return d_hidden, d_head, d_bias[0] if d_bias else None
+        inputs=inputs,
+        outputs=outputs,
+        scratch=buffers | scratch(problem, head_shape),
+        cores=not blocks.resident,
+        vmem=problem.vmem,
+        interpret=problem.interpret,
+    )
 
 
-def _streaming(hidden, lm_head, known_8T, bias_1V, problem: Problem, head_dtype, interpret):
-    blocks = problem.blocks
+def _over_tokens(given: _Given, problem: Problem) -> Array:
+    """The gradient of the hidden states alone."""
+    hidden, blocks = given.hidden, problem.blocks
+    rows, columns, stay = blocks.back_rows, blocks.own_columns, blocks.own_tokens
+    problem = problem._replace(blocks=blocks._replace(back_columns=columns))
+    head_spec = pl.BlockSpec(*head_block(problem.layout, problem.width, columns, lambda i, j, k: j))
+    tokens_spec = pl.BlockSpec(
+        (stay, problem.width), lambda i, j, k: (i, 0), pipeline_mode=pl.Buffered(1)
+    )
+    inputs = {
+        "tokens": (hidden, tokens_spec),
+        "lm_head": (given.lm_head, head_spec),
+        "known": (given.known, pl.BlockSpec((ROWS, stay), lambda i, j, k: (0, i))),
+    }
+    if given.bias is not None:
+        inputs["bias_row"] = given.bias, pl.BlockSpec((1, columns), lambda i, j, k: (0, j))
+
+    def kernel(given: Refs, results: Refs, buffers: Refs) -> None:
+        block, column_block, k = (pl.program_id(axis) for axis in range(3))
+        window, sum_ref = pl.ds(pl.multiple_of(k * rows, rows), rows), buffers["total"]
+        known = given | {"known": given["known"].at[:, window]}
+        refs = _tile_refs(given["tokens"].at[window], known, {}, buffers)
+        tile_dz(refs, At(column_block, block * (stay // rows) + k), problem)
+
+        def add(part: pl.Slice, _: None) -> None:
+            before = jnp.where(column_block == 0, 0.0, sum_ref[window, part])
+            sum_ref[window, part] = before + of_hidden(refs, part, problem.layout)
+
+        in_steps(problem.width, WIDTH_STEP, add, None)
+
+        @pl.when(column_block == pl.num_programs(1) - 1)
+        def _finish():
+            d_hidden_ref = results["hidden"]
+            d_hidden_ref[window, :] = sum_ref[window, :].astype(d_hidden_ref.dtype)
+
+    return named_call(
+        kernel,
+        "loss_gradients_of_hidden",
+        grid=(cdiv(problem.tokens, stay), cdiv(problem.vocab, columns), stay // rows),
+        inputs=inputs,
+        outputs={"hidden": (shape_like(hidden.shape, problem.state_dtype, hidden), tokens_spec)},
+        scratch={
+            "total": pltpu.VMEM((stay, problem.width), jnp.float32),
+            "dz": pltpu.VMEM((rows, columns), problem.dtype),
+        },
+        cores=True,
+        vmem=problem.vmem,
+        interpret=problem.interpret,
+    )["hidden"]
+
+
+def _streaming(given: _Given, problem: Problem) -> dict[str, Array]:
+    hidden, blocks = given.hidden, problem.blocks
     groups = cdiv(cdiv(problem.vocab, blocks.back_columns), blocks.back_parts)
-    head_shape, _ = head_block(problem, lambda j: j)
     tokens, width, vocab = problem.tokens, problem.width, problem.vocab
     # jax's interpreter returns aliased arrays that end within a block with the whole block: here
     # they are whole ones at once
-    if interpret:
+    if problem.interpret:
         tokens = cdiv(tokens, blocks.back_rows) * blocks.back_rows
         vocab = groups * blocks.back_parts * blocks.back_columns
-    d_head_shape = (width, vocab) if problem.layout == "dv" else (vocab, width)
+    whole_head = (width, vocab) if problem.layout == "dv" else (vocab, width)
     carry = {
-        "high": jnp.zeros((tokens, width), jnp.bfloat16 if problem.split else jnp.float32),
-        "head": jax.lax.empty(d_head_shape, head_dtype),
+        "hidden": jnp.zeros((tokens, width), problem.state_dtype),
+        "head": jax.lax.empty(whole_head, problem.head_dtype),
     }
     if problem.split:
         carry["low"] = jnp.zeros((tokens, width), jnp.int16)
     if problem.has_bias:
         carry["bias"] = jnp.zeros((blocks.back_parts, 1, vocab), jnp.float32)
     if blocks.back_parts > 1:
-        carry["between"] = jax.lax.empty((blocks.back_parts, *head_shape), jnp.float32)
+        shape, _ = head_block(problem.layout, width, blocks.back_columns, lambda j: j)
+        carry["between"] = jax.lax.empty((blocks.back_parts, *shape), jnp.float32)
 
-    def group(index, carry):
+    def group(index: Array, carry: dict[str, Array]) -> dict[str, Array]:
         for turn in range(blocks.back_parts):
-            carry = _streaming_turn(
-                index, turn, hidden, lm_head, known_8T, bias_1V, carry, problem, interpret
-            )
+            carry = carry | _streaming_turn(index, turn, given, carry, problem)
         return carry
 
     carry = {name: varying_like(array, hidden) for name, array in carry.items()}
     carry = jax.lax.fori_loop(0, groups, group, carry)
-    d_hidden, d_head, d_bias = carry["high"], carry["head"], carry.get("bias")
-    if interpret:
-        d_hidden, d_head = (
-            d_hidden[: problem.tokens],
-            d_head[: lm_head.shape[0], : lm_head.shape[1]],
-        )
-        d_bias = None if d_bias is None else d_bias[:, :, : problem.vocab]
-    return d_hidden, d_head, d_bias
+    if problem.interpret:
+        rows, columns = given.lm_head.shape
+        carry["hidden"] = carry["hidden"][: problem.tokens]
+        carry["head"] = carry["head"][:rows, :columns]
+        if problem.has_bias:
+            carry["bias"] = carry["bias"][:, :, : problem.vocab]
+    return carry
 
 
 def _streaming_turn(
-    index,
-    turn: int,
-    hidden,
-    lm_head,
-    known_8T,
-    bias_1V,
-    carry: dict[str, Array],
-    problem: Problem,
-    interpret,
-):
+    index: Array, turn: int, arrays: _Given, carry: dict[str, Array], problem: Problem
+) -> dict[str, Array]:
     """All tokens' share of one group of column blocks, or on two cores: half of it."""
     blocks = problem.blocks
     rows, columns, parts = blocks.back_rows, blocks.back_columns, blocks.back_parts
     tiles = cdiv(problem.tokens, rows) // parts
     share = blocks.back_width or problem.width
+    begins, ends = turn == 0, turn == parts - 1
 
-    def tile_of(core, k):
+    def tile_of(core: Array, k: Array) -> Array:
         return (core + turn) % parts * tiles + k
 
-    stays = pl.Buffered(1)
-    head_shape, head_index = head_block(problem, lambda c, k, w, group: group[0] * parts + c)
-    tokens_spec = pl.BlockSpec((rows, problem.width), lambda c, k, w, group: (tile_of(c, k), 0))
-    state_spec = pl.BlockSpec((rows, share), lambda c, k, w, group: (tile_of(c, k), w))
-    head_spec = pl.BlockSpec(head_shape, head_index, pipeline_mode=stays)
-    bias_spec = pl.BlockSpec((1, columns), lambda c, k, w, group: (0, group[0] * parts + c))
-    aside = pl.BlockSpec(memory_space=pl.ANY)
-    inputs = {"hidden": (hidden, tokens_spec), "lm_head": (lm_head, head_spec)}
-    inputs["known"] = (
-        known_8T,
-        pl.BlockSpec((ROWS, rows), lambda c, k, w, group: (0, tile_of(c, k))),
+    head_shape, head_index = head_block(
+        problem.layout, problem.width, columns, lambda c, k, w, group: group[0] * parts + c
     )
-    if problem.has_bias:
-        inputs["bias_row"] = bias_1V, bias_spec
-    outputs = {"high": state_spec}
+    state_spec = pl.BlockSpec((rows, share), lambda c, k, w, group: (tile_of(c, k), w))
+    head_spec = pl.BlockSpec(head_shape, head_index, pipeline_mode=pl.Buffered(1))
+    aside = pl.BlockSpec(memory_space=pl.ANY)
+    inputs = {
+        "tokens": (
+            arrays.hidden,
+            pl.BlockSpec((rows, problem.width), lambda c, k, w, group: (tile_of(c, k), 0)),
+        ),
+        "lm_head": (arrays.lm_head, head_spec),
+        "known": (
+            arrays.known,
+            pl.BlockSpec((ROWS, rows), lambda c, k, w, group: (0, tile_of(c, k))),
+        ),
+    }
+    if arrays.bias is not None:
+        inputs["bias_row"] = (
+            arrays.bias,
+            pl.BlockSpec((1, columns), lambda c, k, w, group: (0, group[0] * parts + c)),
+        )
+    specs = {"hidden": state_spec}
     if problem.split:
-        outputs["low"] = state_spec
+        specs["low"] = state_spec
     if problem.has_bias:
-        outputs["bias"] = pl.BlockSpec(
+        specs["bias"] = pl.BlockSpec(
             (1, 1, columns), lambda c, k, w, group: (turn, 0, group[0] * parts + c)
         )
-    begins, ends = turn == 0, turn == parts - 1
     if ends:
-        outputs["head"] = head_spec
+        specs["head"] = head_spec
     if not (begins and ends):
-        outputs["between"] = aside
-    for name in outputs:
-        inputs[name] = carry[name], state_spec if name in ("high", "low") else aside
-    names_in, names_out = list(inputs), list(outputs)
+        specs["between"] = aside
+    for name in specs:
+        inputs[name] = carry[name], state_spec if name in ("hidden", "low") else aside
 
-    def kernel(group_ref, *refs):
-        given = dict(zip(names_in, refs, strict=False))
-        results = dict(zip(names_out, refs[len(names_in) :], strict=False))
-        sum_ref, *dz_refs = refs[len(names_in) + len(names_out) :]
+    def kernel(given: Refs, results: Refs, buffers: Refs) -> None:
         core, k, w = (pl.program_id(i) for i in range(3))
 
         @pl.when((k == 0) & (w == 0))
         def _take():
             if not begins:
-                pltpu.sync_copy(given["between"].at[core], sum_ref)
+                pltpu.sync_copy(given["between"].at[core], buffers["sum"])
 
-        refs_ = Refs(
-            given["hidden"],
-            given["lm_head"],
-            given["known"],
-            given.get("bias_row"),
-            sum_ref,
-            results.get("bias"),
-            *dz_refs,
+        refs = _tile_refs(given["tokens"], given, results, buffers)
+        before, after = (
+            _State(refs["hidden"], refs.get("low"), lambda x: x) for refs in (given, results)
         )
-        before = _State(given["high"], given.get("low"), lambda x: x)
-        after = _State(results["high"], results.get("low"), lambda x: x)
         at = At(
-            group_ref[0] * parts + core,
+            given["index"][0] * parts + core,
             tile_of(core, k),
             w * share if share < problem.width else 0,
             (k == 0) & begins,
             k == 0,
             w == 0,
         )
-        _tile(refs_, before, after, at, problem)
+        _add_tile(refs, before, after, at, problem)
 
         @pl.when((k == pl.num_programs(1) - 1) & (w == pl.num_programs(2) - 1))
         def _finish():
             if ends:
-                results["head"][...] = sum_ref[...].astype(results["head"].dtype)
+                results["head"][...] = buffers["sum"][...].astype(problem.head_dtype)
             else:
-                pltpu.sync_copy(sum_ref, results["between"].at[core])
+                pltpu.sync_copy(buffers["sum"], results["between"].at[core])
 
-    call = pl.pallas_call(
+    return named_call(
         kernel,
-        out_shape=[shape_like(carry[name].shape, carry[name].dtype, hidden) for name in names_out],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(parts, tiles, problem.width // share),
-            in_specs=[spec for _, spec in inputs.values()],
-            out_specs=list(outputs.values()),
-            scratch_shapes=scratch(problem, head_shape, hidden.dtype),
-        ),
-        input_output_aliases={
-            1 + names_in.index(name): place for place, name in enumerate(names_out)
+        "loss_gradients",
+        grid=(parts, tiles, problem.width // share),
+        inputs=inputs,
+        outputs={
+            name: (shape_like(carry[name].shape, carry[name].dtype, arrays.hidden), spec)
+            for name, spec in specs.items()
         },
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=problem.vmem,
-        ),
-        interpret=interpret,
-        name="loss_gradients",
+        scratch=scratch(problem, head_shape),
+        cores=True,
+        vmem=problem.vmem,
+        interpret=problem.interpret,
+        index=jnp.full((1,), index, jnp.int32),
     )
-    results = call(jnp.full((1,), index, jnp.int32), *(array for array, _ in inputs.values()))
-    return carry | dict(zip(names_out, results, strict=True))
+
+
+def _tile_refs(hidden: Ref, given: Refs, results: Refs, buffers: Refs) -> Tile:
+    return Tile(
+        hidden,
+        given["lm_head"],
+        given["known"],
+        given.get("bias_row"),
+        buffers.get("sum"),
+        results.get("bias"),
+        buffers["dz"],
+        buffers.get("dz_turned"),
+    )
 
 
 class _State(NamedTuple):
     """The gradient of the hidden states of a tile, W of the width."""
 
-    high: Any  # [R, W] float32, or bfloat16 where `low` is given
-    low: Any  # [R, W] int16, or None
-    begun: Any  # what a value read from it becomes: 0 where nothing was written before
+    high: Ref  # [R, W] float32, or bfloat16 where `low` is given
+    low: Ref | None  # [R, W] int16, or None
+    begun: Callable[
+        [Array], Array
+    ]  # what a value read from it becomes: 0 where nothing was written before
 
 
-def _tile(refs: Refs, before: _State, after: _State, at: At, problem: Problem) -> None:
-    """Adds a tile's share to the three gradients."""
+def _add_tile(
+    refs: Tile, before: _State | None, after: _State | None, at: At, problem: Problem
+) -> None:
+    """Adds a tile's share to the gradients of head and bias, and to that of the hidden states that
+    `before` holds.
+    """
     if at.begins is True:
         tile_dz(refs, at, problem)
     else:
         pl.when(at.begins)(lambda: tile_dz(refs, at, problem))
 
-    def add_products(part, _) -> None:
+    def add_products(part: pl.Slice, _: None) -> None:
         first = at.first_width + part.start
-        width = pl.ds(first if isinstance(first, int) else pl.multiple_of(first, LANES), part.size)
-        add_to_head(refs, width, problem.layout)
+        at_lanes = first if isinstance(first, int) else pl.multiple_of(first, LANES)
+        width = some(at_lanes, part.size)
+        add_to_head(refs, width)
+        if before is None or after is None:
+            return
         total_RS = before.begun(_joined(before, part)) + of_hidden(refs, width, problem.layout)
         if after.low is None:
             after.high[:, part] = total_RS
         else:
             after.high[:, part], after.low[:, part] = _split(total_RS)
 
-    in_steps(before.high.shape[1], WIDTH_STEP, add_products, None)
+    in_steps(
+        problem.width if before is None else before.high.shape[1], WIDTH_STEP, add_products, None
+    )
 
 
 def _split(x: Array) -> tuple[Array, Array]:
@@ -371,7 +442,7 @@ def _split(x: Array) -> tuple[Array, Array]:
     return high, jnp.clip(distance, -(1 << 15), (1 << 15) - 1).astype(jnp.int16)
 
 
-def _joined(state: _State, part) -> Array:
+def _joined(state: _State, part: pl.Slice) -> Array:
     if state.low is None:
         return state.high[:, part]
     bits = jax.lax.bitcast_convert_type(

@@ -23,9 +23,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from easypipe.core.errors import ConfigError
 
@@ -105,7 +106,9 @@ def device_of(kind: str) -> Device:
     return DEVICES.get(kind, UNKNOWN)
 
 
-def sizes_of(tokens: int, width: int, vocab: int, dtype: Any, grad_dtype: Any = None) -> Sizes:
+def sizes_of(
+    tokens: int, width: int, vocab: int, dtype: DTypeLike, grad_dtype: DTypeLike | None = None
+) -> Sizes:
     return Sizes(
         tokens, width, vocab, jnp.dtype(dtype).itemsize, jnp.dtype(grad_dtype or dtype).itemsize
     )
@@ -221,18 +224,6 @@ def backward_bytes(blocks: Blocks, sizes: Sizes) -> int:
     return tokens + head * (blocks.back_parts * sizes.item + sizes.out) + between + known
 
 
-def least_bytes(device: Device, sizes: Sizes) -> tuple[int, int]:
-    """(forward, backward): what these schedules would move at least, if what streams took no more
-    of VMEM than one tile of 128.
-    """
-    forward = min(
-        forward_bytes(blocks, sizes)
-        for blocks in _forward_choices(device, sizes, (LANES,), (LANES,))
-    )
-    backward = _backward_choices(device, sizes, ROW_SIZES, (1024, 512, 256, LANES), (LANES,))
-    return forward, min(backward_bytes(blocks, sizes) for blocks in backward)
-
-
 def block_candidates(device: Device, sizes: Sizes) -> list[Blocks]:
     """What is worth measuring: the plan, and each of its two halves in other tiles that fit."""
     plan = plan_blocks(device, sizes)
@@ -245,7 +236,7 @@ def block_candidates(device: Device, sizes: Sizes) -> list[Blocks]:
     return list(dict.fromkeys([plan, *forward, *backward]))
 
 
-def row_block(device: Device, vocab: int, dtype: Any) -> int:
+def row_block(device: Device, vocab: int, dtype: DTypeLike) -> int:
     """Rows of logits with their whole vocabulary that stay in VMEM, read and written while their
     neighbours are worked on.
     """

@@ -4,7 +4,7 @@ files of their own; here is the door.
 *strict*: no logits beyond a tile in VMEM. 8·T·D·V FLOPs, forward and backward; bytes: see
 blocks.py. Besides its results the backward pass has 2·T·D bytes in HBM (for bfloat16),
 and on two TensorCores one block of columns of the head's gradient in float32. Beyond 256 MiB of
-these it has none, and 10·T·D·V FLOPs (apart.py). *fast*: the matrix products are XLA's
+these it has none, and 10·T·D·V FLOPs. *fast*: the matrix products are XLA's
 (chunked.py); between them `row_step` turns a chunk of logits into its gradient, in place, in one
 reading and one writing.
 
@@ -15,31 +15,28 @@ T tokens · D width · V vocabulary · C tokens of a chunk
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from easypipe.core.errors import ConfigError
+from easypipe.kernels.loss.rows import row_options
 from easypipe.kernels.loss.stats import (
     Cotangents,
     Gradients,
     Inputs,
     Layout,
     LogitStats,
-    Objective,
+    ShapedArray,
     vocab_size,
 )
-from easypipe.kernels.loss.tpu import backward as pallas_tpu_backward
-from easypipe.kernels.loss.tpu import forward as pallas_tpu_forward
-from easypipe.kernels.loss.tpu import rows as pallas_tpu_rows
+from easypipe.kernels.loss.tpu import backward, forward
 from easypipe.kernels.loss.tpu.blocks import (
     TOO_SMALL,
     UNKNOWN,
     Blocks,
-    Device,
     as_blocks,
     device_of,
     fitted,
@@ -48,16 +45,28 @@ from easypipe.kernels.loss.tpu.blocks import (
     rounded,
     sizes_of,
 )
+from easypipe.kernels.loss.tpu.common import Interpret
+from easypipe.kernels.loss.tpu.rows import row_gradients, row_stats, row_step
 from easypipe.kernels.tuning import table as tuning
+
+__all__ = [
+    "VECTOR",
+    "gradients",
+    "refusals",
+    "row_gradients",
+    "row_options",
+    "row_stats",
+    "row_step",
+    "stats",
+]
 
 NAME = "pallas_tpu"
 DTYPES = ("bfloat16", "float32")
+VECTOR = 1
 MOST_COLUMNS = 1 << 24  # column ids travel as float32
 
 
-def refusals(
-    hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: float | None
-) -> list[str]:
+def refusals(hidden: ShapedArray, lm_head: ShapedArray, *, layout: Layout) -> list[str]:
     """Every reason why these arguments cannot run on any TPU from v5e on, or on the one that is
     compiled for where that is an older one.
     """
@@ -92,13 +101,11 @@ def stats(
     layout: Layout,
     soft_cap: float | None,
     block: Mapping[str, int] | Blocks | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> LogitStats:
     """Kernel.stats. `interpret`: True or pltpu.InterpretParams, to run without a TPU."""
     inputs, layout, _ = _as_it_lies(inputs, layout)
-    return pallas_tpu_forward.stats(
-        inputs, layout, soft_cap, _blocks(block, inputs, layout), interpret
-    )
+    return forward.stats(inputs, layout, soft_cap, _blocks(block, inputs, layout), interpret)
 
 
 def gradients(
@@ -110,54 +117,13 @@ def gradients(
     soft_cap: float | None,
     block: Mapping[str, int] | Blocks | None = None,
     grad_dtype: DTypeLike | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> Gradients:
     """Kernel.gradients; sums are kept in float32 (to one unit in its last place) in between."""
     inputs, layout, turned = _as_it_lies(inputs, layout)
     blocks = _blocks(block, inputs, layout, grad_dtype)
-    grads = pallas_tpu_backward.gradients(
-        inputs, lse, g, layout, soft_cap, grad_dtype, blocks, interpret
-    )
+    grads = backward.gradients(inputs, lse, g, layout, soft_cap, grad_dtype, blocks, interpret)
     return grads._replace(lm_head=grads.lm_head.T) if turned else grads
-
-
-def row_stats(
-    logits: Float[Array, "C V"],
-    labels: Int[Array, " C"],
-    *,
-    soft_cap: float | None,
-    interpret: Any = False,
-) -> LogitStats:
-    """RowKernel.row_stats: one reading."""
-    return pallas_tpu_rows.row_stats(logits, labels, soft_cap, _device(), interpret)
-
-
-def row_gradients(
-    logits: Float[Array, "C V"],
-    labels: Int[Array, " C"],
-    lse: Float[Array, " C"],
-    g: Cotangents,
-    *,
-    soft_cap: float | None,
-    interpret: Any = False,
-) -> Float[Array, "C V"]:
-    """RowKernel.row_gradients: one reading, and one writing to the same place."""
-    return pallas_tpu_rows.row_gradients(logits, labels, lse, g, soft_cap, _device(), interpret)
-
-
-def row_step(
-    logits: Float[Array, "C V"],
-    labels: Int[Array, " C"],
-    weights: Float[Array, " C"],
-    *,
-    objective: Objective,
-    soft_cap: float | None,
-    interpret: Any = False,
-) -> tuple[Float[Array, "C V"], LogitStats]:
-    """RowKernel.row_step: one reading, and one writing to the same place."""
-    return pallas_tpu_rows.row_step(
-        logits, labels, weights, objective, soft_cap, _device(), interpret
-    )
 
 
 def _blocks(
@@ -169,12 +135,10 @@ def _blocks(
     """Those given, refused where they are wrong; else those of the tuning table for the device that
     is compiled for; else as planned.
     """
-    device, kind = _device(), tuning.device_kind()
-    (tokens, width), vocab, dtype = (
-        inputs.hidden.shape,
-        vocab_size(inputs.lm_head, layout),
-        inputs.hidden.dtype,
-    )
+    kind = tuning.device_kind()
+    device = device_of(kind)
+    (tokens, width), dtype = inputs.hidden.shape, inputs.hidden.dtype
+    vocab = vocab_size(inputs.lm_head, layout)
     sizes = sizes_of(tokens, width, vocab, dtype, grad_dtype)
     if given is not None:
         blocks = given if isinstance(given, Blocks) else as_blocks(given)
@@ -205,7 +169,3 @@ def _as_it_lies(inputs: Inputs, layout: Layout) -> tuple[Inputs, Layout, bool]:
     if rounded(rows, 8) * rounded(columns) <= rounded(columns, 8) * rounded(rows):
         return inputs, layout, False
     return inputs._replace(lm_head=inputs.lm_head.T), "vd" if layout == "dv" else "dv", True
-
-
-def _device() -> Device:
-    return device_of(tuning.device_kind())

@@ -6,181 +6,160 @@ once for the gradient. In XLA the two passes are two or three readings of the lo
 
 C tokens · V vocabulary · R rows at once · S columns at once
 """
+# ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float, Int
 
 from easypipe.kernels.loss.stats import (
     Cotangents,
     LogitStats,
     Objective,
-    about_best,
-    loss_cotangents,
+    loss_gradient_inputs,
     soft_cap_slope,
     soft_capped,
 )
-from easypipe.kernels.loss.tpu.blocks import RESERVED, Device, row_block
-from easypipe.kernels.loss.tpu.loops import LOWEST, in_steps, shape_like
+from easypipe.kernels.loss.tpu.blocks import RESERVED, device_of, row_block
+from easypipe.kernels.loss.tpu.common import LOWEST, Interpret, in_steps, shape_like
+from easypipe.kernels.tuning import table as tuning
 
 COLUMN_STEP = 2048
 NUMBERS = 8  # per token, given and returned: as many as a TPU stores together
 
 
-class _Given(NamedTuple):
-    """Float32[R, 1] each."""
+class _Known(NamedTuple):
+    """What is known of a token: float32[C] each, or float32[R, 1] in the kernel."""
 
     label: Array
-    lse: Array
-    g_lse: Array
-    g_target: Array
-    g_sum: Array
-    weight: Array
+    lse: Array | float = 0.0
+    g_lse: Array | float = 0.0
+    g_target: Array | float = 0.0
+    g_sum: Array | float = 0.0
+    weight: Array | float = 0.0
 
 
 def row_stats(
-    logits: Array, labels: Array, soft_cap: float | None, device: Device, interpret: Any
+    logits: Float[Array, "C V"],
+    labels: Int[Array, " C"],
+    *,
+    soft_cap: float | None,
+    interpret: Interpret = False,
 ) -> LogitStats:
-    _, stats = _call(
-        "loss_row_stats",
-        logits,
-        {"label": labels},
-        None,
-        soft_cap,
-        device,
-        interpret,
-        with_stats=True,
-        with_gradient=False,
-    )
-    return stats
+    """Kernel.row_stats: one reading."""
+
+    def kernel(logits_ref: Ref, known_ref: Ref, out_ref: Ref) -> None:
+        out_ref[...] = _packed(_stats(logits_ref, _known(known_ref).label, soft_cap), out_ref)
+
+    (numbers,) = _call(kernel, "loss_row_stats", logits, _Known(labels), ("stats",), interpret)
+    return _unpacked(numbers)
 
 
 def row_gradients(
-    logits: Array,
-    labels: Array,
-    lse: Array,
+    logits: Float[Array, "C V"],
+    labels: Int[Array, " C"],
+    lse: Float[Array, " C"],
     g: Cotangents,
+    *,
     soft_cap: float | None,
-    device: Device,
-    interpret: Any,
-) -> Array:
-    known = {"label": labels, "lse": lse, "g_lse": g.lse, "g_target": g.target, "g_sum": g.sum}
-    dx, _ = _call(
-        "loss_row_gradients",
-        logits,
-        known,
-        None,
-        soft_cap,
-        device,
-        interpret,
-        with_stats=False,
-        with_gradient=True,
-    )
-    return dx
+    interpret: Interpret = False,
+) -> Float[Array, "C V"]:
+    """Kernel.row_gradients: one reading, and one writing to the same place."""
+
+    def kernel(logits_ref: Ref, known_ref: Ref, dx_ref: Ref) -> None:
+        _put_gradient(logits_ref, dx_ref, _known(known_ref), soft_cap)
+
+    known = _Known(labels, lse, *g)
+    return _call(kernel, "loss_row_gradients", logits, known, ("dx",), interpret)[0]
 
 
 def row_step(
-    logits: Array,
-    labels: Array,
-    weights: Array,
+    logits: Float[Array, "C V"],
+    labels: Int[Array, " C"],
+    weights: Float[Array, " C"],
+    *,
     objective: Objective,
     soft_cap: float | None,
-    device: Device,
-    interpret: Any,
-) -> tuple[Array, LogitStats]:
-    known = {"label": labels, "weight": weights}
-    return _call(
-        "loss_row_step",
-        logits,
-        known,
-        objective,
-        soft_cap,
-        device,
-        interpret,
-        with_stats=True,
-        with_gradient=True,
-    )
+    interpret: Interpret = False,
+) -> tuple[Float[Array, "C V"], LogitStats]:
+    """Kernel.row_step: one reading, and one writing to the same place."""
+
+    def kernel(logits_ref: Ref, known_ref: Ref, dx_ref: Ref, out_ref: Ref) -> None:
+        known = _known(known_ref)
+        stats = _stats(logits_ref, known.label, soft_cap)
+        out_ref[...] = _packed(stats, out_ref)
+        shift, g = loss_gradient_inputs(stats, jnp.asarray(known.weight), objective)
+        _put_gradient(logits_ref, dx_ref, _Known(known.label, shift, *g), soft_cap)
+
+    known = _Known(labels, weight=weights)
+    dx, numbers = _call(kernel, "loss_row_step", logits, known, ("dx", "stats"), interpret)
+    return dx, _unpacked(numbers)
 
 
 def _call(
+    kernel: Callable[..., None],
     name: str,
     logits: Array,
-    known: dict[str, Array],
-    objective,
-    soft_cap,
-    device: Device,
-    interpret,
-    *,
-    with_stats: bool,
-    with_gradient: bool,
-) -> Any:
-    tokens, vocab = logits.shape
-    rows = row_block(device, vocab, logits.dtype)
-    if tokens < rows:
-        rows = tokens
+    known: _Known,
+    results: tuple[str, ...],
+    interpret: Interpret,
+) -> list[Array]:
+    """`kernel(logits_ref, known_ref, *refs of the results)` for some rows at once. `results`: "dx",
+    in the place of the logits, and "stats", float32[C, 8].
+    """
+    (tokens, vocab), device = logits.shape, device_of(tuning.device_kind())
+    rows = min(tokens, row_block(device, vocab, logits.dtype))
+    columns = [jnp.broadcast_to(jnp.asarray(one, jnp.float32), tokens) for one in known]
     nothing = jnp.zeros(tokens, jnp.float32)
-    columns = [known.get(field, nothing).astype(jnp.float32) for field in _Given._fields]
     known_C8 = jnp.stack([*columns, nothing, nothing], axis=1)
-    whole, narrow = (
-        pl.BlockSpec((rows, vocab), lambda i: (i, 0)),
-        pl.BlockSpec((rows, NUMBERS), lambda i: (i, 0)),
-    )
-    out_specs, out_shape = [], []
-    if with_gradient:
-        out_specs.append(whole)
-        out_shape.append(shape_like(logits.shape, logits.dtype, logits))
-    if with_stats:
-        out_specs.append(narrow)
-        out_shape.append(shape_like(known_C8.shape, jnp.float32, logits))
-
-    def kernel(logits_ref, known_ref, *out_refs):
-        given = _Given(*(known_ref[:, i : i + 1] for i in range(len(_Given._fields))))
-        if with_stats:
-            stats = _stats(logits_ref, given.label, soft_cap)
-            place = jax.lax.broadcasted_iota(jnp.int32, known_ref.shape, 1)
-            packed = jnp.where(
-                place == 0,
-                stats.log_sum,
-                jnp.where(place == 1, stats.target, jnp.where(place == 2, stats.sum, stats.best)),
-            )
-            out_refs[-1][...] = packed
-            if objective is not None:
-                shift, g = about_best(
-                    stats.best, stats.log_sum, loss_cotangents(stats.lse, given.weight, objective)
-                )
-                given = given._replace(lse=shift, g_lse=g.lse, g_target=g.target, g_sum=g.sum)
-        if with_gradient:
-            _gradient(logits_ref, out_refs[0], given, soft_cap)
-
-    results = pl.pallas_call(
+    whole = pl.BlockSpec((rows, vocab), lambda i: (i, 0))
+    narrow = pl.BlockSpec((rows, NUMBERS), lambda i: (i, 0))
+    outputs = {
+        "dx": (whole, shape_like(logits.shape, logits.dtype, logits)),
+        "stats": (narrow, shape_like(known_C8.shape, jnp.float32, logits)),
+    }
+    return pl.pallas_call(
         kernel,
-        out_shape=out_shape,
+        out_shape=[outputs[result][1] for result in results],
         grid=(pl.cdiv(tokens, rows),),
         in_specs=[whole, narrow],
-        out_specs=out_specs,
+        out_specs=[outputs[result][0] for result in results],
         # Not in jax's interpreter, which returns aliased arrays that end within a block with the
         # whole block.
-        input_output_aliases={0: 0} if with_gradient and not interpret else {},
+        input_output_aliases={0: 0} if "dx" in results and not interpret else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=device.vmem - RESERVED
         ),
         interpret=interpret,
         name=name,
     )(logits, known_C8)
-    dx = results[0] if with_gradient else None
-    if not with_stats:
-        return dx, None
-    numbers = results[-1]
-    return dx, LogitStats(*(numbers[:, i] for i in range(4)))
 
 
-def _stats(logits_ref: Any, label_R1: Array, soft_cap: float | None) -> LogitStats:
+def _known(known_ref: Ref) -> _Known:
+    return _Known(*(known_ref[:, i : i + 1] for i in range(len(_Known._fields))))
+
+
+def _packed(stats: LogitStats, out_ref: Ref) -> Array:
+    place = jax.lax.broadcasted_iota(jnp.int32, out_ref.shape, 1)
+    packed = stats.best
+    for i, number in reversed(list(enumerate(stats[:3]))):
+        packed = jnp.where(place == i, number, packed)
+    return packed
+
+
+def _unpacked(numbers: Array) -> LogitStats:
+    return LogitStats(*(numbers[:, i] for i in range(4)))
+
+
+def _stats(logits_ref: Ref, label_R1: Array, soft_cap: float | None) -> LogitStats:
     def add(part, running):
         best_R1, total_R1, target_R1, sum_R1 = running
         z_RS, hit_RS = _tile(logits_ref, part, label_R1, soft_cap)
@@ -197,13 +176,13 @@ def _stats(logits_ref: Any, label_R1: Array, soft_cap: float | None) -> LogitSta
     return LogitStats(jnp.log(total_R1), target_R1, sum_R1, best_R1)
 
 
-def _gradient(logits_ref: Any, dx_ref: Any, given: _Given, soft_cap: float | None) -> None:
+def _put_gradient(logits_ref: Ref, dx_ref: Ref, known: _Known, soft_cap: float | None) -> None:
     def put(part, _):
-        z_RS, hit_RS = _tile(logits_ref, part, given.label, soft_cap)
+        z_RS, hit_RS = _tile(logits_ref, part, known.label, soft_cap)
         dz_RS = (
-            jnp.exp(z_RS - given.lse) * given.g_lse
-            + given.g_sum
-            + jnp.where(hit_RS, given.g_target, 0.0)
+            jnp.exp(z_RS - known.lse) * known.g_lse
+            + known.g_sum
+            + jnp.where(hit_RS, known.g_target, 0.0)
         )
         dx_ref[:, part] = (dz_RS * soft_cap_slope(z_RS, soft_cap)).astype(dx_ref.dtype)
 
@@ -211,7 +190,7 @@ def _gradient(logits_ref: Any, dx_ref: Any, given: _Given, soft_cap: float | Non
 
 
 def _tile(
-    logits_ref: Any, part: Any, label_R1: Array, soft_cap: float | None
+    logits_ref: Ref, part: pl.Slice, label_R1: Array, soft_cap: float | None
 ) -> tuple[Array, Array]:
     z_RS = soft_capped(logits_ref[:, part].astype(jnp.float32), soft_cap)
     column_RS = part.start + jax.lax.broadcasted_iota(jnp.int32, z_RS.shape, 1)

@@ -6,17 +6,18 @@ T tokens · D width · V vocabulary · R rows of a tile · C columns of a block
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from easypipe.kernels.loss.stats import Layout, soft_cap_slope
 from easypipe.kernels.loss.tpu.blocks import COLUMN_STEP, Blocks
-from easypipe.kernels.loss.tpu.loops import in_steps, logits, product
+from easypipe.kernels.loss.tpu.common import Interpret, in_steps, logits, product
 
 
 class Problem(NamedTuple):
@@ -30,55 +31,60 @@ class Problem(NamedTuple):
     has_bias: bool
     split: bool  # the gradient of hidden is two halves of a float32; else it is float32
     blocks: Blocks
+    dtype: jnp.dtype  # of the products
+    head_dtype: jnp.dtype  # of the head's gradient
     vmem: int  # bytes
+    interpret: Interpret
+
+    @property
+    def state_dtype(self) -> DTypeLike:
+        return jnp.bfloat16 if self.split else jnp.float32
 
 
-class Refs(NamedTuple):
-    hidden: Any  # [R, D]
-    head: Any  # [D, C] or [C, D]
-    known: Any  # [8, R] float32
-    bias: Any  # [1, C] or None
-    d_head: Any  # float32 like head, or None
-    d_bias: Any  # [1, 1, C] float32, or None
-    dz: Any  # [R, C] in the dtype of the products
-    dz_turned: Any = None  # [C, R], for the layout "vd"
+class Tile(NamedTuple):
+    """The references of a tile."""
+
+    hidden: Ref  # [R, D]
+    head: Ref  # [D, C] or [C, D]
+    known: Ref  # [8, R] float32
+    bias: Ref | None  # [1, C]
+    d_head: Ref | None  # float32 like head
+    d_bias: Ref | None  # [1, 1, C] float32
+    dz: Ref  # [R, C] in the dtype of the products
+    dz_turned: Ref | None = None  # [C, R], for the layout "vd"
 
 
 class At(NamedTuple):
     """Where in the problem a step stands."""
 
-    column_block: Any
-    tile: Any
-    first_width: Any = 0  # of the part of the width that the state holds
-    adds_nothing: Any = False  # to the head's gradient: nothing is in it yet
-    bias_adds_nothing: Any = False
-    begins: Any = True  # the tile: later steps do the rest of its width
+    column_block: Array
+    tile: Array
+    first_width: Array | int = 0  # of the part of the width that the state holds
+    adds_nothing: Array | bool = False  # to the head's gradient: nothing is in it yet
+    bias_adds_nothing: Array | bool = False
+    begins: Array | bool = True  # the tile: later steps do the rest of its width
 
 
-def scratch(problem: Problem, head_shape: tuple[int, ...], dtype) -> list:
+def scratch(problem: Problem, head_shape: tuple[int, int]) -> dict[str, object]:
     rows, columns = problem.blocks.back_rows, problem.blocks.back_columns
-    dz = [pltpu.VMEM((rows, columns), dtype)]
+    found: dict[str, object] = {
+        "sum": pltpu.VMEM(head_shape, jnp.float32),
+        "dz": pltpu.VMEM((rows, columns), problem.dtype),
+    }
     if problem.layout == "vd":
-        dz.append(pltpu.VMEM((columns, rows), dtype))
-    return [pltpu.VMEM(head_shape, jnp.float32), *dz]
+        found["dz_turned"] = pltpu.VMEM((columns, rows), problem.dtype)
+    return found
 
 
-def head_block(problem: Problem, column_block):
-    columns, width = problem.blocks.back_columns, problem.width
-    if problem.layout == "dv":
-        return (width, columns), lambda *at: (0, column_block(*at))
-    return (columns, width), lambda *at: (column_block(*at), 0)
-
-
-def tile_dz(refs: Refs, at: At, problem: Problem) -> None:
+def tile_dz(refs: Tile, at: At, problem: Problem) -> None:
     """The tile's logits and their gradient, which goes to refs.dz."""
     rows, columns = problem.blocks.back_rows, problem.blocks.back_columns
 
-    if refs.d_head is not None:
+    if (d_head := refs.d_head) is not None:
 
         @pl.when(at.adds_nothing)
         def _start():
-            refs.d_head[...] = jnp.zeros_like(refs.d_head)
+            d_head[...] = jnp.zeros(d_head.shape, d_head.dtype)
 
     # What lies beyond the arrays was never loaded and may be NaN, which a product would spread: it
     # becomes 0.
@@ -99,20 +105,12 @@ def tile_dz(refs: Refs, at: At, problem: Problem) -> None:
     known_R8 = refs.known[...].T
     label_R1, lse_R1, g_lse_R1, g_target_R1, g_sum_R1 = (known_R8[:, i : i + 1] for i in range(5))
 
-    def logits_to_dz(part, _) -> None:
+    def logits_to_dz(part: pl.Slice, _: None) -> None:
         head = refs.head[:, part] if problem.layout == "dv" else refs.head[part, :]
-        z_RS = logits(
-            refs.hidden[...],
-            head,
-            None if refs.bias is None else refs.bias[:, part],
-            problem.layout,
-            problem.soft_cap,
-        )
-        column_RS = (
-            at.column_block * columns
-            + part.start
-            + jax.lax.broadcasted_iota(jnp.int32, z_RS.shape, 1)
-        )
+        bias_1S = None if refs.bias is None else refs.bias[:, part]
+        z_RS = logits(refs.hidden[...], head, bias_1S, problem.layout, problem.soft_cap)
+        first = at.column_block * columns + part.start
+        column_RS = first + jax.lax.broadcasted_iota(jnp.int32, z_RS.shape, 1)
         hit_RS = column_RS == label_R1.astype(jnp.int32)
         dx_RS = jnp.exp(z_RS - lse_R1) * g_lse_R1 + g_sum_R1 + jnp.where(hit_RS, g_target_R1, 0.0)
         dx_RS = dx_RS * soft_cap_slope(z_RS, problem.soft_cap)
@@ -134,15 +132,16 @@ def tile_dz(refs: Refs, at: At, problem: Problem) -> None:
     in_steps(columns, COLUMN_STEP, logits_to_dz, None)
 
 
-def add_to_head(refs: Refs, width: Any, layout: Layout) -> None:
+def add_to_head(refs: Tile, width: pl.Slice) -> None:
     """The tile's share in `width` of the head's gradient."""
-    if layout == "dv":
+    assert refs.d_head is not None
+    if refs.dz_turned is None:  # layout "dv"
         refs.d_head[width, :] += product(refs.hidden[:, width], refs.dz[...], 0, 0)
     else:
         refs.d_head[:, width] += product(refs.dz_turned[...], refs.hidden[:, width], 1, 0)
 
 
-def of_hidden(refs: Refs, width: Any, layout: Layout) -> Array:
+def of_hidden(refs: Tile, width: pl.Slice, layout: Layout) -> Array:
     """The tile's share in `width` of the hidden states' gradient, float32."""
     return (
         product(refs.dz[...], refs.head[width, :], 1, 1)

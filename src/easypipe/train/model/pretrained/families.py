@@ -1,5 +1,5 @@
-"""Families of published decoders: their config.json as a ModelConfig and back, and the names of
-their weights.
+"""The table of families of published decoders: config.json as a ModelConfig and back, names of
+weights. A new family is a row of FAMILIES.
 
 Sources: the configuration classes and modelling code of `transformers` 5, whose defaults stand for
 keys that a config.json leaves out.
@@ -10,25 +10,30 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal
 
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.train.model.config import ModelConfig, RopeScaling
-
-Json = dict[str, Any]
+from easypipe.train.model.pretrained.files import Json
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture of `transformers`."""
+    """One architecture of `transformers`: all that tells it from the others."""
 
     model_type: str
     architecture: str
-    defaults: Mapping[str, Any]  # of config.json, where they differ from _DEFAULTS
+    defaults: Json  # of config.json, where they differ from _DEFAULTS
     # of ModelConfig: what all of the family have in common
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Json = field(default_factory=dict)
     activation_key: str = "hidden_act"
-    is_gemma: bool = False
+    # which layers have a window: none; all; those that layer_types names, or else the upper ones
+    # (where use_sliding_window says so), or all but every n-th (sliding_window_pattern)
+    windows: Literal["none", "all", "upper", "pattern"] = "none"
+    # option of ModelConfig that None switches off -> its key
+    caps: Mapping[str, str] = field(default_factory=dict)
+    scalar_key: str | None = None  # of attention_width
+    local_theta_key: str | None = None  # of local_rope_theta
 
 
 _DEFAULTS = {
@@ -66,6 +71,15 @@ _GEMMA_OPTIONS = {
     "post_norms": True,
     "scale_embeddings": True,
 }
+_GEMMA_KEYS: Json = {
+    "activation_key": "hidden_activation",
+    "windows": "pattern",
+    "caps": {
+        "attention_soft_cap": "attn_logit_softcapping",
+        "logit_soft_cap": "final_logit_softcapping",
+    },
+    "scalar_key": "query_pre_attn_scalar",
+}
 
 FAMILIES = {
     family.model_type: family
@@ -75,18 +89,21 @@ FAMILIES = {
             model_type="mistral",
             architecture="MistralForCausalLM",
             defaults={"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
+            windows="all",
         ),
         Family(
             model_type="qwen2",
             architecture="Qwen2ForCausalLM",
             defaults=_QWEN,
             options={"qkv_bias": True},
+            windows="upper",
         ),
         Family(
             model_type="qwen3",
             architecture="Qwen3ForCausalLM",
             defaults=_QWEN | {"head_dim": 128},
             options={"qk_norm": True},
+            windows="upper",
         ),
         Family(
             model_type="gemma2",
@@ -99,8 +116,7 @@ FAMILIES = {
                 "sliding_window_pattern": 2,
             },
             options=_GEMMA_OPTIONS,
-            activation_key="hidden_activation",
-            is_gemma=True,
+            **_GEMMA_KEYS,
         ),
         Family(
             model_type="gemma3_text",
@@ -113,8 +129,8 @@ FAMILIES = {
                 "sliding_window_pattern": 6,
             },
             options=_GEMMA_OPTIONS | {"qk_norm": True},
-            activation_key="hidden_activation",
-            is_gemma=True,
+            local_theta_key="rope_local_base_freq",
+            **_GEMMA_KEYS,
         ),
     )
 }
@@ -123,7 +139,7 @@ SUPPORTED = tuple(f"{family.model_type} ({family.architecture})" for family in F
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 # key of config.json -> values under which it changes nothing that this decoder does
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "attention_dropout": (0, None),
@@ -136,7 +152,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def family_of(hf: Mapping[str, Any], at: str) -> Family:
+def family_of(hf: Json, at: str) -> Family:
     """Raises ConfigError for an architecture that is none of SUPPORTED."""
     name = hf.get("model_type")
     family = FAMILIES.get(str(name))
@@ -160,7 +176,7 @@ def family_of(hf: Mapping[str, Any], at: str) -> Family:
     return family
 
 
-def from_hf(hf: Mapping[str, Any], at: str = "config.json") -> ModelConfig:
+def from_hf(hf: Json, at: str = "config.json") -> ModelConfig:
     """The ModelConfig of a config.json, of transformers 4 or 5. Raises ConfigError, with the key,
     for what this decoder cannot do.
     """
@@ -180,11 +196,8 @@ def from_hf(hf: Mapping[str, Any], at: str = "config.json") -> ModelConfig:
         **{key: value for key, value in hf.items() if value is not None or key in _OPTIONAL},
     }
     activation = _ACTIVATIONS[family.options.get("activation", "silu")]
-    given = (
-        hf.get(family.activation_key)
-        or (hf.get("hidden_act") if family.is_gemma else None)
-        or activation
-    )
+    # Gemma's first files have the plain key
+    given = hf.get(family.activation_key) or hf.get("hidden_act") or activation
     if given != activation:
         raise ConfigError(
             at=f"{at}: {family.activation_key}",
@@ -209,15 +222,12 @@ def from_hf(hf: Mapping[str, Any], at: str = "config.json") -> ModelConfig:
         **_rope(family, known, window, every, at),
         **family.options,
     }
-    if family.is_gemma:
-        scalar = known["query_pre_attn_scalar"]
+    if family.scalar_key is not None:
+        scalar = known[family.scalar_key]
         values["attention_width"] = None if scalar == head_dim else scalar
-        for key, option in (
-            ("attn_logit_softcapping", "attention_soft_cap"),
-            ("final_logit_softcapping", "logit_soft_cap"),
-        ):
-            cap = known.get(key)
-            values[option] = None if cap is None else float(cap)
+    for option, key in family.caps.items():
+        cap = known.get(key)
+        values[option] = None if cap is None else float(cap)
     try:
         return ModelConfig(**values)
     except ConfigError as error:
@@ -236,12 +246,13 @@ def to_hf(config: ModelConfig) -> Json:
         hf = _written(family, config)
         if from_hf(hf) == shape_of(config):
             return hf
-    plain, names = ModelConfig(), list(ModelConfig.__dataclass_fields__)
+    names = [one.name for one in dataclasses.fields(ModelConfig)]
     # what came before, all families have
-    values = {name: getattr(config, name) for name in names[names.index("rope_scaling") :]}
-    unusual = ", ".join(
-        f"{name}: {value}" for name, value in values.items() if value != getattr(plain, name)
+    own, plain = (
+        {name: getattr(one, name) for name in names[names.index("rope_scaling") :]}
+        for one in (config, ModelConfig())
     )
+    unusual = ", ".join(f"{name}: {own[name]}" for name in own if own[name] != plain[name])
     problem = f"no family that transformers knows has {unusual or 'these options'}"
     raise ConfigError(
         at="model",
@@ -255,7 +266,10 @@ def shape_of(config: ModelConfig) -> ModelConfig:
     """`config` as config.json can say it: without dtypes and the way it is compiled."""
     one = ModelConfig()
     same: Json = {
-        name: getattr(one, name) for name in ("dtype", "param_dtype", "remat", "scan_layers")
+        "dtype": one.dtype,
+        "param_dtype": one.param_dtype,
+        "remat": one.remat,
+        "scan_layers": one.scan_layers,
     }
     if not any(config.windowed):
         same |= {"sliding_window": None, "global_every": None, "local_rope_theta": None}
@@ -297,33 +311,29 @@ def _written(family: Family, config: ModelConfig) -> Json:
             }
             hf["rope_scaling"]["original_max_position_embeddings"] = scaling.original_length
             hf["max_position_embeddings"] = int(scaling.original_length * scaling.factor)
-    if family.model_type == "mistral":
+    if family.windows != "none":
         hf["sliding_window"] = config.sliding_window
-    elif family.model_type != "llama":
-        hf["sliding_window"] = config.sliding_window
+    if family.windows in ("upper", "pattern"):
         hf["layer_types"] = [_SLIDING if windowed else _FULL for windowed in config.windowed]
-        if not family.is_gemma:
-            hf["use_sliding_window"] = config.sliding_window is not None
-    if family.is_gemma:
-        hf["query_pre_attn_scalar"] = config.attention_width or config.head_width
-        hf["attn_logit_softcapping"], hf["final_logit_softcapping"] = (
-            config.attention_soft_cap,
-            config.logit_soft_cap,
-        )
-    if family.model_type == "gemma3_text":
-        hf["rope_local_base_freq"] = config.local_rope_theta or config.rope_theta
+    if family.windows == "upper":
+        hf["use_sliding_window"] = config.sliding_window is not None
+    if family.scalar_key is not None:
+        hf[family.scalar_key] = config.attention_width or config.head_width
+    hf |= {key: getattr(config, option) for option, key in family.caps.items()}
+    if family.local_theta_key is not None:
+        hf[family.local_theta_key] = config.local_rope_theta or config.rope_theta
     return hf
 
 
-def _windows(family: Family, known: Mapping[str, Any], at: str) -> tuple[int | None, int | None]:
+def _windows(family: Family, known: Json, at: str) -> tuple[int | None, int | None]:
     """(sliding_window, global_every)."""
     window, layers = known.get("sliding_window"), known["num_hidden_layers"]
-    if window is None or family.model_type == "llama":
+    if window is None or family.windows == "none":
         return None, None
-    if family.model_type == "mistral":
+    if family.windows == "all":
         return window, None
     types = known.get("layer_types")
-    if types is None and family.is_gemma:
+    if types is None and family.windows == "pattern":
         every = known["sliding_window_pattern"]
         types = [_SLIDING if (i + 1) % every else _FULL for i in range(layers)]
     elif types is None:  # Qwen: the upper layers, and only where it is switched on
@@ -344,9 +354,7 @@ def _windows(family: Family, known: Mapping[str, Any], at: str) -> tuple[int | N
     return window, every
 
 
-def _rope(
-    family: Family, known: Mapping[str, Any], window: int | None, every: int | None, at: str
-) -> Json:
+def _rope(family: Family, known: Json, window: int | None, every: int | None, at: str) -> Json:
     """rope_theta, rope_scaling and local_rope_theta, from `rope_parameters` (transformers 5) or
     `rope_scaling` beside `rope_theta` (4).
     """
@@ -365,8 +373,8 @@ def _rope(
             have=["default"],
         )
     found: Json = {"rope_theta": theta, "rope_scaling": _scaling(main, known, at)}
-    if family.model_type == "gemma3_text" and window is not None:
-        near = float(local.get("rope_theta") or known["rope_local_base_freq"])
+    if family.local_theta_key is not None and window is not None:
+        near = float(local.get("rope_theta") or known[family.local_theta_key])
         if every is None:  # no layer turns by the other
             return {"rope_theta": near}
         if near != theta or found["rope_scaling"] is not None:
@@ -374,7 +382,7 @@ def _rope(
     return found
 
 
-def _scaling(rope: Mapping[str, Any], known: Mapping[str, Any], at: str) -> RopeScaling | None:
+def _scaling(rope: Json, known: Json, at: str) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(

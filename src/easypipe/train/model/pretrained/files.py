@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from easypipe.core.errors import MissingFileError, SourceError, StateError
@@ -28,6 +29,7 @@ TOKENIZER_FILES = (
     CHAT_TEMPLATE,
     "tokenizer.model",
 )
+Json = dict[str, Any]  # of config.json and the like: values are what others write
 _SMALL = ["*.json", *(name for name in TOKENIZER_FILES if not name.endswith(".json"))]
 # some repositories hold the same weights again as consolidated.safetensors
 _LARGE = ["model*.safetensors"]
@@ -105,7 +107,7 @@ def commit_of(folder: Path, path_or_hub_name: str | Path) -> str | None:
     return None if Path(path_or_hub_name).expanduser().is_dir() else folder.name
 
 
-def read_config(folder: Path) -> tuple[dict[str, Any], str]:
+def read_config(folder: Path) -> tuple[Json, str]:
     """config.json, as a value and as text."""
     values = read_json(folder / CONFIG)
     return values, json.dumps(values, sort_keys=True)
@@ -163,7 +165,7 @@ class WeightFiles:
                     problem="no such file",
                     fix=fix or "Download the folder again.",
                 )
-        self._of: dict[str, Any] = {}
+        self._of: dict[str, tuple[str, safe_open]] = {}
         with contextlib.ExitStack() as opening:
             for file in files:
                 try:
@@ -204,7 +206,7 @@ class WeightFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._of[name][1].get_slice(name).get_shape())
 
-    def read(self, name: str, part: tuple[slice, ...]) -> Any:
+    def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
         """NumPy array of `part` of a tensor, in the file's dtype. Only these bytes are read."""
         file, handle = self._of[name]
         try:
@@ -221,7 +223,7 @@ def short(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     """A file of JSON that is an object. Raises MissingFileError and StateError."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

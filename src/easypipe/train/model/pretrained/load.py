@@ -5,15 +5,17 @@ nothing else.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.train import state as states
@@ -60,22 +62,22 @@ def load_pretrained(
     config.json; StateError for missing or unexpected weights, wrong shapes and damaged files;
     SourceError for the Hub.
     """
-    options: Any = {
-        "dtype": dtype,
-        "param_dtype": param_dtype or dtype,
-        "remat": remat,
-        "scan_layers": scan_layers,
-    }
     try:
-        named = PretrainedConfig(pretrained=path_or_hub_name, revision=revision, **options)
+        named = PretrainedConfig(
+            pretrained=path_or_hub_name,
+            revision=revision,
+            dtype=dtype,
+            param_dtype=param_dtype or dtype,
+            remat=remat,
+            scan_layers=scan_layers,
+        )
     except ConfigError as error:
         raise error.under("load_pretrained") from None
     found = find_pretrained(named)
     mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
     with states.on(mesh):
         layout = states.layout_of(nnx.eval_shape(found.build), mesh)
-    module: Any = layout.merge(found.read(layout), {})
-    return module
+    return cast("Decoder", layout.merge(found.read(layout), {}))
 
 
 @dataclass(frozen=True)
@@ -114,16 +116,27 @@ def find_pretrained(config: PretrainedConfig, *, has_adapters: bool = False) -> 
     hf, text = read_config(folder)
     param_dtype = config.param_dtype or (config.dtype if has_adapters else "float32")
     shape = from_hf(hf, at=str(folder / CONFIG))
-    same = {name: getattr(config, name) for name in ("dtype", "remat", "attention", "scan_layers")}
     try:
-        shape = dataclasses.replace(shape, param_dtype=param_dtype, **same)
+        shape = dataclasses.replace(
+            shape,
+            param_dtype=param_dtype,
+            dtype=config.dtype,
+            remat=config.remat,
+            attention=config.attention,
+            scan_layers=config.scan_layers,
+        )
     except ConfigError as error:  # an attention that cannot be for these heads
         raise error.under("model") from None
     return Pretrained(named, shape, text)
 
 
 def _check(
-    files: WeightFiles, named: dict[str, Weight], params: Any, num_layers: int, *, tied: bool
+    files: WeightFiles,
+    named: dict[str, Weight],
+    params: Mapping[str, jax.ShapeDtypeStruct],
+    num_layers: int,
+    *,
+    tied: bool,
 ) -> None:
     """Raises StateError that names every missing and unexpected weight, or every one of the wrong
     shape.
@@ -167,9 +180,12 @@ def _check(
 
 def _placed(files: WeightFiles, weight: Weight, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     """One array of the decoder, read part by part and laid out as `wanted` says."""
-    parts: dict[Any, np.ndarray] = {}  # replicas take the same part: it is read once
+    parts: dict[
+        tuple[tuple[int, int], ...], np.ndarray
+    ] = {}  # replicas take the same part: it is read once
 
-    def part(index: Any) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         bounds = tuple(
             slice(*one.indices(size)[:2]) for one, size in zip(index, wanted.shape, strict=True)
         )
@@ -183,7 +199,9 @@ def _placed(files: WeightFiles, weight: Weight, wanted: jax.ShapeDtypeStruct) ->
     return jax.block_until_ready(array)
 
 
-def _read(files: WeightFiles, weight: Weight, bounds: tuple[slice, ...], dtype: Any) -> np.ndarray:
+def _read(
+    files: WeightFiles, weight: Weight, bounds: tuple[slice, ...], dtype: DTypeLike
+) -> np.ndarray:
     if not weight.stacked:
         return _turned(files, weight.name, weight.transposed, bounds).astype(dtype)
     layers, inner = range(bounds[0].start, bounds[0].stop), bounds[1:]

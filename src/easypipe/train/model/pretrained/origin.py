@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,9 @@ from easypipe.train.model.lora_config import LoraConfig
 from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.model.pretrained.load import Pretrained, find_pretrained
 from easypipe.train.optim.optimizers import Optimizer
+
+if TYPE_CHECKING:
+    from flax import linen
 
 Model = (
     ModelConfig
@@ -56,7 +59,7 @@ class Origin:
         """What checkpoints tell models apart by; None of a module from Python."""
         return self.config or self.classifier
 
-    def record(self) -> dict[str, Any] | None:
+    def record(self) -> dict[str, object] | None:
         """What a checkpoint keeps of a published model: its name, its commit, its config.json."""
         found = self.pretrained
         return (
@@ -75,7 +78,7 @@ class Origin:
             return states.init_state(self.build, layout, optimizer)
         read = self.pretrained.read(layout)
         new = {name: value for name, value in layout.params.items() if name not in read}  # adapters
-        born: Any = jax.jit(
+        born = jax.jit(
             lambda: {name: layout.split(self.build())[0][name] for name in new},
             out_shardings=states.shardings(new),
         )
@@ -86,7 +89,7 @@ class Origin:
         return states.state_around(params, rest, layout, optimizer)
 
 
-def origin_of(model: Any, seed: int, lora: LoraConfig | None = None) -> Origin:
+def origin_of(model: Model, seed: int, lora: LoraConfig | None = None) -> Origin:
     """Raises ConfigError for what is no model, and what `find_pretrained` raises for published
     ones; makes no array.
     """
@@ -117,7 +120,7 @@ def origin_of(model: Any, seed: int, lora: LoraConfig | None = None) -> Origin:
         )
     linen = sys.modules.get("flax.linen")  # whoever has such a module has loaded it
     if linen is not None and isinstance(model, linen.Module):
-        bridged = model
+        bridged = cast("linen.Module", model)
         return Origin(build=lambda: adapted(_from_linen(bridged, nnx.Rngs(seed))), trained=trained)
     if callable(model):
         return Origin(build=lambda: adapted(model(nnx.Rngs(seed))), trained=trained)
@@ -134,7 +137,7 @@ def origin_of(model: Any, seed: int, lora: LoraConfig | None = None) -> Origin:
     raise ConfigError(at="model", problem=problem, have=have)
 
 
-def _from_linen(module: Any, rngs: nnx.Rngs) -> nnx.Module:
+def _from_linen(module: linen.Module, rngs: nnx.Rngs) -> nnx.Module:
     """Its arrays take their shapes from a call with one short row."""
     row = jnp.zeros((1, 8), jnp.int32)
     taken = {
@@ -142,8 +145,8 @@ def _from_linen(module: Any, rngs: nnx.Rngs) -> nnx.Module:
         for name in call_names(nnx.bridge.ToNNX(module))
         if name in ("segment_ids", "position_ids")
     }
-    bridged: Any = nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=rngs), row, **taken)
-    return bridged
+    bridged = nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=rngs), row, **taken)
+    return cast("nnx.Module", bridged)
 
 
 def from_pretrained(found: Pretrained, seed: int, lora: LoraConfig | None) -> Origin:
@@ -155,10 +158,10 @@ def from_pretrained(found: Pretrained, seed: int, lora: LoraConfig | None) -> Or
 
 def _adapting(
     seed: int, lora: LoraConfig | None
-) -> tuple[type[nnx.Variable], Callable[[Any], Any]]:
+) -> tuple[type[nnx.Variable], Callable[[nnx.Module], nnx.Module]]:
     """(what is trained, what puts it into a module)."""
 
-    def adapted(module: Any) -> Any:
+    def adapted(module: nnx.Module) -> nnx.Module:
         try:
             return module if lora is None else add_lora(module, lora, seed)
         except ConfigError as error:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +26,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 _NAME = "base_model.model.model.layers.{layer}.{module}.lora_{ab}.weight"
 _PARSED = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.([a-z_.]+)\.lora_([AB])\.weight")
 # keys of adapter_config.json -> values under which they change nothing that is done here
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "use_dora": (False, None),
@@ -139,7 +138,7 @@ def load_adapters(module: Decoder, path: str | Path) -> Decoder:
             rank_stabilized=bool(values.get("use_rslora")),
             targets=targets,
         )
-        adapted: Any = add_lora(nnx.clone(module, variables=False), config, seed=0)
+        adapted = add_lora(nnx.clone(module, variables=False), config, seed=0)
     except (KeyError, TypeError, ConfigError) as error:
         raise StateError(
             at=str(folder / ADAPTER_CONFIG), problem=f"does not fit this decoder: {error!s}"

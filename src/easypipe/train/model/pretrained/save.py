@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,13 +39,13 @@ from easypipe.train.model.pretrained.files import (
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,
     WEIGHTS,
+    Json,
     model_folder,
     read_json,
 )
 from easypipe.transforms.chat.render import Turns
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
-Json = dict[str, Any]
 logger = logging.getLogger("easypipe")
 
 
@@ -68,12 +68,12 @@ class Seen:
         )
 
     @classmethod
-    def recorded(cls, saved: Mapping[str, Any]) -> Seen:
+    def recorded(cls, saved: Json) -> Seen:
         """What stands in a checkpoint; earlier versions wrote none."""
-        values: dict[str, Any] = saved.get("seen") or {"stop_token_ids": ()}
+        values: Json = saved.get("seen") or {"stop_token_ids": ()}
         return cls(**{**values, "stop_token_ids": tuple(values["stop_token_ids"])})
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Json:
         return {**dataclasses.asdict(self), "stop_token_ids": list(self.stop_token_ids)}
 
     def longer(self, length: int | None) -> Seen:
@@ -85,7 +85,7 @@ class Seen:
             else dataclasses.replace(self, max_length=length)
         )
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Json:
         """What save_pretrained takes."""
         return {
             "chat_template": self.chat_template,
