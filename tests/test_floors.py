@@ -207,6 +207,36 @@ def test_files_stay_short() -> None:
     )
 
 
+def test_there_is_one_engine() -> None:
+    """Cached and streamed data have one loader, one state, one maker of batches, one writer of
+    rows.
+    """
+    classes: dict[str, list[str]] = {}
+    calls: dict[str, list[str]] = {}
+    for path in FILES:
+        place = path.relative_to(HOUSE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(place)
+            if isinstance(node, ast.Call):
+                calls.setdefault(ast.unparse(node.func).split(".")[-1], []).append(place)
+    homes = {
+        "Loader": "loader/loader.py",
+        "Batches": "loader/loader.py",
+        "LoaderState": "loader/state.py",
+        "Planner": "plan/window.py",
+        "Prefetcher": "loader/prefetch.py",
+        "RowWriter": "loader/rows/write.py",
+    }
+    for name, home in homes.items():
+        assert classes[name] == [home], f"class {name} stands in {classes[name]}"
+    loaders = {name for name in classes if name.endswith("Loader") and not name.startswith("_")}
+    assert loaders == {"Loader", "EpochLoader", "BatchLoader"}  # the last is a protocol
+    # tokens come into rows in one place, and rows into batches in another
+    assert set(calls["write_rows"]) == {"loader/rows/write.py"}
+    assert set(calls["Prefetcher"]) == {"loader/loader.py"}
+
+
 def python(code: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120

@@ -22,7 +22,6 @@ from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
 from easypipe.loader.state import COMPONENTS, LoaderState
 from easypipe.loader.steps import Begin
-from easypipe.loader.streaming import StreamLoader
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.reports.plan_report import PlanReport, joined
@@ -123,7 +122,7 @@ def loader_at(
     pipeline: Callable[[], Pipeline],
     step: int,
     progress: ProgressListener = silent,
-) -> Loader | StreamLoader:
+) -> Loader:
     """The loader that made batch `step` of the run in `folder`, counting as it did then; that of
     `pipeline` where there is no run.
 

@@ -32,7 +32,6 @@ from easypipe.core.random import draw_seed
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
 from easypipe.loader.steps import Begin
-from easypipe.loader.streaming import StreamLoader
 from easypipe.save.config import SaveStageConfig
 from easypipe.save.stage import SaveReport, SaveStage
 from easypipe.sources.external.objects import is_dataset_object, open_object
@@ -325,7 +324,7 @@ class Pipeline:
             sources, remade, cpus_per_task=remade.workers, progress=self._context.progress
         )
 
-    def loader(self) -> Loader | StreamLoader:
+    def loader(self) -> Loader:
         """What `build()` returns after `load()`, with nothing saved."""
         self._require_source()
         self._spread()

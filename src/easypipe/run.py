@@ -19,7 +19,6 @@ from easypipe.history import host_load, plan_of_run
 from easypipe.jobs import Prepared, prepare_data, with_hold_outs, with_tokenizer_of
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
-from easypipe.loader.streaming import StreamLoader
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.tokenize.tokens import TokenInfo, holds_pairs, token_info, trained_turns
@@ -167,8 +166,8 @@ class Inputs:
     run: RunConfig
     prepared: Prepared
     mesh: Any
-    train: Loader | StreamLoader
-    evals: Mapping[str, Loader | StreamLoader]
+    train: Loader
+    evals: Mapping[str, Loader]
     tokens: TokenInfo
     turns: Turns | None
 
@@ -323,11 +322,11 @@ def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
             )
 
 
-def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any) -> Loader | StreamLoader:
+def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any) -> Loader:
     return pipeline.copy().load(dataclasses.replace(options, mesh=mesh)).loader()
 
 
-def _known_loader(pipeline: Pipeline, options: LoadStageConfig) -> Loader | StreamLoader | None:
+def _known_loader(pipeline: Pipeline, options: LoadStageConfig) -> Loader | None:
     """The loader of a chain, to ask what data it reads; None where that would have to be prepared
     first.
     """

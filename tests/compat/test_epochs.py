@@ -33,7 +33,6 @@ from easypipe import (
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.rows.items import ItemRows
-from easypipe.loader.streaming import StreamLoader
 from laws import assert_same_batches
 from pipelines import jsonl, texts, tokenizer
 from strategies import examples
@@ -96,7 +95,7 @@ MAKERS: dict[str, Callable[[Path], EpochLoader]] = {
 
 def length_of(loader: Any) -> int:
     """Batches of a pass. A stream does not count its rows, which are those of PROSE."""
-    return -(-len(PROSE) // 4) if isinstance(loader, StreamLoader) else len(loader)
+    return -(-len(PROSE) // 4) if not loader.rows.by_number else len(loader)
 
 
 def bits(batches: Any) -> list[bytes]:

@@ -121,5 +121,5 @@ def _every_batch(make: Any) -> Any:
     return {
         "batches": whole,
         "states": len(states),
-        "ledger": ledger(loader.ledger()) if hasattr(loader, "ledger") else None,
+        "ledger": None if loader.rows.by_number else ledger(loader.ledger()),
     }

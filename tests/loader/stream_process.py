@@ -29,7 +29,8 @@ if count > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
 
 from easypipe import LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline  # noqa: E402
-from easypipe.loader.streaming import StreamLoader  # noqa: E402
+from easypipe.loader.loader import Loader  # noqa: E402
+from easypipe.loader.rows.rows import Share  # noqa: E402
 from pipelines import config, two_datasets  # noqa: E402
 
 assert jax.process_count() == count
@@ -37,7 +38,7 @@ assert jax.device_count() == 4
 BATCHES = 12
 
 
-def make(kind: str) -> StreamLoader:
+def make(kind: str) -> Loader:
     stop, epochs = ("restart", None) if kind == "endless" else ("all_exhausted", 1)
     values = config(
         folder,
@@ -72,7 +73,9 @@ def rows_of(batch: dict[str, jax.Array]) -> dict[str, str]:
 report: dict[str, dict] = {"batches": {}, "states": {}, "streams": {}}
 for kind in ("endless", "finite"):
     loader = make(kind)
-    report["streams"][kind] = list(loader.job.own)
+    report["streams"][kind] = loader.rows.own(
+        Share({} if loader._local[8] is None else {8: loader._local[8]})
+    )
     seen, states = [], [loader.state().to_json()]
     for batch in itertools.islice(iter(loader), BATCHES):
         seen.append(rows_of(batch))

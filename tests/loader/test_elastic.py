@@ -106,6 +106,7 @@ def test_batches_do_not_depend_on_the_number_of_processes_from_1_to_64(data, shu
         one = Loader(rows, load)
         if share is not None:
             one._placements = {64: share}  # type: ignore[dict-item]
+            one._local = {64: one._rows_here(64)}
         return one
 
     wanted = list(make())
@@ -146,7 +147,7 @@ def test_a_state_of_step_one_million_is_small_and_found_without_what_stands_befo
     planned = make()
     text = planned.state_at(1_000_000).to_json()
     assert len(text.encode()) <= 4096
-    wanted = [planned._make(1_000_000 + n, lambda stage: None) for n in range(3)]
+    wanted = [planned.batch(1_000_000 + n) for n in range(3)]
     resumed = make()
     start = time.perf_counter()
     resumed.restore(text)
@@ -161,4 +162,4 @@ def test_a_state_of_step_one_million_is_small_and_found_without_what_stands_befo
     again = make()  # save → resume → save → resume
     again.restore(state)
     batches.close()
-    assert_same_batches([planned._make(1_000_003, lambda stage: None)], [next(iter(again))])
+    assert_same_batches([planned.batch(1_000_003)], [next(iter(again))])

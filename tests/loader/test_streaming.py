@@ -4,7 +4,6 @@ number of hosts and threads.
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import itertools
 import json
@@ -48,16 +47,17 @@ from easypipe.core.errors import (
 )
 from easypipe.core.protocols import PipelineContext
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
-from easypipe.loader import streaming_read, streaming_window
 from easypipe.loader.config import default_streams
+from easypipe.loader.loader import Loader
+from easypipe.loader.rows.rows import Share
 from easypipe.loader.state import LoaderState
-from easypipe.loader.streaming import StreamLoader
-from easypipe.loader.streaming_read import Place
-from easypipe.loader.streaming_state import StreamState
+from easypipe.loader.streams import feed, windows
+from easypipe.loader.streams.feed import Place
+from easypipe.loader.streams.state import StreamState
 from easypipe.sources.formats.forward import ForwardSource, open_forward
 from easypipe.sources.limit import LimitedSource
 from easypipe.sources.open import open_files
-from easypipe.stages.load.stream import ForwardDocuments
+from easypipe.stages.load.forward import ForwardDocuments
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
@@ -80,7 +80,7 @@ def build(
     load: dict[str, Any] | None = None,
     pack: dict[str, Any] | None = None,
     **options: Any,
-) -> StreamLoader:
+) -> Loader:
     """The two datasets of `pipelines`, streamed, packed into rows of 64, in batches of 4 with
     nothing left out.
     """
@@ -180,7 +180,7 @@ def test_every_format_gives_every_document_once_and_resumes(tmp_path: Path, name
         tmp_path, datasets=datasets, mix=MixStageConfig(stop_strategy="all_exhausted")
     )
 
-    def make() -> StreamLoader:
+    def make() -> Loader:
         return build(tmp_path, datasets=datasets, mix=None)
 
     assert segments(list(make())) == expected
@@ -283,10 +283,8 @@ def test_rows_of_a_stream_do_not_depend_on_who_reads_the_others(tmp_path: Path) 
     whole = list(itertools.islice(iter(build(tmp_path, **endless)), 12))
     for rows in (range(4), range(4, 8), range(2, 6)):
         part = build(tmp_path, **endless)
-        shape = dataclasses.replace(part.job.shapes[8], local=np.array(rows))
-        part.job = dataclasses.replace(
-            part.job, shapes={8: shape}, own=tuple(sorted({row // 4 for row in rows}))
-        )
+        part._local = {8: np.array(rows)}
+        assert part.rows.own(Share(part._local)) == sorted({row // 4 for row in rows})
         for expected, made in zip(whole, part, strict=False):
             assert all((expected[column][rows] == made[column]).all() for column in expected)
 
@@ -481,7 +479,7 @@ def test_bad_rows(tmp_path: Path) -> None:
         '{"text": "good one"}\n{"text": nonsense}\n{"text": "good two"}\n{"text": ""}\n\n{"text": "good three"}\n'
     )
 
-    def make(**options: Any) -> StreamLoader:
+    def make(**options: Any) -> Loader:
         return build(
             tmp_path,
             datasets=(DatasetConfig(name="code", data_files=str(path), **options),),
@@ -824,9 +822,58 @@ def test_a_small_dataset_is_read_once_however_often_it_is_drawn(
             )
             return list(itertools.islice(iter(loader), 30)), len(read)
 
-    monkeypatch.setattr(streaming_window, "WINDOW_DOCS", 256)
+    monkeypatch.setattr(windows, "WINDOW_DOCS", 256)
     kept, few = run()
-    monkeypatch.setattr(streaming_read, "KEPT_BYTES", 0)
+    monkeypatch.setattr(feed, "KEPT_BYTES", 0)
     anew, many = run()
     assert_same_batches(anew, kept)
     assert 3 * few < many
+
+
+def test_rows_are_transformed_wherever_they_are_read(tmp_path: Path) -> None:
+    """The key of a row is its number, so neither batches nor a resume change what it becomes."""
+
+    def note_key(columns: dict[str, np.ndarray], key: int) -> None:
+        columns[INPUT_IDS][0] = key % 30_000
+        columns[LOSS_MASK][1] = 0
+
+    def make(**load: Any) -> Loader:
+        return build(tmp_path, load=load, num_streams=2).map_rows(note_key, version="1")
+
+    plain, noted = list(build(tmp_path, num_streams=2)), list(make())
+    keys = {int(batch[INPUT_IDS][row, 0]) for batch in noted[:-1] for row in range(4)}
+    assert len(keys) > 2 * len(noted)
+    for before, after in zip(plain, noted, strict=True):
+        np.testing.assert_array_equal(before[INPUT_IDS][:, 1:], after[INPUT_IDS][:, 1:])
+        assert (after[LABELS][:, 0] == -100).all()
+    assert_exact_resume(make, len(noted), stops=(1, 3))
+    rows = [row for batch in make(batch_size=8) for row in batch[INPUT_IDS].tolist()]
+    wanted = [row for batch in noted for row in batch[INPUT_IDS].tolist()]
+    assert sorted(rows)[-len(wanted) :] == sorted(wanted)
+    with pytest.raises(StateError, match="row_transforms"):
+        make().restore(build(tmp_path, num_streams=2).state())
+
+
+def test_ranks_share_the_rows_of_streams(tmp_path: Path) -> None:
+    endless: dict[str, Any] = {"mix": MixStageConfig(), "load": {"num_epochs": None}}
+    ranks = [build(tmp_path, num_streams=4, **endless).of_rank(rank, 2) for rank in range(2)]
+    one = build(
+        tmp_path, num_streams=4, **(endless | {"load": {"num_epochs": None, "batch_size": 8}})
+    )
+    for together, *parts in zip(itertools.islice(one, 6), *ranks, strict=False):
+        rows = sorted(row for part in parts for row in part[INPUT_IDS].tolist())
+        assert rows == sorted(together[INPUT_IDS].tolist())
+    assert_exact_resume(lambda: build(tmp_path, **endless).of_rank(1, 2), 5, stops=(1, 3))
+
+
+def test_only_reading_tells_what_stands_in_a_batch(tmp_path: Path) -> None:
+    loader = build(tmp_path)
+    asked = (
+        lambda: loader.batch(1),
+        lambda: loader.rows_of(1),
+        lambda: loader.explain(1),
+        lambda: loader.state_at(1),
+    )
+    for ask in asked:
+        with pytest.raises(ConfigError, match=r"a stream cannot tell what stands in .* 1 without"):
+            ask()

@@ -4,7 +4,6 @@ the others, and nothing is lost.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -21,8 +20,8 @@ import pipelines
 from easypipe import DatasetConfig, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline
 from easypipe.core.protocols import Shard
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
-from easypipe.loader.streaming import StreamLoader
-from easypipe.loader.streaming_read import Deal, deal
+from easypipe.loader.loader import Loader
+from easypipe.loader.streams.feed import Deal, deal
 from easypipe.plan.turns import NEVER, given_by, rows_before
 from laws import assert_conserved, assert_exact_resume, assert_same_batch, assert_same_batches
 from strategies import examples
@@ -57,7 +56,7 @@ def build(
     *,
     pack: dict[str, Any] | None,
     **options: Any,
-) -> StreamLoader:
+) -> Loader:
     values: dict[str, Any] = {
         "streaming": True,
         "seed": 3,
@@ -139,7 +138,7 @@ def test_a_pass_loses_or_pads_less_than_a_batch_whatever_the_files(
     folder, size = tmp_path_factory.mktemp("ends"), streams * each
     datasets = write(folder / "data", files, kind=kind)
 
-    def make(drop_last: bool = False) -> StreamLoader:
+    def make(drop_last: bool = False) -> Loader:
         load = LoadStageConfig(
             batch_size=size,
             drop_last=drop_last,
@@ -212,8 +211,7 @@ def test_a_pass_loses_or_pads_less_than_a_batch_whatever_the_files(
     for rank in {0, processes - 1}:
         part = make()
         local = np.array_split(np.arange(size), processes)[rank]
-        shape = dataclasses.replace(part.job.shapes[size], local=local)
-        part.job = dataclasses.replace(part.job, shapes={size: shape})
+        part._local = {size: local}
         assert_same_batches(
             [{name: column[local] for name, column in batch.items()} for batch in batches],
             part,
@@ -267,7 +265,7 @@ def test_weights_follow_the_step_through_the_hand_over(tmp_path: Path) -> None:
     )
     points = [{"step": 0, "weights": {"a": 1, "b": 0}}, {"step": 4, "weights": {"a": 0, "b": 1}}]
 
-    def make(**load: Any) -> StreamLoader:
+    def make(**load: Any) -> Loader:
         return build(
             tmp_path,
             datasets,

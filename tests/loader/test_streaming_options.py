@@ -28,9 +28,9 @@ from easypipe import (
 )
 from easypipe.core.errors import BudgetError, ConfigError, SourceError, StateError
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
-from easypipe.loader.streaming import StreamLoader
-from easypipe.loader.streaming_read import Place
-from easypipe.loader.streaming_state import StreamState
+from easypipe.loader.loader import Loader
+from easypipe.loader.streams.feed import Place
+from easypipe.loader.streams.state import StreamState
 from easypipe.plan.pack import PackSpec, placed_tokens
 from laws import assert_conserved, assert_exact_resume, assert_no_new_threads, assert_same_batches
 from strategies import examples
@@ -61,7 +61,7 @@ def build(
     mix: dict[str, Any] | None = None,
     load: dict[str, Any] | None = None,
     **options: Any,
-) -> StreamLoader:
+) -> Loader:
     values: dict[str, Any] = {
         "datasets": datasets({"a": 300, "b": 300}),
         "num_streams": 2,
@@ -152,7 +152,7 @@ def test_any_schedule_resumes_and_conserves(
         "pack": {"oversize": oversize},
     }
 
-    def make() -> StreamLoader:
+    def make() -> Loader:
         return build(folder, mix, {"shuffle_buffer_size": window}, **options)
 
     loader = make()
@@ -264,7 +264,7 @@ def test_batches_have_the_size_of_their_step(tmp_path: Path) -> None:
         assert (of[0][:count] == of[1][:count]).all()
     assert_exact_resume(lambda: build(tmp_path, load=load), 8, stops=(0, 2, 3, 5))
     assert (
-        build(tmp_path, load=load | {"batch_size": 6}, num_streams=None).job.spec.num_streams == 2
+        build(tmp_path, load=load | {"batch_size": 6}, num_streams=None).rows.spec.num_streams == 2
     )
     with pytest.raises(
         ConfigError,
@@ -342,7 +342,7 @@ def test_max_bad_rows_counts_on_after_a_resume(tmp_path: Path) -> None:
     ]
     (tmp_path / "a.jsonl").write_text("".join(lines))
 
-    def make(most: int, **load: Any) -> StreamLoader:
+    def make(most: int, **load: Any) -> Loader:
         dataset = DatasetConfig(
             name="a", data_files=str(tmp_path / "a.jsonl"), on_error="skip", max_bad_rows=most
         )

@@ -25,10 +25,10 @@ from easypipe import (
 )
 from easypipe.core.errors import PlanError
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
-from easypipe.loader import streaming_window
-from easypipe.loader.streaming import StreamLoader
-from easypipe.loader.streaming_read import Place
-from easypipe.loader.streaming_state import StreamState
+from easypipe.loader.loader import Loader
+from easypipe.loader.streams import windows
+from easypipe.loader.streams.feed import Place
+from easypipe.loader.streams.state import StreamState
 from easypipe.plan.turns import in_order_of_streams
 from laws import (
     assert_conserved,
@@ -48,7 +48,7 @@ def build(
     load: dict[str, Any] | None = None,
     pack: dict[str, Any] | None = None,
     **options: Any,
-) -> StreamLoader:
+) -> Loader:
     """`options` go to the PipelineConfig; mixed by 7 to 3 where they say nothing else, in batches
     of 4 with nothing left out.
     """
@@ -79,16 +79,14 @@ def columns(batches: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def whole_documents(
-    columns: dict[str, np.ndarray], loader: StreamLoader
-) -> Counter[tuple[int, ...]]:
+def whole_documents(columns: dict[str, np.ndarray], loader: Loader) -> Counter[tuple[int, ...]]:
     """The documents of a whole pass, rows in the order of their streams, put together where rows
     cut them; they end with EOS, once.
     """
     found: Counter[tuple[int, ...]] = Counter()
     ends = np.array(
         [
-            StreamState.from_text(text, len(loader.job.sources)).first_row
+            StreamState.from_text(text, len(loader.rows.sources)).first_row
             for text in loader.state().hint
         ]
     )
@@ -109,7 +107,7 @@ def test_one_stream_in_order_is_the_text_from_the_first_file_to_the_last(
     tmp_path: Path, segments: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # with 1, a row takes more documents than a window has
-    monkeypatch.setattr(streaming_window, "WINDOW_DOCS", window)
+    monkeypatch.setattr(windows, "WINDOW_DOCS", window)
     _, docs = pipelines.two_datasets(tmp_path / "data")
     options: dict[str, Any] = {
         "datasets": [docs],
@@ -168,7 +166,7 @@ def test_any_run_holds_each_token_once_and_resumes(
     options["mix"] = MixStageConfig(weights={"code": 2, "docs": 1}, stop_strategy=stop, unit=unit)  # type: ignore[arg-type]
     load: dict[str, Any] = {"shuffle_buffer_size": window}
 
-    def make(**pack: Any) -> StreamLoader:
+    def make(**pack: Any) -> Loader:
         return build(
             folder,
             load=load,
@@ -224,7 +222,7 @@ def test_documents_that_are_read_again_for_a_state_are_in_the_books(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows end inside of what is read at a time."""
-    monkeypatch.setattr(streaming_window, "WINDOW_DOCS", 7)
+    monkeypatch.setattr(windows, "WINDOW_DOCS", 7)
     first, again = (
         build(tmp_path, datasets=lists({"code": 120}), mix=None, num_streams=1) for _ in range(2)
     )
@@ -323,7 +321,7 @@ def test_a_state_with_a_cut_document_is_small_and_read_back() -> None:
 def test_documents_that_never_fill_a_row_are_an_error_and_no_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming_window.mix, "MAX_DRAWS", 5000)
+    monkeypatch.setattr(windows.mix, "MAX_DRAWS", 5000)
     endless = MixStageConfig(weights={"code": 1, "docs": 1}, stop_strategy="restart")
     loader = build(
         tmp_path,

@@ -18,7 +18,7 @@ from easypipe.compat.loaders import DataLoaderConfig, text_loader, text_stream
 from easypipe.core.config import ListOf, config, from_dict, load_yaml
 from easypipe.core.errors import ConfigError, EasypipeError, did_you_mean
 from easypipe.core.result import Err, Result, attempt
-from easypipe.loader.epochs import EpochLoader, EpochStreamLoader
+from easypipe.loader.epochs import EpochLoader
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.transforms.prompt.config import PromptConfig
 from easypipe.transforms.tokenizer.config import TokenizerConfig
@@ -234,7 +234,7 @@ class DataPipeline:
 
     def get_dataloader(
         self, split: str, shuffle: bool | None = None
-    ) -> Result[EpochLoader | EpochStreamLoader, EasypipeError]:
+    ) -> Result[EpochLoader, EasypipeError]:
         """The Loader of a split: `input_ids`, `labels`, `attention_mask`, `segment_ids`,
         `position_ids`, Int32[B, T].
 
@@ -260,7 +260,7 @@ class DataPipeline:
         """The dataloader section, with the seed that was drawn where none was given."""
         return self.config.dataloader.with_seed(drawing=True)
 
-    def _loader(self, split: str, shuffle: bool | None) -> EpochLoader | EpochStreamLoader:
+    def _loader(self, split: str, shuffle: bool | None) -> EpochLoader:
         shuffle = self.config.dataloader.shuffle if shuffle is None else shuffle
         self.config.dataloader.warn_of_what_has_no_effect()
         options = dataclasses.replace(

@@ -19,7 +19,7 @@ from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.random import draw_seed
 from easypipe.core.schema import INPUT_IDS
 from easypipe.loader.config import LoadStageConfig
-from easypipe.loader.epochs import EpochLoader, EpochStreamLoader, passes_over
+from easypipe.loader.epochs import EpochLoader, passes_of_streams, passes_over
 from easypipe.loader.loader import Loader
 from easypipe.loader.rows.items import ForwardRows, ItemRows
 from easypipe.loader.rows.ranks import check_rank
@@ -247,14 +247,11 @@ def text_loader(
 
 def text_stream(
     dataset: DatasetConfig, options: DataLoaderConfig, *, columns: Sequence[str] | None = None
-) -> EpochStreamLoader:
+) -> EpochLoader:
     """The same, read forward."""
     options = options.with_seed(drawing=options.order_is_drawn)
-    return EpochStreamLoader(
-        _text_pipeline(dataset, options, columns, streaming=True)
-        .load(options.load_options())
-        .build()
-    )
+    pipeline = _text_pipeline(dataset, options, columns, streaming=True)
+    return EpochLoader(passes_of_streams(pipeline.load(options.load_options()).build()))
 
 
 def _text_pipeline(

@@ -16,7 +16,6 @@ import numpy as np
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.loader.collate import with_asked
 from easypipe.loader.loader import Loader
-from easypipe.loader.streaming import StreamLoader
 
 try:
     import grain  # loads jax
@@ -36,7 +35,7 @@ class LoaderDataset(grain.IterDataset):
     Every iterator is one of its own, from the loader's first batch.
     """
 
-    def __init__(self, loader: Loader | StreamLoader) -> None:
+    def __init__(self, loader: Loader) -> None:
         super().__init__()
         self._loader = loader
 
@@ -55,7 +54,7 @@ class LoaderIterator(grain.DatasetIterator):
     n, the next batch is n + 1, for another number of processes and workers too.
     """
 
-    def __init__(self, loader: Loader | StreamLoader) -> None:
+    def __init__(self, loader: Loader) -> None:
         super().__init__()
         self._loader = loader.copy()
         self._batches: Any = None  # until the first batch is asked for
@@ -101,7 +100,7 @@ class LoaderIterator(grain.DatasetIterator):
         return self._loader.state().batch
 
     def _set_next_index(self, index: int) -> None:
-        if isinstance(self._loader, StreamLoader):
+        if not self._loader.rows.by_number:
             raise ConfigError(
                 at="next index",
                 problem=f"{index}, but streams are read forward: no batch can be named that was not reached",
@@ -120,9 +119,10 @@ class RowsByNumber:
     the plan.
     """
 
-    def __init__(self, loader: Loader | StreamLoader) -> None:
+    def __init__(self, loader: Loader) -> None:
         loader = by_number(loader)
         self._rows, self._collate, self._name = loader.rows, loader.collate, loader.name
+        self._reader = loader.rows.open()
         self._length = counted(loader, lambda: loader.rows.num_rows)
 
     def __len__(self) -> int:
@@ -139,12 +139,12 @@ class RowsByNumber:
         if self._rows.seq_length is None:
             return [
                 self._read(numbers[i : i + 1], int(length))[0]
-                for i, length in enumerate(self._rows.lengths(numbers))
+                for i, length in enumerate(self._reader.lengths(numbers))
             ]
         return self._read(numbers, self._rows.seq_length)
 
     def _read(self, numbers: np.ndarray, width: int) -> list[dict[str, np.ndarray]]:
-        batch = self._rows.batch(numbers, width)
+        batch = self._reader.batch(numbers, width)
         batch = with_asked(batch, self._collate)
         return [{name: column[i] for name, column in batch.items()} for i in range(len(numbers))]
 
@@ -155,7 +155,7 @@ class RowsByNumber:
 class BatchesByNumber:
     """A random access source of a loader's batches, as NumPy arrays."""
 
-    def __init__(self, loader: Loader | StreamLoader) -> None:
+    def __init__(self, loader: Loader) -> None:
         loader = by_number(loader)
         here = dataclasses.replace(
             loader.config, mesh=None, partition_spec=None, prefetch_to_device=False
@@ -183,9 +183,9 @@ def map_dataset(source: RowsByNumber | BatchesByNumber) -> Any:
     return grain.MapDataset.source(source)  # pyright: ignore[reportArgumentType]
 
 
-def by_number(loader: Loader | StreamLoader) -> Loader:
+def by_number(loader: Loader) -> Loader:
     """Raises ConfigError where rows have no numbers."""
-    if isinstance(loader, StreamLoader):
+    if not loader.rows.by_number:
         raise ConfigError(
             at="as_grain",
             problem="streams are read forward, so their rows have no numbers",

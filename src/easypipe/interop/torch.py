@@ -13,10 +13,9 @@ import numpy as np
 
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.interop.workers import torch_worker
-from easypipe.loader.epochs import Passes
+from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.loader import Loader
 from easypipe.loader.rows.items import ForwardRows
-from easypipe.loader.streaming import StreamLoader
 
 try:
     # not by name: this file has that name too, where types are checked without torch
@@ -46,7 +45,7 @@ class TorchBatches(data.IterableDataset):
     StatefulDataLoader has them do.
     """
 
-    def __init__(self, loader: Loader | StreamLoader) -> None:
+    def __init__(self, loader: Loader) -> None:
         super().__init__()
         self._loader = loader.copy()
         self._yielded = 0  # batches before the next one of this process, where there are workers
@@ -79,7 +78,7 @@ class TorchBatches(data.IterableDataset):
         not count them. Raises ConfigError for a loader that has no passes: those of data modules,
         factories and builders have.
         """
-        if not isinstance(self._loader, Passes):
+        if not isinstance(self._loader, EpochLoader):
             raise ConfigError(
                 at="set_epoch",
                 problem="this loader begins at its first batch every time",
@@ -113,7 +112,7 @@ class TorchBatches(data.IterableDataset):
     def _by_number(self, workers: int) -> Loader:
         """The loader, where worker processes can share it."""
         loader = self._loader
-        if isinstance(loader, StreamLoader) or isinstance(
+        if not loader.rows.by_number or isinstance(
             getattr(loader.rows, "below", loader.rows), ForwardRows
         ):
             problem, fix = (

@@ -9,34 +9,50 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.random import fold
 from easypipe.loader.config import LoadStageConfig
-from easypipe.loader.loader import Loader
+from easypipe.loader.loader import After, Loader
 from easypipe.loader.row_transforms import RowTransform
 from easypipe.loader.rows.ranks import PassRows
 from easypipe.loader.state import LoaderState
-from easypipe.loader.streaming import StreamLoader
+from easypipe.loader.streams.rows import StreamRows
 
-L = TypeVar("L")  # the loader of one pass
+# the attributes of a loader that tell the pass under way
+MOVED = ("rows", "_order", "_seed", "_latest", "_entry", "_restored", "_kept_entry")
 
 
-class Passes(Generic[L]):
-    """What loaders of epochs have beside what those of one pass have. `_moved`: the attributes that
-    tell the pass under way.
+class EpochLoader(Loader):
+    """A Loader for `for epoch in range(n): for batch in loader:`, as the data loaders of other
+    libraries are used.
+
+    Law: an iteration behind one that met the end of the data is the next pass; one that was left
+    before the end is begun again. The orders of all passes follow from the seed, so that every rank
+    and every new process has the same ones. `state()` knows the pass, and restoring it goes on in
+    it; the state behind a pass is the one in front of the next. `len()`, `rows`, `explain` and
+    `batch` are those of the pass that is under way, or that the next iteration begins; `ledger()`
+    tells of the newest iteration, behind the end of its pass too.
+    `loader(epoch)` is the Loader of a pass, which begins at its first batch every time. Loaders
+    made of this one (`copy`, `map_rows`, `of_rank`) have passes of their own, from the first one
+    on.
+    make: the Loader of a pass; those of all passes have one config.
     """
 
-    _moved: tuple[str, ...]
-    _made: Callable[[int], L]
-    _told: Callable[[int], None]
-    epoch: int
-    config: LoadStageConfig
-    _kept: Any
-    _newest: int
+    def __init__(self, make: Callable[[int], Loader]) -> None:
+        self._made = make
+        self._told: Callable[[int], None] = lambda epoch: None
+        first = make(0)
+        super().__init__(first.rows, first.config, seed=first.seed, **first._options)
+        self._first_seed, self.epoch = first.seed, 0
 
-    def loader(self, epoch: int) -> L:
+    @property
+    def seed(self) -> int:
+        """Of the order of the first pass, from which those of the others follow."""
+        return self._first_seed
+
+    def loader(self, epoch: int) -> Loader:
         """The loader of a pass. Raises ConfigError where there is none of that number."""
         if epoch < 0:
             raise ConfigError(
@@ -65,7 +81,7 @@ class Passes(Generic[L]):
         """As the loader of a pass does it, in the pass of the state."""
         if not isinstance(state, LoaderState):
             state = LoaderState.from_json(state)
-        loader: Any = self.loader(state.epoch)
+        loader = self.loader(state.epoch)
         loader.restore(state, allow_changed)
         self._enter(loader, state.epoch)
 
@@ -73,67 +89,11 @@ class Passes(Generic[L]):
         """As of one pass; behind the end of a pass, which raises StopIteration, it goes on with the
         pass that an iteration would begin.
         """
-        one_pass: Any = super()
         try:
-            return one_pass.__next__()
+            return super().__next__()
         except StopIteration:
             self._kept = None
             raise
-
-    def _end_pass(self) -> None:
-        kept, epoch = self._kept, self.epoch + (self.config.num_epochs or 1)
-        self.set_epoch(epoch)
-        self._kept = kept
-        self._told(epoch)
-
-    def _enter(self, loader: Any, epoch: int) -> None:
-        """Goes on in the place of `loader`."""
-        for name in self._moved:
-            setattr(self, name, getattr(loader, name))
-        self.epoch, self._kept = epoch, None
-        self._newest += 1
-        for known in ("_settings", "_words", "_components"):
-            vars(self).pop(known, None)
-
-
-class EpochLoader(Passes[Loader], Loader):
-    """A Loader for `for epoch in range(n): for batch in loader:`, as the data loaders of other
-    libraries are used.
-
-    Law: an iteration behind one that met the end of the data is the next pass; one that was left
-    before the end is begun again. The orders of all passes follow from the seed, so that every rank
-    and every new process has the same ones. `state()` knows the pass, and restoring it goes on in
-    it; the state behind a pass is the one in front of the next. `len()`, `rows`, `explain` and
-    `batch` are those of the pass that is under way, or that the next iteration begins.
-    `loader(epoch)` is the Loader of a pass, which begins at its first batch every time. Loaders
-    made of this one (`copy`, `map_rows`, `of_rank`) have passes of their own, from the first one
-    on.
-    make: the Loader of a pass; those of all passes have one config.
-    """
-
-    _moved = ("rows", "_order", "_seed", "_yielded", "_entry", "_restored", "_kept_entry")
-
-    def __init__(self, make: Callable[[int], Loader]) -> None:
-        self._made, self._told = make, (lambda epoch: None)
-        first = make(0)
-        options: dict[str, Any] = {"decoder": first._decoder, "remember": first._remember}
-        super().__init__(
-            first.rows,
-            first.config,
-            seed=first.seed,
-            collate=first.collate,
-            name=first.name,
-            **options,
-        )
-        self._first_seed, self.epoch = first.seed, 0
-
-    @property
-    def seed(self) -> int:
-        """Of the order of the first pass, from which those of the others follow."""
-        return self._first_seed
-
-    def state_at(self, batch: int) -> LoaderState:
-        return dataclasses.replace(super().state_at(batch), epoch=self.epoch)
 
     def copy(self, config: LoadStageConfig | None = None) -> EpochLoader:
         return EpochLoader(lambda epoch: self._made(epoch).copy(config))
@@ -144,34 +104,23 @@ class EpochLoader(Passes[Loader], Loader):
     def of_rank(self, rank: int, world_size: int) -> EpochLoader:
         return EpochLoader(lambda epoch: self._made(epoch).of_rank(rank, world_size))
 
-    def _ended(self) -> None:
-        self._end_pass()
-
-
-class EpochStreamLoader(Passes[StreamLoader], StreamLoader):
-    """A StreamLoader for a loop over epochs, under the law of EpochLoader. first: the loader of the
-    first pass.
-
-    `ledger()` tells of the newest iteration, behind the end of its pass too.
-    """
-
-    _moved = ("spec", "job", "_restored", "_latest", "_kept_entry")
-
-    def __init__(self, first: StreamLoader) -> None:
-        self._first, self._told, self.epoch = first, (lambda epoch: None), 0
-        self._made = lambda epoch: first.copy(seed=seed_of_epoch(first.spec.seed, epoch))
-        super().__init__(first.job.sources, first.spec, first.config, **first._options)
-
-    def state(self) -> LoaderState:
-        return dataclasses.replace(super().state(), epoch=self.epoch)
-
-    def copy(self, seed: int | None = None) -> EpochStreamLoader:
-        return EpochStreamLoader(self._first.copy(seed))
+    def _state(self, after: After) -> LoaderState:
+        return dataclasses.replace(super()._state(after), epoch=self.epoch)
 
     def _ended(self) -> None:
-        books = self._latest.books
-        self._end_pass()
-        self._latest = self._latest._replace(books=books)
+        kept, epoch = self._kept, self.epoch + (self.config.num_epochs or 1)
+        self.set_epoch(epoch)
+        self._kept = kept
+        self._told(epoch)
+
+    def _enter(self, loader: Loader, epoch: int) -> None:
+        """Goes on in the place of `loader`."""
+        for name in MOVED:
+            setattr(self, name, getattr(loader, name))
+        self.epoch, self._kept = epoch, None
+        self._newest += 1
+        for known in ("_settings", "_words", "_components"):
+            vars(self).pop(known, None)
 
 
 def passes_over(
@@ -190,12 +139,23 @@ def passes_over(
         if epoch == 0:
             return build(num_epochs)
         loader, rows_each = endless()
-        config = dataclasses.replace(loader.config, num_epochs=num_epochs)
         return loader._twin(
             PassRows(loader.rows, epoch, num_epochs, rows_each),
-            config,
+            dataclasses.replace(loader.config, num_epochs=num_epochs),
             seed_of_epoch(loader.seed, epoch),
         )
+
+    return make
+
+
+def passes_of_streams(first: Loader) -> Callable[[int], Loader]:
+    """Makes the Loader of every pass over data that is read forward. first: of the first pass."""
+    rows = first.rows
+    assert isinstance(rows, StreamRows), "other rows are counted"
+
+    def make(epoch: int) -> Loader:
+        seed = seed_of_epoch(first.seed, epoch)
+        return first._twin(rows.with_seed(seed), first.config, seed)
 
     return make
 
@@ -205,4 +165,4 @@ def seed_of_epoch(seed: int, epoch: int) -> int:
     return seed if epoch == 0 else fold(seed, "epoch", epoch) >> 1
 
 
-__all__ = ["EpochLoader", "EpochStreamLoader", "passes_over", "seed_of_epoch"]
+__all__ = ["EpochLoader", "passes_of_streams", "passes_over", "seed_of_epoch"]

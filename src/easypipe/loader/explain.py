@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from easypipe.core.errors import ConfigError, PlanError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
 from easypipe.core.text import visible
-from easypipe.loader.row_transforms import MappedRows
-from easypipe.loader.rows.planned import PlannedRows, Rows
-from easypipe.loader.rows.ranks import RenumberedRows
+from easypipe.loader.rows.planned import PlannedRows
+from easypipe.loader.rows.ranks import innermost
+from easypipe.loader.rows.rows import Rows
 from easypipe.loader.rows.stored import StoredRows
 
 
@@ -153,11 +153,7 @@ def explain_rows(
 
 
 def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
-    laid, there = rows, number
-    # the first change tokens, never which document they are of
-    while isinstance(laid, MappedRows | RenumberedRows):
-        there = laid.row_below(there) if isinstance(laid, RenumberedRows) else there
-        laid = laid.below
+    laid, there = innermost(rows, number)  # transforms never change which document tokens are of
     if isinstance(laid, PlannedRows):
         epoch, window, starts, place = _planned(laid, there)
     elif isinstance(laid, StoredRows):
@@ -168,7 +164,8 @@ def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
             at="explain", problem=f"rows of {type(rows).__name__} do not say where they come from"
         )
     columns = {
-        name: values[0] for name, values in rows.gather(np.array([number], dtype=np.int64)).items()
+        name: values[0]
+        for name, values in rows.open().gather(np.array([number], dtype=np.int64)).items()
     }
     ids, segments = columns[INPUT_IDS], columns[SEGMENT_IDS]
     masked = (columns[LOSS_MASK] == 0) if LOSS_MASK in columns else np.zeros(len(ids), np.bool_)

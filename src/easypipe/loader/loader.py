@@ -12,25 +12,35 @@ import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, PlacementError, StateError
+from easypipe.core.errors import ConfigError, PlacementError, StallError, StateError
+from easypipe.core.ledger import Ledger
 from easypipe.loader.collate import CollateConfig, known_width, row_width, with_asked
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.explain import Decoder, ExplainedBatch, choose, explain_rows
 from easypipe.loader.order import ReadingOrder
 from easypipe.loader.placement import Placement, local_mesh, make_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher
-from easypipe.loader.row_transforms import MappedRows, RowTransform, transforms_of
-from easypipe.loader.rows.planned import Rows
+from easypipe.loader.row_transforms import MappedRows, RowTransform
 from easypipe.loader.rows.ranks import RankRows
+from easypipe.loader.rows.rows import Mark, RowReader, Rows, Share
 from easypipe.loader.state import LoaderState
 from easypipe.loader.steps import Steps
 
 __all__ = ["AsyncDataLoader", "Batches", "LoadStageConfig", "Loader"]
+
+
+class After(NamedTuple):
+    """What stands behind the first `batch` batches. mark: as the reader that made them tells it."""
+
+    batch: int
+    row: int
+    mark: Mark | None = None
 
 
 class Loader:
@@ -43,7 +53,10 @@ class Loader:
     yields batch n + 1 onward. Every `iter(loader)` starts at the first batch, the one after
     `restore` at the restored one. `next(loader)` is the next batch of one iteration that the loader
     keeps, which no other one moves. `state()` belongs to the newest iteration.
-    rows: PlannedRows or StoredRows. decoder, remember: for `explain`, the tokenizer of each
+    rows: PlannedRows, StoredRows, or StreamRows, which are read forward: there nothing can be asked
+    of a batch that was not reached, restoring costs at most one window of each stream, and on
+    several processes `state()` of endless data is collective: each process knows its own streams,
+    so all call it after the same batch. decoder, remember: for `explain`, the tokenizer of each
     dataset, and what keeps the plan's checkpoints.
     seed: of the permutations of `shuffle_buffer_size` and `group_by_length`; without them, it
     changes nothing. Raises PlacementError where batch and mesh do not fit, ConfigError where
@@ -79,8 +92,11 @@ class Loader:
         self._order = ReadingOrder(rows, self.config, self.collate, seed)
         self._steps = Steps(self.batch_size, self.config.batch_size_schedule)
         self._placements = self._place()
+        self._local = {size: self._rows_here(size) for size in self._steps.sizes}
         self._width = self._fixed_width()
-        self._yielded = 0  # batches before the next one of the newest iteration
+        self._latest = After(0, 0)  # of the newest iteration
+        self._mark: Mark | None = None  # how far it has read, behind its end too
+        self._end: Mark | None = None  # of the iteration that makes batches of this object
         self._restored: LoaderState | None = None  # for the next iteration
         self._kept: Iterator[dict[str, Any]] | None = None  # of `next(loader)`, once it has begun
         self._kept_entry: LoaderState | None = None  # where it begins
@@ -101,10 +117,15 @@ class Loader:
         return next(self._kept)
 
     def _begin(self, entry: LoaderState | None) -> Iterator[dict[str, Any]]:
-        self._entry = entry
-        self._yielded = 0 if entry is None else entry.batch
+        self._entry, self._mark = entry, None
+        self._latest = After(0, 0) if entry is None else After(entry.batch, entry.row)
         self._newest += 1
-        return Batches(self, self._yielded, self._newest, self._counted())
+        return Batches(self, entry, self._newest, self._counted())
+
+    @property
+    def can_change(self) -> bool:
+        """Whether a state may be restored where something changed."""
+        return self.rows.by_number
 
     def __len__(self) -> int:
         """Batches from the first to the last. Raises TypeError where they never end."""
@@ -125,9 +146,10 @@ class Loader:
         run was changed (`restore`), whose rows this loader cannot know.
         """
         steps = self._counted()
+        reader = self._by_number(f"step {step}")
         self._check_step(step, steps)
         start, size = steps.start(step), steps.size(step)
-        count = self.rows.available(start, start + size)
+        count = reader.available(start, start + size)
         return range(start, start + (0 if count < size and self.config.drop_last else count))
 
     def map_rows(self, transform: RowTransform, *, version: str) -> Loader:
@@ -167,10 +189,12 @@ class Loader:
         """Batch `step` (from 0) as the iteration would yield it, made in this thread. Raises
         IndexError where there is none.
         """
-        made = self._make(step, lambda stage: None, self._counted()) if self.rows_of(step) else None
+        made = None
+        if self.rows_of(step):
+            made = self._make(self.rows.open(), self._counted(), step, lambda stage: None)
         if made is None:
             raise IndexError(f"{self.name}: there is no batch {step}")
-        return made
+        return made[0]
 
     def explain(self, step: int, row: int | None = None) -> ExplainedBatch:
         """Which documents stand in batch `step` (from 0; metrics.jsonl calls it step + 1), or in
@@ -180,13 +204,12 @@ class Loader:
         Costs milliseconds where a plan checkpoint stands near, else the scan of the plan up to
         there, once; see docs/seeing.md. Raises PlanError for a batch or a row that is not there.
         """
-        steps = self._counted()
+        reader = self._by_number(f"step {step}" if row is None else f"row {row} of step {step}")
         count = len(self.rows_of(step)) if step >= 0 else 0
         chosen = choose(step, row, count)
-        start = steps.start(step)
-        explained = explain_rows(
-            self.rows, step, self._order.rows(start, start + count), chosen, self._decoder
-        )
+        start = self._counted().start(step)
+        numbers = self._order.rows(reader, start, start + count)
+        explained = explain_rows(self.rows, step, numbers, chosen, self._decoder)
         self.remember()
         return explained
 
@@ -197,22 +220,38 @@ class Loader:
         if self._remember is not None:
             self._remember()
 
+    def ledger(self) -> Ledger:
+        """Where everything went that the newest iteration has read in this process up to its last
+        batch, from counters. Raises ConfigError for rows with numbers, whose ledger follows from
+        the plan (`Pipeline.ledger`).
+        """
+        return self.rows.ledger() if self._mark is None else self._mark.ledger()
+
     def state(self) -> LoaderState:
         """The state after the batch that was last yielded, whatever is in flight."""
-        return self.state_at(self._yielded)
+        return self._state(self._latest)
 
     def state_at(self, batch: int) -> LoaderState:
         """The state after the first `batch` batches, computed from the plan: `restore` goes there
         without reading what stands before.
         """
-        row = self._row(batch)
+        return self._state(After(batch, self._row(batch)))
+
+    def _state(self, after: After) -> LoaderState:
+        entry = self._entry
+        if after.mark is not None:
+            hint = after.mark.hint()
+        elif entry is not None and entry.batch == after.batch and entry.hint is not None:
+            hint = entry.hint
+        else:
+            hint = self.rows.hint(self._order.first(after.row))
         return LoaderState(
-            batch=batch,
-            row=row,
+            batch=after.batch,
+            row=after.row,
             components=self._components,
             config=self._words,
-            hint=self.rows.hint(self._order.first(row)),
-            changes=() if self._entry is None else self._entry.changes,
+            hint=hint,
+            changes=() if entry is None else entry.changes,
         )
 
     def restore(
@@ -227,28 +266,48 @@ class Loader:
         and this state and all later ones record the change. Raises StateError naming what changed
         since.
         """
+        if allow_changed and not self.can_change:
+            raise ConfigError(
+                at="allow_changed",
+                problem="a stream cannot be entered at another place than where its files were left",
+                fix="Start a new run, or leave streaming out.",
+            )
         if not isinstance(state, LoaderState):
             state = LoaderState.from_json(state)
-        saved, state = state, state.check(self._components, self._words, allow_changed)
-        if state.hint is not None:
-            self.rows.seek(state.hint)
-        if state is not saved and self.rows.available(state.row - 1, state.row) == 0 < state.row:
+        saved = state
+        try:
+            state = state.check(self._components, self._words, allow_changed)
+        except StateError as error:
+            if not self.can_change:
+                error.fix = "Restore into the pipeline that saved it, or start a new run: a stream cannot be entered at another place."
+            raise
+        reader = self.rows.open(state)
+        if state is not saved and reader.available(state.row - 1, state.row) == 0 < state.row:
             raise StateError(
                 at="loader state",
                 problem=f"it stands at row {state.row}, and there are fewer rows now",
                 fix="Start a new run.",
             )
-        steps = self._counted(state)
-        short = steps.start(state.batch) - state.row
-        if short and self.rows.available(state.row, state.row + 1):
+        short = self._counted(state).start(state.batch) - state.row
+        if short and self.can_change and reader.available(state.row, state.row + 1):
             raise StateError(
                 at="loader state",
                 problem=f"that run had ended with a batch short of {short} rows, and now there are more",
                 fix="Restore an earlier state, or set drop_last=True in runs that are to be prolonged.",
             )
         self._restored = self._entry = self._kept_entry = state
-        self._yielded, self._kept = state.batch, None
+        self._latest, self._mark, self._kept = After(state.batch, state.row), None, None
         self._newest += 1  # an iteration under way no longer moves `state()`
+
+    def _by_number(self, place: str) -> RowReader:
+        """Raises ConfigError where only reading tells what stands at `place`."""
+        if not self.rows.by_number:
+            raise ConfigError(
+                at="streaming",
+                problem=f"a stream cannot tell what stands in {place} without reading up to it",
+                fix="Leave streaming out: the same data from the token cache can be explained.",
+            )
+        return self.rows.open()
 
     def _counted(self, entry: LoaderState | None = None) -> Steps:
         """How the newest iteration counts, or one that begins at `entry`."""
@@ -257,16 +316,17 @@ class Loader:
             return self._steps
         return Steps(self.batch_size, self.config.batch_size_schedule, entry.begin)
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {
+            "collate": self.collate,
+            "name": self.name,
+            "decoder": self._decoder,
+            "remember": self._remember,
+        }
+
     def _twin(self, rows: Rows, config: LoadStageConfig, seed: int | None = None) -> Loader:
-        options: dict[str, Any] = {"decoder": self._decoder, "remember": self._remember}
-        return Loader(
-            rows,
-            config,
-            seed=self._seed if seed is None else seed,
-            collate=self.collate,
-            name=self.name,
-            **options,
-        )
+        return Loader(rows, config, seed=self._seed if seed is None else seed, **self._options)
 
     def _ended(self) -> None:
         """The newest iteration has met the end of the data."""
@@ -283,6 +343,7 @@ class Loader:
 
     def _row(self, batch: int) -> int:
         """The row behind the first `batch` batches."""
+        reader = self._by_number(f"batch {batch}")
         if self._entry is not None and batch == self._entry.batch:
             # what stands before it may lie in a window that this process never looks at
             return self._entry.row
@@ -292,14 +353,14 @@ class Loader:
         self._check_step(batch, steps)
         # of the last of them, which may be a short one
         start, stop = steps.start(batch - 1), steps.start(batch)
-        return start + self.rows.available(start, stop)
+        return start + reader.available(start, stop)
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
         """What decides the content of batches, and nothing that does not: mesh, micro-batches,
         workers and buffers are free to change.
         """
-        schedule, transforms = self.config.batch_size_schedule, transforms_of(self.rows)
+        schedule, transforms = self.config.batch_size_schedule, self.rows.transforms
         return {
             "batch_size": self.batch_size,
             "drop_last": self.config.drop_last,
@@ -340,6 +401,17 @@ class Loader:
         )
         return {size: place(size) for size in self._steps.sizes}
 
+    def _rows_here(self, size: int) -> NDArray[np.int64] | None:
+        """Which rows of a batch of `size` this process makes, in the order in which it lays them;
+        None: all, as they stand.
+        """
+        placement, pieces = self._placements.get(size), self.accumulation_steps
+        if pieces == 1 and (placement is None or placement.whole):
+            return None
+        # micro-batch after micro-batch
+        rows = np.arange(size, dtype=np.int64).reshape(-1, pieces).T.reshape(-1)
+        return rows if placement is None else rows[placement.local_rows]
+
     def _fixed_width(self) -> int | None:
         """Slots of every batch, where they can be known before the rows are."""
         known = known_width(self.collate, self.rows.seq_length)
@@ -355,52 +427,51 @@ class Loader:
         return known
 
     def _make(
-        self, batch: int, enter: Callable[[str], None], steps: Steps | None = None
-    ) -> dict[str, Any] | None:
-        """Batch number `batch` as this process sees it, or None past the last. Any thread, any
-        order.
+        self, reader: RowReader, steps: Steps, batch: int, enter: Callable[[str], None]
+    ) -> tuple[dict[str, Any], After] | None:
+        """Batch number `batch` as this process sees it and what stands behind it, or None past the
+        last. Any thread, any order, where rows have numbers.
         """
-        steps = self._steps if steps is None else steps
         start, size = steps.start(batch), steps.size(batch)
-        stage = "plan"
+        stage = "plan" if self.rows.by_number else "read"
         try:
             enter(stage)
-            count = self.rows.available(start, start + size)
+            count = reader.available(start, start + size)
             if count == 0 or (count < size and self.config.drop_last):
+                self._end = reader.finish(start, count)
                 return None
-            rows = self._order.rows(start, start + count)
+            rows = self._order.rows(reader, start, start + count)
             width = self._width
             if width is None:
                 stage = "lengths"
                 enter(stage)
-                width = row_width(self.rows.lengths(rows), self.collate)
-            placement = self._placements.get(size)
-            pieces = self.accumulation_steps
-            if count < size and (placement is not None or pieces > 1):
+                width = row_width(reader.lengths(rows), self.collate)
+            placement, here = self._placements.get(size), self._local[size]
+            if count < size and (
+                placement is not None or here is not None or not self.rows.by_number
+            ):
                 rows = np.concatenate([rows, np.full(size - count, -1, dtype=np.int64)])
-            if pieces > 1:
-                rows = rows.reshape(-1, pieces).T.reshape(-1)  # micro-batch after micro-batch
-            if placement is not None and not placement.whole:
-                rows = rows[placement.local_rows]
+            if here is not None:
+                rows = rows[here]
             if self._width is not None and self.rows.seq_length is None:
                 stage = "lengths"
                 enter(stage)
                 # raises where one of this process's rows does not fit
-                row_width(self.rows.lengths(rows), self.collate)
+                row_width(reader.lengths(rows), self.collate)
             stage = "gather"
             enter(stage)
-            made = self.rows.batch(rows, width)
-            made = with_asked(made, self.collate)
-            if pieces > 1:
+            made = with_asked(reader.batch(rows, width), self.collate)
+            if (pieces := self.accumulation_steps) > 1:
                 made = {
                     name: column.reshape(pieces, -1, *column.shape[1:])
                     for name, column in made.items()
                 }
-            if placement is None:
-                return made
-            stage = "place"
-            enter(stage)
-            return placement.place(made)
+            if placement is not None:
+                stage = "place"
+                enter(stage)
+                made = placement.place(made)
+            behind = start + (count if self.rows.by_number else size)
+            return made, After(batch + 1, behind, reader.mark(behind))
         except Exception as error:
             error.add_note(
                 f"{self.name}: batch {batch}, rows {start}:{start + size}, stage {stage!r}"
@@ -416,18 +487,30 @@ class Batches(Iterator[dict[str, Any]]):
     out of a for loop does.
     """
 
-    def __init__(self, loader: Loader, start: int, number: int, steps: Steps) -> None:
+    def __init__(
+        self, loader: Loader, entry: LoaderState | None, number: int, steps: Steps
+    ) -> None:
         settings = loader.config
         self._loader = weakref.ref(loader)  # which may keep this iteration
         self._number = number
-        self._index = start
+        start = 0 if entry is None else entry.batch
+        self._none_yet = start == 0
         # of these rows, whatever pass the loader goes to meanwhile
-        make = partial(copy.copy(loader)._make, steps=steps)
+        self._maker = copy.copy(loader)
+        workers = settings.prefetch_workers if settings.prefetch_enabled else 0
+        local = {
+            size: np.arange(size) if rows is None else rows for size, rows in loader._local.items()
+        }
+        self._reader = loader.rows.open(entry, Share(local, workers if workers > 1 else 0))
+        self._ending = weakref.finalize(self, self._reader.close)
+        make = partial(self._maker._make, self._reader, steps)
+        self._made: Prefetcher[tuple[dict[str, Any], After]] | InOrder[tuple[dict[str, Any], After]]
         if settings.prefetch_enabled:
-            self._made: Prefetcher[dict[str, Any]] | InOrder[dict[str, Any]] = Prefetcher(
+            self._made = Prefetcher(
                 make,
                 start,
-                workers=settings.prefetch_workers,
+                # what is read next may depend on what was read before
+                workers=workers if loader.rows.by_number else 1,
                 ahead=settings.prefetch_buffer_size,
                 stall_timeout_s=settings.stall_timeout_s,
                 name=loader.name,
@@ -437,18 +520,33 @@ class Batches(Iterator[dict[str, Any]]):
 
     def __next__(self) -> dict[str, Any]:
         try:
-            batch = next(self._made)
+            batch, after = next(self._made)
         except StopIteration:
-            if (loader := self._newest_of()) is not None:
+            self._ending()
+            loader = self._newest_of()
+            if loader is not None:
+                loader._mark = self._maker._end
+            if self._none_yet:
+                self._reader.check_some_batch()
+            if loader is not None:
                 loader._ended()
             raise
-        self._index += 1
+        except StallError:
+            if self._ending.detach() is not None:
+                self._reader.close(wait=False)  # whoever hangs is not waited for
+            raise
+        # Ctrl-C as well: whoever gets no batch gets no further one, and no thread stays behind
+        except BaseException:
+            self._ending()
+            raise
+        self._none_yet = False
         if (loader := self._newest_of()) is not None:
-            loader._yielded = self._index
+            loader._latest, loader._mark = after, after.mark
         return batch
 
     def close(self) -> None:
         self._made.close()
+        self._ending()
 
     def _newest_of(self) -> Loader | None:
         """The loader, while this is its newest iteration."""

@@ -17,7 +17,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.random import fold
 from easypipe.loader.collate import CollateConfig, alone_widths
 from easypipe.loader.config import LoadStageConfig
-from easypipe.loader.rows.planned import Rows
+from easypipe.loader.rows.rows import RowReader, Rows
 from easypipe.plan.order import permute
 
 KEPT_WINDOWS = 4  # whose order is kept: threads make batches of two, where one window ends
@@ -34,9 +34,13 @@ class ReadingOrder:
     """
 
     def __init__(self, rows: Rows, config: LoadStageConfig, rule: CollateConfig, seed: int) -> None:
-        self._rows, self._rule = rows, rule
-        self._block, self._batch = config.shuffle_buffer_size, config.batch_size
+        self._rule, self._batch = rule, config.batch_size
+        # elsewhere documents are shuffled, not rows
+        self._block = config.shuffle_buffer_size if rows.by_number else None
         self._shuffle_key = None if self._block is None else fold(seed, "loader", "shuffle")
+        self._settings = {"shuffle_buffer_size": config.shuffle_buffer_size, **rows.settings}
+        if rows.by_number:
+            self._settings |= {"shuffle_key": self._shuffle_key}
         self._groups = config.group_by_length
         self._window = (self._groups or 0) * self._batch
         self._group_key = fold(seed, "loader", "groups")
@@ -56,7 +60,7 @@ class ReadingOrder:
             if self._groups is None
             else {"group_by_length": self._groups, "group_key": self._group_key}
         )
-        return {"shuffle_buffer_size": self._block, "shuffle_key": self._shuffle_key, **groups}
+        return {**self._settings, **groups}
 
     def first(self, row: int) -> int:
         """The first row of the window and the block that `row` is moved within: nothing before it
@@ -66,31 +70,31 @@ class ReadingOrder:
             row = row // size * size if size else row
         return row
 
-    def rows(self, start: int, stop: int) -> NDArray[np.int64]:
+    def rows(self, reader: RowReader, start: int, stop: int) -> NDArray[np.int64]:
         """The rows that stand at positions `start` to `stop`, at least one, and none behind the
         end.
         """
         if not self._window:
-            return self._shuffled(start, stop)
+            return reader.arrange(self._shuffled(reader, start, stop))
         size = self._window
         parts = [
-            self._grouped(n)[max(start - n * size, 0) : stop - n * size]
+            self._grouped(reader, n)[max(start - n * size, 0) : stop - n * size]
             for n in range(start // size, -(-stop // size))
         ]
         return np.concatenate(parts)
 
-    def _grouped(self, window: int) -> NDArray[np.int64]:
+    def _grouped(self, reader: RowReader, window: int) -> NDArray[np.int64]:
         """The rows of a window in their order."""
         known = self._known.get(window)
         if known is not None:
             return known
         start = window * self._window
-        rows = self._shuffled(start, start + self._rows.available(start, start + self._window))
+        rows = self._shuffled(reader, start, start + reader.available(start, start + self._window))
         batches = len(rows) // self._batch
         if batches:
             whole = rows[: batches * self._batch]
             by_width = whole[
-                np.argsort(alone_widths(self._rows.lengths(whole), self._rule), kind="stable")
+                np.argsort(alone_widths(reader.lengths(whole), self._rule), kind="stable")
             ]
             places = permute(np.arange(batches), batches, fold(self._group_key, window))
             rows = np.concatenate(
@@ -101,7 +105,7 @@ class ReadingOrder:
             self._known.pop(old, None)
         return rows
 
-    def _shuffled(self, start: int, stop: int) -> NDArray[np.int64]:
+    def _shuffled(self, reader: RowReader, start: int, stop: int) -> NDArray[np.int64]:
         size = self._block
         positions = np.arange(start, stop, dtype=np.int64)
         if size is None or self._shuffle_key is None:
@@ -109,7 +113,7 @@ class ReadingOrder:
         rows = np.empty_like(positions)
         for block in range(start // size, -(-stop // size)):
             here = positions // size == block
-            length = self._rows.available(block * size, (block + 1) * size)
+            length = reader.available(block * size, (block + 1) * size)
             rows[here] = block * size + permute(
                 positions[here] - block * size, length, fold(self._shuffle_key, block)
             )

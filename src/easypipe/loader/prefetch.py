@@ -1,4 +1,4 @@
-"""Items made ahead by threads and handed out in order.
+"""Items made ahead by threads and handed out in order; and threads that read what is asked for.
 
 item     the result of `make(index)`; indices count up from the start, one index is one batch
 ahead    how many items may be made or in the making beyond the one last taken: the bound of memory
@@ -16,12 +16,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from easypipe.core.errors import StallError
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 # A consumer that waits is woken for every single item, which costs as much as to make a small one.
@@ -216,3 +218,63 @@ class InOrder(Generic[T]):
 
 def _no_stage(stage: str) -> None:
     """Nobody waits, so nobody asks."""
+
+
+class ReadPool:
+    """`workers` threads that do what is submitted, in that order. They start with the first call,
+    and are daemons: a read that hangs for ever keeps no process from ending.
+    """
+
+    def __init__(self, workers: int, name: str) -> None:
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[Any], Any], Any] | None] = (
+            SimpleQueue()
+        )
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True)
+            for i in range(workers)
+        ]
+        # between the first call and the end, which garbage collection may bring in the midst of it
+        self._lock = threading.RLock()
+        self._started = self._closed = False
+
+    def submit(self, call: Callable[[A], T], argument: A) -> Future[T]:
+        """Raises RuntimeError once the pool is closed."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            if not self._started:
+                self._started = True
+                for thread in self._threads:
+                    thread.start()
+        future: Future[T] = Future()
+        self._tasks.put((future, call, argument))
+        return future
+
+    def close(self, *, wait: bool = True) -> None:
+        """Ends the threads; what has not begun is cancelled. Waits for reads at hand, at most
+        JOIN_TIMEOUT_S. Safe to call twice.
+        """
+        with self._lock:
+            self._closed = True
+            if not self._started:
+                return
+        for _ in self._threads:
+            self._tasks.put(None)
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        for thread in self._threads if wait else ():
+            # garbage is collected on any thread
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, call, argument = task
+            if self._closed:
+                future.cancel()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call(argument))
+            except BaseException as error:  # noqa: BLE001 - it is raised again where the result is asked for
+                future.set_exception(error)
+            del task, future, argument  # what was read is its reader's alone

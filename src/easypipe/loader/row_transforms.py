@@ -15,8 +15,8 @@ from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.random import fold
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import collate
-from easypipe.loader.rows.planned import Rows
-from easypipe.loader.rows.ranks import RenumberedRows
+from easypipe.loader.rows.ranks import DerivedRows, innermost
+from easypipe.loader.rows.rows import Rows
 
 CHANGEABLE = (INPUT_IDS, LOSS_MASK)
 
@@ -39,7 +39,7 @@ class RowTransform(Protocol):
         ...
 
 
-class MappedRows:
+class MappedRows(DerivedRows):
     """The rows of another Rows, each changed by one function.
 
     The key of a row is `fold(seed, "row_transform", n, epoch, row)`, n counting the transforms
@@ -60,45 +60,20 @@ class MappedRows:
                 problem=f"{version!r} names no version",
                 fix="Give text, and another when the function changes.",
             )
-        self.transforms: tuple[tuple[str, str], ...] = (
-            *transforms_of(rows),
-            (_name(transform), version),
-        )
-        self.seq_length = rows.seq_length
-        self.pad_token_id = rows.pad_token_id
-        self.num_epochs = rows.num_epochs
-        self.lengths_are_free = rows.lengths_are_free
-        self.below = self._rows = rows
+        super().__init__(rows, rows.num_epochs)
+        self.transforms = (*rows.transforms, (_name(transform), version))
         self._transform = transform
         self._seed = seed
 
-    @property
-    def num_rows(self) -> int | None:
-        return self._rows.num_rows
-
-    @property
-    def identity(self) -> Mapping[str, str]:
-        return self._rows.identity
-
-    @property
-    def words(self) -> Mapping[str, Any]:
-        return self._rows.words
-
-    def available(self, start: int, stop: int) -> int:
-        return self._rows.available(start, stop)
-
-    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        return self._rows.lengths(rows)
-
-    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._rows.epochs(rows)
+    def arrange(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._reader.arrange(rows)
 
     def gather(
         self, rows: NDArray[np.int64], width: int | None = None
     ) -> dict[str, NDArray[np.int32]]:
-        columns = self._rows.gather(rows, width)
+        columns = self._reader.gather(rows, width)
         columns.setdefault(LOSS_MASK, (columns[SEGMENT_IDS] > 0).astype(np.int32))
-        epochs = self._rows.epochs(rows)
+        epochs = self._reader.epochs(rows)
         # the function takes one row
         for i, (row, epoch) in enumerate(zip(rows.tolist(), epochs.tolist(), strict=True)):
             if row < 0:
@@ -111,7 +86,7 @@ class MappedRows:
                     "row_transform",
                     len(self.transforms) - 1,
                     epoch,
-                    _row_of_run(self._rows, row),
+                    innermost(self.below, row)[1],
                 )
                 made = self._transform(one, key)
             except Exception as error:
@@ -126,12 +101,6 @@ class MappedRows:
     def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
         return collate(self.gather(rows, width))
 
-    def hint(self, row: int) -> Any:
-        return self._rows.hint(row)
-
-    def seek(self, hint: Any) -> None:
-        self._rows.seek(hint)
-
     def _checked(self, name: str, values: Any, width: int, row: int) -> NDArray[np.integer]:
         array = np.asarray(values)
         if name not in CHANGEABLE or array.shape != (width,) or array.dtype.kind not in "iub":
@@ -142,23 +111,6 @@ class MappedRows:
                 fix=f"Return integers of shape ({width},) for {' and '.join(CHANGEABLE)}, or None.",
             )
         return array
-
-
-def transforms_of(rows: Rows) -> tuple[tuple[str, str], ...]:
-    """(name, version) of every transform of rows, the first one first."""
-    while isinstance(rows, RenumberedRows):
-        rows = rows.below
-    return rows.transforms if isinstance(rows, MappedRows) else ()
-
-
-def _row_of_run(rows: Rows, row: int) -> int:
-    """The number of a row among those of all ranks and passes, so that what it becomes does not
-    depend on how many there are.
-    """
-    while isinstance(rows, MappedRows | RenumberedRows):
-        row = rows.row_below(row) if isinstance(rows, RenumberedRows) else row
-        rows = rows.below
-    return row
 
 
 def _name(function: Any) -> str:

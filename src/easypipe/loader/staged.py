@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.cache.reader import TokenCache, pin
-from easypipe.plan.windows import Window
+from easypipe.loader.rows.write import RowWindow
 
 
 def staged_rows(
-    caches: Sequence[TokenCache], window: Window, rows: NDArray[np.int64]
+    caches: Sequence[TokenCache], window: RowWindow, rows: NDArray[np.int64]
 ) -> contextlib.AbstractContextManager[None]:
     """The documents of those of `rows` (Int64[R]) that stand in the window, and the one behind
     each, whose first token may be a label.
@@ -22,7 +22,7 @@ def staged_rows(
         return contextlib.nullcontext()
     layout = window.layout
     here = (
-        rows[(rows >= window.first_row) & (rows < window.first_row + window.num_rows)]
+        rows[(rows >= window.first_row) & (rows < window.first_row + layout.num_rows)]
         - window.first_row
     )
     pieces = [

@@ -24,6 +24,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.random import fold
 from easypipe.core.schema import IGNORE, LABELS
+from easypipe.loader.rows.rows import NumberedRows
 from easypipe.plan.order import OrderConfig, documents
 
 
@@ -39,20 +40,15 @@ class KeyedCollator(Protocol):
     def draws(self) -> bool: ...
 
 
-class _Unsized:
+class _Unsized(NumberedRows):
     """What Rows says of rows whose widths are the collator's affair."""
 
     seq_length: int | None = None
     pad_token_id = 0
-    lengths_are_free = True
     num_epochs: int | None
     _collate: Any
     _seed: int
     _name: str
-
-    @property
-    def words(self) -> Mapping[str, Any]:
-        return {}
 
     def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         return np.zeros(len(rows), np.int32)
@@ -66,12 +62,6 @@ class _Unsized:
             problem="its rows are made into columns by a collator, so there are none at rest to look at or to change",
             fix="Change rows in the dataset or in the collator.",
         )
-
-    def hint(self, row: int) -> Any:
-        return None
-
-    def seek(self, hint: Any) -> None:
-        """Rows are found without one."""
 
     def _collated(
         self, items: list[Any], rows: NDArray[np.int64], epochs: NDArray[np.int64]

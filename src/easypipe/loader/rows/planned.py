@@ -1,120 +1,31 @@
-"""Rows by number: what a loader asks for, and the rows that a plan lays out over token caches.
+"""Rows that a plan lays out over token caches.
 
 row    counted over the whole run, all epochs; the same on every process
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.cache.blocks import ROOM
 from easypipe.cache.reader import TokenCache
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, PlanError, place
-from easypipe.core.schema import (
-    IGNORE,
-    INPUT_IDS,
-    LABELS,
-    LOOK_AHEAD,
-    LOSS_MASK,
-    POSITION_IDS,
-    SEGMENT_IDS,
-)
-from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, shift_labels
-from easypipe.loader.rows.gather import NO_CHECKS, eos_ids, tables, write_rows
-from easypipe.loader.rows.look_ahead import join_segments, last_labels
-from easypipe.loader.rows.pairs import open_pairs
+from easypipe.core.schema import LOSS_MASK
+from easypipe.loader.rows.gather import Tables, eos_ids, tables
+from easypipe.loader.rows.rows import NumberedRows, RowReader, Share, default_width
+from easypipe.loader.rows.write import RowWindow, RowWriter
 from easypipe.loader.staged import staged_rows
-from easypipe.loader.state import MAX_DATASETS, SHORT
+from easypipe.loader.state import MAX_DATASETS, SHORT, LoaderState
 from easypipe.plan.spec import choices, in_words
 from easypipe.plan.windows import Plan, Window, WindowState
 
-AT_REST = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS)
 
-_NO_LABELS = np.empty((0, 0), dtype=np.int32)
-_NO_MASK = np.empty((0, 0), dtype=np.uint8)
-
-
-class Rows(Protocol):
-    """Rows that can be made in any order, on any thread.
-
-    Law: what a row holds depends on its number alone. A row number of -1 stands for a row of
-    padding: no segment, no label.
-    """
-
-    seq_length: int | None  # slots of every row; None: a row has the length of its document
-    pad_token_id: int
-    num_epochs: int | None  # that the rows are counted over; None: without end
-    lengths_are_free: bool  # `lengths` reads integers only, never the rows themselves
-
-    @property
-    def num_rows(self) -> int | None:
-        """Rows of the whole run; None where they never end. May have to look at the whole plan."""
-        ...
-
-    @property
-    def identity(self) -> Mapping[str, str]:
-        """A digest per component of the data: `sources`, `tokenizer`, `plan`."""
-        ...
-
-    @property
-    def words(self) -> Mapping[str, Any]:
-        """What `identity` is made of, as far as it is short, so that a refused state can say what
-        changed; {} where nothing has a name.
-        """
-        ...
-
-    def available(self, start: int, stop: int) -> int:
-        """How many of the rows `start` to `stop` there are: all of them, or as many as stand before
-        the end.
-        """
-        ...
-
-    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Tokens of each row, 0 for -1."""
-        ...
-
-    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The pass over the data that each row belongs to, from 0; 0 for -1 and where there are no
-        passes.
-        """
-        ...
-
-    def gather(
-        self, rows: NDArray[np.int64], width: int | None = None
-    ) -> dict[str, NDArray[np.int32]]:
-        """Columns at rest, Int32[n, width], in new memory: input_ids, segment_ids, position_ids,
-        and loss_mask where a dataset has one.
-
-        Rows of strategy "stream" have look_ahead too, Int32[n].
-        width: None for `seq_length`, or the longest of these rows.
-        """
-        ...
-
-    def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
-        """`collate(gather(rows, width))`, in one pass where that is faster."""
-        ...
-
-    def hint(self, row: int) -> Any:
-        """JSON that lets a later process find `row` without looking at what stands before it; None
-        where it needs none.
-        """
-        ...
-
-    def seek(self, hint: Any) -> None:
-        """Takes what `hint` gave, in this process or another. Changes speed only."""
-        ...
-
-
-def default_width(rows: Rows, numbers: NDArray[np.int64]) -> int:
-    return int(rows.lengths(numbers).max(initial=0)) if rows.seq_length is None else rows.seq_length
-
-
-class PlannedRows:
+class PlannedRows(NumberedRows):
     """The rows of a plan, their tokens copied from memory-mapped caches, or fetched for it where a
     cache is in a bucket.
 
@@ -127,8 +38,6 @@ class PlannedRows:
     PlanError where plan and caches do not belong together; reading raises CacheError naming dataset
     and document where a cache does not hold what the plan asks for.
     """
-
-    lengths_are_free = True
 
     def __init__(
         self,
@@ -159,8 +68,8 @@ class PlannedRows:
                 problem=f"{seq_length}, but the plan lays rows of {planned}",
                 fix=f"Give {planned}.",
             )
-        self._streams = plan.spec.pack is not None and plan.spec.pack.strategy == "stream"
-        if joined and not self._streams:
+        runs = plan.spec.pack is not None and plan.spec.pack.strategy == "stream"
+        if joined and not runs:
             raise PlanError(
                 at="joined",
                 problem="only rows of strategy 'stream' go over the ends of documents",
@@ -168,16 +77,23 @@ class PlannedRows:
             )
         self.joined = joined
         self._asked = train_continued
-        self.hold = not (train_continued or self._streams)
+        self.hold = not (train_continued or runs)
         self.plan = plan
         self.seq_length = seq_length
         self.pad_token_id = pad_token_id
         self.num_epochs = plan.spec.num_epochs
         self._caches = tuple(caches)  # they own the memory that the tables point to
         self._tables = tables([cache.buffers() for cache in caches])
-        self._eos = eos_ids(eos_token_id, len(caches))
-        self._masked = any(LOSS_MASK in cache.schema.names for cache in caches)
-        self._paired = any(cache.pairs for cache in caches)
+        self._writer = RowWriter(
+            eos=eos_ids(eos_token_id, len(caches)),
+            pad_token_id=pad_token_id,
+            hold=self.hold,
+            seq_length=seq_length,
+            runs=runs,
+            joined=joined,
+            paired=any(cache.pairs for cache in caches),
+        )
+        self.masked = any(LOSS_MASK in cache.schema.names for cache in caches)
         self._end: int | None = None  # rows of the run, once the scan has met the end
 
     @property
@@ -191,7 +107,7 @@ class PlannedRows:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        several = self._eos.tolist()
+        several = self._writer.eos.tolist()
         eos = several[0] if len(set(several)) == 1 else several
         more = [
             name
@@ -246,84 +162,45 @@ class PlannedRows:
     def gather(
         self, rows: NDArray[np.int64], width: int | None = None
     ) -> dict[str, NDArray[np.int32]]:
-        width = default_width(self, rows) if width is None else width
-        columns = fresh_columns(AT_REST, len(rows), width)
-        mask, ahead = self._write(rows, columns, _NO_LABELS)
-        if self._masked:
-            columns[LOSS_MASK] = mask.astype(np.int32)
-        return columns | {LOOK_AHEAD: ahead} if self._streams else columns
+        width = default_width(self, rows, self.seq_length) if width is None else width
+        return self._writer.gather(self, rows, width)
 
     def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
-        columns = fresh_columns(BATCH_COLUMNS, len(rows), width)
-        _, ahead = self._write(rows, columns, columns[LABELS])
-        if self._streams:
-            columns[LABELS][:, width - 1] = ahead
-        return columns
+        return self._writer.batch(self, rows, width)
+
+    def open(self, state: LoaderState | None = None, share: Share | None = None) -> RowReader:
+        if state is not None and state.hint is not None:
+            self.plan.resume(WindowState.from_json(state.hint))
+        return self
 
     def hint(self, row: int) -> Any:
         return self.plan.state_at(row).to_json()
 
-    def seek(self, hint: Any) -> None:
-        self.plan.resume(WindowState.from_json(hint))
+    # As write.Tokens.
 
-    def _write(
-        self,
-        rows: NDArray[np.int64],
-        columns: Mapping[str, NDArray[np.int32]],
-        labels: NDArray[np.int32],
-    ) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
-        """Fills the columns; the loss mask, UInt8[0, 0] where no dataset has one, and Int32[R] the
-        labels of last slots, of streams.
-        """
-        ids, segments, positions = columns[INPUT_IDS], columns[SEGMENT_IDS], columns[POSITION_IDS]
-        mask = np.empty(ids.shape, dtype=np.uint8) if self._masked else _NO_MASK
-        ahead = np.full(len(rows) if self._streams else 0, IGNORE, dtype=np.int32)
-        done = np.zeros(len(rows), dtype=np.bool_)
-        want_labels = labels.size > 0
-        shift = want_labels and not (self.joined or self._paired)
-        todo = (
-            np.empty((2, ROOM), np.int64)
-            if any(cache.pending for cache in self._caches)
-            else NO_CHECKS
-        )
-        left = 0
-        while left < len(rows):  # one turn for every window that the rows stand in
-            row = int(rows[left])
-            window = self.plan.window_at(row if row >= 0 else int(rows.max(initial=0)))
-            layout = window.layout
-            view = (window.first_row, layout.first_piece, layout.table, window.dataset, window.doc)
-            with staged_rows(self._caches, window, rows):
-                into = (ids, labels, segments, positions, mask, todo)
-                rule = (self._eos, self.pad_token_id, self.hold, shift)
-                left, bad, count = write_rows(view, rows, done, self._tables, *rule, *into)
-                while count and bad < 0:
-                    self._check(todo[:, :count])
-                    left, bad, count = write_rows(view, rows, done, self._tables, *rule, *into)
-                if bad >= 0:
-                    raise self._not_there(window, int(bad), ids.shape[1])
-                if self._streams:
-                    behind = (self._tables, self._eos, self.joined, self.seq_length, ahead, todo)
-                    while count := last_labels(view, window.length, rows, *behind):
-                        self._check(todo[:, :count])
-        if self.joined:
-            join_segments(segments, positions)
-        if self._paired:
-            open_pairs(segments, positions, mask)
-        if want_labels and not shift:
-            shift_labels(ids, segments, mask, labels)
-        return mask, ahead
+    def window_at(self, row: int) -> Window:
+        return self.plan.window_at(row)
 
-    def _check(self, touched: NDArray[np.int64]) -> None:
-        """touched: Int64[2, n], parts over all datasets, and blocks of them. Raises CacheError
-        where one is damaged.
-        """
+    def tables(self, window: RowWindow) -> Tables:
+        return self._tables
+
+    def pinned(
+        self, window: RowWindow, rows: NDArray[np.int64]
+    ) -> contextlib.AbstractContextManager[None]:
+        return staged_rows(self._caches, window, rows)
+
+    @property
+    def unchecked(self) -> bool:
+        return any(cache.pending for cache in self._caches)
+
+    def check(self, touched: NDArray[np.int64]) -> None:
         first = self._tables.first_part
         dataset = np.searchsorted(first, touched[0], side="right") - 1
         for i in np.unique(dataset).tolist():
             here = touched[:, dataset == i]
             self._caches[i].check(here - np.array([[first[i]], [0]]))
 
-    def _not_there(self, window: Window, piece: int, width: int) -> CacheError:
+    def missing(self, window: RowWindow, piece: int, width: int) -> CacheError:
         _, slot, draw, start, length = window.layout.table[:, piece].tolist()
         dataset, doc = int(window.dataset[draw]), int(window.doc[draw])
         cache = self._caches[dataset]

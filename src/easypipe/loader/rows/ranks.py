@@ -1,4 +1,4 @@
-"""Some of the rows of other rows, by another number: those of one rank, and those of one pass.
+"""Rows that are made of other rows: those of one rank, and those of one pass.
 
 Ranks are for programs that share data by rank and size in place of a mesh, passes for loops over
 epochs (epochs.py).
@@ -6,8 +6,9 @@ epochs (epochs.py).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError
-from easypipe.loader.rows.planned import Rows
+from easypipe.core.ledger import Ledger
+from easypipe.loader.rows.rows import Mark, RowReader, Rows, Share
+from easypipe.loader.state import LoaderState
 
 
 def check_rank(rank: int, world_size: int) -> None:
@@ -25,58 +28,87 @@ def check_rank(rank: int, world_size: int) -> None:
         raise ConfigError(at="rank", problem=f"there is no rank {rank} of {world_size}", fix=fix)
 
 
-class RenumberedRows(ABC):
-    """Rows of `below`, each under a number of its own."""
+class DerivedRows(Rows, RowReader):
+    """Rows that are rows of `below`, under their own numbers or others."""
 
     def __init__(self, below: Rows, num_epochs: int | None) -> None:
         self.below, self.num_epochs = below, num_epochs
         self.seq_length, self.pad_token_id = below.seq_length, below.pad_token_id
-        self.lengths_are_free = below.lengths_are_free
+        self.lengths_are_free, self.by_number = below.lengths_are_free, below.by_number
+        self.transforms = below.transforms
+        self._reader = below.open()
 
-    @abstractmethod
     def row_below(self, row: Any) -> Any:
         """Which of the rows below a row of these is, of a number or of an array of numbers."""
+        return row
+
+    def first_below(self, row: int) -> int:
+        """The first of the rows below that `row` or a later one needs, of all ranks."""
+        return self.row_below(row)
 
     @property
-    @abstractmethod
-    def num_rows(self) -> int | None: ...
+    def num_rows(self) -> int | None:
+        return self.below.num_rows
 
     @property
-    @abstractmethod
-    def identity(self) -> Mapping[str, str]: ...
-
-    @abstractmethod
-    def available(self, start: int, stop: int) -> int: ...
-
-    @abstractmethod
-    def hint(self, row: int) -> Any: ...
+    def identity(self) -> Mapping[str, str]:
+        return self.below.identity
 
     @property
     def words(self) -> Mapping[str, Any]:
         return self.below.words
 
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return self.below.settings
+
+    def open(self, state: LoaderState | None = None, share: Share | None = None) -> RowReader:
+        opened = copy.copy(self)
+        whole = None if share is None else Share(workers=share.workers)
+        below = state if state is None else replace(state, row=self.first_below(state.row))
+        opened._reader = self.below.open(below, whole)
+        return opened
+
+    def available(self, start: int, stop: int) -> int:
+        return self._reader.available(start, stop)
+
     def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        return self.below.lengths(self._there(rows))
+        return self._reader.lengths(self._there(rows))
 
     def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self.below.epochs(self._there(rows))
+        return self._reader.epochs(self._there(rows))
 
     def gather(
         self, rows: NDArray[np.int64], width: int | None = None
     ) -> dict[str, NDArray[np.int32]]:
-        return self.below.gather(self._there(rows), width)
+        return self._reader.gather(self._there(rows), width)
 
-    def batch(self, rows: NDArray[np.int64], width: int) -> Any:
-        return self.below.batch(self._there(rows), width)
+    def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
+        return self._reader.batch(self._there(rows), width)
 
-    def seek(self, hint: Any) -> None:
-        self.below.seek(hint)
+    def mark(self, row: int) -> Mark | None:
+        return self._reader.mark(self.first_below(row))
+
+    def finish(self, row: int, left_out: int) -> Mark | None:
+        return self._reader.finish(self.first_below(row), left_out)
+
+    def check_some_batch(self) -> None:
+        self._reader.check_some_batch()
+
+    def close(self, *, wait: bool = True) -> None:
+        self._reader.close(wait=wait)
+
+    def hint(self, row: int) -> Any:
+        return self.below.hint(self.first_below(row))
+
+    def ledger(self) -> Ledger:
+        return self.below.ledger()
 
     def _there(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.where(rows < 0, rows, self.row_below(rows))
 
 
-class RankRows(RenumberedRows):
+class RankRows(DerivedRows):
     """The rows `rank`, `rank + world_size`, ... of other rows: each row belongs to one rank, and
     batch t of all ranks together is rows `t * world_size * batch_size` onward, so what is trained
     on does not depend on how many ranks there are.
@@ -103,10 +135,10 @@ class RankRows(RenumberedRows):
 
     def available(self, start: int, stop: int) -> int:
         first = start * self._ranks
-        return max(0, self._own(first + self.below.available(first, stop * self._ranks)) - start)
+        return max(0, self._own(first + self._reader.available(first, stop * self._ranks)) - start)
 
-    def hint(self, row: int) -> Any:
-        return self.below.hint(row * self._ranks)
+    def first_below(self, row: int) -> int:
+        return row * self._ranks
 
     def row_below(self, row: Any) -> Any:
         return row * self._ranks + self._rank
@@ -120,7 +152,7 @@ class RankRows(RenumberedRows):
         )
 
 
-class PassRows(RenumberedRows):
+class PassRows(DerivedRows):
     """The rows of passes `epoch` to `epoch + num_epochs - 1` (None: and so on) of rows without end,
     which have `rows_each` in a pass.
     """
@@ -146,11 +178,19 @@ class PassRows(RenumberedRows):
         total = self.num_rows
         stop = stop if total is None else min(stop, total)
         return (
-            self.below.available(self.row_below(start), self.row_below(stop)) if start < stop else 0
+            self._reader.available(self.row_below(start), self.row_below(stop))
+            if start < stop
+            else 0
         )
-
-    def hint(self, row: int) -> Any:
-        return self.below.hint(self.row_below(row))
 
     def row_below(self, row: Any) -> Any:
         return self._epoch * self._each + row
+
+
+def innermost(rows: Rows, row: int) -> tuple[Rows, int]:
+    """The rows that no others lie below, and the number there of row `row`: the same for any number
+    of ranks and passes.
+    """
+    while isinstance(rows, DerivedRows):
+        rows, row = rows.below, rows.row_below(row)
+    return rows, row

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -36,7 +36,7 @@ from easypipe.core.schema import (
 )
 from easypipe.loader.collate import collate, count_positions, fresh_columns
 from easypipe.loader.rows.arrays import READ_COLUMNS, Arrays
-from easypipe.loader.rows.planned import default_width
+from easypipe.loader.rows.rows import NumberedRows, default_width
 from easypipe.plan.order import permute
 
 BLOCK_ROWS = 16_384  # no block has more rows, however far the source's cuts lie apart
@@ -58,7 +58,7 @@ class Block(NamedTuple):
         return self.offsets.nbytes + sum(values.nbytes for values in self.columns.values())
 
 
-class StoredRows:
+class StoredRows(NumberedRows):
     """Rows of a ShardedSource with `input_ids` (and `segment_ids`, `position_ids`, `loss_mask`
     where it has them), or of arrays in memory.
 
@@ -132,10 +132,6 @@ class StoredRows:
             "plan": digest("stored", self.seq_length, order),
         }
 
-    @property
-    def words(self) -> Mapping[str, Any]:
-        return {}
-
     @cached_property
     def _sources(self) -> str:
         return self._source.fingerprint
@@ -157,7 +153,7 @@ class StoredRows:
     def gather(
         self, rows: NDArray[np.int64], width: int | None = None
     ) -> dict[str, NDArray[np.int32]]:
-        width = default_width(self, rows) if width is None else width
+        width = default_width(self, rows, self.seq_length) if width is None else width
         masked = LOSS_MASK in self._names or LABELS in self._names
         names = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS) + ((LOSS_MASK,) if masked else ())
         out = fresh_columns(names, len(rows), width)
@@ -191,12 +187,6 @@ class StoredRows:
 
     def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
         return collate(self.gather(rows, width))
-
-    def hint(self, row: int) -> Any:
-        return None
-
-    def seek(self, hint: Any) -> None:
-        """Rows are found by division: there is nothing to take."""
 
     @cached_property
     def _index(self) -> _Index:

@@ -10,22 +10,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.cache.reader import TokenCache
+from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.collate import CollateConfig
-from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.config import LoadStageConfig, check_streams, default_streams
 from easypipe.loader.loader import Loader
-from easypipe.loader.rows.planned import PlannedRows, Rows
+from easypipe.loader.rows.planned import PlannedRows
+from easypipe.loader.rows.rows import Rows
 from easypipe.loader.rows.stored import StoredRows
-from easypipe.loader.streaming import StreamLoader
+from easypipe.loader.streams.rows import StreamRows
+from easypipe.loader.streams.spec import StreamSpec
 from easypipe.plan.buckets import bucket_widths, length_counts
 from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.decoding import decoder_of
-from easypipe.stages.load.stream import open_stream
+from easypipe.stages.load.forward import ForwardDocuments
 from easypipe.stages.mix.mixture import Mixture
 from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.stage import PackedShardedSource, single
+from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.stages.tokenize.tokens import token_info, tokenizer_of
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
@@ -54,21 +58,21 @@ class LoadStage(BaseStage):
                 )
         return {name: _stepped(source, self.config) for name, source in data.items()}
 
-    def open(
-        self, name: str, source: ShardedSource, context: PipelineContext
-    ) -> Loader | StreamLoader:
+    def open(self, name: str, source: ShardedSource, context: PipelineContext) -> Loader:
         """The loader over one dataset. Tokenizes what is not tokenized yet, and plans as far as the
-        first batch needs; all of it where a document that is longer than a row is an error.
+        first batch needs; all of it where a document that is longer than a row is an error. In
+        streaming it reads no rows.
         """
-        if context.config.streaming:
-            return open_stream(
-                name,
-                source,
-                context,
-                self._options(name, source),
-                self._collate(name, source, context, None),
-            )
         options = self._options(name, source)
+        if settings_of(context).streaming:
+            rows = _stream_rows(name, source, context, options)
+            return Loader(
+                rows,
+                options,
+                seed=rows.spec.seed,
+                collate=self._collate(name, source, context, None),
+                name=f"loader of {name!r}",
+            )
         rows = self._rows(name, source, context, options.num_epochs)
         require_a_batch(name, rows, options)
         remember = None
@@ -222,7 +226,7 @@ def _stepped(source: ShardedSource, options: LoadStageConfig) -> ShardedSource:
 def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
     """A loader that never yields is a mistake, and training on it ends before it begins."""
     needed = options.batch_size if options.drop_last else 1
-    num_rows = rows.available(0, needed)
+    num_rows = rows.open().available(0, needed)
     if not num_rows and isinstance(rows, PlannedRows):
         rows.plan.check_that_some_document_fits()
     if num_rows < needed:
@@ -239,3 +243,68 @@ def _mixture(name: str, source: ShardedSource, context: PipelineContext) -> Mixt
     if isinstance(source, MixedShardedSource | PackedShardedSource):
         return source.mixture
     return single(name, source, context, stage="load")
+
+
+def _stream_rows(
+    name: str, source: ShardedSource, context: PipelineContext, config: LoadStageConfig
+) -> StreamRows:
+    """The rows of `source`, read forward. Reads none of them."""
+    if SEGMENT_IDS in source.schema.names and not isinstance(source, PackedShardedSource):
+        raise ConfigError(
+            at="streaming",
+            problem=f"the rows of dataset {name!r} are packed already: they are counted, and read where they lie",
+            fix="Leave streaming out.",
+        )
+    packed = source if isinstance(source, PackedShardedSource) else None
+    mixture = _mixture(name, source, context)
+    sizes = [config.batch_size, *(size for _, size in config.batch_size_schedule)]
+    num_streams = settings_of(context).num_streams or default_streams(*sizes)
+    check_streams(num_streams, config)
+    schedule = None if mixture.schedule is None else mixture.schedule.spec()
+    if schedule is not None:  # its steps are those of every stream
+        schedule = dataclasses.replace(
+            schedule,
+            batch_sizes=tuple((step, size // num_streams) for step, size in schedule.batch_sizes),
+        )
+    shuffle = settings_of(context).order.shuffle
+    pad, eos = mixture.pad_token_id, None
+    if packed is not None:
+        pad, eos = packed.pad_token_id, packed.eos_token_ids
+        eos = packed.eos_token_id if len(set(eos)) < 2 else eos
+    spec = StreamSpec(
+        seed=mixture.seed,
+        num_streams=num_streams,
+        weights=mixture.weights if schedule is None else (1,) * len(mixture.parts),
+        stop=mixture.stop,
+        num_epochs=config.num_epochs,
+        shuffle=shuffle,
+        shuffle_window=shuffle or config.shuffle_buffer_size is not None,
+        window_docs=config.shuffle_buffer_size,
+        pack=None if packed is None else packed.config.spec(),
+        eos=eos,
+        schedule=schedule,
+        unit=mixture.unit,
+        block=None if mixture.schedule is None else mixture.schedule.block,
+        max_epochs=mixture.max_epochs,
+        joined=packed is not None and packed.joined,
+        train_continued=packed is not None and packed.config.train_continued,
+    )
+    tokens = [token_info(part) for part in mixture.parts.values()]
+    prints = ["" if info is None else info.tokenizer_fingerprint for info in tokens]
+    workers = [
+        part.writer.num_workers
+        for part in mixture.parts.values()
+        if isinstance(part, TokenizedShardedSource)
+    ]
+    return StreamRows(
+        [ForwardDocuments(part, documents, context) for part, documents in mixture.parts.items()],
+        spec,
+        {
+            "sources": digest([[part, one.fingerprint] for part, one in mixture.parts.items()]),
+            "tokenizer": digest(prints, eos, pad),
+        },
+        pad_token_id=pad,
+        # of one stage, so all say the same
+        workers=next((count for count in workers if count is not None), None),
+        name=f"loader of {name!r}",
+    )

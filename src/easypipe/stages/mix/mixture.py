@@ -93,6 +93,13 @@ class Mixture:
         return max(1 << 32 if info is None else info.vocab_size for info in infos)
 
     @property
+    def pad_token_id(self) -> int:
+        """What fills up rows that are not packed: the tokenizer's padding, else its EOS, else 0."""
+        info = token_info(next(iter(self.parts.values())))
+        known = () if info is None else (info.pad_token_id, info.eos_token_id)
+        return next((token for token in known if token is not None), 0)
+
+    @property
     def has_loss_mask(self) -> bool:
         return any(LOSS_MASK in source.schema.names for source in self.parts.values())
 
@@ -132,17 +139,11 @@ class Mixture:
 
     def documents(self, num_epochs: int | None = 1) -> PlannedRows:
         """Every document a row of its own, as it is stored."""
-        info = token_info(next(iter(self.parts.values())))
-        pad = (
-            0
-            if info is None
-            else next((i for i in (info.pad_token_id, info.eos_token_id) if i is not None), 0)
-        )
         return PlannedRows(
             self.plan(None, num_epochs=num_epochs),
             self.caches,
             eos_token_id=None,
-            pad_token_id=pad,
+            pad_token_id=self.pad_token_id,
             seq_length=None,
         )
 

@@ -1,14 +1,10 @@
-"""Streaming: what a pipeline refuses, the datasets as documents that are read forward, and the
-loader over them.
-"""
+"""The documents of a dataset as streams read them: forward, tokenized on the way."""
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,26 +12,17 @@ import pyarrow as pa
 
 from easypipe.cache.location import own_folder
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, place
-from easypipe.core.protocols import PipelineContext, Reject, Shard, ShardedSource, scan
-from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, SEGMENT_IDS
-from easypipe.loader.collate import CollateConfig
-from easypipe.loader.config import LoadStageConfig, check_streams, default_streams
-from easypipe.loader.streaming import StreamLoader
-from easypipe.loader.streaming_books import LOST
-from easypipe.loader.streaming_read import Loaded
-from easypipe.loader.streaming_spec import StreamSpec
+from easypipe.core.errors import SourceError, place
+from easypipe.core.protocols import PipelineContext, Reject, Shard, scan
+from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK
+from easypipe.loader.streams.feed import Loaded
+from easypipe.loader.streams.ledger import LOST
 from easypipe.sources.base import innermost
-from easypipe.stages.config import datasets_of, settings_of
-from easypipe.stages.mix.mixture import Mixture
-from easypipe.stages.mix.stage import MixedShardedSource
-from easypipe.stages.pack.stage import PackedShardedSource, single
+from easypipe.stages.config import datasets_of
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.stages.tokenize.token_rows import AUDITED_BYTES, AUDITED_SHARE, sample_of
-from easypipe.stages.tokenize.tokens import Documents, token_info
+from easypipe.stages.tokenize.tokens import Documents
 from easypipe.transforms.refused import advice
-
-log = logging.getLogger("easypipe")
 
 NAMED_ROWS = 64  # bad rows of a chunk whose places are kept
 # of the first chunk, compared with the reference tokenizer before the fast one is used
@@ -44,7 +31,7 @@ PROVED_ROWS, PROVED_BYTES = 256, 128 << 10
 
 class ForwardDocuments:
     """The documents of one dataset as streams read them, tokenized on the way; implements
-    loader.streaming_read.Forward.
+    loader.streams.feed.Forward.
 
     Raises SourceError for a bad row under on_error="error"; where it is skipped, the loader counts
     it against `max_bad_rows`.
@@ -190,87 +177,3 @@ class ForwardDocuments:
             if self.rows_are_bytes
             else place(name, row=reject.row)
         )
-
-
-def open_stream(
-    name: str,
-    source: ShardedSource,
-    context: PipelineContext,
-    config: LoadStageConfig,
-    collate: CollateConfig,
-) -> StreamLoader:
-    """The loader that reads `source` forward. Reads no rows."""
-    if SEGMENT_IDS in source.schema.names and not isinstance(source, PackedShardedSource):
-        raise ConfigError(
-            at="streaming",
-            problem=f"the rows of dataset {name!r} are packed already: they are counted, and read where they lie",
-            fix="Leave streaming out.",
-        )
-    packed = isinstance(source, PackedShardedSource)
-    mixture = (
-        source.mixture
-        if isinstance(source, PackedShardedSource | MixedShardedSource)
-        else single(name, source, context, stage="load")
-    )
-    num_epochs = None if mixture.restarts else config.num_epochs
-    sizes = [config.batch_size, *(size for _, size in config.batch_size_schedule)]
-    num_streams = context.config.num_streams or default_streams(*sizes)
-    check_streams(num_streams, config)
-    schedule = None if mixture.schedule is None else mixture.schedule.spec()
-    if schedule is not None:  # its steps are those of every stream
-        schedule = dataclasses.replace(
-            schedule,
-            batch_sizes=tuple((step, size // num_streams) for step, size in schedule.batch_sizes),
-        )
-    shuffle = settings_of(context).order.shuffle
-    info = token_info(next(iter(mixture.parts.values())))
-    known = [] if info is None else [info.pad_token_id, info.eos_token_id]
-    pad = source.pad_token_id if packed else next((i for i in known if i is not None), 0)
-    spec = StreamSpec(
-        seed=mixture.seed,
-        num_streams=num_streams,
-        weights=mixture.weights if schedule is None else (1,) * len(mixture.parts),
-        stop=mixture.stop,
-        num_epochs=num_epochs,
-        shuffle=shuffle,
-        shuffle_window=shuffle or config.shuffle_buffer_size is not None,
-        window_docs=config.shuffle_buffer_size,
-        pack=source.config.spec() if packed else None,
-        eos=None
-        if not packed
-        else source.eos_token_id
-        if len(set(source.eos_token_ids)) < 2
-        else source.eos_token_ids,
-        schedule=schedule,
-        unit=mixture.unit,
-        block=None if mixture.schedule is None else mixture.schedule.block,
-        max_epochs=mixture.max_epochs,
-        joined=packed and source.joined,
-        train_continued=packed and source.config.train_continued,
-    )
-    workers = [
-        source.writer.num_workers
-        for source in mixture.parts.values()
-        if isinstance(source, TokenizedShardedSource)
-    ]
-    return StreamLoader(
-        [ForwardDocuments(part, documents, context) for part, documents in mixture.parts.items()],
-        spec,
-        config,
-        identity=_identity(mixture, spec.eos, pad),
-        pad_token_id=pad,
-        collate=collate,
-        # of one stage, so all say the same
-        workers=next((count for count in workers if count is not None), None),
-        name=f"loader of {name!r}",
-    )
-
-
-def _identity(mixture: Mixture, eos: int | tuple[int, ...] | None, pad: int) -> Mapping[str, str]:
-    tokens = [token_info(source) for source in mixture.parts.values()]
-    return {
-        "sources": digest([[name, source.fingerprint] for name, source in mixture.parts.items()]),
-        "tokenizer": digest(
-            ["" if info is None else info.tokenizer_fingerprint for info in tokens], eos, pad
-        ),
-    }

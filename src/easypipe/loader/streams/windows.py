@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, PlanError
 from easypipe.core.random import child, fold
+from easypipe.loader.prefetch import ReadPool
 from easypipe.loader.rows.gather import Tables
-from easypipe.loader.streaming_books import Books
-from easypipe.loader.streaming_draw import Drawer, Drawn
-from easypipe.loader.streaming_pool import ReadPool
-from easypipe.loader.streaming_read import Cursor, Deal, Loaded, Place
-from easypipe.loader.streaming_spec import WINDOW_DOCS, StreamSpec
-from easypipe.loader.streaming_state import StreamState
+from easypipe.loader.streams.draw import Drawer, Drawn
+from easypipe.loader.streams.feed import Cursor, Deal, Loaded, Place
+from easypipe.loader.streams.ledger import Books
+from easypipe.loader.streams.spec import WINDOW_DOCS, StreamSpec
+from easypipe.loader.streams.state import StreamState
 from easypipe.plan import mix, plan_stats, turns
 from easypipe.plan.mix_schedule import normalized
 from easypipe.plan.order import permute
@@ -57,10 +57,6 @@ class Window(NamedTuple):
     @property
     def stop(self) -> int:
         return self.first_row + self.layout.num_rows
-
-    @property
-    def view(self) -> tuple:
-        return self.first_row, self.layout.first_piece, self.layout.table, self.dataset, self.doc
 
 
 class Windows:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import Shard
 from easypipe.core.random import child, fold
-from easypipe.loader.streaming_pool import ReadPool
+from easypipe.loader.prefetch import ReadPool
 from easypipe.plan.order import permute
 
 CHUNK_BYTES = 1 << 20  # at rest, at most, unless a dataset has more than MAX_ENTRIES of them

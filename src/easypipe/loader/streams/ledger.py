@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.ledger import Ledger
-from easypipe.loader.streaming_read import Loaded
-from easypipe.loader.streaming_spec import StreamSpec
+from easypipe.loader.streams.feed import Loaded
+from easypipe.loader.streams.spec import StreamSpec
 from easypipe.plan.plan_stats import COUNTERS, FIELDS
 
 LOST = "without a token"  # characters of texts, beside what became of special strings

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError
-from easypipe.loader.streaming_read import Cursor, Loaded
+from easypipe.loader.streams.feed import Cursor, Loaded
 from easypipe.plan import mix
 from easypipe.plan.deficit import (
     MAX_SIZE,

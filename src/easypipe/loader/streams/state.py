@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from easypipe.core.errors import StateError
-from easypipe.loader.streaming_read import Place
+from easypipe.loader.streams.feed import Place
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,168 @@
+"""Rows of windows become columns of tokens: the one place where batches are filled, whether their
+documents lie in token caches or were just read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.cache.blocks import ROOM
+from easypipe.core.schema import (
+    IGNORE,
+    INPUT_IDS,
+    LABELS,
+    LOOK_AHEAD,
+    LOSS_MASK,
+    POSITION_IDS,
+    SEGMENT_IDS,
+)
+from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, shift_labels
+from easypipe.loader.rows.gather import NO_CHECKS, Tables, write_rows
+from easypipe.loader.rows.look_ahead import join_segments, last_labels
+from easypipe.loader.rows.pairs import open_pairs
+from easypipe.plan.pack import Layout
+
+AT_REST = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS)
+
+_NO_LABELS = np.empty((0, 0), dtype=np.int32)
+_NO_MASK = np.empty((0, 0), dtype=np.uint8)
+
+
+class RowWindow(Protocol):
+    """A window as rows are laid out of it: plan/window.py, streams/windows.py."""
+
+    @property
+    def first_row(self) -> int: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def dataset(self) -> NDArray[np.int32]: ...
+    @property
+    def doc(self) -> NDArray[np.int64]: ...
+    @property
+    def length(self) -> NDArray[np.int32]: ...
+
+
+class Tokens(Protocol):
+    """Where the tokens of windows lie."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens are no targets."""
+        ...
+
+    def window_at(self, row: int) -> RowWindow: ...
+
+    def tables(self, window: RowWindow) -> Tables: ...
+
+    def pinned(
+        self, window: RowWindow, rows: NDArray[np.int64]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Holds the tokens of the rows in memory."""
+        ...
+
+    @property
+    def unchecked(self) -> bool:
+        """Whether blocks of the files are to be checked at first touch."""
+        ...
+
+    def check(self, touched: NDArray[np.int64]) -> None:
+        """touched: Int64[2, n], parts of the tables, and blocks of them. Raises CacheError where
+        one is damaged.
+        """
+        ...
+
+    def missing(self, window: RowWindow, piece: int, width: int) -> Exception:
+        """What to raise where a piece of the window is not there."""
+        ...
+
+
+@dataclass(frozen=True)
+class RowWriter:
+    """How tokens stand in rows.
+
+    eos: Int64[datasets], as `gather.eos_ids` gives them. hold: held pieces have no targets.
+    seq_length: slots of every row, None where it is a document.
+    runs: rows are those of strategy "stream": a document goes on in the next row. joined: each of
+    those is one segment, over the ends of documents. paired: documents are two segments.
+    """
+
+    eos: NDArray[np.int64]
+    pad_token_id: int
+    hold: bool
+    seq_length: int | None = None
+    runs: bool = False
+    joined: bool = False
+    paired: bool = False
+
+    def gather(
+        self, tokens: Tokens, rows: NDArray[np.int64], width: int
+    ) -> dict[str, NDArray[np.int32]]:
+        """As RowReader.gather."""
+        columns = fresh_columns(AT_REST, len(rows), width)
+        mask, ahead = self._write(tokens, rows, columns)
+        if tokens.masked:
+            columns[LOSS_MASK] = mask.astype(np.int32)
+        return columns | {LOOK_AHEAD: ahead} if self.runs else columns
+
+    def batch(
+        self, tokens: Tokens, rows: NDArray[np.int64], width: int
+    ) -> dict[str, NDArray[np.int32]]:
+        """As RowReader.batch."""
+        columns = fresh_columns(BATCH_COLUMNS, len(rows), width)
+        self.fill(tokens, rows, columns)
+        return columns
+
+    def fill(
+        self, tokens: Tokens, rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]]
+    ) -> None:
+        """Writes the rows (Int64[R]) into BATCH_COLUMNS, Int32[R, width] each."""
+        _, ahead = self._write(tokens, rows, columns)
+        if self.runs:
+            columns[LABELS][:, -1] = ahead
+
+    def _write(
+        self, tokens: Tokens, rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]]
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+        """Fills the columns; the loss mask, UInt8[0, 0] where no dataset has one, and Int32[R] the
+        labels of last slots, of runs.
+        """
+        ids, segments, positions = (columns[name] for name in AT_REST)
+        labels = columns.get(LABELS, _NO_LABELS)
+        mask = np.empty(ids.shape, dtype=np.uint8) if tokens.masked else _NO_MASK
+        ahead = np.full(len(rows) if self.runs else 0, IGNORE, dtype=np.int32)
+        done = np.zeros(len(rows), dtype=np.bool_)
+        shift = LABELS in columns and not (self.joined or self.paired)
+        todo = np.empty((2, ROOM), np.int64) if tokens.unchecked else NO_CHECKS
+        rule = (self.eos, self.pad_token_id, self.hold, shift)
+        into = (ids, labels, segments, positions, mask, todo)
+        left = 0
+        while left < len(rows):  # one turn for every window that the rows stand in
+            row = int(rows[left])
+            window = tokens.window_at(row if row >= 0 else int(rows.max(initial=0)))
+            layout, tables = window.layout, tokens.tables(window)
+            view = (window.first_row, layout.first_piece, layout.table, window.dataset, window.doc)
+            with tokens.pinned(window, rows):
+                left, bad, count = write_rows(view, rows, done, tables, *rule, *into)
+                while count and bad < 0:
+                    tokens.check(todo[:, :count])
+                    left, bad, count = write_rows(view, rows, done, tables, *rule, *into)
+                if bad >= 0:
+                    raise tokens.missing(window, int(bad), ids.shape[1])
+                if self.runs:
+                    behind = (tables, self.eos, self.joined, self.seq_length, ahead, todo)
+                    while count := last_labels(view, window.length, rows, *behind):
+                        tokens.check(todo[:, :count])
+        if self.joined:
+            join_segments(segments, positions)
+        if self.paired:
+            open_pairs(segments, positions, mask)
+        if LABELS in columns and not shift:
+            shift_labels(ids, segments, mask, labels)
+        return mask, ahead

@@ -1,0 +1,544 @@
+"""Streaming: rows of data that nobody has counted or cached, in an order that no number of hosts or
+workers changes.
+
+stream   one of S canonical streams; while none has ended, each gives as many rows of every batch
+share    the ranges of every dataset that a stream reads (feed.py); they follow from the files, S
+         and the seed
+window   documents of a stream that are drawn, shuffled and packed together (windows.py); a row
+         never holds two
+turn     one row of each stream that has not ended: rows are numbered turn after turn, and stand in
+         a batch stream after stream (plan/turns.py)
+state    of a stream: what its next window depends on (state.py)
+
+Streams that have ended hand their places in the batch to the others, so that a pass over finite
+data ends where no stream has a row more: the last batch is filled up with rows of padding, or left
+out with drop_last. A process reads the streams that its rows belong to. Where the data ends, it has
+to know when the others end, and reads all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import BudgetError, SourceError, StateError
+from easypipe.core.ledger import Ledger
+from easypipe.core.schema import (
+    IGNORE,
+    INPUT_IDS,
+    LABELS,
+    LOOK_AHEAD,
+    LOSS_MASK,
+    SEGMENT_IDS,
+)
+from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns
+from easypipe.loader.placement import gather_bytes
+from easypipe.loader.prefetch import ReadPool
+from easypipe.loader.rows.gather import Tables, eos_ids
+from easypipe.loader.rows.rows import RowReader, Rows, Share, default_width
+from easypipe.loader.rows.write import AT_REST, RowWindow, RowWriter
+from easypipe.loader.state import LoaderState
+from easypipe.loader.streams.feed import Deal, Forward
+from easypipe.loader.streams.ledger import Books, ledger_of
+from easypipe.loader.streams.spec import StreamSpec
+from easypipe.loader.streams.state import StreamState
+from easypipe.loader.streams.windows import Window, Windows
+from easypipe.plan import turns
+from easypipe.plan.pack import nothing_fits
+from easypipe.plan.spec import in_words
+
+log = logging.getLogger("easypipe")
+
+BLOCK_BATCHES = 16  # whose rows of one stream are laid out together
+BLOCK_BYTES = 64 << 20  # of such rows of all streams, at most, unless one batch takes more
+
+
+class StreamRows(Rows):
+    """Rows that are read forward, by as many readers as there are iterations.
+
+    Law: row n holds the same for any number of processes, threads and batches, and behind every
+    state.
+    sources: the datasets, in the order of `spec.weights`. tokens_identity: digests of sources and
+    tokenizer. workers: threads that read; None: one for each core.
+    """
+
+    lengths_are_free = False
+    by_number = False
+
+    def __init__(
+        self,
+        sources: Sequence[Forward],
+        spec: StreamSpec,
+        tokens_identity: Mapping[str, str],
+        *,
+        pad_token_id: int,
+        workers: int | None = None,
+        name: str = "loader",
+    ) -> None:
+        self.sources, self.spec, self.pad_token_id = tuple(sources), spec, pad_token_id
+        self.seq_length = None if spec.pack is None else spec.pack.seq_length
+        self.num_epochs = spec.num_epochs
+        self.workers, self.name = workers or _cores(), name
+        self._tokens_identity = tokens_identity
+
+    @property
+    def num_rows(self) -> NoReturn:
+        raise TypeError(
+            "a streaming loader has no len(): its rows are not counted before they are read. "
+            "Count steps instead (max_steps), or leave streaming out."
+        )
+
+    @property
+    def names(self) -> list[str]:
+        return [source.name for source in self.sources]
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        return {**self._tokens_identity, "plan": self.spec.fingerprint()}
+
+    @property
+    def words(self) -> Mapping[str, Any]:
+        return in_words(self.spec.choices())
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return {"streaming": True, "num_streams": self.spec.num_streams}
+
+    def with_seed(self, seed: int) -> StreamRows:
+        """The rows of the same data in the order of another seed."""
+        return StreamRows(
+            self.sources,
+            dataclasses.replace(self.spec, seed=seed),
+            self._tokens_identity,
+            pad_token_id=self.pad_token_id,
+            workers=self.workers,
+            name=self.name,
+        )
+
+    def open(self, state: LoaderState | None = None, share: Share | None = None) -> RowReader:
+        batch, texts = (0, []) if state is None else (state.batch, state.hint or [])
+        if len(texts) != (self.spec.num_streams if batch else 0):
+            raise StateError(
+                at="loader state",
+                problem=f"{len(texts)} streams after batch {batch}",
+                fix="Restore another state.",
+            )
+        states = [StreamState.from_text(text, len(self.sources)) for text in texts]
+        return StreamReader(self, 0 if state is None else state.row, states, share or Share())
+
+    def own(self, share: Share) -> list[int]:
+        """The streams that a process reads."""
+        spec, streams = self.spec, self.spec.num_streams
+        own = {
+            row // (size // streams)
+            for size, rows in share.local.items()
+            if size % streams == 0
+            for row in rows.tolist()
+        }
+        if not own or any(size % streams for size in share.local):
+            return list(range(streams))
+        if spec.last_epoch is not None and len(own) < streams:
+            log.warning(
+                "%s: the data ends after %d epochs, so every process reads all %d streams to know where they end, not only its own %d; "
+                "with num_epochs=None and a number of steps each reads its own alone",
+                self.name, spec.last_epoch, streams, len(own),
+            )  # fmt: skip
+            return list(range(streams))
+        return sorted(own)
+
+    def ledger(self) -> Ledger:
+        return ledger_of(Books(), self.names, self.spec)
+
+
+class StreamReader(RowReader):
+    """The rows of one iteration, one batch after the other: streams reach their next rows, and
+    their tokens are laid out. Windows are made in the order of their rows, always that of the
+    stream whose next row comes first, so which streams had ended by then is the same for every
+    process, thread and restart.
+
+    row, states: where the iteration begins; no states: at the first row.
+    """
+
+    def __init__(
+        self, rows: StreamRows, row: int, states: Sequence[StreamState], share: Share
+    ) -> None:
+        self._rows, self._begin_row, self._states = rows, row, states
+        self._own = rows.own(share)
+        self._pool = ReadPool(rows.workers, f"easypipe-{rows.name}-read")
+        self._window_pool = ReadPool(share.workers, f"easypipe-{rows.name}-window")
+        self._windows_ahead = share.workers > 0
+        self._streams: dict[int, Stream] = {}
+        # rows of each stream, once it has ended
+        self._ends = np.full(rows.spec.num_streams, turns.NEVER)
+        # rows of each stream that were given before the iteration began, and how many of these
+        # stand in windows that are made anew
+        self._given_before = np.zeros(rows.spec.num_streams, np.int64)
+        self._rows_before = 0
+        self._bad: Counter[int] = Counter()  # by dataset
+        spec = rows.spec
+        runs = spec.pack is not None and spec.pack.strategy == "stream"
+        self._writer = RowWriter(
+            eos=eos_ids(spec.eos, len(spec.weights)),
+            pad_token_id=rows.pad_token_id,
+            hold=not (spec.train_continued or runs),
+            seq_length=rows.seq_length,
+            runs=runs,
+            joined=spec.joined,
+        )
+        none = np.zeros(rows.spec.num_streams, np.int64)
+        self._laid = _Laid({}, 0, 0, none, none, none)
+
+    def close(self, *, wait: bool = True) -> None:
+        self._pool.close(wait=wait)
+        self._window_pool.close(wait=wait)
+
+    def available(self, start: int, stop: int) -> int:
+        """As of RowReader. Makes windows until all rows before `stop` that are this process's stand
+        in one, or every stream has ended.
+        """
+        if not self._streams:
+            self._begin()
+        while (known := self._known()) is not None and known[0] < stop:
+            stream = self._streams[known[1]]
+            self._charge(stream.go_on())
+            self._note_end(stream)
+        return (stop if known is not None else max(start, min(stop, int(self._ends.sum())))) - start
+
+    def arrange(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Stream after stream."""
+        return rows[np.argsort(self._places(rows)[0], kind="stable")]
+
+    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        def length(window: Window, row: int) -> int:
+            first = window.layout.first_piece
+            return int(window.layout.table[4, first[row] : first[row + 1]].sum())
+
+        return self._each(rows, length).astype(np.int32)
+
+    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._each(rows, lambda window, row: window.before.epoch)
+
+    def gather(
+        self, rows: NDArray[np.int64], width: int | None = None
+    ) -> dict[str, NDArray[np.int32]]:
+        width = default_width(self, rows, self._rows.seq_length) if width is None else width
+        streams, numbers = self._places(rows)
+        columns = fresh_columns((*AT_REST, LOSS_MASK), len(rows), width)
+        _pad(columns, np.flatnonzero(streams < 0), self._rows.pad_token_id)
+        ahead = np.full(len(rows), IGNORE, np.int32)
+        for number in np.unique(streams[streams >= 0]).tolist():
+            at = np.flatnonzero(streams == number)
+            part = self._writer.gather(self._streams[number], numbers[at], width)
+            part.setdefault(LOSS_MASK, (part[SEGMENT_IDS] > 0).astype(np.int32))
+            ahead[at] = part.pop(LOOK_AHEAD, IGNORE)
+            for name, values in part.items():
+                columns[name][at] = values
+        return columns | {LOOK_AHEAD: ahead} if self._writer.runs else columns
+
+    def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
+        streams, numbers = self._places(rows)
+        laid = self._laid
+        lacks = (streams >= 0) & (
+            (numbers < laid.first[streams])
+            | (numbers >= laid.stop[streams])
+            | (width != laid.width)
+        )
+        wanted = {
+            number: (int(here.min()), int(here.max()) + 1)
+            for number in np.unique(streams[lacks]).tolist()
+            for here in (numbers[streams == number],)
+        }
+        most = max((stop - start for start, stop in wanted.values()), default=0)
+        if most > laid.room or (wanted and width != laid.width):
+            self._laid = self._make_room(most, width)
+            return self.batch(rows, width)
+        for number, (start, stop) in wanted.items():
+            self._lay_out(self._streams[number], start, stop)
+        columns = fresh_columns(BATCH_COLUMNS, len(rows), width)
+        at = laid.slot[streams] + numbers - laid.first[streams]
+        for name, values in laid.columns.items() if (streams >= 0).any() else ():
+            # "raise" would make a copy more
+            np.take(values, at, axis=0, out=columns[name], mode="clip")
+        _pad(columns, np.flatnonzero(streams < 0), self._rows.pad_token_id)
+        return columns
+
+    def mark(self, row: int) -> StreamMark:
+        given = turns.given_by(self._ends, row)
+        for number, stream in self._streams.items():
+            stream.forget(given[number])
+        states = {n: stream.state_at(given[n]) for n, stream in self._streams.items()}
+        return self._mark(row, given, states)
+
+    def finish(self, row: int, left_out: int) -> StreamMark:
+        mark = self._mark(row, turns.given_by(self._ends, row), {})
+        return mark._replace(counts=mark.counts | {"rows_left_out": left_out})
+
+    def _mark(
+        self, row: int, given: NDArray[np.int64], states: Mapping[int, StreamState]
+    ) -> StreamMark:
+        added = given - self._given_before
+        counts = {
+            "rows_given": int(added[list(self._streams)].sum()),
+            "rows_before": self._rows_before,
+            "padding_rows": row - self._begin_row - int(added.sum()),
+        }
+        books = tuple(stream.books for stream in self._streams.values())
+        return StreamMark(self._rows, states, books, counts)
+
+    def check_some_batch(self) -> None:
+        """Raises SourceError or PlanError: training would end before it begins, as if the data
+        had.
+        """
+        rows, books = self._rows, Books.total(stream.books for stream in self._streams.values())
+        if rows.spec.pack is not None and books.all_dropped:
+            raise nothing_fits(books.all_dropped, rows.spec.pack) from None
+        read = [
+            f"{one.dataset!r}: {', '.join(f'{count} {what}' for what, count in one.out.items()) or 'no row'}"
+            for one in ledger_of(books, rows.names, rows.spec).entries
+            if (one.stage, one.unit) == ("stream", "rows")
+        ]
+        raise SourceError(
+            at=rows.name,
+            problem=f"not one batch came of what was read, of {'; '.join(read)}",
+            fix="Check the columns that are named and the files; with drop_last=False a batch need not be full.",
+        ) from None
+
+    def _begin(self) -> None:
+        spec = self._rows.spec
+        deals = [
+            Deal(source, spec.num_streams, seed=spec.seed, shuffle=spec.shuffle)
+            for source in self._rows.sources
+        ]
+        for state in self._states:
+            self._bad.update(dict(enumerate(state.bad)))
+        # Windows of a weight schedule depend on which streams have ended, which is known in the
+        # order of their rows alone.
+        ahead = self._windows_ahead and (spec.schedule is None or spec.last_epoch is None)
+        for number in self._own:
+            state = self._states[number] if self._states else None
+            windows = Windows(number, spec, deals, self._pool, state, self._ends)
+            stream = self._streams[number] = Stream(windows, self._window_pool if ahead else None)
+            self._note_end(stream)
+        self._given_before = turns.given_by(self._ends, self._begin_row)
+        self._rows_before = sum(
+            int(self._given_before[number]) - stream.state.first_row
+            for number, stream in self._streams.items()
+        )
+        for stream in self._streams.values():
+            stream.begin()
+
+    def _known(self) -> tuple[int, int] | None:
+        """(rows of the run that stand in windows, the stream whose row is next); None: every stream
+        has ended.
+        """
+        live = [
+            (stream.state.first_row, number)
+            for number, stream in self._streams.items()
+            if not stream.ended
+        ]
+        return (turns.rows_before(self._ends, *min(live)), min(live)[1]) if live else None
+
+    def _note_end(self, stream: Stream) -> None:
+        if stream.ended:
+            self._ends[stream.number] = stream.state.first_row
+
+    def _charge(self, window: Window) -> None:
+        """Counts the bad rows of a window. Those of streams that other processes read are known up
+        to the state that was restored.
+        """
+        for i, (source, chunks) in enumerate(zip(self._rows.sources, window.bad, strict=True)):
+            most = source.max_bad_rows
+            for loaded in chunks:
+                self._bad[i] += loaded.num_bad
+                if most is not None and self._bad[i] > most:
+                    which = most - self._bad[i] + loaded.num_bad
+                    at, said = loaded.bad[min(which, len(loaded.bad) - 1)]
+                    raise BudgetError(
+                        at=at,
+                        problem=f"bad row number {most + 1} of dataset {source.name!r} ({said}), and max_bad_rows is {most}",
+                        fix="Correct the rows, or raise max_bad_rows.",
+                    )
+
+    def _places(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(stream, row of it) of each row, (-1, -1) of padding."""
+        real = rows >= 0
+        if (self._ends == turns.NEVER).all():
+            turn, stream = np.divmod(rows, len(self._ends))
+            return np.where(real, stream, -1), np.where(real, turn, -1)
+        if not real.any():
+            return rows, rows
+        first = int(rows[real].min())
+        streams, numbers = turns.in_order_of_streams(self._ends, first, int(rows.max()) + 1)
+        at = np.lexsort((streams, numbers))[np.where(real, rows - first, 0)]
+        return np.where(real, streams[at], -1), np.where(real, numbers[at], -1)
+
+    def _each(
+        self, rows: NDArray[np.int64], ask: Callable[[Window, int], int]
+    ) -> NDArray[np.int64]:
+        """What the window of each row says of it, 0 for -1."""
+        found = np.zeros(len(rows), np.int64)
+        # rows of one batch
+        for i, (number, row) in enumerate(
+            zip(*map(np.ndarray.tolist, self._places(rows)), strict=True)
+        ):
+            if number >= 0:
+                window = self._streams[number].window_at(row)
+                found[i] = ask(window, row - window.first_row)
+        return found
+
+    def _make_room(self, rows: int, width: int) -> _Laid:
+        """Room for so many rows of each stream. Of packed rows more are laid out than one batch
+        takes, as a call of a compiled function costs as much as the few that it has of a stream.
+        """
+        own, streams = list(self._streams), len(self._ends)
+        if self._rows.seq_length is not None:
+            rows = max(rows, min(BLOCK_BATCHES * rows, BLOCK_BYTES // (16 * width * len(own))))
+        first, stop, slot = np.zeros((3, streams), np.int64)
+        slot[own] = rows * np.arange(len(own))
+        return _Laid(
+            fresh_columns(BATCH_COLUMNS, rows * len(own), width), width, rows, slot, first, stop
+        )
+
+    def _lay_out(self, stream: Stream, start: int, stop: int) -> None:
+        """Lays out rows of a stream, and those behind them whose windows are made already."""
+        laid, number = self._laid, stream.number
+        if self._rows.seq_length is not None:
+            stop = min(start + laid.room, stream.state.first_row)
+        slot = int(laid.slot[number])
+        part = slice(slot, slot + stop - start)
+        columns = {name: values[part] for name, values in laid.columns.items()}
+        self._writer.fill(stream, np.arange(start, stop), columns)
+        laid.first[number], laid.stop[number] = start, stop
+
+
+class StreamMark(NamedTuple):
+    """What lies behind the rows that were given: the states of the streams that this process reads,
+    and where everything went.
+    """
+
+    rows: StreamRows
+    states: Mapping[int, StreamState]
+    books: tuple[Books, ...]
+    counts: Mapping[str, int]  # those of Books that are of all streams together
+
+    def ledger(self) -> Ledger:
+        books = dataclasses.replace(Books.total(self.books), **self.counts)
+        return ledger_of(books, self.rows.names, self.rows.spec)
+
+    def hint(self) -> list[str]:
+        """The state of every stream. Collective where several processes read their own."""
+        known = {number: state.to_text() for number, state in self.states.items()}
+        count, room = self.rows.spec.num_streams, 24 + 48 * len(self.rows.sources)
+        if len(known) < count:
+            table = b"".join(known.get(i, "").encode().ljust(room) for i in range(count))
+            for other in gather_bytes(table):
+                texts = [other[i : i + room].decode().strip() for i in range(0, len(other), room)]
+                known = {i: text for i, text in enumerate(texts) if text} | known
+        return [known[number] for number in range(count)]
+
+
+class _Laid(NamedTuple):
+    """Rows that are laid out before batches ask for them, in memory that is used again: rows
+    first[s] to stop[s] of stream s lie from row slot[s] of the columns on, where there is room for
+    `room`.
+    """
+
+    columns: dict[str, NDArray[np.int32]]
+    width: int
+    room: int
+    slot: NDArray[np.int64]
+    first: NDArray[np.int64]
+    stop: NDArray[np.int64]
+
+
+class Stream:
+    """The windows of one canonical stream, made when a row of them is asked for, or one ahead;
+    those that were made and not yet forgotten are kept. Not thread safe. Implements write.Tokens.
+
+    state, ended, books: behind the last of them, whatever was made ahead.
+    """
+
+    unchecked = False  # what was just read is in memory
+
+    def __init__(self, made: Windows, ahead: ReadPool | None = None) -> None:
+        """ahead: makes the next window while rows of this one are taken; None makes each when it is
+        asked for.
+        """
+        self._made, self._ahead = made, ahead
+        self._next: Future[Window] | None = None
+        self.number, self.windows = made.number, list[Window]()
+        self.state, self.ended, self.books = made.state, made.ended, Books()
+
+    def go_on(self) -> Window:
+        """The next window, which may hold no row."""
+        window = self._made.make() if self._ahead is None else self._wait(self._ahead).result()
+        self._next = None
+        if window.layout.num_rows:
+            self.windows.append(window)
+        self.state, self.books = window.after, window.books
+        self.ended = self._made.at_end(window.after)
+        self.begin()
+        return window
+
+    def begin(self) -> None:
+        """Starts on the next window, where windows are made ahead."""
+        if self._ahead is not None and not self.ended:
+            self._wait(self._ahead)
+
+    def state_at(self, row: int) -> StreamState:
+        """The state from which `row` is found again; it must not be forgotten."""
+        return next((window.before for window in self.windows if row < window.stop), self.state)
+
+    def forget(self, row: int) -> None:
+        """Drops windows that hold nothing at `row` or behind it."""
+        while self.windows and self.windows[0].stop <= row:
+            self.windows.pop(0)
+
+    def window_at(self, row: int) -> Window:
+        return next(window for window in self.windows if row < window.stop)
+
+    @property
+    def masked(self) -> bool:
+        return any(int(window.tables.mask[0]) for window in self.windows)
+
+    def tables(self, window: RowWindow) -> Tables:
+        assert isinstance(window, Window)
+        return window.tables
+
+    def pinned(
+        self, window: RowWindow, rows: NDArray[np.int64]
+    ) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def check(self, touched: NDArray[np.int64]) -> None:
+        raise AssertionError("nothing is unchecked")
+
+    def missing(self, window: RowWindow, piece: int, width: int) -> Exception:
+        return AssertionError(f"piece {piece} of a window is not in its tokens")
+
+    def _wait(self, ahead: ReadPool) -> Future[Window]:
+        if self._next is None:
+            self._next = ahead.submit(lambda made: made.make(), self._made)
+        return self._next
+
+
+def _pad(columns: Mapping[str, NDArray[np.int32]], rows: NDArray[np.int64], pad: int) -> None:
+    """Makes rows of padding."""
+    if rows.size:
+        for name, values in columns.items():
+            values[rows] = pad if name == INPUT_IDS else IGNORE if name == LABELS else 0
+
+
+def _cores() -> int:
+    """Cores that this process may use; not every system tells which those are."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
