@@ -163,9 +163,9 @@ class TransformerDataset:
             seq_length,
         )
         loader: Loader = pipeline.load(LoadStageConfig(batch_size=1, drop_last=False)).build()
-        self._rows = loader.rows
-        count = self._rows.num_rows or 0
-        last = self._rows.gather(np.array([count - 1], np.int64))
+        self._reader = loader.rows.open()
+        count = loader.rows.num_rows or 0
+        last = self._reader.gather(np.array([count - 1], np.int64))
         self.num_tokens = (count - 1) * seq_length + int((last[SEGMENT_IDS] != 0).sum())
 
     def __len__(self) -> int:
@@ -178,7 +178,7 @@ class TransformerDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"item {i} was asked for, there are {len(self)}")
         row, offset = divmod(index * self.stride, self.seq_length)
-        two = self._rows.gather(np.array([row, row + 1], np.int64))[INPUT_IDS].ravel()
+        two = self._reader.gather(np.array([row, row + 1], np.int64))[INPUT_IDS].ravel()
         found = two[offset : offset + self.seq_length + 1]
         return {INPUT_IDS: found[:-1].copy(), LABELS: found[1:].copy()}
 

@@ -280,7 +280,7 @@ class StreamReader(RowReader):
 
     def finish(self, row: int, left_out: int) -> StreamMark:
         mark = self._mark(row, turns.given_by(self._ends, row), {})
-        return mark._replace(counts=mark.counts | {"rows_left_out": left_out})
+        return mark._replace(counts={**mark.counts, "rows_left_out": left_out})
 
     def _mark(
         self, row: int, given: NDArray[np.int64], states: Mapping[int, StreamState]
