@@ -57,7 +57,7 @@ def tune(
     `repeats` runs counts: what else the machine does only ever adds. Raises ConfigError for sizes
     below 1, an unknown dtype, and where no blocks run, or none gives right values.
     """
-    for name, value in (
+    for at, value in (
         ("tokens", tokens),
         ("width", width),
         ("vocab", vocab),
@@ -65,7 +65,7 @@ def tune(
     ):
         if value < 1:
             raise ConfigError(
-                at=name,
+                at=at,
                 problem=f"{value} is below 1",
                 fix="Give the sizes of one device's share of the loss.",
             )

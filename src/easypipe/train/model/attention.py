@@ -84,7 +84,7 @@ def attend(
         )
         # a segment of its own: none sees it
         segment_ids = jnp.pad(segment_ids, ((0, 0), (0, missing)), constant_values=-1)
-    scale = float(query_BSHh.shape[-1]) ** -0.5 if scale is None else scale
+    scale = float(query_BSHh.shape[-1] ** -0.5) if scale is None else scale
     interpret = platform_at_hand() == "cpu"
     scores = _Scores(window, windowed, scale, soft_cap, interpret)
     mixed = fused(query, key, value, segment_ids, scores)

@@ -31,7 +31,7 @@ T tokens · D width · V vocabulary · B tokens that stay · R rows of a tile ·
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -416,7 +416,7 @@ def _add_tile(
     def add_products(part: pl.Slice, _: None) -> None:
         first = at.first_width + part.start
         at_lanes = first if isinstance(first, int) else pl.multiple_of(first, LANES)
-        width = some(at_lanes, part.size)
+        width = some(at_lanes, cast("int", part.size))
         add_to_head(refs, width)
         if before is None or after is None:
             return

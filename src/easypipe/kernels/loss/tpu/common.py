@@ -57,7 +57,7 @@ def named_call(
             grid=grid,
             in_specs=[spec for _, spec in inputs.values()],
             out_specs=[spec for _, spec in outputs.values()],
-            scratch_shapes=list(scratch.values()),
+            scratch_shapes=list(scratch.values()),  # pyright: ignore[reportArgumentType]  (of VMEM)
         ),
         input_output_aliases={
             num_index + order.index(key): place
