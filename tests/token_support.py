@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from easypipe.cache.reader import TokenCache
 from easypipe.core.config import digest
-from easypipe.core.protocols import Shard
+from easypipe.core.protocols import Shard, Source
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.transforms.tokenizer.bpe import train_bpe
 from easypipe.transforms.tokenizer.config import TokenizerConfig
@@ -85,7 +85,7 @@ class ShardedTexts:
         return self.data[shard].slice(start, stop - start)
 
 
-class WithIdentity(ShardedTexts):
+class WithIdentity(ShardedTexts, Source):
     """The same rows in files that were touched `touched` times."""
 
     def __init__(

@@ -14,14 +14,14 @@ from typing import Any
 
 from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
 from easypipe.core.errors import ConfigError
-from easypipe.core.protocols import BatchLoader, ProgressListener, silent
+from easypipe.core.protocols import BatchLoader, ProgressListener, TokenInfo, silent
 from easypipe.history import host_load, plan_of_run
 from easypipe.jobs import Prepared, prepare_data, with_hold_outs, with_tokenizer_of
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
-from easypipe.stages.tokenize.tokens import TokenInfo, holds_pairs, token_info, trained_turns
+from easypipe.stages.tokenize.tokens import holds_pairs, token_info, trained_turns
 from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import TrainingConfig, told
 from easypipe.train.events import TrainListener, null_listener

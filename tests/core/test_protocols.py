@@ -67,6 +67,7 @@ def test_every_source_has_them() -> None:
                 bases = {ast.unparse(base) for base in node.bases}
                 if {"read", "fingerprint", "shards"} <= names and not bases & {
                     "ShardedDataSource",
+                    "Source",
                     "Protocol",
                 }:
                     without.append(f"{path.name}: {node.name}")

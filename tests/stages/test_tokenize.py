@@ -10,7 +10,7 @@ from hypothesis import given
 
 import strategies
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
-from easypipe.core.protocols import PipelineContext, ScanningSource
+from easypipe.core.protocols import PipelineContext, Source
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.source.config import DatasetConfig
@@ -45,7 +45,7 @@ def test_stateless_reads(
         on_error="skip",
         batch_size=3,
     )
-    assert isinstance(source, ScanningSource)
+    assert isinstance(source, Source)
     assert_stateless_reads(source, cuts)
     cache = source.materialize()
     assert_stateless_reads(cache, cuts)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import laws
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.core.protocols import ScanningSource, Transform
+from easypipe.core.protocols import Source, Transform
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.transforms.columns.base import Chain, TransformedSource
@@ -118,7 +118,7 @@ def table_of(values: list[dict[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist(values, schema=SCHEMA)
 
 
-class Shards:
+class Shards(Source):
     """Tables as shards of one source; fails nowhere."""
 
     def __init__(self, tables: list[pa.Table]) -> None:
@@ -148,7 +148,7 @@ def test_laws(
 ) -> None:
     transform, source = make(), Shards(tables)
     whole = TransformedSource(source, transform, on_error="skip")
-    assert isinstance(whole, ScanningSource)
+    assert isinstance(whole, Source)
     laws.assert_stateless_reads(whole, cuts)
     column = [name for name in whole.schema.names if name != ROW_NUMBER][
         pick % (len(whole.schema) - 1)
@@ -410,7 +410,7 @@ def test_without_a_version_nothing_is_known_in_the_next_process(
         True,
     )
     source = TransformedSource(InMemoryShardedSource({"a": ["x"], "n": [1]}), unsure)
-    assert not source.cacheable
+    assert not source.info.cacheable
 
     def known(row: dict[str, Any]) -> dict[str, Any]:
         return row

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import pyarrow as pa
 
@@ -15,7 +15,7 @@ from easypipe.cache.manifest import Counts
 from easypipe.cache.ranges import Record
 from easypipe.core import storage
 from easypipe.core.errors import BudgetError, SourceError, place
-from easypipe.core.protocols import Reject, ShardedSource
+from easypipe.core.protocols import Reject, ShardedSource, raw_of
 from easypipe.transforms.refused import advice
 
 OnError = Literal["error", "skip", "quarantine"]
@@ -116,8 +116,7 @@ def raw_row(source: ShardedSource, shard: int, reject: Reject, column: str) -> s
     """
     if reject.reason == "null":
         return "null"
-    of_file: Any = getattr(source, "raw", None)
-    raw: str | None = None if of_file is None else of_file(shard, reject.row)
+    raw = raw_of(source, shard, reject.row)
     if raw is None:
         batch = source.read(shard, reject.row, reject.row + 1)
         if batch.num_rows:

@@ -19,7 +19,7 @@ from easypipe.cache.config import CacheConfig
 from easypipe.cache.folder import CacheFolder, RemoteFolder
 from easypipe.core import storage
 from easypipe.core.config import digest
-from easypipe.core.protocols import PipelineContext, ShardedSource
+from easypipe.core.protocols import PipelineContext, ShardedSource, info_of
 from easypipe.core.remote import public_url
 
 log = logging.getLogger("easypipe")
@@ -89,7 +89,7 @@ def cache_folder_of(
     enabled = keep is not False and (dataset is None or dataset.cache_enabled)
     if not enabled:
         return TemporaryFolder()
-    if not getattr(source, "cacheable", True):
+    if not info_of(source).cacheable:
         name = "?" if dataset is None else dataset.name
         log.warning(
             "dataset %s: a function, source or tokenizer of your own has no version, so its tokens are made anew in every process",

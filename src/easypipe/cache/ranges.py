@@ -21,7 +21,7 @@ from easypipe.cache.manifest import FORMAT, Counts, Part, check_format
 from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
-from easypipe.core.protocols import Reject, Shard, ShardedSource
+from easypipe.core.protocols import Reject, Shard, ShardedSource, identity_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 # Bytes at rest of one range. Small files are cut finer, so that every worker has some; how a file
@@ -73,18 +73,13 @@ def recipe_of(tokenizer: Tokenizer, content_field: str, *, refuted: bool) -> str
     )
 
 
-def shard_identity(source: ShardedSource, shard: int) -> str:
-    own = getattr(source, "shard_identity", None)
-    return own(shard) if own is not None else digest(source.fingerprint, source.shards[shard].name)
-
-
 def ranges_of(source: ShardedSource, recipe: str) -> list[Range]:
     """All rows of the source, in order. Raises SourceError for a shard whose rows cannot be
     counted.
     """
     found = []
     for shard, info in enumerate(source.shards):
-        identity = shard_identity(source, shard)
+        identity = identity_of(source, shard)
         found += [Range(shard, a, b, digest("range", recipe, identity, a, b)) for a, b in cut(info)]
     return found
 

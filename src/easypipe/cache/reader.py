@@ -30,7 +30,7 @@ from easypipe.cache.remote import StagedFiles
 from easypipe.core import locks
 from easypipe.core.errors import CacheError, SourceError, place
 from easypipe.core.ledger import Ledger
-from easypipe.core.protocols import Shard, ShardedDataSource
+from easypipe.core.protocols import Shard, Source
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, ROW_NUMBER, token_dtype, token_list
 
 DOCS_AT_A_TIME = 1 << 20  # that are looked at where all of them are
@@ -97,7 +97,7 @@ class TokenFiles(Protocol):
         ...
 
 
-class TokenCache(ShardedDataSource):
+class TokenCache(Source):
     """Documents as tokens, by number or as a ShardedSource whose rows have the physical numbers of
     the source they came from.
 

@@ -44,8 +44,15 @@ from easypipe.cache.reader import TokenCache
 from easypipe.core import locks, storage
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, ConfigError, MissingFileError, StorageError
-from easypipe.core.protocols import ProgressEvent, ProgressListener, ShardedSource, counted, silent
-from easypipe.sources.base import innermost
+from easypipe.core.protocols import (
+    ProgressEvent,
+    ProgressListener,
+    ShardedSource,
+    Source,
+    counted,
+    innermost,
+    silent,
+)
 
 log = logging.getLogger("easypipe")
 R = TypeVar("R", bound=RowsRead)
@@ -301,7 +308,8 @@ class _Work(Generic[R]):
             speed = self._text_bytes / 1e6 / max(seconds, 1e-9)
             facts["megabytes_per_second"] = round(speed, 1)
         facts["encoder"] = ", ".join(sorted(self._encoders))
-        if cut := getattr(innermost(self._writer.source), "files_cut", 0):
+        source = innermost(self._writer.source)
+        if isinstance(source, Source) and (cut := source.files_cut):
             facts["files_cut"] = cut
         names = ("ranges_reused", "ranges_found_by_content", "ranges_written", "documents_encoded")
         return facts | {name: self._done[name] for name in names}

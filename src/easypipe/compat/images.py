@@ -20,9 +20,8 @@ from easypipe.compat.foreign import Batch, Dataset, Ints
 from easypipe.core import storage
 from easypipe.core.config import ListOf, config, digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
-from easypipe.core.protocols import ShardedSource
+from easypipe.core.protocols import ShardedSource, select
 from easypipe.pipeline import Pipeline
-from easypipe.sources.limit import select
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.source.config import DatasetConfig
 

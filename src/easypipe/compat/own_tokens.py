@@ -11,9 +11,15 @@ from easypipe.compat.foreign import OwnTokenizer, TokenizerLike, attribute_of
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError
 from easypipe.core.identity import held_by, name_of
-from easypipe.core.protocols import BaseStage, PipelineContext, Reject, ShardedSource, left_out
+from easypipe.core.protocols import (
+    BaseStage,
+    PipelineContext,
+    Reject,
+    ShardedSource,
+    TokenInfo,
+    left_out,
+)
 from easypipe.core.schema import INPUT_IDS
-from easypipe.save.saved import TokenInfo
 from easypipe.stages.tokenize.text_rows import require_text
 from easypipe.stages.tokenize.tokens import require_documents
 from easypipe.transforms.chat.messages import is_text

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, did_you_mean
 from easypipe.core.schema import ROW_NUMBER
 
@@ -183,20 +184,113 @@ class ShardedDataSource:
 ROWS_AT_A_TIME = 1024
 
 
-@runtime_checkable
-class ScanningSource(ShardedSource, Protocol):
-    """A source that can say which rows it refused. Law: `scan(...).batch` equals `read(...)`
-    wherever `read` does not raise.
+@dataclass(frozen=True, kw_only=True)
+class TokenInfo:
+    """What is known of the tokens in a folder. seq_length: slots of a packed row, None where rows
+    are documents.
     """
 
-    def scan(self, shard: int, start: int, stop: int) -> Scan: ...
+    tokenizer: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    eos_token_id: int | None
+    pad_token_id: int | None
+    seq_length: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceInfo:
+    """What a source declares of itself; a source over another passes on what holds for it too.
+
+    tokens: whose tokens its rows hold; None where they hold none, or nobody knows.
+    pairs: every row is a pair of answers, which must stay in one row of a batch.
+    cacheable: the next process knows these rows by the same fingerprint.
+    rows_are_bytes: a row's number is the byte at which it begins, and `num_rows` counts bytes.
+    checks_text: every string that it returns is UTF-8.
+    bytes_per_row: of a row's values, where all rows have the same.
+    """
+
+    tokens: TokenInfo | None = None
+    pairs: bool = False
+    cacheable: bool = True
+    rows_are_bytes: bool = False
+    checks_text: bool = False
+    bytes_per_row: int | None = None
+
+
+class Source(ShardedDataSource):
+    """What easypipe's own sources have beside `read`. The defaults are those of a source that can
+    do nothing more; a source of users' own stands behind one that has it all (OwnSource).
+    """
+
+    @property
+    def info(self) -> SourceInfo:
+        return SourceInfo()
+
+    @property
+    def below(self) -> ShardedSource | None:
+        """The source whose rows these are made of."""
+        return None
+
+    @property
+    def files_cut(self) -> int:
+        """Files that stop without the mark of their end."""
+        return 0
+
+    def shard_identity(self: Any, shard: int) -> str:
+        """Digest of all that decides the rows of one shard, whichever shards stand beside it."""
+        return digest(self.fingerprint, self.shards[shard].name)
+
+    def select(self: Any, columns: Sequence[str]) -> ShardedSource:
+        """The same rows with at least `columns`; others are left out where that saves work."""
+        return self
+
+    def raw(self, shard: int, row: int) -> str | None:
+        """A row as it stands in its file; None where that is no text."""
+        return None
+
+    def scan(self: Any, shard: int, start: int, stop: int) -> Scan:
+        """What `read` gives, with the rows that were refused.
+
+        Law: `scan(...).batch` equals `read(...)` wherever `read` does not raise.
+        """
+        return Scan(self.read(shard, start, stop), ())
+
+
+def info_of(source: ShardedSource) -> SourceInfo:
+    """What a source declares; of one that declares nothing, the defaults."""
+    return source.info if isinstance(source, Source) else SourceInfo()
+
+
+def identity_of(source: ShardedSource, shard: int) -> str:
+    """Digest of all that decides the rows of a shard."""
+    if isinstance(source, Source):
+        return source.shard_identity(shard)
+    return digest(source.fingerprint, source.shards[shard].name)
+
+
+def select(source: ShardedSource, columns: Sequence[str]) -> ShardedSource:
+    """The source with `columns` alone, where it can leave out the others, else as it is."""
+    return source.select(columns) if isinstance(source, Source) else source
+
+
+def raw_of(source: ShardedSource, shard: int, row: int) -> str | None:
+    """A row as it stands in its file; None where nobody can tell."""
+    return source.raw(shard, row) if isinstance(source, Source) else None
+
+
+def innermost(source: ShardedSource) -> ShardedSource:
+    """The source that reads the files, under whatever was put around it."""
+    while isinstance(source, Source) and source.below is not None:
+        source = source.below
+    return source
 
 
 def scan(source: ShardedSource, shard: int, start: int, stop: int) -> Scan:
     """`source.scan` where there is one, else `read` with nothing refused."""
-    # isinstance would ask for shards and fingerprint too
-    own: Callable[[int, int, int], Scan] | None = getattr(source, "scan", None)
-    return Scan(source.read(shard, start, stop), ()) if own is None else own(shard, start, stop)
+    if isinstance(source, Source):
+        return source.scan(shard, start, stop)
+    return Scan(source.read(shard, start, stop), ())
 
 
 @runtime_checkable

@@ -20,7 +20,13 @@ import pyarrow as pa
 from easypipe.core import storage
 from easypipe.core.checked import read_checked
 from easypipe.core.errors import CacheError, DamagedFileError, MissingFileError
-from easypipe.core.protocols import Scan, Shard, ShardedDataSource, ShardedSource
+from easypipe.core.protocols import (
+    Shard,
+    ShardedSource,
+    Source,
+    SourceInfo,
+    TokenInfo,
+)
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.save.config import StorageOptions
 from easypipe.sources.open import open_files
@@ -34,20 +40,6 @@ FORMAT_VERSION = 1
 _KEYS = (
     "format_version", "fingerprint", "format", "compression", "schema", "columns", "num_rows", "num_tokens", "tokens", "shards", "ledger",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenInfo:
-    """What is known of the tokens in a folder. seq_length: slots of a packed row, None where rows
-    are documents.
-    """
-
-    tokenizer: str
-    tokenizer_fingerprint: str
-    vocab_size: int
-    eos_token_id: int | None
-    pad_token_id: int | None
-    seq_length: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +159,7 @@ def read_manifest(folder: str | Path, storage_options: StorageOptions = None) ->
         ) from error
 
 
-class SavedSource(ShardedDataSource):
+class SavedSource(Source):
     """The rows of a saved folder, in the columns and types they were saved with.
 
     Raises CacheError on opening where a shard is missing or has another size than the manifest
@@ -185,6 +177,10 @@ class SavedSource(ShardedDataSource):
         paths = [join(folder, shard.name) for shard in self.manifest.shards]
         kind = "json" if self.manifest.format == "jsonl" else self.manifest.format
         self._files: ShardedSource = open_files(paths, type=kind, storage_options=storage_options)
+
+    @property
+    def info(self) -> SourceInfo:
+        return SourceInfo(tokens=self.tokens)
 
     @property
     def packed(self) -> bool:
@@ -212,9 +208,6 @@ class SavedSource(ShardedDataSource):
         # JSON knows only int64 and string
         columns = [batch.column(field.name).cast(field.type) for field in self.schema]
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
-
-    def scan(self, shard: int, start: int, stop: int) -> Scan:
-        return Scan(self.read(shard, start, stop), ())
 
 
 def load_saved(path: str | Path, storage_options: StorageOptions = None) -> SavedSource:

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError
-from easypipe.core.protocols import Scan, Shard, ShardedSource, scan
+from easypipe.core.protocols import Scan, Shard, ShardedSource, info_of, scan
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.save.shard_writer import open_writer
 
@@ -193,7 +193,7 @@ def _blocks(
     Rows that a source refuses take no bytes, but keep their place. Sources that tell
     `bytes_per_row` are not read for their sizes.
     """
-    constant: int | None = getattr(source, "bytes_per_row", None)
+    constant = info_of(source).bytes_per_row
     step = min(BLOCK_ROWS, _rows_of(BLOCK_BYTES, source, 0, total))
     for first, shard, a, b in _pieces(source.shards, 0, total, step):
         sizes = np.full(b - a, constant or 0, np.float64)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SchemaError, SourceError, did_you_mean, place
-from easypipe.core.protocols import Reject, Scan, Shard, ShardedDataSource
+from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.files import DataFiles, FileRef, resolve
 from easypipe.sources.formats.records import Found
@@ -106,8 +106,8 @@ class FileOptions(TypedDict, total=False):
     index_dir: str | os.PathLike[str] | None
 
 
-class FileSource(ShardedDataSource):
-    """Rows of one or many files of one format; implements ScanningSource. One shard per file. A
+class FileSource(Source):
+    """Rows of one or many files of one format. One shard per file. A
     subclass names its `reader`.
 
     columns: names to read, in this order; None reads all. A column that no file has is a
@@ -123,7 +123,7 @@ class FileSource(ShardedDataSource):
     """
 
     reader: ClassVar[type[Format]]
-    checks_text: ClassVar[bool] = True  # every string that it returns is UTF-8
+    checks_text: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -159,6 +159,10 @@ class FileSource(ShardedDataSource):
     @property
     def shards(self) -> Sequence[Shard]:
         return self._open().shards
+
+    @property
+    def info(self) -> SourceInfo:
+        return SourceInfo(checks_text=self.checks_text)
 
     @property
     def fingerprint(self) -> str:
@@ -504,10 +508,3 @@ def _not_utf8(schema: pa.Schema, arrays: Sequence[pa.Array]) -> dict[int, str]:
 
 def _invalid(row: int, name: str) -> Reject:
     return Reject(row=row, reason="invalid_utf8", detail=f"column {name!r} is not UTF-8")
-
-
-def innermost(source: Any) -> Any:
-    """The source that reads the files, under whatever was put around it."""
-    while (inner := getattr(source, "source", None)) is not None:
-        source = inner
-    return source

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.core.protocols import Scan, Shard, ShardedDataSource, ShardedSource, scan
+from easypipe.core.protocols import (
+    Scan,
+    Shard,
+    ShardedSource,
+    Source,
+    SourceInfo,
+    identity_of,
+    info_of,
+    raw_of,
+    scan,
+    select,
+)
 
 
-class LimitedSource(ShardedDataSource):
+class LimitedSource(Source):
     """The first `num_rows` physical rows of a source over its shards in order; fewer where it has
-    fewer. Implements ScanningSource.
+    fewer.
 
     Row numbers stay those of the source: the limit counts rows before any are refused. Raises
     ConfigError for a limit below 1.
@@ -47,14 +57,16 @@ class LimitedSource(ShardedDataSource):
         return digest("limit", self.num_rows, self.source.fingerprint)
 
     @property
-    def cacheable(self) -> bool:
-        return getattr(self.source, "cacheable", True)
+    def info(self) -> SourceInfo:
+        return info_of(self.source)
+
+    @property
+    def below(self) -> ShardedSource:
+        return self.source
 
     def shard_identity(self, shard: int) -> str:
         """The source's own: a row is the same row under any limit."""
-        source: Any = self.source
-        identity = getattr(source, "shard_identity", None)
-        return identity(shard) if identity is not None else digest(source.fingerprint, shard)
+        return identity_of(self.source, shard)
 
     def select(self, columns: Sequence[str]) -> LimitedSource:
         """The same rows with only `columns`, where the source can leave out the others; else the
@@ -71,8 +83,7 @@ class LimitedSource(ShardedDataSource):
         return scan(self.source, shard, start, stop)
 
     def raw(self, shard: int, row: int) -> str | None:
-        raw = getattr(self.source, "raw", None)
-        return None if raw is None else raw(shard, row)
+        return raw_of(self.source, shard, row)
 
     def _check(self, shard: int, stop: int) -> None:
         here = self.shards[shard]
@@ -82,12 +93,6 @@ class LimitedSource(ShardedDataSource):
                 problem=f"row {stop - 1} was asked for",
                 fix=f"num_rows leaves rows 0:{here.num_rows} of it.",
             )
-
-
-def select(source: ShardedSource, columns: Sequence[str]) -> ShardedSource:
-    """`source.select(columns)` where it has that, else the source with all its columns."""
-    narrowed: Any = getattr(source, "select", None)
-    return source if narrowed is None else narrowed(columns)
 
 
 def _first(shards: Sequence[Shard], num_rows: int) -> list[Shard]:

@@ -5,15 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.core.protocols import Scan, Shard, ShardedDataSource, ShardedSource, scan
+from easypipe.core.protocols import (
+    Scan,
+    Shard,
+    ShardedSource,
+    Source,
+    SourceInfo,
+    identity_of,
+    info_of,
+    raw_of,
+    scan,
+    select,
+)
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.sources.limit import select
 
 _WORDS = re.compile(r"(?P<name>[^\[\]+]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 
@@ -80,8 +89,8 @@ def _bound(bound: str | None, num_rows: int, default: int) -> int:
     return min(max(row + num_rows if bound.startswith("-") else row, 0), num_rows)
 
 
-class PartialSource(ShardedDataSource):
-    """The rows of one part of a source, over its shards in order; implements ScanningSource.
+class PartialSource(Source):
+    """The rows of one part of a source, over its shards in order.
 
     A shard that begins in the middle of a file is named `file[first:last]`, and its rows count from
     0. Opening it counts all rows. Raises SourceError where rows cannot be counted, ConfigError for
@@ -105,19 +114,16 @@ class PartialSource(ShardedDataSource):
         return digest("part", self.part.start, self.part.stop, self.source.fingerprint)
 
     @property
-    def cacheable(self) -> bool:
-        return getattr(self.source, "cacheable", True)
+    def info(self) -> SourceInfo:
+        return info_of(self.source)
 
     @property
-    def tokens(self) -> Any:
-        """Whose tokens these are, where the source says it."""
-        return getattr(self.source, "tokens", None)
+    def below(self) -> ShardedSource:
+        return self.source
 
     def shard_identity(self, shard: int) -> str:
-        source: Any = self.source
         _, inner, first = self._pieces[shard]
-        identity = getattr(source, "shard_identity", None)
-        whole = identity(inner) if identity is not None else digest(source.fingerprint, inner)
+        whole = identity_of(self.source, inner)
         return digest(whole, first) if first else whole
 
     def select(self, columns: Sequence[str]) -> PartialSource:
@@ -139,9 +145,8 @@ class PartialSource(ShardedDataSource):
         )
 
     def raw(self, shard: int, row: int) -> str | None:
-        raw = getattr(self.source, "raw", None)
         _, inner, first = self._pieces[shard]
-        return None if raw is None else raw(inner, first + row)
+        return raw_of(self.source, inner, first + row)
 
     def _place(self, shard: int, stop: int) -> tuple[int, int]:
         here, inner, first = self._pieces[shard]

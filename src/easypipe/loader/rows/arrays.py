@@ -10,7 +10,7 @@ import xxhash
 from numpy.typing import ArrayLike
 
 from easypipe.core.errors import ConfigError
-from easypipe.core.protocols import Shard, ShardedDataSource
+from easypipe.core.protocols import Shard, Source
 from easypipe.core.schema import (
     ATTENTION_MASK,
     INPUT_IDS,
@@ -24,7 +24,7 @@ from easypipe.core.schema import (
 READ_COLUMNS = (INPUT_IDS, LOSS_MASK, SEGMENT_IDS, POSITION_IDS, ATTENTION_MASK, LABELS, LOOK_AHEAD)
 
 
-class Arrays(ShardedDataSource):
+class Arrays(Source):
     """Arrays in memory as a source of one shard."""
 
     def __init__(self, columns: Mapping[str, ArrayLike | Sequence[ArrayLike]]) -> None:

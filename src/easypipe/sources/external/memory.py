@@ -12,7 +12,7 @@ import xxhash
 
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, did_you_mean, place
-from easypipe.core.protocols import Shard, ShardedDataSource
+from easypipe.core.protocols import Shard, Source
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external.dicts import MISFITS, as_json, outer_kind
 from easypipe.sources.schemas import column, plain_schema
@@ -20,7 +20,7 @@ from easypipe.sources.schemas import column, plain_schema
 CUT_ROWS = 8192  # rows in memory can be read from anywhere; cuts only say where work may be divided
 
 
-class InMemoryShardedSource(ShardedDataSource):
+class InMemoryShardedSource(Source):
     """A table, list of dicts or dict of columns as a source of one shard; implements ShardedSource.
 
     data: pa.Table or pa.RecordBatch; a list of dicts (keys may differ: what a row lacks is null); a

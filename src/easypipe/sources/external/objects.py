@@ -20,7 +20,7 @@ import xxhash
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.identity import held_by, name_of
-from easypipe.core.protocols import Scan, Shard, ShardedDataSource, ShardedSource, left_out
+from easypipe.core.protocols import Scan, Shard, ShardedSource, Source, left_out
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external.dicts import FIRST_ROWS, as_arrays, columns_of, require_row
@@ -149,7 +149,7 @@ def _opened(
     return (RandomAccessSource if made else ArrowDatasetSource)(data, name=name, identity=identity)
 
 
-class ArrowDatasetSource(ShardedDataSource):
+class ArrowDatasetSource(Source):
     """A `datasets.Dataset`, whatever was selected, shuffled or formatted in it; implements
     ShardedSource. Its tables stay memory-mapped.
     """
@@ -200,9 +200,8 @@ class ArrowDatasetSource(ShardedDataSource):
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
 
-class RandomAccessSource(ShardedDataSource):
-    """Anything with `len()` that gives a dict (or None, for a row that is filtered out) by number;
-    implements ScanningSource.
+class RandomAccessSource(Source):
+    """Anything with `len()` that gives a dict (or None, for a row that is filtered out) by number.
 
     Values are Python objects or arrays. Columns follow from the first 1,024 rows; a later row that
     does not fit them raises SourceError, as does one that is no dict. Rows that are None are

@@ -29,7 +29,7 @@ from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.identity import held_by, name_of
-from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource
+from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource, Source, SourceInfo
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external.dicts import FIRST_ROWS, as_arrays, columns_of, require_row
 
@@ -145,7 +145,7 @@ class Given:
     version: str | int | None
 
 
-class OwnSource(ShardedDataSource):
+class OwnSource(Source):
     """The rows of a source of a user's own; implements ShardedSource. Made by `as_source`, which
     knows what to make of what.
 
@@ -201,6 +201,10 @@ class OwnSource(ShardedDataSource):
                 )
                 self._remember()
             return self._known["shards"]
+
+    @property
+    def info(self) -> SourceInfo:
+        return SourceInfo(cacheable=self.cacheable)
 
     @property
     def fingerprint(self) -> str:

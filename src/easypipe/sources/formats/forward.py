@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, did_you_mean
-from easypipe.core.protocols import Reject, Scan, Shard, ShardedDataSource
+from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.base import READER_VERSION, OnError
 from easypipe.sources.files import (
@@ -57,8 +57,8 @@ BOM = b"\xef\xbb\xbf"
 _NOTHING = memoryview(b"")
 
 
-class ForwardSource(ShardedDataSource):
-    """Rows of JSON lines or plain text whose numbers are byte offsets; implements ScanningSource.
+class ForwardSource(Source):
+    """Rows of JSON lines or plain text whose numbers are byte offsets.
     One shard per file.
 
     A plain file's shard has as many "rows" as the file has bytes; that of a compressed one has
@@ -69,8 +69,6 @@ class ForwardSource(ShardedDataSource):
     num_rows: only the first so many lines, over the files in order. Where they end is found by
     reading them once.
     """
-
-    rows_are_bytes = True
 
     def __init__(
         self,
@@ -174,6 +172,10 @@ class ForwardSource(ShardedDataSource):
             if not left:
                 break
         return tuple(cuts)
+
+    @property
+    def info(self) -> SourceInfo:
+        return SourceInfo(rows_are_bytes=True)
 
     @property
     def fingerprint(self) -> str:

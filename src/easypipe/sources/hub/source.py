@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.core.protocols import Scan, Shard, ShardedDataSource
-from easypipe.sources.base import READER_VERSION, FileOptions, FileSource, innermost
+from easypipe.core.protocols import Scan, Shard, Source
+from easypipe.sources.base import READER_VERSION, FileOptions, FileSource
 from easypipe.sources.formats.txt import TextUnit
 from easypipe.sources.hub.layout import choose_files
 from easypipe.sources.hub.repo import BY_RANGES, HubRepo
@@ -72,8 +72,8 @@ def parse_hub_name(text: str) -> HubName:
     return HubName(repo, revision.replace("%2F", "/") or None, pattern or None)
 
 
-class HuggingFaceShardedSource(ShardedDataSource):
-    """Rows of one split of a dataset on the Hub; implements ScanningSource. One shard per file.
+class HuggingFaceShardedSource(Source):
+    """Rows of one split of a dataset on the Hub. One shard per file.
 
     dataset: `owner/name` or `hf://datasets/owner/name[@revision][/pattern]`. split: None takes
     `train`; no split with a pattern.
@@ -164,7 +164,7 @@ class HuggingFaceShardedSource(ShardedDataSource):
 
     @property
     def files_cut(self) -> int:
-        return getattr(innermost(self._open()), "files_cut", 0)
+        return self._open().files_cut
 
     @property
     def fingerprint(self) -> str:

@@ -13,11 +13,12 @@ import pyarrow as pa
 from easypipe.cache.location import own_folder
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
-from easypipe.core.protocols import PipelineContext, Reject, Shard, scan
+from easypipe.core.protocols import PipelineContext, Reject, Shard, info_of, innermost, scan
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK
 from easypipe.loader.streams.feed import Loaded
 from easypipe.loader.streams.ledger import LOST
-from easypipe.sources.base import innermost
+from easypipe.sources.external.own import OwnSource
+from easypipe.sources.formats.forward import ForwardSource
 from easypipe.stages.config import datasets_of
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.stages.tokenize.token_rows import AUDITED_BYTES, AUDITED_SHARE, sample_of
@@ -43,7 +44,8 @@ class ForwardDocuments:
         self._dataset = dataset
         self._on_error = "error" if dataset is None else dataset.on_error
         self.max_bad_rows = None if dataset is None else dataset.max_bad_rows
-        self._bytes: Any = innermost(source)
+        files = innermost(source)
+        self._at_end = files.at_end if isinstance(files, ForwardSource | OwnSource) else None
         self._proving = threading.Lock()
         self._proved = not isinstance(source, TokenizedShardedSource) or source.form.masked
 
@@ -52,7 +54,7 @@ class ForwardDocuments:
         """Raises SourceError where nobody knows where one ends."""
         shards = self._source.shards
         for shard in shards:
-            if shard.num_rows is None and not hasattr(self._bytes, "at_end"):
+            if shard.num_rows is None and self._at_end is None:
                 raise SourceError(
                     at=shard.name,
                     problem="its rows cannot be counted, nor read forward",
@@ -62,7 +64,7 @@ class ForwardDocuments:
 
     @property
     def rows_are_bytes(self) -> bool:
-        return bool(getattr(self._bytes, "rows_are_bytes", False))
+        return info_of(self._source).rows_are_bytes
 
     def load(self, shard: int, start: int, stop: int) -> Loaded:
         at = f"dataset {self.name!r}, {self._source.shards[shard].name}, {'bytes' if self.rows_are_bytes else 'rows'} {start}:{stop}"
@@ -78,7 +80,7 @@ class ForwardDocuments:
         first, last = int(offsets[0]), int(offsets[-1])
         counts = Counter[str]()
         for reject in rejects:
-            counts[reject.reason] += getattr(reject, "count", 1)
+            counts[reject.reason] += reject.count
         made = batch.num_rows - lengths["pieces"]  # rows that became documents
         # some say only which rows they pass on
         if not self.rows_are_bytes and self._source.shards[shard].num_rows is not None:
@@ -103,7 +105,7 @@ class ForwardDocuments:
                 for reject in bad[:NAMED_ROWS]
             ),
             ended=self._source.shards[shard].num_rows is not None
-            or self._bytes.at_end(shard, stop),
+            or (self._at_end is not None and self._at_end(shard, stop)),
         )
 
     def _scan(

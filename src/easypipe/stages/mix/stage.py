@@ -17,13 +17,14 @@ from easypipe.core.protocols import (
     BaseStage,
     PipelineContext,
     Shard,
-    ShardedDataSource,
     ShardedSource,
+    Source,
+    SourceInfo,
+    TokenInfo,
 )
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SOURCE, token_dtype, token_list
 from easypipe.plan.mix import integer_weights
 from easypipe.plan.order import OrderConfig
-from easypipe.save.saved import TokenInfo
 from easypipe.stages.config import PipelineConfig, settings_of
 from easypipe.stages.mix.config import (
     MixStageConfig,
@@ -110,7 +111,7 @@ class MixStage(BaseStage):
         return made if load is None else made.for_load(load)
 
 
-class MixedShardedSource(ShardedDataSource):
+class MixedShardedSource(Source):
     """The documents of a mixture in the order of their draws: `input_ids` as they are stored, and
     `__source__`, the dataset they came from.
 
@@ -166,11 +167,13 @@ class MixedShardedSource(ShardedDataSource):
         )
 
     @property
+    def info(self) -> SourceInfo:
+        return SourceInfo(tokens=self.tokens, pairs=self.mixture.paired)
+
+    @property
     def tokens(self) -> TokenInfo | None:
         info = token_info(next(iter(self.mixture.parts.values())))
-        return (
-            None if info is None else dataclasses.replace(info, vocab_size=self.mixture.vocab_size)
-        )
+        return info and dataclasses.replace(info, vocab_size=self.mixture.vocab_size)
 
     @property
     def shards(self) -> tuple[Shard, ...]:

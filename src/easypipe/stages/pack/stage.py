@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -15,8 +16,10 @@ from easypipe.core.protocols import (
     BaseStage,
     PipelineContext,
     Shard,
-    ShardedDataSource,
     ShardedSource,
+    Source,
+    SourceInfo,
+    TokenInfo,
 )
 from easypipe.core.schema import (
     INPUT_IDS,
@@ -29,7 +32,6 @@ from easypipe.core.schema import (
 )
 from easypipe.loader.rows.planned import PlannedRows
 from easypipe.plan.windows import Plan
-from easypipe.save.saved import TokenInfo
 from easypipe.stages.mix.mixture import Mixture
 from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.config import PackStageConfig
@@ -101,7 +103,7 @@ def _mixture(name: str, source: ShardedSource, context: PipelineContext) -> Mixt
     )
 
 
-class PackedShardedSource(ShardedDataSource):
+class PackedShardedSource(Source):
     """Rows of `seq_length` slots: `input_ids`, `segment_ids`, `position_ids` (and `loss_mask` where
     a dataset has one).
 
@@ -129,13 +131,14 @@ class PackedShardedSource(ShardedDataSource):
         self._rows: dict[int | None, PlannedRows] = {}
 
     @property
+    def info(self) -> SourceInfo:
+        return SourceInfo(tokens=self.tokens, bytes_per_row=self.bytes_per_row)
+
+    @property
     def tokens(self) -> TokenInfo | None:
         info = token_info(next(iter(self.mixture.parts.values())))
-        if info is None:
-            return None
-        return TokenInfo(
-            tokenizer=info.tokenizer,
-            tokenizer_fingerprint=info.tokenizer_fingerprint,
+        return info and dataclasses.replace(
+            info,
             vocab_size=self.mixture.vocab_size,
             eos_token_id=self.eos_token_id,
             pad_token_id=self.pad_token_id,

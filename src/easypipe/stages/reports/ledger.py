@@ -9,7 +9,7 @@ import pyarrow as pa
 from easypipe.cache.reader import TokenCache
 from easypipe.core.errors import ConfigError
 from easypipe.core.ledger import Ledger
-from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource
+from easypipe.core.protocols import Shard, ShardedSource, Source
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.loader.rows.targets import count_targets, stream_start
 from easypipe.plan.plan_stats import DatasetStats
@@ -30,7 +30,7 @@ def is_endless(source: ShardedSource) -> bool:
 
 def rows_of(source: ShardedSource) -> ShardedSource:
     """What is written of a source: token documents from their cache, everything else as it is."""
-    if is_paired(source) or (isinstance(source, MixedShardedSource) and source.mixture.paired):
+    if is_paired(source):
         fix = "Call pack() before save(), or load them without."
         raise ConfigError(
             at="save",
@@ -150,7 +150,7 @@ def _eos_added(mixture: Mixture, i: int, part: DatasetStats) -> int | None:
     return part.passes * lacking if part.unreached == 0 else None
 
 
-class CachedTokens(ShardedDataSource):
+class CachedTokens(Source):
     """The documents of a token cache as they are saved, a shard for each of its files: `input_ids`,
     and `loss_mask` where there is one.
     """

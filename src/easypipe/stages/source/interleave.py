@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError
-from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource
+from easypipe.core.protocols import Shard, ShardedSource, Source
 from easypipe.core.schema import ROW_NUMBER, SOURCE
 from easypipe.plan.mix import Stop, integer_weights
 from easypipe.plan.order import OrderConfig
@@ -111,7 +111,7 @@ def block_mixture_interleave(
     )
 
 
-class InterleavedSource(ShardedDataSource):
+class InterleavedSource(Source):
     """What `block_mixture_interleave` gives: the columns of its sources, and `__source__`, the
     dataset that a row came from.
 

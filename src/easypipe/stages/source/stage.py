@@ -8,7 +8,7 @@ from typing import Any
 
 from easypipe.cache.location import index_folder
 from easypipe.core.errors import ConfigError, SchemaError
-from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
+from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, select
 from easypipe.save.saved import is_saved, load_saved
 from easypipe.sources.base import FileSource
 from easypipe.sources.external.memory import InMemoryShardedSource
@@ -16,7 +16,7 @@ from easypipe.sources.external.own import OwnSource
 from easypipe.sources.formats.forward import ForwardSource, open_forward
 from easypipe.sources.formats.records import MAX_RECORD_BYTES
 from easypipe.sources.hub.source import HuggingFaceShardedSource
-from easypipe.sources.limit import LimitedSource, select
+from easypipe.sources.limit import LimitedSource
 from easypipe.sources.open import open_files, require_text_files
 from easypipe.sources.splits import PartialSource
 from easypipe.stages.config import datasets_of

@@ -10,11 +10,11 @@ import pyarrow as pa
 from easypipe.cache.reader import TokenCache
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
-from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource, scan
+from easypipe.core.protocols import Shard, ShardedSource, Source, scan
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, ROW_NUMBER
 
 
-class TokensAndColumns(ShardedDataSource):
+class TokensAndColumns(Source):
     """The documents of a token cache with `columns` of the rows that they came from; implements
     ShardedSource, a shard for each token file.
 

@@ -24,8 +24,10 @@ from easypipe.core.protocols import (
     PipelineContext,
     Reject,
     Shard,
-    ShardedDataSource,
     ShardedSource,
+    Source,
+    SourceInfo,
+    TokenInfo,
     left_out,
     scan,
 )
@@ -40,7 +42,6 @@ from easypipe.core.schema import (
     token_dtype,
 )
 from easypipe.loader.rows.stored import Block, decode
-from easypipe.save.saved import TokenInfo
 from easypipe.stages.tokenize.token_rows import ends_closed, ends_with
 
 IMPORT_VERSION = 1
@@ -153,7 +154,7 @@ class TokenEncoder:
             )
 
 
-class ImportedTokens(ShardedDataSource):
+class ImportedTokens(Source):
     """Documents of a source of tokens. Reads nothing until `materialize()`, which gives its token
     cache.
     """
@@ -172,6 +173,14 @@ class ImportedTokens(ShardedDataSource):
             on_error="skip",
             progress=context.progress,
         )
+
+    @property
+    def info(self) -> SourceInfo:
+        return SourceInfo(tokens=self.tokens)
+
+    @property
+    def below(self) -> ShardedSource:
+        return self.source
 
     @property
     def shards(self) -> Sequence[Shard]:

@@ -27,11 +27,13 @@ from easypipe.core.protocols import (
     ProgressListener,
     Scan,
     Shard,
-    ShardedDataSource,
     ShardedSource,
+    Source,
+    SourceInfo,
+    TokenInfo,
+    select,
 )
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
-from easypipe.sources.limit import select
 from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.source.columns import kept_columns
 from easypipe.stages.source.config import DatasetConfig
@@ -109,9 +111,9 @@ class TextEncoder:
         return documents_hash(batch)
 
 
-class TokenizedShardedSource(ShardedDataSource):
+class TokenizedShardedSource(Source):
     """The documents of a source of text, as rows of `cache_schema` with the row numbers of that
-    source; implements ScanningSource.
+    source.
 
     Law: `read` gives the rows that `materialize().read` gives. Rows without text are rejects; with
     on_error="error" `read` raises at the first of them. Thread safe.
@@ -159,6 +161,14 @@ class TokenizedShardedSource(ShardedDataSource):
     @property
     def schema(self) -> pa.Schema:
         return cache_schema(self.tokenizer.vocab_size, loss_mask=self.form.masked)
+
+    @property
+    def info(self) -> SourceInfo:
+        return SourceInfo(tokens=tokens_of(self.tokenizer), pairs=self.form.pairs)
+
+    @property
+    def below(self) -> ShardedSource:
+        return self.source
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -314,3 +324,14 @@ def _with_length(tokenizer: TokenizerConfig, max_length: int | None) -> Tokenize
         return tokenizer
     values = {name: getattr(tokenizer, name) for name in tokenizer.__dataclass_fields__}  # pyright: ignore[reportAttributeAccessIssue]
     return TokenizerConfig(**{**values, "max_length": max_length})
+
+
+def tokens_of(tokenizer: Tokenizer) -> TokenInfo:
+    return TokenInfo(
+        tokenizer=tokenizer.name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seq_length=None,
+    )

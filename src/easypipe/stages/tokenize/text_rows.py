@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError, did_you_mean, place
-from easypipe.core.protocols import Reject, ShardedSource, counted, left_out, scan
+from easypipe.core.protocols import Reject, ShardedSource, counted, info_of, left_out, scan
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.text import has_text
 from easypipe.transforms.chat.messages import is_text
@@ -127,7 +127,7 @@ def read_texts(
         column = (
             column.cast(pa.large_string()) if not pa.types.is_large_string(column.type) else column
         )
-        bad += [] if getattr(source, "checks_text", False) else _invalid(column, rows)
+        bad += [] if info_of(source).checks_text else _invalid(column, rows)
     else:
         bad += [
             Reject(row=int(row), reason="not_a_string", detail=f"{column.type}, not text")

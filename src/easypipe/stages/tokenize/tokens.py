@@ -9,12 +9,12 @@ from typing import Protocol, TypeGuard
 from easypipe.cache.location import cache_folder_of, in_folder
 from easypipe.cache.reader import TokenCache
 from easypipe.core.errors import ConfigError, StageOrderError
-from easypipe.core.protocols import PipelineContext, ShardedSource
+from easypipe.core.protocols import PipelineContext, ShardedSource, TokenInfo, info_of
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
-from easypipe.save.saved import TokenInfo
 from easypipe.sources.limit import LimitedSource
 from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.tokenize.import_tokens import ImportedTokens
+from easypipe.stages.tokenize.stage import TokenizedShardedSource, tokens_of
 from easypipe.transforms.chat.render import Turns, turns_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -68,12 +68,12 @@ def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:
             problem="nobody knows whose tokens these are",
             fix="Name the tokenizer that made them.",
         )
-    return info_of(load_tokenizer(chosen))
+    return tokens_of(load_tokenizer(chosen))
 
 
 def is_paired(source: ShardedSource) -> bool:
     """Whether every document is a pair of answers, which must stay in one row."""
-    return bool(getattr(getattr(source, "form", None), "pairs", False))
+    return info_of(source).pairs
 
 
 def holds_pairs(source: ShardedSource) -> bool | None:
@@ -99,30 +99,12 @@ def same_kind(parts: Mapping[str, Documents]) -> None:
 
 def token_info(source: ShardedSource) -> TokenInfo | None:
     """Whose tokens these are; None where nobody knows."""
-    if isinstance(source, LimitedSource):
-        return token_info(source.source)
-    known = getattr(source, "tokens", None)
-    if isinstance(known, TokenInfo):
-        return known
-    tokenizer = tokenizer_of(source)
-    return None if tokenizer is None else info_of(tokenizer)
+    return info_of(source).tokens
 
 
 def tokenizer_of(source: ShardedSource) -> Tokenizer | None:
     """The tokenizer that a source runs; None for tokens that were made before."""
-    tokenizer = getattr(source, "tokenizer", None)
-    return tokenizer if isinstance(tokenizer, Tokenizer) else None
-
-
-def info_of(tokenizer: Tokenizer) -> TokenInfo:
-    return TokenInfo(
-        tokenizer=tokenizer.name,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        seq_length=None,
-    )
+    return source.tokenizer if isinstance(source, TokenizedShardedSource) else None
 
 
 def trained_turns(source: ShardedSource) -> Turns | None:

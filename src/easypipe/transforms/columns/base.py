@@ -25,10 +25,16 @@ from easypipe.core.protocols import (
     Reject,
     Scan,
     Shard,
-    ShardedDataSource,
     ShardedSource,
+    Source,
+    SourceInfo,
+    TokenInfo,
     Transform,
+    identity_of,
+    info_of,
+    raw_of,
     scan,
+    select,
 )
 from easypipe.core.schema import ROW_NUMBER
 
@@ -70,7 +76,7 @@ class ColumnTransform(ABC):
     drops: bool = False
     fan_out: int = 1
     cacheable: bool = True
-    tokens: object | None = None
+    tokens: TokenInfo | None = None
     reads: Sequence[str] | None = None
     makes: str | None = None
 
@@ -248,8 +254,8 @@ class _Adapted(ColumnTransform):
         return repr(self.own)
 
 
-class TransformedSource(ShardedDataSource):
-    """The rows of a source after a transform; implements ScanningSource. No function is called
+class TransformedSource(Source):
+    """The rows of a source after a transform. No function is called
     before rows are asked for.
 
     Row numbers stay those of the source: a filter leaves gaps (benign rejects, `filtered`), and
@@ -284,7 +290,7 @@ class TransformedSource(ShardedDataSource):
         self._factor = self.transform.fan_out
         self._columns: tuple[str, ...] | None = None
         self._reads: tuple[str, ...] | None = None
-        if self._factor > 1 and self.rows_are_bytes:
+        if self._factor > 1 and self.info.rows_are_bytes:
             problem = "gives rows numbers of their own, and streaming does not count the lines of these files"
             raise SourceError(
                 at=str(self.transform),
@@ -321,33 +327,23 @@ class TransformedSource(ShardedDataSource):
         )
 
     @property
-    def cacheable(self) -> bool:
-        """Whether the next process will know these rows by the same fingerprint."""
-        return self.transform.cacheable and getattr(self.source, "cacheable", True)
+    def info(self) -> SourceInfo:
+        below = info_of(self.source)
+        return SourceInfo(
+            tokens=self.transform.tokens or below.tokens,
+            cacheable=self.transform.cacheable and below.cacheable,
+            rows_are_bytes=below.rows_are_bytes,
+        )
 
     @property
-    def tokens(self) -> object | None:
-        """Whose tokens the rows hold, where the transform made them, or the source below knows."""
-        return self.transform.tokens or getattr(self.source, "tokens", None)
-
-    @property
-    def rows_are_bytes(self) -> bool:
-        """Whether rows are numbered by the byte at which they begin, as files that are read forward
-        number them.
-        """
-        return bool(getattr(self.source, "rows_are_bytes", False))
+    def below(self) -> ShardedSource:
+        return self.source
 
     def shard_identity(self, shard: int) -> str:
         """Of one shard below and the transform, so that new shards leave the old ones what they
         are.
         """
-        source = self.source
-        identity = getattr(source, "shard_identity", None)
-        own = (
-            identity(shard)
-            if identity is not None
-            else digest(source.fingerprint, source.shards[shard].name)
-        )
+        own = identity_of(self.source, shard)
         return digest("transformed", self.transform.fingerprint, own, self._columns)
 
     def select(self, columns: Sequence[str]) -> TransformedSource:
@@ -358,8 +354,7 @@ class TransformedSource(ShardedDataSource):
         )
         narrowed._columns = tuple(columns)
         if reads is not None:
-            select = getattr(self.source, "select", None)
-            narrowed.source = self.source if select is None else select(list(reads))
+            narrowed.source = select(self.source, list(reads))
         narrowed._reads = None if reads is None else tuple(reads)
         narrowed._schema = narrowed._after(narrowed.source.schema)
         return narrowed
@@ -409,8 +404,7 @@ class TransformedSource(ShardedDataSource):
         """A row as it stands in its file, before any transform; None where the source cannot
         tell.
         """
-        raw = getattr(self.source, "raw", None)
-        return None if raw is None else raw(shard, row // self._factor)
+        return raw_of(self.source, shard, row // self._factor)
 
     def _after(self, before: pa.Schema) -> pa.Schema:
         if self._reads is not None:
@@ -452,7 +446,7 @@ class TransformedSource(ShardedDataSource):
     def _refusal(self, name: str, bad: Reject) -> SourceError:
         return SourceError(
             at=f"{name}, line at byte {bad.row}"
-            if self.rows_are_bytes
+            if self.info.rows_are_bytes
             else place(name, row=bad.row // self._factor),
             problem=f"{bad.reason}: {bad.detail}",
             fix="Correct the row or the function, or set on_error to 'skip' or 'quarantine'.",
