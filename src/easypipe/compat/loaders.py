@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 from easypipe.compat.collators import default_collate, draws
 from easypipe.compat.foreign import Collate, Dataset, attribute_of
 from easypipe.core.config import config
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.core.errors import ConfigError, did_you_mean, require_columns
 from easypipe.core.random import draw_seed
 from easypipe.core.schema import INPUT_IDS
 from easypipe.loader.config import LoadStageConfig
@@ -267,14 +267,7 @@ def _text_pipeline(
     ).source()
     [(name, source)] = pipeline.get_data().items()
     have = source.schema.names
-    for column in columns or ():
-        if column not in have:
-            raise SourceError(
-                at=f"dataset {name!r}",
-                problem=f"no column {column!r}",
-                have=have,
-                fix=did_you_mean(column, have),
-            )
+    require_columns(columns or (), have, f"dataset {name!r}")
     if INPUT_IDS not in have:
         pipeline.tokenize()
     return pipeline

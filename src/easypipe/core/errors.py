@@ -25,7 +25,7 @@ EasypipeError
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class EasypipeError(Exception):
@@ -166,3 +166,34 @@ def did_you_mean(name: str, known: Iterable[str]) -> str | None:
     if best is None or not (best[0][0] or best[0][2] >= 0.6):
         return None
     return f"Did you mean {best[1]!r}?"
+
+
+def require_option(value: str, options: Iterable[str], at: str) -> None:
+    """Raises ConfigError for a value that is none of `options`."""
+    have = tuple(options)
+    if value not in have:
+        raise ConfigError(
+            at=at,
+            problem=f"{value!r} is not an option",
+            have=have,
+            fix=did_you_mean(str(value), have),
+        )
+
+
+def require_columns(names: Iterable[str], have: Sequence[str], at: str) -> None:
+    """Raises SourceError for the first name that is no column."""
+    for name in names:
+        if name not in have:
+            raise SourceError(
+                at=at, problem=f"no column {name!r}", have=have, fix=did_you_mean(name, have)
+            )
+
+
+def require_rows(start: int, stop: int, num_rows: int | None, at: str) -> None:
+    """Raises SourceError for a range that is not in a shard of `num_rows` rows (None: any)."""
+    if not 0 <= start <= stop or (num_rows is not None and stop > num_rows):
+        raise SourceError(
+            at=at,
+            problem=f"rows {start}:{stop} were asked for",
+            fix=f"It has rows 0:{num_rows}.",
+        )

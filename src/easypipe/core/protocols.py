@@ -245,6 +245,12 @@ class Source(ShardedDataSource):
         """The same rows with at least `columns`; others are left out where that saves work."""
         return self
 
+    def exactly(self: Any, columns: Sequence[str]) -> ShardedSource:
+        """The same rows, in which lists and objects of `columns` are JSON text where they hold
+        nulls that an Arrow type would lose.
+        """
+        return self
+
     def raw(self, shard: int, row: int) -> str | None:
         """A row as it stands in its file; None where that is no text."""
         return None

@@ -15,18 +15,25 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypedDict, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypedDict, get_args
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SchemaError, SourceError, did_you_mean, place
+from easypipe.core.errors import (
+    ConfigError,
+    SchemaError,
+    SourceError,
+    did_you_mean,
+    place,
+    require_option,
+    require_rows,
+)
 from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.files import DataFiles, FileRef, resolve
-from easypipe.sources.formats.records import Found
 from easypipe.sources.partitions import constant, partition_schema
 from easypipe.sources.schemas import column, has_strings, reconcile
 
@@ -41,13 +48,15 @@ READER_VERSION = 1
 class Survey:
     """What one look over a file tells.
 
-    num_rows: physical records. cuts: as Shard.cuts. schema: every column of the file, in plain
+    num_rows: physical records; of a head (FileRef.head_bytes) those that it holds, while its file has
+    `total_rows`, None where nobody has counted them. cuts: as Shard.cuts. schema: every column of the file, in plain
     types (schemas.plain_type).
     detail: whatever the format needs in order to find rows again. ended: False where the file stops
     without the mark of its end, so that rows may be missing that nobody can count.
     """
 
     num_rows: int
+    total_rows: int | None
     cuts: tuple[int, ...]
     schema: pa.Schema
     detail: Any = None
@@ -134,14 +143,7 @@ class FileSource(Source):
         storage_options: Mapping[str, Any] | None = None,
         index_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        if on_error not in get_args(OnError):
-            have = get_args(OnError)
-            raise ConfigError(
-                at="on_error",
-                problem=f"{on_error!r} is not an option",
-                have=have,
-                fix=did_you_mean(str(on_error), have),
-            )
+        require_option(on_error, get_args(OnError), "on_error")
         self.on_error = on_error
         self.columns = _names(columns)
         self._format = type(self).reader()
@@ -197,11 +199,16 @@ class FileSource(Source):
         A file that has no whole record there has no row. Shards have `num_rows` of what can be read
         here; `total_rows` tells the file's.
         """
-        twin = copy.copy(self)
+        twin = self.reopened(self._format)
         twin.files = tuple(
             dataclasses.replace(file, head_bytes=num_bytes) for file in self.files[:files]
         )
-        twin._lock, twin._opened = threading.Lock(), None
+        return twin
+
+    def reopened(self, format: Format) -> Self:
+        """The same files, of which nothing is known yet."""
+        twin = copy.copy(self)
+        twin._format, twin._lock, twin._opened = format, threading.Lock(), None
         return twin
 
     @property
@@ -211,15 +218,7 @@ class FileSource(Source):
 
     def total_rows(self, shard: int) -> int | None:
         """Rows of the whole file; None for a head whose file nobody has counted."""
-        survey = self._open().surveys[shard]
-        found = (
-            survey.detail
-            if isinstance(survey.detail, Found)
-            else getattr(survey.detail, "separated", None)
-        )
-        if found is not None:
-            return found.index.total_rows
-        return survey.num_rows if getattr(survey.detail, "whole", True) else None
+        return self._open().surveys[shard].total_rows
 
     def select(self, columns: Sequence[str]) -> FileSource:
         """The same rows with only `columns`: no other column is read, and what is wrong in another
@@ -236,18 +235,6 @@ class FileSource(Source):
         twin._opened = twin._only(opened)
         return twin
 
-    def exactly(self, columns: Sequence[str]) -> FileSource:
-        """The same rows, in which lists and objects of `columns` are JSON text where they hold
-        nulls that an Arrow type would lose.
-        """
-        made = type(self).reader()
-        if not columns or not hasattr(made, "exact"):
-            return self
-        twin = copy.copy(self)
-        vars(made)["exact"] = tuple(columns)
-        twin._format, twin._lock, twin._opened = made, threading.Lock(), None
-        return twin
-
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         return self.scan(shard, start, stop).batch
 
@@ -257,12 +244,7 @@ class FileSource(Source):
         """
         opened = self._open()
         file, survey = self.files[shard], opened.surveys[shard]
-        if not 0 <= start <= stop <= survey.num_rows:
-            raise SourceError(
-                at=file.path,
-                problem=f"rows {start}:{stop} were asked for",
-                fix=f"It has rows 0:{survey.num_rows}.",
-            )
+        require_rows(start, stop, survey.num_rows, file.path)
         fields = opened.fields[shard]
         if start == stop:
             return Scan(_empty(opened.schema), ())

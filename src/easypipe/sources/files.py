@@ -187,9 +187,7 @@ class LocalFile:
         self.file = file
         self._descriptor = -1
         here = file.here
-        self._descriptor = reading(
-            file, lambda: os.open(here.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        )
+        self._descriptor = reading(file, lambda: os.open(here.path, os.O_RDONLY | os.O_CLOEXEC))
         status = os.fstat(self._descriptor)
         if status.st_size != here.num_bytes or str(status.st_mtime_ns) != here.identity:
             self.close()

@@ -11,7 +11,7 @@ import pyarrow as pa
 import xxhash
 
 from easypipe.core.config import digest
-from easypipe.core.errors import SourceError, did_you_mean, place
+from easypipe.core.errors import SourceError, place, require_columns, require_rows
 from easypipe.core.protocols import Shard, Source
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external.dicts import MISFITS, as_json, outer_kind
@@ -38,12 +38,7 @@ class InMemoryShardedSource(Source):
     ) -> None:
         table = _table(data, name)
         if columns is not None:
-            for wanted in columns:
-                if wanted not in table.column_names:
-                    fix = did_you_mean(wanted, table.column_names)
-                    raise SourceError(
-                        at=name, problem=f"no column {wanted!r}", have=table.column_names, fix=fix
-                    )
+            require_columns(columns, table.column_names, name)
             table = table.select(list(columns))
         if not table.column_names:
             raise SourceError(
@@ -80,13 +75,7 @@ class InMemoryShardedSource(Source):
         return self._content
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        rows = self._batch.num_rows
-        if shard != 0 or not 0 <= start <= stop <= rows:
-            raise SourceError(
-                at=self._shard.name,
-                problem=f"rows {start}:{stop} were asked for",
-                fix=f"It has rows 0:{rows}.",
-            )
+        require_rows(start, stop, self._batch.num_rows, self._shard.name)
         return self._batch.slice(start, stop - start)
 
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import xxhash
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require_rows
 from easypipe.core.identity import held_by, name_of
 from easypipe.core.protocols import Scan, Shard, ShardedSource, Source, left_out
 from easypipe.core.schema import ROW_NUMBER
@@ -194,7 +194,7 @@ class ArrowDatasetSource(Source):
         )
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        _check_range(self._name, start, stop, self.shards[0].num_rows or 0)
+        require_rows(start, stop, self.shards[0].num_rows, self._name)
         table = self._data[start:stop]
         arrays = [column(table.column(field.name).chunks, field.type) for field in self.schema]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
@@ -251,7 +251,7 @@ class RandomAccessSource(Source):
         return self.scan(shard, start, stop).batch
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        _check_range(self._name, start, stop, self._rows)
+        require_rows(start, stop, self._rows, self._name)
         schema, rows = self.schema, self._take(start, stop)
         numbers = [start + i for i, row in enumerate(rows) if row is not None]
         arrays = as_arrays(
@@ -285,10 +285,3 @@ def _fingerprint(source: ArrowDatasetSource | RandomAccessSource, rows: int) -> 
         [[field.name, str(field.type)] for field in source.schema],
         hasher.hexdigest(),
     )
-
-
-def _check_range(name: str, start: int, stop: int, rows: int) -> None:
-    if not 0 <= start <= stop <= rows:
-        raise SourceError(
-            at=name, problem=f"rows {start}:{stop} were asked for", fix=f"It has rows 0:{rows}."
-        )

@@ -27,7 +27,13 @@ import pyarrow as pa
 
 from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.errors import (
+    ConfigError,
+    SourceError,
+    place,
+    require_columns,
+    require_rows,
+)
 from easypipe.core.identity import held_by, name_of
 from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource, Source, SourceInfo
 from easypipe.sources.base import READER_VERSION
@@ -218,15 +224,7 @@ class OwnSource(Source):
     def select(self, columns: Sequence[str]) -> OwnSource:
         """The same rows with only `columns`; what is read is read once for both."""
         twin = copy.copy(self)
-        have = self.schema.names
-        for name in columns:
-            if name not in have:
-                raise SourceError(
-                    at=self._name,
-                    problem=f"no column {name!r}",
-                    have=have,
-                    fix=did_you_mean(name, have),
-                )
+        require_columns(columns, self.schema.names, self._name)
         twin._columns = tuple(columns)
         return twin
 
@@ -235,12 +233,7 @@ class OwnSource(Source):
         are.
         """
         info = self.shards[shard]
-        if not 0 <= start <= stop or (info.num_rows is not None and stop > info.num_rows):
-            raise SourceError(
-                at=self._at(shard),
-                problem=f"rows {start}:{stop} were asked for",
-                fix=f"It has rows 0:{info.num_rows}.",
-            )
+        require_rows(start, stop, info.num_rows, self._at(shard))
         if self._given.seeks:
             batch = self._sought(shard, start, stop)
         else:

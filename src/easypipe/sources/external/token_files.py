@@ -256,7 +256,11 @@ def _survey(file: FileRef, found: _Found, rows: int, cuts: tuple[int, ...] | Non
         [pa.field(INPUT_IDS, pa.large_list(pa.from_numpy_dtype(found.dtype.newbyteorder("="))))]
     )
     return Survey(
-        num_rows=rows, cuts=cuts or tuple(range(0, rows, step)) or (0,), schema=schema, detail=found
+        num_rows=rows,
+        total_rows=rows if found.separated is None else found.separated.index.total_rows,
+        cuts=cuts or tuple(range(0, rows, step)) or (0,),
+        schema=schema,
+        detail=found,
     )
 
 

@@ -62,6 +62,7 @@ class ArrayRecordFormat:
         name = TEXT if self._layout is None else INPUT_IDS
         return Survey(
             num_rows=rows,
+            total_rows=rows,
             cuts=tuple(range(0, rows, step)) or (0,),
             schema=pa.schema([pa.field(name, kind)]),
         )

@@ -78,9 +78,10 @@ class ArrowFormat:
                     fix="Check its type.",
                 )
         cuts = tuple(int(row) for row in np.unique(batches.first_row[:-1])) or (0,)
-        schema = plain_schema(batches.schema, file.path)
+        schema, rows = plain_schema(batches.schema, file.path), int(batches.first_row[-1])
         return Survey(
-            num_rows=int(batches.first_row[-1]),
+            num_rows=rows,
+            total_rows=rows if batches.whole else None,
             cuts=cuts,
             schema=schema,
             detail=batches,

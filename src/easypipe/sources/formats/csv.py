@@ -60,6 +60,7 @@ class CsvFormat:
         schema = pa.schema([pa.field(name, pa.large_string()) for name in header])
         return Survey(
             num_rows=index.num_rows,
+            total_rows=index.total_rows,
             cuts=index.cuts(),
             schema=schema,
             detail=_Found(layout, index, header, delimiter),

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.core.config import digest
-from easypipe.core.errors import SourceError, did_you_mean
+from easypipe.core.errors import SourceError, require_columns
 from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.base import READER_VERSION, OnError
@@ -94,14 +94,7 @@ class ForwardSource(Source):
             found = pa.schema([pa.field(txt.TEXT, pa.large_string())])
         else:
             found = next(filter(None, map(self._columns_of, self.files)), pa.schema([]))
-        for name in self.columns or ():
-            if name not in found.names:
-                raise SourceError(
-                    at=self.files[0].path,
-                    problem=f"no column {name!r}",
-                    have=found.names,
-                    fix=did_you_mean(name, found.names),
-                )
+        require_columns(self.columns or (), found.names, self.files[0].path)
         return (
             found
             if self.columns is None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,9 @@ class JsonFormat:
     name = "json"
     numbered = True
 
-    def __init__(self) -> None:
+    def __init__(self, exact: Sequence[str] = ()) -> None:
         self._records = RecordReader()
-        self.exact: tuple[str, ...] = ()  # see FileSource.exactly
+        self._exact = exact  # see Source.exactly
 
     def survey(
         self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
@@ -65,8 +66,9 @@ class JsonFormat:
         index = records.kept_index(file, index_dir, [layout.name, columns], build)
         return Survey(
             num_rows=index.num_rows,
+            total_rows=index.total_rows,
             cuts=index.cuts(),
-            schema=schema_of(index.facts, self.exact),
+            schema=schema_of(index.facts, self._exact),
             detail=Found(layout, index),
         )
 
@@ -99,6 +101,9 @@ class JsonShardedSource(FileSource):
     """
 
     reader = JsonFormat
+
+    def exactly(self, columns: Sequence[str]) -> JsonShardedSource:
+        return self.reopened(JsonFormat(columns)) if columns else self
 
 
 def parse(

@@ -80,6 +80,7 @@ class ParquetFormat:
             )
         return Survey(
             num_rows=int(first[-1]),
+            total_rows=int(first[-1]),
             cuts=tuple(cuts) or (0,),
             schema=plain_schema(schema, file.path),
             detail=_Groups(metadata, first),

@@ -10,7 +10,7 @@ from typing import Any, Literal, Unpack, get_args
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import require_option
 from easypipe.core.protocols import Reject, left_out
 from easypipe.sources.base import FileOptions, FileSource, Rows, Survey
 from easypipe.sources.files import DataFiles, FileRef
@@ -54,7 +54,11 @@ class TextFormat:
         )
         schema = pa.schema([pa.field(TEXT, pa.large_string())])
         return Survey(
-            num_rows=index.num_rows, cuts=index.cuts(), schema=schema, detail=Found(layout, index)
+            num_rows=index.num_rows,
+            total_rows=index.total_rows,
+            cuts=index.cuts(),
+            schema=schema,
+            detail=Found(layout, index),
         )
 
     def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
@@ -85,13 +89,7 @@ class TextShardedSource(FileSource):
         self, data_files: DataFiles, *, text_unit: TextUnit = "line", **options: Unpack[FileOptions]
     ) -> None:
         super().__init__(data_files, **options)
-        if text_unit not in (have := get_args(TextUnit)):
-            raise ConfigError(
-                at="text_unit",
-                problem=f"{text_unit!r} is not an option",
-                have=have,
-                fix=did_you_mean(str(text_unit), have),
-            )
+        require_option(text_unit, get_args(TextUnit), "text_unit")
         self._format, self._unit = TextFormat(text_unit), text_unit
 
     def _options(self) -> list[Any]:

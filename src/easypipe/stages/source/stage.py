@@ -8,7 +8,7 @@ from typing import Any
 
 from easypipe.cache.location import index_folder
 from easypipe.core.errors import ConfigError, SchemaError
-from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, select
+from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Source, select
 from easypipe.save.saved import is_saved, load_saved
 from easypipe.sources.base import FileSource
 from easypipe.sources.external.memory import InMemoryShardedSource
@@ -122,7 +122,7 @@ def open_dataset(
             )
         except ConfigError as error:
             raise error.under(f"datasets.{dataset.name}") from None
-    if isinstance(source, FileSource | ForwardSource):
+    if isinstance(source, Source):
         source = source.exactly(template_columns(dataset))
     if first_rows is not None and most is not None:
         whole = dataset.text_unit == "file"  # every file is one row
@@ -151,7 +151,7 @@ def _without_conflicts(source: ShardedSource, dataset: DatasetConfig) -> Sharded
     try:
         _ = source.schema
     except SchemaError as conflict:  # not an outage, which every try would wait for anew
-        for names in read_columns(dataset) if hasattr(source, "select") else ():
+        for names in read_columns(dataset) if isinstance(source, Source) else ():
             narrowed: ShardedSource = select(source, names)
             try:
                 _ = narrowed.schema

@@ -20,7 +20,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.errors import (
+    ConfigError,
+    SourceError,
+    place,
+    require_option,
+    require_rows,
+)
 from easypipe.core.protocols import (
     Reject,
     Scan,
@@ -276,14 +282,7 @@ class TransformedSource(Source):
         """Raises ConfigError for what is no transform or option, SourceError where the columns do
         not fit. Reads no rows.
         """
-        if on_error not in get_args(OnError):
-            have = get_args(OnError)
-            raise ConfigError(
-                at="on_error",
-                problem=f"{on_error!r} is not an option",
-                have=have,
-                fix=did_you_mean(str(on_error), have),
-            )
+        require_option(on_error, get_args(OnError), "on_error")
         self.source = source
         self.transform = as_transform(transform)
         self.on_error: OnError = on_error
@@ -367,12 +366,7 @@ class TransformedSource(Source):
         those that it left out.
         """
         k, info = self._factor, self.shards[shard]
-        if not 0 <= start <= stop or (info.num_rows is not None and stop > info.num_rows):
-            raise SourceError(
-                at=info.name,
-                problem=f"rows {start}:{stop} were asked for",
-                fix=f"It has rows 0:{info.num_rows}.",
-            )
+        require_rows(start, stop, info.num_rows, info.name)
         first, last = start // k, -(-stop // k)
         batch, below = scan(self.source, shard, first, last)
         given = self._given(batch, first)
@@ -469,18 +463,6 @@ def as_transform(value: Transform | Sequence[Transform]) -> ColumnTransform:
         else "Give easypipe.transforms, as in Rename(...) >> Select(...)."
     )
     raise ConfigError(at="transform", problem=f"{value!r} is no transform", fix=fix)
-
-
-def require_columns(names: Sequence[str], schema: pa.Schema, at: str) -> None:
-    """Raises SourceError for the first name that is no column."""
-    for name in names:
-        if name not in schema.names:
-            raise SourceError(
-                at=at,
-                problem=f"no column {name!r}",
-                have=schema.names,
-                fix=did_you_mean(name, schema.names),
-            )
 
 
 def overlaid(before: pa.Schema, types: Mapping[str, pa.DataType]) -> pa.Schema:

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require_columns
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.text import has_text
-from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid, require_columns
+from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid
 
 _TEXT = pa.large_string()
 
@@ -58,7 +58,7 @@ class Rename(ColumnTransform):
         return digest("rename", sorted(self.names.items()))
 
     def columns(self, before: pa.Schema) -> pa.Schema:
-        require_columns(list(self.names), before, str(self))
+        require_columns(list(self.names), before.names, str(self))
         for old, new in self.names.items():
             if new in before.names and new not in self.names:
                 fix = f"Drop {new!r} first, or choose another name for {old!r}."
@@ -99,7 +99,7 @@ class Select(ColumnTransform):
         return digest("select", self.names)
 
     def columns(self, before: pa.Schema) -> pa.Schema:
-        require_columns(self.names, before, str(self))
+        require_columns(self.names, before.names, str(self))
         return pa.schema([before.field(name) for name in self.names])
 
     def rows(self, rows: Rows) -> Rows:
@@ -125,7 +125,7 @@ class Drop(ColumnTransform):
         return digest("drop", sorted(self.names))
 
     def columns(self, before: pa.Schema) -> pa.Schema:
-        require_columns(self.names, before, str(self))
+        require_columns(self.names, before.names, str(self))
         if len(self.names) == len(before):
             raise SourceError(
                 at=str(self),
@@ -266,7 +266,7 @@ class Combine(ColumnTransform):
         return digest("combine", self.into, self.template, self.null_as)
 
     def columns(self, before: pa.Schema) -> pa.Schema:
-        require_columns(self.reads or (), before, str(self))
+        require_columns(self.reads or (), before.names, str(self))
         t = pa.types
         for name in self.reads or ():
             kind = before.field(name).type
@@ -325,7 +325,7 @@ class FilterNonEmpty(ColumnTransform):
         return digest("filter non-empty", sorted(self.names))
 
     def columns(self, before: pa.Schema) -> pa.Schema:
-        require_columns(self.names, before, str(self))
+        require_columns(self.names, before.names, str(self))
         return before
 
     def rows(self, rows: Rows) -> Rows:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, place
+from easypipe.core.errors import ConfigError, SourceError, place, require_columns
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.transforms.chat.conversations import wrong_messages, wrong_tools
 from easypipe.transforms.chat.messages import is_messages, is_text, values_of
@@ -17,7 +17,7 @@ from easypipe.transforms.chat.render import (
     Rendered,
     load_chat_template,
 )
-from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid, require_columns
+from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
@@ -69,7 +69,7 @@ class Chat(ColumnTransform):
 
     def columns(self, before: pa.Schema) -> pa.Schema:
         for name in self.reads or ():
-            require_columns([name], before, str(self))
+            require_columns([name], before.names, str(self))
             kind = before.field(name).type
             if not is_messages(kind) and not is_text(kind) and not pa.types.is_null(kind):
                 raise SourceError(

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, place
+from easypipe.core.errors import ConfigError, SourceError, place, require_columns
 from easypipe.core.identity import UserFunction, why
 from easypipe.core.protocols import Reject
 from easypipe.core.schema import ROW_NUMBER
@@ -29,7 +29,6 @@ from easypipe.transforms.columns.base import (
     Rows,
     as_array,
     overlaid,
-    require_columns,
 )
 from easypipe.transforms.columns.types import column_types
 
@@ -298,7 +297,7 @@ class Expand(ColumnTransform):
     def columns(self, before: pa.Schema) -> pa.Schema:
         if not isinstance(self.by, str):
             return overlaid(before, self.types)
-        require_columns([self.by], before, str(self))
+        require_columns([self.by], before.names, str(self))
         kind = before.field(self.by).type
         if not _is_list(kind):
             raise SourceError(

@@ -10,8 +10,8 @@ import pyarrow as pa
 import xxhash
 
 from easypipe.core.config import config, digest
-from easypipe.core.errors import ConfigError
-from easypipe.transforms.columns.base import ColumnTransform, Rows, require_columns
+from easypipe.core.errors import ConfigError, require_columns
+from easypipe.transforms.columns.base import ColumnTransform, Rows
 
 
 @config
@@ -57,7 +57,7 @@ class HoldOut(ColumnTransform):
         return digest("hold out", self.options, self.names)
 
     def columns(self, before: pa.Schema) -> pa.Schema:
-        require_columns(self.names, before, str(self))
+        require_columns(self.names, before.names, str(self))
         return before
 
     def rows(self, rows: Rows) -> Rows:

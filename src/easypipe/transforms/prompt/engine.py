@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.core.errors import ConfigError, SourceError, require_columns
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.transforms.chat.render import ChatTemplate, Rendered, load_chat_template
 from easypipe.transforms.prompt.config import TALKS, PromptConfig
@@ -81,14 +81,7 @@ class PromptEngine:
             raise SourceError(
                 at="row", problem=f"{type(row).__name__} is no row", fix="Give a dict of columns."
             )
-        for name in self.columns:
-            if name not in row:
-                raise SourceError(
-                    at="row",
-                    problem=f"no column {name!r}",
-                    have=list(row),
-                    fix=did_you_mean(name, list(row)),
-                )
+        require_columns(self.columns, list(row), "row")
         (found,) = self.render_rows([row])
         if isinstance(found, Refused):
             raise _no_sample(found)

@@ -10,10 +10,10 @@ import pyarrow as pa
 import xxhash
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, TokenizerError
+from easypipe.core.errors import ConfigError, TokenizerError, require_columns
 from easypipe.core.random import child, fold
 from easypipe.transforms.chat.messages import is_text
-from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid, require_columns
+from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
@@ -104,7 +104,7 @@ class FillInTheMiddle(ColumnTransform):
         )
 
     def columns(self, before: pa.Schema) -> pa.Schema:
-        require_columns([self.column], before, str(self))
+        require_columns([self.column], before.names, str(self))
         kind = before.field(self.column).type
         if not is_text(kind) and not pa.types.is_null(kind):
             raise ConfigError(
