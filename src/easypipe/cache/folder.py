@@ -21,6 +21,7 @@ from easypipe.cache.manifest import Manifest, manifest_json, read_manifest, writ
 from easypipe.cache.remote import Staging
 from easypipe.core import storage
 from easypipe.core.errors import EasypipeError
+from easypipe.core.remote import StorageOptions
 
 CONFIGS = "configs"  # what was prepared by which config (stages/build_record.py)
 STATS = b"easypipe"  # key of a token file's metadata
@@ -31,7 +32,7 @@ class CacheFolder:
 
     remote = False
     temporary = False  # it goes with this process, so that no other may make parts of it
-    options: dict[str, Any] | None = None
+    options: StorageOptions = None
 
     def __init__(self, local: Path) -> None:
         self.local = local
@@ -101,7 +102,7 @@ class RemoteFolder(CacheFolder):
         url: str,
         local: Path,
         *,
-        options: dict[str, Any] | None = None,
+        options: StorageOptions = None,
         reading: Literal["shards", "ranges"] = "shards",
         staging_bytes: int = 1 << 34,
         staging_dir: Path | None = None,

@@ -24,6 +24,7 @@ from easypipe.core.checked import checked_json, parse_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, DamagedFileError
 from easypipe.core.ledger import Ledger
+from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import commit_bytes, read_bytes
 
 FORMAT = 1
@@ -191,7 +192,7 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
     commit_bytes(path, manifest_json(manifest))
 
 
-def read_manifest(path: str | Path, storage_options: dict[str, Any] | None = None) -> Manifest:
+def read_manifest(path: str | Path, storage_options: StorageOptions = None) -> Manifest:
     """Raises CacheError for another format version or a file that is no manifest, MissingFileError
     where there is none.
     """

@@ -22,6 +22,7 @@ from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import Reject, Shard, ShardedSource, identity_of
+from easypipe.core.remote import StorageOptions
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 # Bytes at rest of one range. Small files are cut finer, so that every worker has some; how a file
@@ -114,9 +115,7 @@ def record_path(folder: CacheFolder, recipe: str, key: str) -> Path | str:
     return folder.at("ranges", recipe, f"{key}.json")
 
 
-def write_record(
-    path: Path | str, record: Record, storage_options: dict[str, Any] | None = None
-) -> None:
+def write_record(path: Path | str, record: Record, storage_options: StorageOptions = None) -> None:
     values = {
         **counts_json(record.counts),
         **dataclasses.asdict(record.part),
@@ -132,7 +131,7 @@ def write_record(
 
 
 def read_record(
-    path: Path | str, shard: int = 0, storage_options: dict[str, Any] | None = None
+    path: Path | str, shard: int = 0, storage_options: StorageOptions = None
 ) -> Record | None:
     """None where there is none, or, with a warning, a damaged one: the text is then read again, and
     its tokens are found by its content.

@@ -36,6 +36,7 @@ from easypipe.cache.manifest import Part
 from easypipe.cache.mapping import AGAIN, token_batch
 from easypipe.core import storage
 from easypipe.core.errors import CacheError, MissingFileError, StorageError
+from easypipe.core.remote import StorageOptions
 
 STRETCH = 1 << 36  # bytes of one map; a sparse file takes no room for them
 REQUESTS = 16  # under way at a time
@@ -156,9 +157,7 @@ class StagedPart:
     after `fetch`.
     """
 
-    def __init__(
-        self, staging: Staging, part: Part, url: str, options: dict[str, Any] | None
-    ) -> None:
+    def __init__(self, staging: Staging, part: Part, url: str, options: StorageOptions) -> None:
         """Raises CacheError where the file is gone, of another size, damaged or no token file."""
         self.part, self.url, self.pins = part, url, 0
         self._sums = sums_of(part, url)
@@ -293,7 +292,7 @@ class StagedFiles:
         staging: Staging,
         parts: Sequence[Part],
         urls: Sequence[str],
-        options: dict[str, Any] | None,
+        options: StorageOptions,
         reading: Literal["shards", "ranges"],
     ) -> None:
         self._staging, self._whole = staging, reading == "shards"

@@ -22,6 +22,7 @@ from easypipe.cache.verify import RECORDS, TOKEN_CACHE, Verification
 from easypipe.cache.writer import CacheWriter
 from easypipe.core import storage
 from easypipe.core.errors import ConfigError, EasypipeError
+from easypipe.core.remote import StorageOptions
 
 log = logging.getLogger("easypipe")
 
@@ -68,7 +69,7 @@ def place_of(path: str | Path) -> str:
 
 
 @contextlib.contextmanager
-def aside(files: Iterable[str], options: dict[str, Any] | None) -> Generator[dict[str, bytes]]:
+def aside(files: Iterable[str], options: StorageOptions) -> Generator[dict[str, bytes]]:
     """Sets files aside for the block: gone for good when it ends, put back where it raises. Yields
     the bytes of the JSON files.
 
@@ -108,7 +109,7 @@ def aside(files: Iterable[str], options: dict[str, Any] | None) -> Generator[dic
                 there.unlink(missing_ok=True)
 
 
-def _keep_the_old_facts(path: str, before: bytes | None, options: dict[str, Any] | None) -> None:
+def _keep_the_old_facts(path: str, before: bytes | None, options: StorageOptions) -> None:
     """A manifest that only measured other seconds this time is put back as it was."""
     if before is None:
         return

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +21,7 @@ from easypipe.cache.ranges import read_record
 from easypipe.cache.reader import cache_schema
 from easypipe.core import storage
 from easypipe.core.errors import CacheError, EasypipeError, TokenizerError
+from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -162,7 +162,7 @@ def same_tokenizer_again(name: str, fingerprint: str) -> Tokenizer:
 
 
 def wrong_bytes(
-    path: str, num_bytes: int, checksum: str, storage_options: dict[str, Any] | None
+    path: str, num_bytes: int, checksum: str, storage_options: StorageOptions
 ) -> str | None:
     """What is wrong with the bytes of a file, if anything."""
     hasher, size = xxhash.xxh3_128(), 0

@@ -22,6 +22,7 @@ from xxhash import xxh3_128_hexdigest
 
 from easypipe.core import storage
 from easypipe.core.errors import DamagedFileError, MissingFileError
+from easypipe.core.remote import StorageOptions
 
 T = TypeVar("T")
 Json = Mapping[str, Any]  # a JSON object
@@ -42,7 +43,7 @@ def checked_json(value: Json) -> bytes:
 
 
 def commit_checked(
-    path: str | Path, value: Json, storage_options: dict[str, Any] | None = None
+    path: str | Path, value: Json, storage_options: StorageOptions = None
 ) -> storage.Stamp:
     """Commits `value`, whose keys are strings, for `read_checked`."""
     return storage.commit_bytes(path, checked_json(value), storage_options)
@@ -50,7 +51,7 @@ def commit_checked(
 
 def read_checked(
     path: str | Path,
-    storage_options: dict[str, Any] | None = None,
+    storage_options: StorageOptions = None,
     *,
     older: Collection[str] | None = None,
 ) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def recall_checked(
     parse: Callable[[dict[str, Any]], T],
     *,
     what: str,
-    storage_options: dict[str, Any] | None = None,
+    storage_options: StorageOptions = None,
     older: Collection[str] | None = None,
 ) -> T | None:
     """`parse` of what `commit_checked` wrote; None where it is not there or, with a warning,

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from easypipe.core.remote import StorageOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Publication:
     card: str
     mark: str
     stale: str
-    storage_options: dict[str, Any] | None = field(default=None, repr=False)
+    storage_options: StorageOptions = field(default=None, repr=False)
 
     @property
     def num_bytes(self) -> int:

@@ -22,11 +22,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
+from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem, sync
 
 from easypipe.core.errors import EasypipeError, MissingFileError, StorageError
 
 T = TypeVar("T")
+# What is passed to fsspec: credentials, an endpoint. Never logged, saved or part of an identity.
+StorageOptions = dict[str, Any] | None
 log = logging.getLogger("easypipe")
 
 SLOWEST_BYTES_PER_S = 1 << 18  # a transfer slower than this counts as hung
@@ -120,7 +123,7 @@ def retrying(
     url: str,
     call: Callable[[float], T],
     *,
-    options: Mapping[str, Any] | None = None,
+    options: StorageOptions = None,
     num_bytes: int = 0,
 ) -> T:
     """`call(timeout_s)`, again and again while it fails for passing reasons.
@@ -234,7 +237,7 @@ def public_url(url: str) -> str:
     return urlunsplit((parts.scheme, host, parts.path, query, parts.fragment))
 
 
-def tell(error: BaseException, url: str, options: Mapping[str, Any] | None) -> str:
+def tell(error: BaseException, url: str, options: StorageOptions) -> str:
     """The error in words, with every secret of the URL and the options hidden."""
     status = status_of(error)
     text = str(error).strip()
@@ -248,12 +251,14 @@ def tell(error: BaseException, url: str, options: Mapping[str, Any] | None) -> s
     return f"{code}{name}: {text}" if text else f"{code}{name}"
 
 
-def remote_call(fs: Any, name: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
+def remote_call(
+    fs: AbstractFileSystem, name: str, timeout_s: float, *args: Any, **kwargs: Any
+) -> Any:
     """`fs.name(*args)` under a time limit where the filesystem is asynchronous inside, else as it
     is.
     """
     method = getattr(fs, f"_{name}", None) if isinstance(fs, AsyncFileSystem) else None
-    if method is None:
+    if not isinstance(fs, AsyncFileSystem) or method is None:
         return getattr(fs, name)(*args, **kwargs)
     return sync(fs.loop, method, *args, timeout=timeout_s, **kwargs)
 
@@ -384,7 +389,7 @@ def _wait(policy: RetryPolicy, attempt: int, error: BaseException) -> float:
 
 
 def _told(
-    error: BaseException, url: str, options: Mapping[str, Any] | None, attempts: int, seconds: float
+    error: BaseException, url: str, options: StorageOptions, attempts: int, seconds: float
 ) -> EasypipeError:
     at, text, status = public_url(url), tell(error, url, options), status_of(error)
     if status == 404 or (isinstance(error, FileNotFoundError) and status is None):

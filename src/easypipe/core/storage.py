@@ -27,13 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import fsspec
 import xxhash
+from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
 from easypipe.core.errors import EasypipeError, MissingFileError, StorageError
 from easypipe.core.remote import (
     ShortReadError,
+    StorageOptions,
     http_facts,
     http_range,
     is_http,
@@ -79,8 +80,8 @@ def is_remote(path: str | Path) -> bool:
 
 
 def filesystem(
-    path: str | Path, storage_options: dict[str, Any] | None = None
-) -> tuple[fsspec.AbstractFileSystem, str]:
+    path: str | Path, storage_options: StorageOptions = None
+) -> tuple[AbstractFileSystem, str]:
     """The fsspec filesystem of `path`, and the path as that filesystem spells it. Raises
     StorageError where the protocol is unknown.
     """
@@ -99,7 +100,7 @@ def filesystem(
     raise StorageError(at=at, problem=problem, fix=fix)
 
 
-def exists(path: str | Path, storage_options: dict[str, Any] | None = None) -> bool:
+def exists(path: str | Path, storage_options: StorageOptions = None) -> bool:
     if not is_remote(path):
         return Path(_local(path)).exists()
     try:
@@ -116,7 +117,7 @@ def exists(path: str | Path, storage_options: dict[str, Any] | None = None) -> b
     return True
 
 
-def read_bytes(path: str | Path, storage_options: dict[str, Any] | None = None) -> bytes:
+def read_bytes(path: str | Path, storage_options: StorageOptions = None) -> bytes:
     try:
         if not is_remote(path):
             return Path(_local(path)).read_bytes()
@@ -136,13 +137,13 @@ def read_bytes(path: str | Path, storage_options: dict[str, Any] | None = None) 
 
 
 def read_range(
-    path: str | Path, start: int, stop: int, storage_options: dict[str, Any] | None = None
+    path: str | Path, start: int, stop: int, storage_options: StorageOptions = None
 ) -> bytes:
     """Bytes `start` to `stop` of a remote file, all of them. Raises StorageError where it is
     shorter.
     """
 
-    def call(fs: Any, name: str, timeout_s: float) -> bytes:
+    def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> bytes:
         if is_http(str(path)):
             try:
                 return http_range(fs, str(path), start, stop, "", timeout_s)
@@ -163,7 +164,7 @@ def read_range(
     return _remote(path, storage_options, call, stop - start)
 
 
-def chunks(path: str | Path, storage_options: dict[str, Any] | None = None) -> Iterator[bytes]:
+def chunks(path: str | Path, storage_options: StorageOptions = None) -> Iterator[bytes]:
     """A file's bytes in order, CHUNK_BYTES at a time. Raises FileNotFoundError where it is not
     there, OSError where it cannot be read.
     """
@@ -179,7 +180,7 @@ def chunks(path: str | Path, storage_options: dict[str, Any] | None = None) -> I
         yield read_range(path, start, min(start + CHUNK_BYTES, size), storage_options)
 
 
-def size_of(path: str | Path, storage_options: dict[str, Any] | None = None) -> int | None:
+def size_of(path: str | Path, storage_options: StorageOptions = None) -> int | None:
     """Bytes of a file; None where there is none."""
     if not is_remote(path):
         local = _local(path)
@@ -193,12 +194,12 @@ def size_of(path: str | Path, storage_options: dict[str, Any] | None = None) -> 
     return None if found.get("type") == "directory" else int(found.get("size") or 0)
 
 
-def names_in(folder: str | Path, storage_options: dict[str, Any] | None = None) -> list[str]:
+def names_in(folder: str | Path, storage_options: StorageOptions = None) -> list[str]:
     """Names of what lies directly in a folder, sorted, temporaries left out; [] where there is no
     folder.
     """
 
-    def call(fs: Any, name: str, timeout_s: float) -> list[str]:
+    def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> list[str]:
         fs.invalidate_cache()  # stores remember listings; another process may have written since
         return [str(path) for path in remote_call(fs, "ls", timeout_s, name, detail=False)]
 
@@ -214,10 +215,10 @@ def names_in(folder: str | Path, storage_options: dict[str, Any] | None = None) 
     return sorted(name for name in names if name and not name.startswith(TEMPORARY))
 
 
-def remove(path: str | Path, storage_options: dict[str, Any] | None = None) -> None:
+def remove(path: str | Path, storage_options: StorageOptions = None) -> None:
     """Removes a file, or a folder with all that is in it, where it is there."""
 
-    def call(fs: Any, name: str, timeout_s: float) -> None:
+    def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> None:
         fs.invalidate_cache()
         remote_call(fs, "rm", timeout_s, name, recursive=True)
 
@@ -229,15 +230,15 @@ def remove(path: str | Path, storage_options: dict[str, Any] | None = None) -> N
         _remote(path, storage_options, call)
 
 
-def _fresh_info(fs: Any, name: str, timeout_s: float) -> Any:
+def _fresh_info(fs: AbstractFileSystem, name: str, timeout_s: float) -> Any:
     fs.invalidate_cache()
     return remote_call(fs, "info", timeout_s, name)
 
 
 def _remote(
     path: str | Path,
-    storage_options: dict[str, Any] | None,
-    call: Callable[[Any, str, float], T],
+    storage_options: StorageOptions,
+    call: Callable[[AbstractFileSystem, str, float], T],
     num_bytes: int = 0,
 ) -> T:
     """`call(filesystem, name, timeout in s)`, tried again where it fails for a passing reason.
@@ -251,7 +252,7 @@ def _remote(
     return retrying(str(path), attempt, options=storage_options, num_bytes=num_bytes)
 
 
-def read_json(path: str | Path, storage_options: dict[str, Any] | None = None) -> Any:
+def read_json(path: str | Path, storage_options: StorageOptions = None) -> Any:
     """Raises StorageError where the file is not JSON."""
     data = read_bytes(path, storage_options)
     try:
@@ -262,17 +263,13 @@ def read_json(path: str | Path, storage_options: dict[str, Any] | None = None) -
         ) from error
 
 
-def commit_bytes(
-    path: str | Path, data: bytes, storage_options: dict[str, Any] | None = None
-) -> Stamp:
+def commit_bytes(path: str | Path, data: bytes, storage_options: StorageOptions = None) -> Stamp:
     with commit_file(path, storage_options) as (temporary, stamp):
         temporary.write_bytes(data)
     return stamp()
 
 
-def create_bytes(
-    path: str | Path, data: bytes, storage_options: dict[str, Any] | None = None
-) -> bool:
+def create_bytes(path: str | Path, data: bytes, storage_options: StorageOptions = None) -> bool:
     """Commits `data` at a URL only where there is no file yet; False where there is one that holds
     other bytes.
 
@@ -294,9 +291,7 @@ def create_bytes(
     return True
 
 
-def commit_json(
-    path: str | Path, value: Any, storage_options: dict[str, Any] | None = None
-) -> Stamp:
+def commit_json(path: str | Path, value: Any, storage_options: StorageOptions = None) -> Stamp:
     return commit_bytes(path, json_bytes(value), storage_options)
 
 
@@ -306,7 +301,7 @@ def json_bytes(value: Any) -> bytes:
 
 @contextlib.contextmanager
 def commit_file(
-    path: str | Path, storage_options: dict[str, Any] | None = None
+    path: str | Path, storage_options: StorageOptions = None
 ) -> Generator[tuple[Path, Callable[[], Stamp]]]:
     """`with commit_file(path) as (temporary, stamp):` write `temporary`; leaving the block commits
     it, an exception discards it.
@@ -372,10 +367,10 @@ def commit_folder(temporary: Path, target: Path) -> None:
     _step("committed", str(target))
 
 
-def _put(file: Path, target: str, storage_options: dict[str, Any] | None) -> None:
+def _put(file: Path, target: str, storage_options: StorageOptions) -> None:
     size = file.stat().st_size
 
-    def call(fs: Any, name: str, timeout_s: float) -> None:
+    def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> None:
         remote_call(fs, "put_file", timeout_s, str(file), name, **_checked(fs))
         if (
             not _checks(fs)
@@ -386,31 +381,31 @@ def _put(file: Path, target: str, storage_options: dict[str, Any] | None) -> Non
     _upload(target, storage_options, size, call)
 
 
-def _create(fs: Any, name: str, data: bytes, timeout_s: float) -> None:
+def _create(fs: AbstractFileSystem, name: str, data: bytes, timeout_s: float) -> None:
     fs.invalidate_cache()
     remote_call(fs, "pipe_file", timeout_s, name, data, mode="create", **_checked(fs))
 
 
-def _checks(fs: Any) -> bool:
+def _checks(fs: AbstractFileSystem) -> bool:
     """Whether its client compares checksums with the store: botocore sends one, gcsfs is asked
     to.
     """
     return bool({"gs", "s3"} & set([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol))
 
 
-def _checked(fs: Any) -> dict[str, Any]:
+def _checked(fs: AbstractFileSystem) -> dict[str, Any]:
     return {"consistency": "md5"} if "gs" in fs.protocol else {}
 
 
 def _upload(
     path: str | Path,
-    storage_options: dict[str, Any] | None,
+    storage_options: StorageOptions,
     num_bytes: int,
-    call: Callable[[Any, str, float], None],
+    call: Callable[[AbstractFileSystem, str, float], None],
 ) -> None:
     """Raises FileExistsError as `call` does, StorageError for all else that does not pass."""
 
-    def attempt(fs: Any, name: str, timeout_s: float) -> bool:
+    def attempt(fs: AbstractFileSystem, name: str, timeout_s: float) -> bool:
         try:
             call(fs, name, timeout_s)
         except FileExistsError:

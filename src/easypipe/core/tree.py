@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from easypipe.core import storage
 from easypipe.core.errors import MissingFileError
-from easypipe.core.remote import remote_call, retrying
+from easypipe.core.remote import StorageOptions, remote_call, retrying
 
 
 class Found(NamedTuple):
@@ -22,9 +22,7 @@ class Found(NamedTuple):
     modified: float
 
 
-def files_below(
-    folder: str | Path, storage_options: dict[str, Any] | None = None
-) -> dict[str, Found]:
+def files_below(folder: str | Path, storage_options: StorageOptions = None) -> dict[str, Found]:
     """Every file in a folder and its folders, by its name below it, sorted; {} where there is no
     folder.
     """

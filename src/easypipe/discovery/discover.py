@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from easypipe.cache.location import cache_folder
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.core.remote import public_url
+from easypipe.core.remote import StorageOptions, public_url
 from easypipe.discovery.findings import Discovery, Part
 from easypipe.discovery.inspection import (
     Candidate,
@@ -24,7 +24,6 @@ from easypipe.discovery.inspection import (
     read_paths,
 )
 from easypipe.discovery.trial import Fields
-from easypipe.save.config import StorageOptions
 from easypipe.save.saved import is_saved, join, read_manifest
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.external.objects import is_dataset_dict, open_object

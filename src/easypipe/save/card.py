@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import yaml
 
 from easypipe.core import storage
-from easypipe.save.config import StorageOptions
+from easypipe.core.remote import StorageOptions
 from easypipe.save.saved import MANIFEST, Json, SavedManifest, join
 
 log = logging.getLogger("easypipe")

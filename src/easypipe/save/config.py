@@ -10,7 +10,6 @@ from typing import Any, Literal
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
 
-StorageOptions = dict[str, Any] | None  # what fsspec takes: an endpoint, credentials
 Format = Literal["parquet", "arrow", "jsonl"]
 Compression = Literal["none", "gzip", "lz4", "zstd"]
 
@@ -63,7 +62,9 @@ class SaveStageConfig:
     num_shards: int | None = None
     max_shard_size: int | str | None = None
     overwrite: bool = False
-    storage_options: StorageOptions = field(default=None, repr=False, metadata={"secret": True})
+    storage_options: dict[str, Any] | None = field(
+        default=None, repr=False, metadata={"secret": True}
+    )
     push_to_hub: bool = False
     hub_repo_id: str | None = None
     hub_private: bool = True

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from easypipe.core import storage
 from easypipe.core.checked import checked_json, commit_checked, recall_checked
 from easypipe.core.errors import CacheError, ConfigError
-from easypipe.save.config import StorageOptions
+from easypipe.core.remote import StorageOptions
 from easypipe.save.saved import MANIFEST, SavedManifest, SavedShard, join, read_manifest
 
 RUN = "_easypipe-run.json"

@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 
 from easypipe.core.publication import Publication, PublishedFile
+from easypipe.core.remote import StorageOptions
 from easypipe.save.card import MARK, CardPart, card_text, join_below, public_name
-from easypipe.save.config import StorageOptions
 from easypipe.save.saved import MANIFEST, SavedManifest, join, read_manifest
 
 

@@ -27,8 +27,8 @@ from easypipe.core.protocols import (
     SourceInfo,
     TokenInfo,
 )
+from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
-from easypipe.save.config import StorageOptions
 from easypipe.sources.open import open_files
 from easypipe.sources.refs import format_of
 

@@ -26,9 +26,9 @@ from easypipe.cache.verify import (
 )
 from easypipe.core import storage
 from easypipe.core.errors import ConfigError, EasypipeError, MissingFileError
+from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.save import saved
-from easypipe.save.config import StorageOptions
 from easypipe.save.folder import RUN
 from easypipe.train.checkpoint import files as checkpoint_files
 

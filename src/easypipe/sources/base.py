@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from easypipe.core.errors import (
     require_rows,
 )
 from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo
+from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.files import DataFiles, FileRef, resolve
 from easypipe.sources.partitions import constant, partition_schema
@@ -111,7 +112,7 @@ class FileOptions(TypedDict, total=False):
 
     columns: Sequence[str] | None
     on_error: OnError
-    storage_options: Mapping[str, Any] | None
+    storage_options: StorageOptions
     index_dir: str | os.PathLike[str] | None
 
 
@@ -140,7 +141,7 @@ class FileSource(Source):
         *,
         columns: Sequence[str] | None = None,
         on_error: OnError = "error",
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: StorageOptions = None,
         index_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         require_option(on_error, get_args(OnError), "on_error")

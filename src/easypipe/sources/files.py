@@ -11,11 +11,12 @@ import glob
 import io
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from easypipe.core import remote
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, did_you_mean
+from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import filesystem, is_remote
 from easypipe.sources.listing import resolve_remote
 from easypipe.sources.refs import COMPRESSIONS as COMPRESSIONS
@@ -35,7 +36,7 @@ DataFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | FileRef]
 
 def resolve(
     data_files: DataFiles,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: StorageOptions = None,
     *,
     extensions: Iterable[str] | None = None,
 ) -> list[FileRef]:

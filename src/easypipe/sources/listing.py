@@ -13,6 +13,7 @@ from typing import Any
 from easypipe.core import remote
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
+from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import filesystem
 from easypipe.sources.refs import (
     FileRef,
@@ -30,7 +31,7 @@ log = logging.getLogger("easypipe")
 
 
 def resolve_remote(
-    text: str, storage_options: Mapping[str, Any] | None, kinds: tuple[str, ...]
+    text: str, storage_options: StorageOptions, kinds: tuple[str, ...]
 ) -> list[FileRef]:
     name = remote.public_url(text)
     here = FileRef(path=name, num_bytes=0, identity="")
@@ -107,9 +108,7 @@ def resolve_remote(
     return partitioned(files, remote.public_url(fs.unstrip_protocol(path)))
 
 
-def _resolve_http(
-    text: str, name: str, here: FileRef, storage_options: Mapping[str, Any] | None
-) -> FileRef:
+def _resolve_http(text: str, name: str, here: FileRef, storage_options: StorageOptions) -> FileRef:
     if glob.has_magic(plain_name(text)):
         raise ConfigError(
             at="data_files",

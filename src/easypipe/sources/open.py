@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.core.remote import StorageOptions
 from easypipe.sources.base import FileSource, OnError
 from easypipe.sources.external.token_files import TokenFilesConfig, TokenShardedSource
 from easypipe.sources.files import COMPRESSIONS, EXTENSIONS, DataFiles, format_of, resolve
@@ -38,7 +39,7 @@ def open_files(
     *,
     columns: Sequence[str] | None = None,
     on_error: OnError = "error",
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: StorageOptions = None,
     index_dir: str | os.PathLike[str] | None = None,
     token_files: TokenFilesConfig | None = None,
     text_unit: TextUnit | None = None,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from easypipe.core import remote
 from easypipe.core.config import digest
 from easypipe.core.errors import EasypipeError, MissingFileError, SourceError, StorageError
+from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import is_remote
 from easypipe.sources.partitions import partition_values
 
@@ -51,7 +52,7 @@ class FileRef:
     partitions: tuple[tuple[str, str | int | None], ...] = ()
     url: str | None = field(default=None, compare=False, repr=False)  # may be signed: never shown
     # may hold credentials: never shown
-    storage_options: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    storage_options: StorageOptions = field(default=None, compare=False, repr=False)
     twin: FileRef | None = field(default=None, compare=False, repr=False)
     head_bytes: int | None = None
 

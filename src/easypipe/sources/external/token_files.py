@@ -22,6 +22,7 @@ import pyarrow as pa
 from easypipe.core.config import config, digest
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.core.protocols import Reject
+from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import INPUT_IDS
 from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
 from easypipe.sources.external.megatron import MegatronIndex, open_index
@@ -208,7 +209,7 @@ class LaidOutSource(FileSource):
 
     @abstractmethod
     def _make_format(
-        self, layout: TokenFilesConfig | None, storage_options: Mapping[str, Any] | None
+        self, layout: TokenFilesConfig | None, storage_options: StorageOptions
     ) -> Format:
         """Called once, when `files` are known."""
 
@@ -224,7 +225,7 @@ class TokenShardedSource(LaidOutSource):
     reader = TokenFormat
 
     def _make_format(
-        self, layout: TokenFilesConfig | None, storage_options: Mapping[str, Any] | None
+        self, layout: TokenFilesConfig | None, storage_options: StorageOptions
     ) -> TokenFormat:
         self._layout = layout or TokenFilesConfig()
         found = {file.path: _index_beside(file, storage_options) for file in self.files}
@@ -305,7 +306,7 @@ def _npy_header(file: FileRef, head: bytes) -> tuple[np.dtype[Any], tuple[int, .
     return dtype, shape, stream.tell()
 
 
-def _index_beside(file: FileRef, storage_options: Mapping[str, Any] | None) -> FileRef | None:
+def _index_beside(file: FileRef, storage_options: StorageOptions) -> FileRef | None:
     if not file.path.lower().endswith(".bin"):
         return None
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
+from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import INPUT_IDS
 from easypipe.sources.base import Rows, Survey
 from easypipe.sources.external.token_files import LaidOutSource, TokenFilesConfig, no_rejects
@@ -135,7 +135,7 @@ class ArrayRecordShardedSource(LaidOutSource):
     reader = ArrayRecordFormat
 
     def _make_format(
-        self, layout: TokenFilesConfig | None, storage_options: Mapping[str, Any] | None
+        self, layout: TokenFilesConfig | None, storage_options: StorageOptions
     ) -> ArrayRecordFormat:
         self._layout = layout
         return ArrayRecordFormat(layout)

@@ -14,9 +14,8 @@ import dataclasses
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +23,7 @@ import pyarrow as pa
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, require_columns
 from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo
+from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.base import READER_VERSION, OnError
 from easypipe.sources.files import (
@@ -294,7 +294,7 @@ def open_forward(
     type: str | None = None,
     *,
     on_error: OnError = "error",
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: StorageOptions = None,
     num_rows: int | None = None,
 ) -> ForwardSource | None:
     """The files of `data_files` where they can be read forward without being counted; None for

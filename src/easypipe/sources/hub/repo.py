@@ -21,6 +21,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from easypipe.core import remote
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
+from easypipe.core.remote import StorageOptions
 from easypipe.sources.refs import FileRef, format_of
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ class HubRepo:
     (None: HF_ENDPOINT).
     """
 
-    def __init__(self, repo: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, repo: str, storage_options: StorageOptions = None) -> None:
         access = dict(storage_options or {})
         self.repo = repo
         self._token, self._endpoint = (
