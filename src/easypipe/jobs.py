@@ -19,7 +19,6 @@ from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.core.ledger import Ledger
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import ProgressListener, silent
-from easypipe.core.remote import StorageOptions
 from easypipe.pipeline import Pipeline
 from easypipe.save.config import SaveStageConfig
 from easypipe.save.stage import SaveReport
@@ -52,8 +51,8 @@ def tokenize_and_save(
     num_workers: int | None = None,
     executor: Literal["local", "ray"] = "local",
     cache_dir: str | Path | None = None,
-    storage_options: StorageOptions = None,
-    output_storage_options: StorageOptions = None,
+    storage_options: dict[str, Any] | None = None,
+    output_storage_options: dict[str, Any] | None = None,
     progress: ProgressListener | None = None,
 ) -> SaveReport:
     """Tokenizes one dataset and writes its documents in their order: the Pipeline of source,

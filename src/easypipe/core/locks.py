@@ -9,8 +9,9 @@ cache_dir/locks/
 
 A folder that rows are saved into is locked itself: no file is left in it.
 
-flock(2): a lock belongs to an open file, so two readers in one process are two as well. Over NFS
-the server has to support locks.
+flock(2): a lock belongs to an open file, so two readers in one process are two as well. (That of
+fasteners 0.19 is lockf, which belongs to the process: the first reader that closes frees all.) Over
+NFS the server has to support locks.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from easypipe.cache.location import cache_folder
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.core.remote import StorageOptions, public_url
+from easypipe.core.remote import public_url
 from easypipe.discovery.findings import Discovery, Part
 from easypipe.discovery.inspection import (
     Candidate,
@@ -59,7 +59,7 @@ def discover(
     subset: str | None = None,
     revision: str | None = None,
     token_files: TokenFilesConfig | None = None,
-    storage_options: StorageOptions = None,
+    storage_options: dict[str, Any] | None = None,
     sample_rows: int = 3,
     count: bool = False,
     cache_dir: str | Path | None = None,

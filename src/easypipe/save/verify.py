@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +27,6 @@ from easypipe.cache.verify import (
 )
 from easypipe.core import storage
 from easypipe.core.errors import ConfigError, EasypipeError, MissingFileError
-from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.save import saved
 from easypipe.save.folder import RUN
@@ -36,7 +36,9 @@ BATCH_ROWS = 4096
 CHECKPOINT = "checkpoint"
 
 
-def verify(path: str | Path, storage_options: StorageOptions = None) -> tuple[Verification, ...]:
+def verify(
+    path: str | Path, storage_options: dict[str, Any] | None = None
+) -> tuple[Verification, ...]:
     """Everything below `path`: a token cache (its folder, or one manifest in it), a saved folder,
     or a folder of saved folders; the output_dir of a run, its folder of checkpoints, or one of
     these.
@@ -63,7 +65,7 @@ def verify(path: str | Path, storage_options: StorageOptions = None) -> tuple[Ve
 
 
 def cache_folder_of(
-    path: str | Path, storage_options: StorageOptions = None
+    path: str | Path, storage_options: dict[str, Any] | None = None
 ) -> tuple[CacheFolder, str | None] | None:
     """(the token cache that `path` is or is a manifest of, the key of that manifest)."""
     text = place_of(path)
@@ -100,7 +102,7 @@ def _checkpoint(folder: Path) -> Verification:
     )
 
 
-def _saved_folders(path: str, storage_options: StorageOptions) -> list[str]:
+def _saved_folders(path: str, storage_options: dict[str, Any] | None) -> list[str]:
     below = storage.names_in(path, storage_options)
     if saved.MANIFEST in below or RUN in below:
         return [path]
@@ -112,7 +114,7 @@ def _saved_folders(path: str, storage_options: StorageOptions) -> list[str]:
     ]
 
 
-def _saved(folder: str, storage_options: StorageOptions) -> Verification:
+def _saved(folder: str, storage_options: dict[str, Any] | None) -> Verification:
     path = saved.join(folder, saved.MANIFEST)
     dataset = folder.rstrip("/").rpartition("/")[2]
     try:
@@ -156,7 +158,7 @@ def _saved(folder: str, storage_options: StorageOptions) -> Verification:
 
 
 def _saved_rows(
-    folder: str, manifest: saved.SavedManifest, storage_options: StorageOptions
+    folder: str, manifest: saved.SavedManifest, storage_options: dict[str, Any] | None
 ) -> Iterator[Problem]:
     """Counts and columns of every shard, whose bytes are known to be right."""
     path = saved.join(folder, saved.MANIFEST)

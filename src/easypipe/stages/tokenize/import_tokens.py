@@ -4,6 +4,7 @@ mixed and packed like any others.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from easypipe.core.protocols import (
     Source,
     SourceInfo,
     TokenInfo,
+    info_of,
     left_out,
     scan,
 )
@@ -176,7 +178,7 @@ class ImportedTokens(Source):
 
     @property
     def info(self) -> SourceInfo:
-        return SourceInfo(tokens=self.tokens)
+        return dataclasses.replace(info_of(self.source), tokens=self.tokens)
 
     @property
     def below(self) -> ShardedSource:

@@ -31,6 +31,7 @@ from easypipe.core.protocols import (
     Source,
     SourceInfo,
     TokenInfo,
+    info_of,
     select,
 )
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
@@ -164,7 +165,8 @@ class TokenizedShardedSource(Source):
 
     @property
     def info(self) -> SourceInfo:
-        return SourceInfo(tokens=tokens_of(self.tokenizer), pairs=self.form.pairs)
+        below, tokens = info_of(self.source), tokens_of(self.tokenizer)
+        return dataclasses.replace(below, tokens=tokens, pairs=self.form.pairs)
 
     @property
     def below(self) -> ShardedSource:
