@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError
 from easypipe.loader.streams.feed import Cursor, Loaded
+from easypipe.loader.streams.spec import StreamSpec
 from easypipe.plan import mix
 from easypipe.plan.deficit import (
     MAX_SIZE,
@@ -26,8 +27,7 @@ from easypipe.plan.deficit import (
     weights_of,
     with_margin,
 )
-from easypipe.plan.pack import PackSpec, placed_tokens
-from easypipe.plan.spec import Unit
+from easypipe.plan.pack import placed_tokens
 
 
 class Drawn(NamedTuple):
@@ -54,28 +54,13 @@ class Drawn(NamedTuple):
 
 
 class Drawer:
-    """Draws from the cursors of one stream. weights: Int64[k], of documents, where no shares are
-    given with the call.
-
-    eos: documents without EOS are one token longer. Raises SourceError for a document that is too
-    long to be weighed by tokens.
+    """Draws from the cursors of one stream. Raises SourceError for a document that is too long to
+    be weighed by tokens.
     """
 
-    def __init__(
-        self,
-        cursors: Sequence[Cursor],
-        names: Sequence[str],
-        weights: NDArray[np.int64],
-        stop: mix.Stop,
-        *,
-        unit: Unit,
-        block: int | None,
-        pack: PackSpec | None,
-        eos: bool,
-    ) -> None:
-        self._cursors, self._names, self._weights = cursors, names, weights
-        self._stop: mix.Stop = stop
-        self._unit, self._block, self._pack, self._eos = unit, block, pack, eos
+    def __init__(self, cursors: Sequence[Cursor], spec: StreamSpec) -> None:
+        self._cursors, self._spec = cursors, spec
+        self._weights = np.array(spec.weights, np.int64)
 
     def draw(
         self,
@@ -102,7 +87,11 @@ class Drawer:
                         remaining[i] = waiting
                         short = True
                         # it leaves before it came
-                        if not waiting and shares is None and self._stop != "first_exhausted":
+                        if (
+                            not waiting
+                            and shares is None
+                            and self._spec.mix_stop != "first_exhausted"
+                        ):
                             active = active & (np.arange(len(active)) != i)
                             deficits = np.zeros_like(deficits)
             if not short:
@@ -117,18 +106,18 @@ class Drawer:
         shares: Sequence[Fraction] | None,
     ) -> mix.Draws:
         if shares is None:
-            return mix.draw(count, self._weights, remaining, deficits, active, self._stop)
+            return mix.draw(count, self._weights, remaining, deficits, active, self._spec.mix_stop)
         expected = with_margin(1 + count // len(self._cursors))
-        total = ROWS_TOTAL if self._unit == "rows" else TOKENS_TOTAL
+        total = ROWS_TOTAL if self._spec.unit == "rows" else TOKENS_TOTAL
         return draw_largest_deficit(
             count,
-            lambda active: np.array(weights_of(shares, active.tolist(), total, self._block)),
+            lambda active: np.array(weights_of(shares, active.tolist(), total, self._spec.block)),
             remaining,
             deficits,
             active,
-            self._stop,
+            self._spec.mix_stop,
             None
-            if self._unit == "rows"
+            if self._spec.unit == "rows"
             else lambda counts: self._sizes(np.maximum(counts, np.minimum(expected, remaining))),
         )
 
@@ -142,10 +131,12 @@ class Drawer:
             if waiting < count:
                 raise _NoMore(i, waiting)
             lengths, has_eos = cursor.lengths(0, count)
-            sizes = placed_tokens(lengths + ~has_eos if self._eos else lengths, self._pack)
+            sizes = placed_tokens(
+                lengths + ~has_eos if self._spec.eos is not None else lengths, self._spec.pack
+            )
             if (sizes > MAX_SIZE).any():
                 raise SourceError(
-                    at=f"dataset {self._names[i]!r}",
+                    at=f"dataset {cursor.name!r}",
                     problem=f"a document of {sizes.max()} tokens cannot be weighed: "
                     f"shares by tokens know documents of up to {MAX_SIZE}",
                     fix="Weigh by rows, or cut the document.",

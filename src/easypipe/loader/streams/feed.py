@@ -14,7 +14,7 @@ import itertools
 import math
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -72,6 +72,41 @@ class Loaded:
     @property
     def num_docs(self) -> int:
         return self.offsets.shape[0] - 1
+
+
+class Counts(Counter[tuple[str, str]]):
+    """Counters of one dataset, by subject and by what: of what was read, and of what was drawn."""
+
+    def add(self, subject: str, counts: Mapping[str, int]) -> None:
+        self.update({(subject, what): count for what, count in counts.items()})
+
+    def of(self, subject: str) -> Counter[str]:
+        """The counters of a subject, by name."""
+        return Counter({what: n for (of, what), n in sorted(self.items()) if of == subject})
+
+    def chunk(self, loaded: Loaded, skipped: int, share: Mapping[str, int]) -> None:
+        """A chunk was read. skipped: its documents in front of the place where reading began.
+        share: what of the stream's share it is.
+        """
+        self.add("shares read", share)
+        self.add("read", {"rows": loaded.rows, "documents": loaded.num_docs})
+        self.add("drawn", {"again": skipped})
+        self.add("rejects", loaded.rejects)
+        self.add("strings", loaded.strings)
+        self.add("lengths", loaded.lengths)
+
+    def unread(self) -> Counter[str]:
+        """Of every unit in the shares of all passes that were begun, how many were not read."""
+        left = self.of("shares")
+        for subject in ("shares read", "shares before"):
+            left.subtract(self.of(subject))
+        return Counter(dict(sorted(left.items())))
+
+    def end_epoch(self, dropped: int) -> None:
+        """What was not read until now stays so. dropped: documents that were read, and not drawn."""
+        self["drawn", "left"] += dropped
+        for unit, count in self.unread().items():
+            self["shares left", unit] = count
 
 
 class Forward(Protocol):
@@ -333,31 +368,18 @@ class Cursor:
         stream: int,
         place: Place,
         pool: ReadPool,
-        count: Callable[[Loaded, int, Mapping[str, int]], None],
-        begun: Callable[[Mapping[str, int], Mapping[str, int]], None],
+        counts: Counts,
         *,
-        endless: bool,
-        passes: int | None = None,
+        passes: int | None,
         bad: int = 0,
     ) -> None:
-        """endless: a new pass begins behind the last document, until there were `passes` of them.
-
-        count: called for every chunk, in order, with how many of its documents were taken before
-        `place`, and what of its share it is.
-        begun: called for every pass with the share of this stream, and what of that lies in front
-        of `place`.
+        """passes: a new one begins behind the last document, until there were so many (None:
+        without end); 0: only where `begin` is called.
         """
-        self._deal, self._stream, self._pool, self._count, self._endless = (
-            deal,
-            stream,
-            pool,
-            count,
-            endless,
-        )
-        self._begun = begun
-        begun(deal.share(stream, place), deal.share(stream, place, before=True))
-        self._passes = passes
-        self.bad = bad
+        self._deal, self._stream, self._pool = deal, stream, pool
+        self._counts, self._passes, self.bad = counts, passes, bad
+        counts.add("shares", deal.share(stream, place))
+        counts.add("shares before", deal.share(stream, place, before=True))
         self._bad_chunks: list[Loaded] = []  # those that were counted since `bad_chunks` was asked
         self._held: deque[tuple[Place, Loaded]] = deque()
         # all chunks that there were since `mark`, and `bad` at it
@@ -464,8 +486,12 @@ class Cursor:
         self.close()
         self._start = Place(epoch)
         self._next = self._deal.first(self._stream, self._start)
-        self._begun(self._deal.share(self._stream, self._start), {})
+        self._counts.add("shares", self._deal.share(self._stream, self._start))
         self._pass_docs = 0
+
+    @property
+    def name(self) -> str:
+        return self._deal.source.name
 
     @property
     def waiting(self) -> int:
@@ -479,9 +505,7 @@ class Cursor:
     def _read(self) -> bool:
         """Takes in the next chunk; False where the pass has no more."""
         if self._next is None:
-            if not self._endless or (
-                self._passes is not None and self._start.epoch + 1 >= self._passes
-            ):
+            if self._passes is not None and self._start.epoch + 1 >= self._passes:
                 return False
             nothing = self._start == Place(self._start.epoch) and not self._pass_docs
             self._empty_passes = self._empty_passes + 1 if nothing else 0
@@ -497,7 +521,7 @@ class Cursor:
         self._read_ahead()
         place, future = self._ahead.popleft()
         loaded = future.result()
-        self._count(
+        self._counts.chunk(
             loaded,
             min(place.taken, loaded.num_docs),
             self._deal.share_of(place, ended=loaded.ended),

@@ -156,7 +156,7 @@ class StreamRows(Rows):
         return sorted(own)
 
     def ledger(self) -> Ledger:
-        return ledger_of(Books(), self.names, self.spec)
+        return ledger_of(Books.total(len(self.sources)), self.names, self.spec)
 
 
 class StreamReader(RowReader):
@@ -298,7 +298,12 @@ class StreamReader(RowReader):
         """Raises SourceError or PlanError: training would end before it begins, as if the data
         had.
         """
-        rows, books = self._rows, Books.total(stream.books for stream in self._streams.values())
+        rows, books = (
+            self._rows,
+            Books.total(
+                len(self._rows.sources), (stream.books for stream in self._streams.values())
+            ),
+        )
         if rows.spec.pack is not None and books.all_dropped:
             raise nothing_fits(books.all_dropped, rows.spec.pack) from None
         read = [
@@ -431,7 +436,7 @@ class StreamMark(NamedTuple):
     counts: Mapping[str, int]  # those of Books that are of all streams together
 
     def ledger(self) -> Ledger:
-        books = dataclasses.replace(Books.total(self.books), **self.counts)
+        books = dataclasses.replace(Books.total(len(self.rows.sources), self.books), **self.counts)
         return ledger_of(books, self.rows.names, self.rows.spec)
 
     def hint(self) -> list[str]:
@@ -476,7 +481,7 @@ class Stream:
         self._made, self._ahead = made, ahead
         self._next: Future[Window] | None = None
         self.number, self.windows = made.number, list[Window]()
-        self.state, self.ended, self.books = made.state, made.ended, Books()
+        self.state, self.ended, self.books = made.state, made.ended, made.books
 
     def go_on(self) -> Window:
         """The next window, which may hold no row."""

@@ -51,6 +51,11 @@ class StreamSpec:
     train_continued: bool = False
 
     @property
+    def mix_stop(self) -> mix.Stop:
+        """For a single dataset all are the same."""
+        return "all_exhausted" if len(self.weights) == 1 else self.stop
+
+    @property
     def endless_parts(self) -> bool:
         """Whether each dataset begins anew on its own, so that the mixture has no epochs."""
         return self.stop == "restart" and len(self.weights) > 1

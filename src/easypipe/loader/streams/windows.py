@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -77,9 +76,8 @@ class Windows:
         state: StreamState | None = None,
         ends: NDArray[np.int64] | None = None,
     ) -> None:
-        self.number, self.spec, self._books = number, spec, Books()
+        self.number, self.spec, self._books = number, spec, Books.total(len(deals))
         self._ends = np.full(spec.num_streams, turns.NEVER) if ends is None else ends
-        self._stop: mix.Stop = "all_exhausted" if len(deals) == 1 else spec.stop
         self._names = [deal.source.name for deal in deals]
         self._keys = [fold(spec.seed, "stream", number, name) for name in self._names]
         self._row_key = fold(spec.seed, "stream rows", number)
@@ -90,35 +88,20 @@ class Windows:
             Cursor(
                 deal,
                 number,
-                place,
+                self.state.places[i],
                 pool,
-                partial(self._books.chunk, i),
-                partial(self._books.begin_pass, i) if not self.ended else _nothing,
-                endless=spec.endless_parts,
-                passes=spec.caps[i],
+                self._books.datasets[i],
+                passes=spec.caps[i] if spec.endless_parts else 0,
                 bad=bad[i],
             )
-            for i, (deal, place) in enumerate(zip(deals, self.state.places, strict=True))
+            for i, deal in enumerate(() if self.ended else deals)
         ]
-        self._drawer = Drawer(
-            self._cursors,
-            self._names,
-            np.array(spec.weights, np.int64),
-            self._stop,
-            unit=spec.unit,
-            block=spec.block,
-            pack=spec.pack,
-            eos=spec.eos is not None,
-        )
-        if not self.ended:
-            for cursor, weight, active in zip(
-                self._cursors, spec.weights, self.state.active, strict=True
-            ):
-                docs, tokens = (
-                    spec.window_docs or WINDOW_DOCS,
-                    spec.window_tokens if spec.window_docs is None else None,
-                )
-                cursor.wish(docs * weight // sum(spec.weights) if active else 0, tokens)
+        self._drawer = Drawer(self._cursors, spec)
+        docs, tokens = self._size
+        for cursor, weight, active in zip(
+            self._cursors, spec.weights, self.state.active, strict=False
+        ):
+            cursor.wish(docs * weight // sum(spec.weights) if active else 0, tokens)
         self._first_epoch = self.state.epoch
         self._end_row = -1  # where the last epoch ended that was seen to
         # Tokens of the document that is cut where this begins, which whoever saved the state has
@@ -131,17 +114,21 @@ class Windows:
         self.state, self.ended = window.after, self.at_end(window.after)
         return window
 
-    def close(self) -> None:
-        for cursor in self._cursors:
-            cursor.close()
+    @property
+    def books(self) -> Books:
+        """As they stand now."""
+        return Books.total(len(self._names), [self._books])
+
+    @property
+    def _size(self) -> tuple[int, int | None]:
+        """Documents of a window, or tokens of fewer long ones (None: no matter how many)."""
+        docs = self.spec.window_docs
+        return (WINDOW_DOCS, self.spec.window_tokens) if docs is None else (docs, None)
 
     def _window(self) -> Window:
         before, spec = self.state, self.spec
         shares, rows, most = self._shares(before.first_row)
-        limit, enough = (
-            spec.window_docs or WINDOW_DOCS,
-            spec.window_tokens if spec.window_docs is None else None,
-        )
+        limit, enough = self._size
         if spec.pack is not None and spec.pack.strategy == "stream":
             drawn = self._draw_run(rows, spec.pack, limit, enough, shares)
         elif rows is None:
@@ -161,7 +148,7 @@ class Windows:
         after = self._after(before, layout.num_rows, drawn)
         # a document that is cut was counted as drawn, and waits to be read again
         for i, cursor in enumerate(self._cursors):
-            self._books.waiting[i] = cursor.waiting - (
+            self._books.datasets[i]["drawn", "waiting"] = cursor.waiting - (
                 drawn.cut is not None and drawn.cut[1] > 0 and drawn.cut[0] == i
             )
         return Window(
@@ -174,7 +161,7 @@ class Windows:
             kept=kept,
             before=before,
             after=after,
-            books=Books.total([self._books]),
+            books=self.books,
             bad=bad,
         )
 
@@ -344,7 +331,9 @@ class Windows:
             again = int(drawn.start > self._placed_before)
             added = lacks[doc[again : drawn.counted]]
             for i in range(len(drawn.taken)):
-                self._books.added[i] += int(added[drawn.dataset[again : drawn.counted] == i].sum())
+                self._books.datasets[i]["drawn", "EOS"] += int(
+                    added[drawn.dataset[again : drawn.counted] == i].sum()
+                )
         # the part of each dataset is the documents of all, so that `doc` numbers them as they lie
         count = len(drawn.taken)
         tables = Tables(
@@ -426,8 +415,7 @@ class Windows:
         self._end_row = first_row
         epoch = before.epoch + 1
         for i, cursor in enumerate(self._cursors):
-            self._books.left[i] += cursor.drop()
-            self._books.end_epoch(i)
+            self._books.datasets[i].end_epoch(cursor.drop())
             cursor.close()
             if last is None or epoch < last:
                 cursor.begin(epoch)
@@ -435,7 +423,7 @@ class Windows:
 
     def _start(self, first_row: int, epoch: int, bad: tuple[int, ...]) -> StreamState:
         """Of an epoch. Datasets that may not come again are out of it."""
-        deficits, active = mix.start([1] * len(self._names), self._stop)
+        deficits, active = mix.start([1] * len(self._names), self.spec.mix_stop)
         if not self.spec.endless_parts:
             active &= np.array([cap is None or epoch < cap for cap in self.spec.caps])
         places = (Place(epoch),) * len(self._names)
@@ -449,8 +437,6 @@ class Windows:
 
     def _enter(self, drawn: Drawn, lengths: NDArray[np.int32], layout: Layout) -> None:
         books, pack = self._books, self.spec.pack
-        if not books.table.shape[0]:
-            books.table = np.zeros((len(self._cursors), plan_stats.COUNTERS), np.int64)
         segments = books.table[:, plan_stats.SEGMENTS].copy()
         dataset, lengths = drawn.dataset[: drawn.counted], lengths[: drawn.counted].copy()
         lengths[:1] -= self._placed_before
