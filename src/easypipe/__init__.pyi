@@ -92,6 +92,7 @@ from easypipe.stages.reports.plan_report import PlanReport
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.source.interleave import InterleavedSource, block_mixture_interleave
 from easypipe.stages.tokenize.config import TokenizeStageConfig
+from easypipe.stages.tokenize.engine import PromptEngine
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.train.checkpoint.manager import CheckpointManager
 from easypipe.train.config import OptimizerConfig, TrainingConfig
@@ -112,7 +113,6 @@ from easypipe.transforms.columns.columns import (
 from easypipe.transforms.columns.conversation import Chat
 from easypipe.transforms.columns.functions import Expand, Filter, Map
 from easypipe.transforms.prompt.config import FewShotConfig, PromptConfig
-from easypipe.transforms.prompt.engine import PromptEngine
 from easypipe.transforms.prompt.fill_in_the_middle import FillInTheMiddle
 from easypipe.transforms.tokenizer.bpe import train_bpe
 from easypipe.transforms.tokenizer.config import TokenizerConfig

@@ -51,7 +51,7 @@ from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.source.transform import TransformStage
 from easypipe.stages.streamable import no_plan, require_streamable
 from easypipe.stages.tokenize.config import TokenizeStageConfig
-from easypipe.stages.tokenize.prompt_rows import PromptForm
+from easypipe.stages.tokenize.prompt_rows import PromptRows
 from easypipe.stages.tokenize.stage import TokenizedShardedSource, TokenizeStage
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
@@ -496,7 +496,7 @@ class Pipeline:
         room = pack.seq_length if pack.holds else None
         forms = [source.form for source in self.tokenized().values()] if steps else []
         told = all(
-            form.room == room for form in forms if isinstance(form, PromptForm) and form.splits
+            form.room == room for form in forms if isinstance(form, PromptRows) and form.splits
         )
         if told or any(_is_own(step.stage) for step in steps):
             return

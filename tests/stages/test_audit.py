@@ -18,7 +18,6 @@ from easypipe.stages.tokenize.text_rows import Texts
 from easypipe.stages.tokenize.token_rows import (
     PIECE_BYTES,
     WHOLE_BYTES,
-    encode_spans,
     encode_texts,
     sample_of,
 )
@@ -60,7 +59,7 @@ def test_a_huge_document_is_audited_in_pieces(monkeypatch: pytest.MonkeyPatch, s
     sizes = seen(monkeypatch)
     if spans:
         texts = long_text(spans=[[[10, 50], [9000, 300_000]]], ends=np.zeros(1, np.uint8))
-        encode_spans(texts, tokenizer, batch_size=8, at="a", raw=True, audit_key="k")
+        encode_texts(texts, tokenizer, batch_size=8, at="a", raw=True, audit_key="k")
     else:
         encode_texts(long_text(), tokenizer, batch_size=8, at="a", audit_key="k")
     assert len(sizes) >= 2

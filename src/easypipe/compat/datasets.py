@@ -32,7 +32,7 @@ from easypipe.loader.rows.ranks import check_rank
 from easypipe.plan.order import permute
 from easypipe.sources.external.objects import is_streamed
 from easypipe.stages.source.config import DatasetConfig
-from easypipe.transforms.prompt.engine import PromptEngine
+from easypipe.stages.tokenize.engine import PromptEngine
 
 log = logging.getLogger("easypipe")
 

@@ -6,35 +6,29 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from easypipe.cache.encoder import EncodedDocuments
 from easypipe.cache.ranges import recipe_of
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ShardedSource
 from easypipe.stages.source.config import PROMPT_OPTIONS, DatasetConfig
-from easypipe.stages.tokenize.pair_rows import PairForm
-from easypipe.stages.tokenize.prompt_rows import PromptForm, lengths_identity
+from easypipe.stages.tokenize.engine import PromptEngine
+from easypipe.stages.tokenize.prompt_rows import PromptRows
 from easypipe.stages.tokenize.text_rows import Texts, read_texts, require_text
-from easypipe.stages.tokenize.token_rows import encode_texts
 from easypipe.transforms.chat.messages import is_json, is_messages, is_text
 from easypipe.transforms.prompt.config import PromptConfig
-from easypipe.transforms.prompt.engine import PromptEngine
 from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 
 class RowForm(Protocol):
-    """How rows are read and encoded. Law: row-wise; what a row becomes depends on the row alone.
+    """How rows are read as texts. Law: row-wise; what a row becomes depends on the row alone."""
 
-    columns: those of the source that are read. label: how errors and manifests call them. masked:
-    documents carry a loss_mask.
-    pairs: every document is two answers.
-    """
-
-    columns: tuple[str, ...]
-    label: str
-    masked: bool
-    pairs: bool
+    columns: tuple[str, ...]  # of the source, that are read
+    label: str  # how errors and manifests call them
+    masked: bool  # documents carry a loss_mask
+    pairs: bool  # every document is two answers
+    raw: bool  # no template wrote the texts: special tokens are put around them
+    lengths: Lengths | None  # what cuts documents in place of max_length
 
     def require(self, source: ShardedSource, dataset: str) -> None:
         """Raises SourceError where a column is missing or of a type that cannot be it. Reads no
@@ -48,31 +42,20 @@ class RowForm(Protocol):
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts: ...
 
-    def encode(
-        self,
-        texts: Texts,
-        tokenizer: Tokenizer,
-        *,
-        batch_size: int,
-        at: str,
-        audit_key: str | None = None,
-    ) -> EncodedDocuments: ...
 
-
-class TextForm:
+class TextColumn:
     """One column of text; every token is trained.
 
-    lengths: what cuts them in place of max_length. blanks: texts of white space alone are documents
-    too.
+    blanks: texts of white space alone are documents too.
     """
 
-    pairs = False
+    pairs, raw = False, True
 
     def __init__(
         self, content_field: str, lengths: Lengths | None = None, *, blanks: bool = False
     ) -> None:
         self.columns, self.label = (content_field,), content_field
-        self._lengths, self._blanks = lengths, blanks
+        self.lengths, self._blanks = lengths, blanks
         self.masked = lengths is not None and lengths.masks
 
     def require(self, source: ShardedSource, dataset: str) -> None:
@@ -80,28 +63,10 @@ class TextForm:
 
     def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
         recipe = recipe_of(tokenizer, self.label, refuted=refuted)
-        return recipe if self._lengths is None else digest(recipe, *lengths_identity(self._lengths))
+        return recipe if self.lengths is None else digest(recipe, self.lengths.identity)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
         return read_texts(source, shard, start, stop, self.label, blanks=self._blanks)
-
-    def encode(
-        self,
-        texts: Texts,
-        tokenizer: Tokenizer,
-        *,
-        batch_size: int,
-        at: str,
-        audit_key: str | None = None,
-    ) -> EncodedDocuments:
-        return encode_texts(
-            texts,
-            tokenizer,
-            batch_size=batch_size,
-            at=at,
-            audit_key=audit_key,
-            lengths=self._lengths,
-        )
 
 
 def form_of(
@@ -114,7 +79,7 @@ def form_of(
     """The form of a DatasetConfig's rows, from its options and the type of its column. Reads no
     rows, but of a file of examples.
 
-    room: as in PromptForm.
+    room: as in PromptRows.
 
     Raises SourceError where content_field is no column, ConfigError where an option has no effect
     on such rows, TokenizerError where the tokenizer has no chat template.
@@ -133,9 +98,8 @@ def form_of(
             at if error.at == "tokenizer" or error.at.startswith("length.") else inside
         ) from None
     if prompt.format_type == "text":
-        return TextForm(prompt.inputs[0], engine.lengths, blanks=dataset.text_unit == "file")
-    form = PromptForm if prompt.rejected_column is None else PairForm
-    return form(engine, source.schema.names, room)
+        return TextColumn(prompt.inputs[0], engine.lengths, blanks=dataset.text_unit == "file")
+    return PromptRows(engine, source.schema.names, room)
 
 
 def _prompt_of(dataset: DatasetConfig, at: str, source: ShardedSource) -> PromptConfig:

@@ -7,9 +7,8 @@ An answer that is left out takes the other one with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,59 +18,47 @@ from easypipe.cache.encoder import EncodedDocuments
 from easypipe.cache.manifest import total
 from easypipe.core.protocols import Reject
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, ROW_NUMBER, SEGMENT_BREAK
-from easypipe.stages.tokenize.prompt_rows import PromptForm
 from easypipe.stages.tokenize.text_rows import Texts
-from easypipe.transforms.chat.pool import Rendered
-from easypipe.transforms.refused import Refused
+from easypipe.stages.tokenize.token_rows import encode_texts
+from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 
-class PairForm(PromptForm):
-    """Rows that a PromptEngine writes twice, with the column that is preferred and with
-    `rejected_column` in its place.
+def encode_pairs(
+    texts: Texts,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    at: str,
+    raw: bool,
+    audit_key: str | None = None,
+    lengths: Lengths | None = None,
+) -> EncodedDocuments:
+    """As `encode_texts`, of texts that are the answers in turn: two of each row."""
 
-    Texts are the answers in turn: two of each row.
-    """
+    def encoded(wanted: NDArray[np.bool_], audit_key: str | None) -> list[EncodedDocuments]:
+        half = np.arange(len(texts.rows)) % 2
+        return [
+            encode_texts(
+                _some(texts, np.flatnonzero(wanted & (half == side))),
+                tokenizer,
+                batch_size=batch_size,
+                at=at,
+                raw=raw,
+                audit_key=audit_key,
+                lengths=lengths,
+            )
+            for side in (0, 1)
+        ]
 
-    pairs = True
-
-    def written(
-        self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]
-    ) -> tuple[list[Rendered | Refused], list[int]]:
-        found: list[Rendered | Refused] = []
-        of: list[int] = []
-        for number, pair in zip(numbers, self.engine.render_pairs(rows), strict=True):
-            answers = [pair] if isinstance(pair, Refused) else list(pair)
-            found += answers
-            of += [number] * len(answers)
-        return found, of
-
-    def encode(
-        self,
-        texts: Texts,
-        tokenizer: Tokenizer,
-        *,
-        batch_size: int,
-        at: str,
-        audit_key: str | None = None,
-    ) -> EncodedDocuments:
-        def encoded(wanted: NDArray[np.bool_], audit_key: str | None) -> list[EncodedDocuments]:
-            half = np.arange(len(texts.rows)) % 2
-            sides = (_some(texts, np.flatnonzero(wanted & (half == side))) for side in (0, 1))
-            encode = super(PairForm, self).encode
-            return [
-                encode(side, tokenizer, batch_size=batch_size, at=at, audit_key=audit_key)
-                for side in sides
-            ]
-
-        every = np.ones(len(texts.rows), np.bool_)
-        documents = encoded(every, audit_key)
-        rejects: dict[int, Reject] = {}
-        for side in documents:
-            rejects = {reject.row: reject for reject in side.rejects} | rejects
-        if rejects:  # the other halves of these were counted, which must not be
-            documents = encoded(~np.isin(texts.rows, list(rejects)), None)
-        return _joined(documents, tuple(rejects[row] for row in sorted(rejects)))
+    every = np.ones(len(texts.rows), np.bool_)
+    documents = encoded(every, audit_key)
+    rejects: dict[int, Reject] = {}
+    for side in documents:
+        rejects = {reject.row: reject for reject in side.rejects} | rejects
+    if rejects:  # the other halves of these were counted, which must not be
+        documents = encoded(~np.isin(texts.rows, list(rejects)), None)
+    return _joined(documents, tuple(rejects[row] for row in sorted(rejects)))
 
 
 def _some(texts: Texts, which: NDArray[np.int64]) -> Texts:

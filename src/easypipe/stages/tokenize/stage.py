@@ -39,9 +39,10 @@ from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.source.columns import kept_columns
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.tokenize.config import TokenizeStageConfig
-from easypipe.stages.tokenize.encoders import RowForm, TextForm, form_of
+from easypipe.stages.tokenize.encoders import RowForm, TextColumn, form_of
+from easypipe.stages.tokenize.pair_rows import encode_pairs
 from easypipe.stages.tokenize.text_rows import Texts
-from easypipe.stages.tokenize.token_rows import sample_of
+from easypipe.stages.tokenize.token_rows import encode_texts, sample_of
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.options import with_options
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -105,8 +106,16 @@ class TextEncoder:
         logger.debug("dataset %s: tokenizing with %s: %s", dataset, self.tokenizer.name, backend)
 
     def encode(self, rows: Texts, at: str, audit_key: str | None = None) -> EncodedDocuments:
-        size = self._batch_size
-        return self.form.encode(rows, self.tokenizer, batch_size=size, at=at, audit_key=audit_key)
+        form = self.form
+        return (encode_pairs if form.pairs else encode_texts)(
+            rows,
+            self.tokenizer,
+            batch_size=self._batch_size,
+            at=at,
+            raw=form.raw,
+            audit_key=audit_key,
+            lengths=form.lengths,
+        )
 
     def content(self, batch: pa.RecordBatch) -> str:
         return documents_hash(batch)
@@ -145,7 +154,7 @@ class TokenizedShardedSource(Source):
         Raises:
             SourceError: `content_field` is no column of text.
         """
-        self.form: RowForm = form or TextForm(content_field)
+        self.form: RowForm = form or TextColumn(content_field)
         self.form.require(source, dataset)
         self.keep = tuple(keep)
         self.source = select(source, list(dict.fromkeys([*self.form.columns, *keep])))

@@ -17,7 +17,8 @@ from easypipe.core.protocols import Reject, ShardedSource, counted, info_of, lef
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.text import has_text
 from easypipe.transforms.chat.messages import is_text
-from easypipe.transforms.refused import EMPTY
+from easypipe.transforms.chat.pool import Rendered
+from easypipe.transforms.refused import EMPTY, Refused
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,39 @@ class Texts:
         return int(ends[-1] - ends[0])
 
 
+def texts_of(
+    rendered: Sequence[Rendered | Refused],
+    rows: Sequence[int],
+    rejects: Sequence[Reject] = (),
+    cut_by: str = "",
+    *,
+    plain: bool = False,
+) -> Texts:
+    """What was written of rows with these numbers. plain: all of every text is trained."""
+    pairs = list(zip(rows, rendered, strict=True))
+    found = [one for _, one in pairs if isinstance(one, Rendered)]
+    numbers = [row for row, one in pairs if isinstance(one, Rendered)]
+    refused = [one.of_row(row) for row, one in pairs if isinstance(one, Refused)]
+    lost, goes_on = [one.lost for one in found], [one.goes_on for one in found]
+    return Texts(
+        texts=pa.array([one.text for one in found], pa.large_string()),
+        rows=np.array(numbers, np.int64),
+        rejects=counted([*rejects, *refused]),
+        spans=None if plain else [one.spans for one in found],
+        ends=None if plain else np.array([one.end for one in found], np.uint8),
+        lost=np.array(lost, np.int64) if any(lost) else None,
+        cut_by=cut_by,
+        goes_on=np.array(goes_on, np.bool_) if any(goes_on) else None,
+    )
+
+
+def row_numbers(batch: pa.RecordBatch, start: int) -> NDArray[np.int64]:
+    """Int64[rows], of a batch that was read from row `start` on."""
+    if ROW_NUMBER in batch.schema.names:
+        return batch.column(ROW_NUMBER).to_numpy()
+    return np.arange(start, start + batch.num_rows)
+
+
 def require_text(source: ShardedSource, content_field: str, dataset: str) -> None:
     """Raises SourceError where the column does not exist or is of a type that holds no text. Reads
     no rows.
@@ -115,12 +149,7 @@ def read_texts(
     raises for rows that it does not accept.
     """
     batch, rejects = scan(source, shard, start, stop)
-    numbered = ROW_NUMBER in batch.schema.names
-    rows = (
-        batch.column(ROW_NUMBER).to_numpy()
-        if numbered
-        else np.arange(start, start + batch.num_rows, dtype=np.int64)
-    )
+    rows = row_numbers(batch, start)
     column = batch.column(content_field)
     bad: list[Reject] = []
     if is_text(column.type):

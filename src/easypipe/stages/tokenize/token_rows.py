@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,9 +20,16 @@ from easypipe.core.protocols import Reject
 from easypipe.core.random import fold, permute
 from easypipe.core.schema import token_dtype
 from easypipe.stages.tokenize.text_rows import Texts
-from easypipe.transforms.refused import NOTHING_TO_TRAIN, TOO_LONG
+from easypipe.transforms.refused import NOTHING_TO_TRAIN, TOO_LONG, Refused
 from easypipe.transforms.tokenizer.lengths import Lengths, Shaped, Whole, shape
-from easypipe.transforms.tokenizer.masked import NO_END, Masked, encode_masked, has_target
+from easypipe.transforms.tokenizer.masked import (
+    NO_END,
+    EncodedTexts,
+    encode_masked,
+    encode_plain,
+    has_target,
+)
+from easypipe.transforms.tokenizer.ragged import Ids, Mask
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 AUDITED_SHARE = 1000  # one text in so many is encoded again with the reference
@@ -50,269 +56,157 @@ def encode_texts(
     *,
     batch_size: int,
     at: str,
+    raw: bool = True,
     audit_key: str | None = None,
     lengths: Lengths | None = None,
 ) -> EncodedDocuments:
-    """batch_size: most texts encoded at a time; decides memory and speed, never tokens. lengths:
-    what cuts them in place of max_length.
+    """Documents of texts; with a loss_mask where these have spans.
 
-    audit_key: a digest that says which texts are encoded again with the reference; None audits
-    none. Raises TokenizerError where the fast backend differs from the reference, SourceError for a
-    text of more than 2^31 tokens.
+    Args:
+        batch_size: Most texts encoded at a time; decides memory and speed, never tokens.
+        at: What errors call the file.
+        raw: No template wrote the texts: the tokenizer's own special tokens are put around each,
+            and its special_strings is obeyed.
+        audit_key: A digest that says which texts are encoded again with the reference; None: none.
+        lengths: What cuts them in place of max_length.
+
+    Raises:
+        TokenizerError: The fast backend differs from the reference.
+        SourceError: A text has more than 2^31 tokens.
     """
-    dtype = token_dtype(tokenizer.vocab_size)
-    ids, sizes, truncated, special, added = [], [], [], [], 0
-    for first, last in itertools.pairwise(_edges(texts, batch_size)):
-        encoded = tokenizer.encode_column(
-            texts.texts.slice(first, last - first), whole=lengths is not None
-        )
-        ids.append(encoded.ids)
-        sizes.append(np.diff(encoded.offsets))
-        truncated.append(encoded.truncated)
-        special.append(encoded.special)
-        added += encoded.added
-    all_ids = _joined(ids, dtype)
-    ids.clear()  # a range may be tens of megabytes of tokens
-    all_lengths, cut, strings = (
-        _joined(sizes, np.int64),
-        _joined(truncated, np.int64),
-        _joined(special, np.int64),
-    )
-    offsets = np.concatenate([[0], np.cumsum(all_lengths)]).astype(np.int64)
-    if all_lengths.size and all_lengths.max() > LONGEST:
-        row = int(texts.rows[int(all_lengths.argmax())])
-        raise SourceError(
-            at=place(at, row=row),
-            problem=f"{all_lengths.max()} tokens in one text",
-            fix="Set max_length, or split it.",
-        )
-    if audit_key is not None:
-        _audit(texts, all_ids, offsets, tokenizer, audit_key, at, whole=lengths is not None)
-    rows, rejects = texts.rows, ()
-    room = tokenizer.specials_per_text
-    refused = _refused_strings(texts, strings, tokenizer)
-    # nothing but special tokens: the tokenizer knows no piece of the text
-    kept = all_lengths > room
-    kept[list(refused)] = False
-    if not kept.all():
-        detail = f"the tokenizer {tokenizer.name} makes no token of this text"
-        without = np.flatnonzero(~kept).tolist()
-        rejects = tuple(
-            refused.get(i) or Reject(row=int(rows[i]), reason="no_tokens", detail=detail)
-            for i in without
-        )
-        all_ids, rows, cut, strings = (
-            all_ids[np.repeat(kept, all_lengths)],
-            rows[kept],
-            cut[kept],
-            strings[kept],
-        )
-        offsets = np.concatenate([[0], np.cumsum(all_lengths[kept])]).astype(np.int64)
-        added = len(rows) * room
-    lost, mask, counts, continued = int(cut.sum()), None, {}, None
+    made = _encoded(texts, tokenizer, batch_size, raw=raw, whole=lengths is not None)
+    _require_short(made, texts, at)
+    if audit_key is not None and tokenizer.backend.name != "tokenizers" and len(texts.texts):
+        _audit(texts, made, tokenizer, audit_key, at, raw=raw, whole=lengths is not None)
+    rejects = _rejected(texts, made, tokenizer)
+    kept = np.ones(len(texts.rows), np.bool_)
+    kept[list(rejects)] = False
+    refused = [rejects[i] for i in sorted(rejects)]
+    sizes, strings, rows = np.diff(made.offsets)[kept], made.special[kept], texts.rows[kept]
+    shaped = _shaped(texts, made.where(kept), np.flatnonzero(kept), lengths, raw=raw)
     if lengths is not None:
-        before = np.full(len(rows), len(tokenizer.surrounding[0]))
-        found = np.flatnonzero(kept)
-        whole = Whole(
-            offsets,
-            all_ids,
-            None,
-            before,
-            np.full(len(rows), room),
-            lambda i: texts.texts[int(found[i])].as_py(),
-        )
-        made = shape(whole, lengths, raw=True)
-        rejects = (*rejects, *_too_long(made, rows, np.diff(offsets), lengths))
-        all_ids, offsets, mask, rows, strings = (
-            made.ids,
-            made.offsets,
-            made.mask,
-            rows[made.origin],
-            strings[made.origin],
-        )
-        added, lost, counts, continued = (
-            int(made.added.sum()),
-            made.truncated,
-            made.counts,
-            made.continued,
-        )
-    tokens = int(offsets[-1])
-    eos = _without_eos_inside(ends_with(all_ids, offsets, tokenizer.eos_token_id), continued)
-    columns = [
-        pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(all_ids)),
-        pa.array(eos),
-        pa.array(rows),
-    ]
-    columns += (
-        [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(mask))]
-        if mask is not None
-        else []
+        refused += _too_long(shaped, rows, sizes, lengths)
+    rows, strings, mask = rows[shaped.origin], strings[shaped.origin], shaped.mask
+    gone, counts = _cut_before(texts, rows)
+    counts, lost = {**shaped.counts, **counts}, shaped.truncated + gone
+    continued = (
+        shaped.continued if texts.goes_on is None else shaped.continued | texts.goes_on[kept]
     )
-    batch = pa.RecordBatch.from_arrays(
-        columns, schema=cache_schema(tokenizer.vocab_size, loss_mask=mask is not None)
-    )
+    found, special = int(strings.sum()), int(shaped.added.sum())
     escapes = tokenizer.special.policy == "escape"
     return EncodedDocuments(
-        batch=batch,
+        batch=_batch(shaped, rows, continued, tokenizer, plain=texts.spans is None),
         counts=Counts(
-            docs=len(batch),
-            tokens=tokens,
-            encoded=tokens - added + lost - counts.get("overlap", 0),
-            added=added,
-            truncated=lost,
-            lengths=counts,
-            lost=_lost(texts, tokenizer),
-            trained=None if mask is None else int(mask.sum()),
-            special=0 if escapes else int(strings.sum()),
-            escaped=int(strings.sum()) if escapes else 0,
-        ),
-        rejects=tuple(rejects),
-    )
-
-
-def encode_spans(
-    texts: Texts,
-    tokenizer: Tokenizer,
-    *,
-    batch_size: int,
-    at: str,
-    raw: bool,
-    audit_key: str | None = None,
-    lengths: Lengths | None = None,
-) -> EncodedDocuments:
-    """Documents with a loss_mask, from texts with spans. lengths: what cuts them in place of
-    max_length.
-
-    raw: the texts are no template's work: the tokenizer's own special tokens are put around each,
-    and its special_strings is obeyed. Rows of which nothing that is trained remains within
-    max_length are rejects. Raises as encode_texts does.
-    """
-    assert texts.spans is not None
-    assert texts.ends is not None
-    dtype = token_dtype(tokenizer.vocab_size)
-    found: list[Masked] = []
-    for first, last in itertools.pairwise(_edges(texts, batch_size)):
-        some = texts.texts.slice(first, last - first)
-        whole = lengths is not None
-        found.append(
-            encode_masked(
-                tokenizer,
-                some,
-                texts.spans[first:last],
-                texts.ends[first:last].tolist(),
-                raw=raw,
-                whole=whole,
-            )
-        )
-    sizes = _joined([np.diff(part.offsets) for part in found], np.int64)
-    ids, mask = (
-        _joined([part.ids for part in found], dtype),
-        _joined([part.mask for part in found], np.uint8),
-    )
-    added, cut, strings = (
-        _joined([getattr(part, name) for part in found], np.int64)
-        for name in ("added", "truncated", "special")
-    )
-    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    if sizes.size and sizes.max() > LONGEST:
-        row = int(texts.rows[int(sizes.argmax())])
-        raise SourceError(
-            at=place(at, row=row),
-            problem=f"{sizes.max()} tokens in one text",
-            fix="Set max_length, or split it.",
-        )
-    if audit_key is not None:
-        _audit_spans(
-            texts, ids, mask, offsets, tokenizer, audit_key, at, raw=raw, whole=lengths is not None
-        )
-    kept = has_target(mask, offsets)
-    refused = _refused_strings(texts, strings, tokenizer)
-    kept[list(refused)] = False
-    rejects = tuple(
-        refused.get(i) or _untrained(int(texts.rows[i])) for i in np.flatnonzero(~kept).tolist()
-    )
-    rows, cut, strings, added = texts.rows[kept], cut[kept], strings[kept], added[kept]
-    if rejects:
-        tokens = np.repeat(kept, sizes)
-        ids, mask, sizes = ids[tokens], mask[tokens], sizes[kept]
-        offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    lost, counts, continued = int(cut.sum()), {}, cut > 0
-    if lengths is not None:
-        before, numbers = (
-            _joined([part.before for part in found], np.int64)[kept],
-            np.flatnonzero(kept),
-        )
-        made = shape(
-            Whole(
-                offsets, ids, mask, before, added, lambda i: texts.texts[int(numbers[i])].as_py()
-            ),
-            lengths,
-            raw=raw,
-        )
-        rejects = (*rejects, *_too_long(made, rows, sizes, lengths))
-        ids, offsets, rows, strings, added = (
-            made.ids,
-            made.offsets,
-            rows[made.origin],
-            strings[made.origin],
-            made.added,
-        )
-        assert made.mask is not None
-        mask, lost, counts, continued = made.mask, made.truncated, made.counts, made.continued
-    before_read = 0
-    if texts.goes_on is not None:
-        continued = continued | texts.goes_on[kept]
-        counts = counts | {"pieces": len(texts.rows) - len(np.unique(texts.rows))}
-    if texts.lost is not None or texts.goes_on is not None:
-        cut = (
-            np.zeros(len(texts.rows), np.int64)
-            if texts.lost is None
-            else np.where(np.isin(texts.rows, rows), texts.lost, 0)
-        )
-        before_read = int(cut.clip(0).sum())
-        touched = cut != 0 if texts.goes_on is None else (cut != 0) | texts.goes_on
-        counts = counts | {texts.cut_by: len(np.unique(texts.rows[touched]))}
-        if again := -int(cut.clip(None, 0).sum()):
-            counts = counts | {"overlap": again}
-    ends = _without_eos_inside(ends_closed(ids, offsets, tokenizer.eos_token_id), continued)
-    lists = [
-        pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values)) for values in (ids, mask)
-    ]
-    columns = [lists[0], pa.array(ends), pa.array(rows), lists[1]]
-    batch = pa.RecordBatch.from_arrays(
-        columns, schema=cache_schema(tokenizer.vocab_size, loss_mask=True)
-    )
-    special, lost = int(added.sum()), lost + before_read
-    escapes = tokenizer.special.policy == "escape"
-    return EncodedDocuments(
-        batch=batch,
-        counts=Counts(
-            docs=len(batch),
-            tokens=len(ids),
-            encoded=len(ids) - special + lost - counts.get("overlap", 0),
+            docs=len(rows),
+            tokens=len(shaped.ids),
+            encoded=len(shaped.ids) - special + lost - counts.get("overlap", 0),
             added=special,
             truncated=lost,
             lengths=counts,
             lost=_lost(texts, tokenizer),
-            trained=int(mask.sum()),
-            special=0 if escapes else int(strings.sum()),
-            escaped=int(strings.sum()) if escapes else 0,
+            trained=None if mask is None else int(mask.sum()),
+            special=0 if escapes else found,
+            escaped=found if escapes else 0,
         ),
-        rejects=tuple(rejects),
+        rejects=tuple(refused),
     )
 
 
-def _without_eos_inside(
-    ends: NDArray[np.uint8], continued: NDArray[np.bool_] | None
-) -> NDArray[np.uint8]:
-    """UInt8[n] has_eos: 1 for documents too whose text goes on where they stop, as packing would
-    teach the model to stop there.
+def _require_short(made: EncodedTexts, texts: Texts, at: str) -> None:
+    sizes = np.diff(made.offsets)
+    if sizes.size and sizes.max() > LONGEST:
+        raise SourceError(
+            at=place(at, row=int(texts.rows[int(sizes.argmax())])),
+            problem=f"{sizes.max()} tokens in one text",
+            fix="Set max_length, or split it.",
+        )
+
+
+def _shaped(
+    texts: Texts,
+    made: EncodedTexts,
+    numbers: NDArray[np.int64],
+    lengths: Lengths | None,
+    *,
+    raw: bool,
+) -> Shaped:
+    """The documents within their length. numbers: of their texts."""
+    if lengths is not None:
+        whole = Whole(*made[:5], texts=lambda i: texts.texts[int(numbers[i])].as_py())
+        return shape(whole, lengths, raw=raw)
+    continued = (made.truncated > 0) & (made.mask is not None)
+    same, cut = np.arange(len(numbers)), int(made.truncated.sum())
+    return Shaped(made.offsets, made.ids, made.mask, same, made.added, continued, cut, [], [], {})
+
+
+def _batch(
+    shaped: Shaped,
+    rows: NDArray[np.int64],
+    continued: NDArray[np.bool_],
+    tokenizer: Tokenizer,
+    *,
+    plain: bool,
+) -> pa.RecordBatch:
+    offsets, eos = shaped.offsets, tokenizer.eos_token_id
+    ends = (ends_with if plain else ends_closed)(shaped.ids, offsets, eos)
+    # EOS stands, for packing, behind what goes on elsewhere: it would teach the model to stop there
+    columns = [pa.array(ends | continued), pa.array(rows)]
+    ids, *mask = (
+        pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
+        for values in (shaped.ids, shaped.mask)
+        if values is not None
+    )
+    schema = cache_schema(tokenizer.vocab_size, loss_mask=bool(mask))
+    return pa.RecordBatch.from_arrays([ids, *columns, *mask], schema=schema)
+
+
+def _encoded(
+    texts: Texts, tokenizer: Tokenizer, batch_size: int, *, raw: bool, whole: bool
+) -> EncodedTexts:
+    found: list[EncodedTexts] = []
+    for first, last in itertools.pairwise(_edges(texts, batch_size)):
+        some = texts.texts.slice(first, last - first)
+        if texts.spans is None or texts.ends is None:
+            found.append(encode_plain(tokenizer, some, whole=whole))
+        else:
+            spans, ends = texts.spans[first:last], texts.ends[first:last].tolist()
+            found.append(encode_masked(tokenizer, some, spans, ends, raw=raw, whole=whole))
+    return EncodedTexts.joined(found, np.dtype(token_dtype(tokenizer.vocab_size)))
+
+
+def _rejected(texts: Texts, made: EncodedTexts, tokenizer: Tokenizer) -> dict[int, Reject]:
+    """By number, the texts that become no document."""
+    if made.mask is None:
+        # nothing but special tokens: the tokenizer knows no piece of the text
+        kept, reason = np.diff(made.offsets) > tokenizer.specials_per_text, "no_tokens"
+        detail = f"the tokenizer {tokenizer.name} makes no token of this text"
+        none = Refused(reason, detail)
+    else:
+        kept, none = has_target(made.mask, made.offsets), _UNTRAINED
+    rejects = {i: none.of_row(int(texts.rows[i])) for i in np.flatnonzero(~kept).tolist()}
+    return rejects | _refused_strings(texts, made.special, tokenizer)
+
+
+def _cut_before(texts: Texts, rows: NDArray[np.int64]) -> tuple[int, dict[str, int]]:
+    """(tokens that went before the texts were written, what the ledger says of that). rows: those
+    that have become documents.
     """
-    return ends if continued is None else ends | continued
+    if texts.lost is None and texts.goes_on is None:
+        return 0, {}
+    cut = np.zeros(len(texts.rows), np.int64)
+    if texts.lost is not None:
+        cut = np.where(np.isin(texts.rows, rows), texts.lost, 0)
+    touched, counts = cut != 0, {}
+    if texts.goes_on is not None:
+        touched = touched | texts.goes_on
+        counts["pieces"] = len(texts.rows) - len(np.unique(texts.rows))
+    counts[texts.cut_by] = len(np.unique(texts.rows[touched]))
+    if again := -int(cut.clip(None, 0).sum()):
+        counts["overlap"] = again
+    return int(cut.clip(0).sum()), counts
 
 
-def _untrained(row: int) -> Reject:
-    return Reject(row=row, reason=NOTHING_TO_TRAIN, detail="no trained token remains", benign=True)
+_UNTRAINED = Refused(NOTHING_TO_TRAIN, "no trained token remains")
 
 
 def _too_long(
@@ -320,7 +214,7 @@ def _too_long(
 ) -> list[Reject]:
     """What `shape` left out, of texts with these rows and lengths."""
     benign = lengths.policy.policy != "error"
-    found = [_untrained(int(rows[i])) for i in made.untrained]
+    found = [_UNTRAINED.of_row(int(rows[i])) for i in made.untrained]
     for i in made.refused:
         detail = f"{sizes[i]} tokens, and max_length is {lengths.limit}"
         found.append(Reject(row=int(rows[i]), reason=TOO_LONG, detail=detail, benign=benign))
@@ -347,9 +241,7 @@ def _lost(texts: Texts, tokenizer: Tokenizer) -> int:
     return tokenizer.lost.count(texts.texts.to_pylist()) if tokenizer.lost.possible else 0
 
 
-def ends_closed(
-    ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], token: int | None
-) -> NDArray[np.uint8]:
+def ends_closed(ids: Ids, offsets: NDArray[np.int64], token: int | None) -> NDArray[np.uint8]:
     """UInt8[n]: 1 where EOS is a document's last token, or its last but one: templates end turns
     with EOS and a newline.
     """
@@ -360,15 +252,11 @@ def ends_closed(
     return closed | (longer & (ids[np.maximum(offsets[1:] - 2, 0)] == token)).astype(np.uint8)
 
 
-def _joined(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
-
-
 def _edges(texts: Texts, batch_size: int) -> list[int]:
     """0 to all texts, in steps of at most `batch_size` texts and about CALL_BYTES bytes."""
     count = len(texts.texts)
     if not count:
-        return [0]
+        return [0, 0]
     ends = np.frombuffer(texts.texts.buffers()[1], np.int64, count + 1, texts.texts.offset * 8)
     edges = [0]
     while edges[-1] < count:
@@ -377,9 +265,7 @@ def _edges(texts: Texts, batch_size: int) -> list[int]:
     return edges
 
 
-def ends_with(
-    ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], token: int | None
-) -> NDArray[np.uint8]:
+def ends_with(ids: Ids, offsets: NDArray[np.int64], token: int | None) -> NDArray[np.uint8]:
     """UInt8[n]: 1 where a document's last token is `token`. No document is empty."""
     if token is None or not ids.size:
         return np.zeros(len(offsets) - 1, np.uint8)
@@ -388,53 +274,7 @@ def ends_with(
 
 def _audit(
     texts: Texts,
-    ids: NDArray[np.unsignedinteger],
-    offsets: NDArray[np.int64],
-    tokenizer: Tokenizer,
-    key: str,
-    at: str,
-    *,
-    whole: bool,
-) -> None:
-    """Encodes one text in a thousand again with the reference. whole: max_length has cut
-    nothing.
-    """
-    if not len(texts.texts) or tokenizer.backend.name == "tokenizers":
-        return
-    for i in _picked(texts, key):  # the reference takes one text at a time
-        pieces = [piece for _, piece in _pieces(texts, i, key)]
-        if pieces and _agree(pieces, ids[offsets[i] : offsets[i + 1]], tokenizer):
-            continue
-        expected = tokenizer.reference_encode(texts.texts[i].as_py(), whole=whole)
-        if not np.array_equal(
-            ids[offsets[i] : offsets[i + 1]], np.asarray(expected, dtype=np.uint32)
-        ):
-            raise _refuted(tokenizer, place(at, row=int(texts.rows[i])))
-
-
-def _agree(pieces: list[str], ids: NDArray[np.unsignedinteger], tokenizer: Tokenizer) -> bool:
-    """Whether the reference gives the tokens of `pieces`, the first of which begins the text of
-    `ids`. If not, the whole text decides.
-    """
-    column = pa.array(pieces, pa.large_string())
-    found = tokenizer.encode_column(column, whole=True)
-    expected = [
-        np.asarray(tokenizer.reference_encode(piece, whole=True), np.uint32) for piece in pieces
-    ]
-    stored = min(
-        len(ids) - tokenizer.specials_per_text,
-        len(expected[0]) - tokenizer.specials_per_text - LATE_TOKENS,
-    )
-    return np.array_equal(found.ids, np.concatenate(expected)) and np.array_equal(
-        ids[: max(0, stored)], expected[0][: max(0, stored)]
-    )
-
-
-def _audit_spans(
-    texts: Texts,
-    ids: NDArray[np.unsignedinteger],
-    mask: NDArray[np.uint8],
-    offsets: NDArray[np.int64],
+    made: EncodedTexts,
     tokenizer: Tokenizer,
     key: str,
     at: str,
@@ -442,37 +282,72 @@ def _audit_spans(
     raw: bool,
     whole: bool,
 ) -> None:
-    """`_audit` for texts with spans: tokens and loss masks."""
-    if not len(texts.texts) or tokenizer.backend.name == "tokenizers":
-        return
-    assert texts.spans is not None
-    assert texts.ends is not None
-    for i in _picked(texts, key):
-        one, pieces = texts.texts.slice(i, 1), _pieces(texts, i, key)
-        if pieces:
-            parts = pa.array([piece for _, piece in pieces], pa.large_string())
-            spans = [_within(texts.spans[i], first, first + len(piece)) for first, piece in pieces]
-            ends = [NO_END] * len(pieces)
-            found, asked = (
-                encode_masked(tokenizer, parts, spans, ends, raw=raw, reference=r, whole=True)
-                for r in (False, True)
-            )
-            if np.array_equal(found.ids, asked.ids) and np.array_equal(found.mask, asked.mask):
+    """Encodes one text in a thousand again with the reference: tokens and loss masks. whole:
+    max_length has cut nothing.
+    """
+    for i in _picked(texts, key):  # the reference takes one text at a time
+        here = slice(made.offsets[i], made.offsets[i + 1])
+        ids, mask = made.ids[here], None if made.mask is None else made.mask[here]
+        pieces = _pieces(texts, i, key)
+        if texts.spans is None or texts.ends is None:
+            if pieces and _agree([piece for _, piece in pieces], ids, tokenizer):
                 continue
-        expected = encode_masked(
-            tokenizer,
-            one,
-            texts.spans[i : i + 1],
-            [int(texts.ends[i])],
-            raw=raw,
-            reference=True,
-            whole=whole,
-        )
-        here = slice(offsets[i], offsets[i + 1])
-        if not (
-            np.array_equal(ids[here], expected.ids) and np.array_equal(mask[here], expected.mask)
-        ):
+            found = tokenizer.reference_encode(texts.texts[i].as_py(), whole=whole)
+            same = np.array_equal(ids, np.asarray(found, np.uint32))
+        else:
+            if pieces and _agree_with_spans(pieces, texts.spans[i], tokenizer, raw=raw):
+                continue
+            expected = encode_masked(
+                tokenizer,
+                texts.texts.slice(i, 1),
+                texts.spans[i : i + 1],
+                [int(texts.ends[i])],
+                raw=raw,
+                reference=True,
+                whole=whole,
+            )
+            same = _equal((ids, mask), (expected.ids, expected.mask))
+        if not same:
             raise _refuted(tokenizer, place(at, row=int(texts.rows[i])))
+
+
+def _equal(one: tuple[Ids, Mask | None], two: tuple[Ids, Mask | None]) -> bool:
+    if one[1] is None or two[1] is None:
+        return np.array_equal(one[0], two[0])
+    return np.array_equal(one[0], two[0]) and np.array_equal(one[1], two[1])
+
+
+def _agree(pieces: list[str], ids: Ids, tokenizer: Tokenizer) -> bool:
+    """Whether the reference gives the tokens of `pieces`, the first of which begins the text of
+    `ids`. If not, the whole text decides.
+    """
+    found = tokenizer.encode_column(pa.array(pieces, pa.large_string()), whole=True)
+    expected = [
+        np.asarray(tokenizer.reference_encode(piece, whole=True), np.uint32) for piece in pieces
+    ]
+    stored = min(len(ids), len(expected[0]) - LATE_TOKENS) - tokenizer.specials_per_text
+    begin = slice(0, max(0, stored))
+    return np.array_equal(found.ids, np.concatenate(expected)) and np.array_equal(
+        ids[begin], expected[0][begin]
+    )
+
+
+def _agree_with_spans(
+    pieces: Sequence[tuple[int, str]],
+    spans: Sequence[Sequence[int]],
+    tokenizer: Tokenizer,
+    *,
+    raw: bool,
+) -> bool:
+    """`_agree` of a text with these spans: whether both encoders give the same of its pieces."""
+    parts = pa.array([piece for _, piece in pieces], pa.large_string())
+    within = [_within(spans, first, first + len(piece)) for first, piece in pieces]
+    ends = [NO_END] * len(pieces)
+    one, two = (
+        encode_masked(tokenizer, parts, within, ends, raw=raw, reference=reference, whole=True)
+        for reference in (False, True)
+    )
+    return _equal((one.ids, one.mask), (two.ids, two.mask))
 
 
 def _refuted(tokenizer: Tokenizer, at: str) -> TokenizerError:

@@ -35,6 +35,10 @@ _FURTHER = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
+Json = Any  # what tokenizer_config.json may hold: it is looked into before it is used
+Options = Mapping[str, Json]
+
+
 class DeclaredToken(NamedTuple):
     """A token that tokenizer_config.json knows. number: its id, where that is said. flags: of
     `tokenizers.AddedToken`.
@@ -52,7 +56,7 @@ class TokenizerFiles(NamedTuple):
     """
 
     definition: str
-    options: dict[str, Any]
+    options: Options
     origin: str
 
 
@@ -74,15 +78,15 @@ def find_tokenizer(name_or_path: str) -> TokenizerFiles:
     return _from_hub(name_or_path)
 
 
-def content_of(token: Any) -> Any:
+def content_of(token: Json) -> Json:
     """The string of a token, which stands in an object of its own in some files."""
     return token.get("content") if isinstance(token, dict) else token
 
 
-def declared_tokens(options: Mapping[str, Any]) -> tuple[DeclaredToken, ...]:
+def declared_tokens(options: Options) -> tuple[DeclaredToken, ...]:
     """Those of `added_tokens_decoder` in the order of their ids, then the named special ones."""
     given = options.get("added_tokens_decoder")
-    numbered: dict[str, Any] = given if isinstance(given, dict) else {}
+    numbered: Options = given if isinstance(given, dict) else {}
     numbers = sorted(int(key) for key in numbered if key.isdecimal())
     found = [_declared(numbered[str(number)], number) for number in numbers]
     further = [
@@ -99,7 +103,7 @@ def declared_tokens(options: Mapping[str, Any]) -> tuple[DeclaredToken, ...]:
     return tuple(kept.values())
 
 
-def _declared(token: Any, number: int | None) -> DeclaredToken | None:
+def _declared(token: Json, number: int | None) -> DeclaredToken | None:
     content = content_of(token)
     if not isinstance(content, str) or not content:
         return None
@@ -214,7 +218,7 @@ def _decoded(raw: bytes) -> str:
     return kept[1]
 
 
-def _options(path: Path) -> dict[str, Any]:
+def _options(path: Path) -> Options:
     """What names eos, bos and pad. Not every tokenizer has it."""
     if not path.is_file():
         return {}
@@ -240,40 +244,36 @@ def _from_hub(name: str) -> TokenizerFiles:
         RepositoryNotFoundError,
     )
 
+    told = {  # the most special first: some are kinds of others
+        GatedRepoError: (
+            "the Hub repository is gated",
+            f"Accept its terms on https://huggingface.co/{name}, then set HF_TOKEN to a token that may read it.",
+        ),
+        RepositoryNotFoundError: (
+            "no such repository on the Hugging Face Hub, or it is private; nor is there a file or folder of this name",
+            "Check the name; for a private repository set HF_TOKEN to a token that may read it.",
+        ),
+        LocalEntryNotFoundError: (
+            "no file or folder of this name, and the Hugging Face Hub cannot be reached: {why}",
+            "Check the network (and HF_HUB_OFFLINE, HF_ENDPOINT), give a local tokenizer.json, or, for a private or gated "
+            "repository, set HF_TOKEN.",
+        ),
+        EntryNotFoundError: (
+            "the Hub repository holds no tokenizer.json",
+            "Convert it with transformers: AutoTokenizer.from_pretrained(name).save_pretrained(folder), then give the folder.",
+        ),
+        # HTTP and validation errors of the Hub client derive from these
+        (OSError, ValueError): (
+            "cannot be downloaded from the Hugging Face Hub: {why}",
+            "Give a local tokenizer.json, or, for a private or gated repository, set HF_TOKEN.",
+        ),
+    }
     try:
         path = Path(hf_hub_download(name, "tokenizer.json"))
-    except GatedRepoError:
-        raise TokenizerError(
-            at=name,
-            problem="the Hub repository is gated",
-            fix=f"Accept its terms on https://huggingface.co/{name}, then set HF_TOKEN to a token that may read it.",
-        ) from None
-    except RepositoryNotFoundError:
-        raise TokenizerError(
-            at=name,
-            problem="no such repository on the Hugging Face Hub, or it is private; nor is there a file or folder of this name",
-            fix="Check the name; for a private repository set HF_TOKEN to a token that may read it.",
-        ) from None
-    except LocalEntryNotFoundError as error:
-        raise TokenizerError(
-            at=name,
-            problem=f"no file or folder of this name, and the Hugging Face Hub cannot be reached: {_root(error)}",
-            fix="Check the network (and HF_HUB_OFFLINE, HF_ENDPOINT), give a local tokenizer.json, or, for a private or gated "
-            "repository, set HF_TOKEN.",
-        ) from None
-    except EntryNotFoundError:
-        raise TokenizerError(
-            at=name,
-            problem="the Hub repository holds no tokenizer.json",
-            fix="Convert it with transformers: AutoTokenizer.from_pretrained(name).save_pretrained(folder), then give the folder.",
-        ) from None
-    # HTTP and validation errors of the Hub client derive from these
-    except (OSError, ValueError) as error:
-        raise TokenizerError(
-            at=name,
-            problem=f"cannot be downloaded from the Hugging Face Hub: {_root(error)}",
-            fix="Give a local tokenizer.json, or, for a private or gated repository, set HF_TOKEN.",
-        ) from None
+    except (OSError, ValueError, EntryNotFoundError) as error:
+        problem, fix = next(said for kind, said in told.items() if isinstance(error, kind))
+        problem = problem.replace("{why}", _root(error))
+        raise TokenizerError(at=name, problem=problem, fix=fix) from None
     config = _optional_from_hub(name, "tokenizer_config.json")
     return TokenizerFiles(
         _read(path, path.parent).definition, _options(config) if config else {}, f"hub:{name}"

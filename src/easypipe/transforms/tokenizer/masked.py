@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -24,22 +24,64 @@ from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 NO_END, MASKED_END, TRAINED_END = 0, 1, 2
 
 
-class Masked(NamedTuple):
+class EncodedTexts(NamedTuple):
     """n documents: `ids[offsets[i] : offsets[i + 1]]`, special tokens included.
 
-    offsets Int64[n+1] from 0 · ids UInt32[total] · mask UInt8[total]: 1 is a target · before, added
-    Int64[n]: special tokens that were put in front of each document, and in all · truncated
-    Int64[n]: tokens cut off each · special Int64[n]: special strings in each text, where they were
-    looked for
+    offsets Int64[n+1] from 0 · ids unsigned[total] · mask UInt8[total]: 1 is a target; None: every
+    token is · before, added Int64[n]: special tokens that were put in front of each document, and in
+    all · truncated Int64[n]: tokens cut off each · special Int64[n]: special strings in each text,
+    where they were looked for
     """
 
     offsets: NDArray[np.int64]
     ids: Ids
-    mask: Mask
+    mask: Mask | None
     before: NDArray[np.int64]
     added: NDArray[np.int64]
     truncated: NDArray[np.int64]
     special: NDArray[np.int64]
+
+    @classmethod
+    def joined(cls, parts: Sequence[EncodedTexts], dtype: np.dtype[np.unsignedinteger]) -> Self:
+        """The documents of all parts, of which there is one at least."""
+        offsets, ids, masks, *others = zip(*parts, strict=True)
+        known = [mask for mask in masks if mask is not None]
+        return cls(
+            offsets_of(np.concatenate([np.diff(one) for one in offsets])),
+            np.concatenate(ids).astype(dtype, copy=False),
+            np.concatenate(known) if known else None,
+            *(np.concatenate(one) for one in others),
+        )
+
+    def where(self, kept: NDArray[np.bool_]) -> EncodedTexts:
+        """Those for which `kept` (Bool[n]) is set."""
+        if kept.all():
+            return self
+        sizes = np.diff(self.offsets)
+        tokens = np.repeat(kept, sizes)
+        return EncodedTexts(
+            offsets_of(sizes[kept]),
+            self.ids[tokens],
+            None if self.mask is None else self.mask[tokens],
+            *(one[kept] for one in self[3:]),
+        )
+
+
+def encode_plain(
+    tokenizer: Tokenizer, texts: pa.LargeStringArray, *, whole: bool = False
+) -> EncodedTexts:
+    """Texts of which all is trained. whole: max_length cuts nothing."""
+    made = tokenizer.encode_column(texts, whole=whole)
+    front, added = len(tokenizer.surrounding[0]), tokenizer.specials_per_text
+    return EncodedTexts(
+        offsets=made.offsets,
+        ids=made.ids,
+        mask=None,
+        before=np.full(len(texts), front),
+        added=np.full(len(texts), added),
+        truncated=made.truncated,
+        special=made.special,
+    )
 
 
 def encode_masked(
@@ -51,7 +93,7 @@ def encode_masked(
     raw: bool,
     reference: bool = False,
     whole: bool = False,
-) -> Masked:
+) -> EncodedTexts:
     """texts: without nulls. spans: of each, ascending character ranges that are trained. ends: of
     each, NO_END, MASKED_END or TRAINED_END.
 
@@ -88,8 +130,7 @@ def encode_masked(
     suffix = after or ((eos,) if eos is not None else ())
     trained = (asked == TRAINED_END) & (cut == 0)
     tokens = tokens.shortened(cut).framed(before, suffix, front, behind, trained)
-    assert tokens.mask is not None
-    return Masked(
+    return EncodedTexts(
         offsets=tokens.offsets,
         ids=tokens.ids,
         mask=tokens.mask,

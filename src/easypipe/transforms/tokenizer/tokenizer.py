@@ -33,6 +33,7 @@ from easypipe.transforms.tokenizer.fast import version as fast_version
 from easypipe.transforms.tokenizer.files import (
     SPECIAL_NAMES,
     DeclaredToken,
+    Options,
     TokenizerFiles,
     content_of,
     declared_tokens,
@@ -390,7 +391,7 @@ class Tokenizer:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         return offsets, np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
 
-    def _named(self, kind: str, options: dict[str, Any]) -> int | None:
+    def _named(self, kind: str, options: Options) -> int | None:
         token = content_of(options.get(kind))
         if not token:
             return None
@@ -404,7 +405,7 @@ class Tokenizer:
             )
         return found
 
-    def _likely_eos(self, options: dict[str, Any]) -> int | None:
+    def _likely_eos(self, options: Options) -> int | None:
         """A tokenizer.json does not say which token ends a document; where exactly one bears a name
         that always means it, take that.
         """

@@ -6,17 +6,20 @@ engine.encode({"prompt": "2 + 2 = ", "completion": "4"})     # {"input_ids": int
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, SourceError, require_columns
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
-from easypipe.transforms.chat.render import ChatTemplate, Rendered, load_chat_template
+from easypipe.stages.tokenize.text_rows import texts_of
+from easypipe.stages.tokenize.token_rows import encode_texts
+from easypipe.transforms.chat.pool import Rendered
+from easypipe.transforms.chat.render import ChatTemplate, load_chat_template
+from easypipe.transforms.chat.sandbox import Row
 from easypipe.transforms.prompt.config import TALKS, PromptConfig
 from easypipe.transforms.prompt.formats import (
     VERDICTS,
@@ -25,11 +28,13 @@ from easypipe.transforms.prompt.formats import (
     TemplateFormat,
     TextFormat,
 )
-from easypipe.transforms.refused import NOTHING_TO_TRAIN, TOO_LONG, Refused, advice
+from easypipe.transforms.refused import Refused, advice
 from easypipe.transforms.tokenizer.config import TokenizerConfig
-from easypipe.transforms.tokenizer.lengths import LengthPolicy, Lengths, Whole, shape
-from easypipe.transforms.tokenizer.masked import encode_masked, has_target
+from easypipe.transforms.tokenizer.lengths import LengthPolicy, Lengths
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+# `input_ids` Int32[n] and `loss_mask` UInt8[n]
+Sample = dict[str, NDArray[np.int32 | np.uint8]]
 
 
 class PromptEngine:
@@ -70,29 +75,32 @@ class PromptEngine:
         rejected = self.config.rejected_column
         return self.format.columns if rejected is None else (*self.format.columns, rejected)
 
-    def render(self, row: Mapping[str, Any]) -> Rendered:
+    def render(self, row: Row) -> Rendered:
         """(text, spans: ascending character ranges that are trained, end: what follows, see
         transforms/tokenizer/masked.py).
 
         Raises SourceError naming the reason for a row that is no sample, HostileTemplateError for a
         template beyond its limits.
         """
+        self._require_columns(row)
+        (found,) = self.render_rows([row])
+        if isinstance(found, Refused):
+            raise _no_sample(found)
+        return found
+
+    def _require_columns(self, row: Row) -> None:
         if not isinstance(row, Mapping):
             raise SourceError(
                 at="row", problem=f"{type(row).__name__} is no row", fix="Give a dict of columns."
             )
         require_columns(self.columns, list(row), "row")
-        (found,) = self.render_rows([row])
-        if isinstance(found, Refused):
-            raise _no_sample(found)
-        return found
 
     @property
     def template(self) -> ChatTemplate | None:
         """The chat template that writes conversations; None for samples of another kind."""
         return self.format.template if isinstance(self.format, ChatFormat) else None
 
-    def render_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[Rendered | Refused]:
+    def render_rows(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
         """`render` of rows that have all columns; a row that is no sample is Refused."""
         found = self.format.render(rows)
         if self.verdicts:
@@ -116,9 +124,7 @@ class PromptEngine:
             and train_on != "all"
         )
 
-    def render_split(
-        self, rows: Sequence[Mapping[str, Any]], room: int
-    ) -> list[list[Rendered | Refused]]:
+    def render_split(self, rows: Sequence[Row], room: int) -> list[list[Rendered | Refused]]:
         """`render_rows`, where `splits`, of each row the texts that it is cut into so that each has
         at most `room` tokens.
         """
@@ -134,23 +140,37 @@ class PromptEngine:
             return ()
         return tuple(name for name in VERDICTS if name not in self.columns)
 
-    def render_pairs(
-        self, rows: Sequence[Mapping[str, Any]]
-    ) -> list[tuple[Rendered, Rendered] | Refused]:
+    def render_pairs(self, rows: Sequence[Row]) -> list[tuple[Rendered, Rendered] | Refused]:
         """Of rows of pairs, the text of the answer that is preferred and of the one that is not."""
         answer, rejected = str(self.config.answer), str(self.config.rejected_column)
-        other = [{**row, answer: row[rejected]} for row in rows]
+        other = self.render_rows([{**row, answer: row[rejected]} for row in rows])
         pairs: list[tuple[Rendered, Rendered] | Refused] = []
-        for better, worse in zip(self.render_rows(rows), self.render_rows(other), strict=True):
-            if isinstance(better, Refused):
-                pairs.append(better)
-            elif isinstance(worse, Refused):
-                pairs.append(worse._replace(detail=f"column {rejected!r}: {worse.detail}"))
-            else:
+        for better, worse in zip(self.render_rows(rows), other, strict=True):
+            if isinstance(better, Rendered) and isinstance(worse, Rendered):
                 pairs.append((better, worse))
+            elif isinstance(worse, Refused) and isinstance(better, Rendered):
+                pairs.append(worse._replace(detail=f"column {rejected!r}: {worse.detail}"))
+            elif isinstance(better, Refused):
+                pairs.append(better)
         return pairs
 
-    def encode(self, row: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    def written(
+        self, rows: Sequence[Row], numbers: Sequence[int], room: int | None
+    ) -> tuple[list[Rendered | Refused], list[int]]:
+        """The texts that rows become, and the number of the row that each is of: of pairs both
+        answers in turn. room: most tokens of those that are cut between turns; None cuts none."""
+        texts: Sequence[Sequence[Rendered | Refused]]
+        if self.config.rejected_column is not None:
+            pairs = self.render_pairs(rows)
+            texts = [[pair] if isinstance(pair, Refused) else pair for pair in pairs]
+        elif room is not None:
+            texts = self.render_split(rows, room)
+        else:
+            return self.render_rows(rows), list(numbers)
+        of = [n for n, some in zip(numbers, texts, strict=True) for _ in some]
+        return list(itertools.chain.from_iterable(texts)), of
+
+    def encode(self, row: Row) -> Sample:
         """`input_ids` Int32[n] and `loss_mask` UInt8[n] (1: the token is a target), special tokens
         included. Raises as `render` does.
 
@@ -158,9 +178,7 @@ class PromptEngine:
         """
         return self._encoded(self.render(row))
 
-    def encode_pair(
-        self, row: Mapping[str, Any]
-    ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
+    def encode_pair(self, row: Row) -> tuple[Sample, Sample]:
         """What `encode` gives, of the answer that is preferred and of the one that is not. Raises
         ConfigError without rejected_column.
         """
@@ -170,67 +188,34 @@ class PromptEngine:
                 problem="there is none, so rows are no pairs",
                 fix="Name it, or use encode.",
             )
-        self.render(row)  # for what it raises of columns
+        self._require_columns(row)
         (pair,) = self.render_pairs([row])
         if isinstance(pair, Refused):
             raise _no_sample(pair)
         better, worse = (self._encoded(one) for one in pair)
         return better, worse
 
-    def _encoded(self, found: Rendered) -> dict[str, NDArray[Any]]:
-        texts = pa.array([found.text], pa.large_string())
-        whole, raw = self.lengths is not None, self.format.raw
-        if isinstance(self.format, TextFormat):
-            plain = self.tokenizer.encode_column(texts, whole=whole)
-            front = np.full(1, len(self.tokenizer.surrounding[0]))
-            made = Whole(
-                plain.offsets, plain.ids, None, front, np.full(1, plain.added), lambda _: found.text
-            )
-            special = plain.special[0]
-        else:
-            masked = encode_masked(
-                self.tokenizer, texts, [found.spans], [found.end], raw=raw, whole=whole
-            )
-            made = Whole(
-                masked.offsets,
-                masked.ids,
-                masked.mask,
-                masked.before,
-                masked.added,
-                lambda _: found.text,
-            )
-            special = masked.special[0]
-        if special and self.tokenizer.special.policy == "error":
-            raise _no_sample(
-                Refused(
-                    "special_string",
-                    "the text holds a special string, and special_strings is 'error'",
-                )
-            )
-        if made.mask is not None and not has_target(made.mask, made.offsets)[0]:
-            raise _no_sample(Refused(NOTHING_TO_TRAIN, "no trained token remains"))
-        ids, mask = made.ids, made.mask
-        if self.lengths is not None:
-            shaped = shape(made, self.lengths, raw=raw)
-            if shaped.refused or shaped.untrained:
-                why = (
-                    (TOO_LONG, f"{len(made.ids)} tokens")
-                    if shaped.refused
-                    else (NOTHING_TO_TRAIN, "no trained token remains")
-                )
-                raise _no_sample(Refused(*why))
-            if len(shaped.origin) > 1:
-                raise _no_sample(
-                    Refused(
-                        "split",
-                        f"it becomes {len(shaped.origin)} documents, which a Pipeline gives",
-                    )
-                )
-            ids, mask = shaped.ids, shaped.mask
-        return {
-            INPUT_IDS: ids.astype(np.int32),
-            LOSS_MASK: np.ones(len(ids), np.uint8) if mask is None else mask,
-        }
+    def _encoded(self, found: Rendered) -> Sample:
+        plain = isinstance(self.format, TextFormat)
+        texts = texts_of([found], [0], plain=plain)
+        made = encode_texts(
+            texts,
+            self.tokenizer,
+            batch_size=1,
+            at="row",
+            raw=self.format.raw,
+            lengths=self.lengths,
+        )
+        if made.rejects:
+            raise _no_sample(Refused(made.rejects[0].reason, made.rejects[0].detail))
+        if len(made.batch) > 1:
+            detail = f"it becomes {len(made.batch)} documents, which a Pipeline gives"
+            raise _no_sample(Refused("split", detail))
+        ids = made.batch.column(INPUT_IDS).values.to_numpy()
+        mask = np.ones(len(ids), np.uint8)
+        if LOSS_MASK in made.batch.schema.names:
+            mask = made.batch.column(LOSS_MASK).values.to_numpy().copy()
+        return {INPUT_IDS: ids.astype(np.int32), LOSS_MASK: mask}
 
     def __repr__(self) -> str:
         return f"PromptEngine({self.tokenizer.name!r}, {self.config.format_type!r})"
