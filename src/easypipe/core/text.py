@@ -39,3 +39,19 @@ def has_text(column: pa.Array) -> NDArray[np.bool_]:
     compute: Any = pc
     blank = compute.fill_null(compute.match_substring_regex(column, _BLANK), True)
     return ~blank.to_numpy(zero_copy_only=False)
+
+
+def bytes_of(texts: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """The bytes of texts without a copy.
+
+    Args:
+        texts: Texts[n].
+
+    Returns:
+        (ends Int64[n+1], bytes): text i is `bytes[ends[i] : ends[i + 1]]`.
+    """
+    if not len(texts):
+        return np.zeros(1, np.int64), np.zeros(0, np.uint8)
+    _, ends, data = texts.buffers()
+    edges = np.frombuffer(ends, np.int64, len(texts) + 1, texts.offset * 8)
+    return edges, np.frombuffer(data or b"", np.uint8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from easypipe.core.errors import SourceError, did_you_mean, place
 from easypipe.core.protocols import Reject, ShardedSource, counted, info_of, left_out, scan
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.core.text import has_text
+from easypipe.core.text import bytes_of, has_text
 from easypipe.transforms.chat.messages import is_text
 from easypipe.transforms.chat.pool import Rendered
 from easypipe.transforms.refused import EMPTY, Refused
@@ -46,14 +45,11 @@ class Texts:
     def content_hash(self) -> str:
         """XXH3-128 of texts and row numbers; the same whatever buffers they lie in."""
         hasher = xxhash.xxh3_128()
-        rows: Any = self.rows  # NumPy's stubs do not know that arrays are buffers
-        hasher.update(rows)
+        hasher.update(self.rows.data)
         if len(self.texts):
-            _, offsets, data = self.texts.buffers()
-            ends = np.frombuffer(offsets, np.int64, len(self.texts) + 1, self.texts.offset * 8)
-            hasher.update(memoryview(ends - ends[0]))
-            if data is not None:
-                hasher.update(memoryview(data)[ends[0] : ends[-1]])
+            ends, data = bytes_of(self.texts)
+            hasher.update((ends - ends[0]).data)
+            hasher.update(data[ends[0] : ends[-1]].data)
         if self.spans is not None and self.ends is not None:
             hasher.update(json.dumps([self.spans, self.ends.tolist()]).encode())
         if self.lost is not None:
@@ -68,11 +64,7 @@ class Texts:
 
     @property
     def num_bytes(self) -> int:
-        if not len(self.texts):
-            return 0
-        ends = np.frombuffer(
-            self.texts.buffers()[1], np.int64, len(self.texts) + 1, self.texts.offset * 8
-        )
+        ends, _ = bytes_of(self.texts)
         return int(ends[-1] - ends[0])
 
 
@@ -166,11 +158,7 @@ def read_texts(
     missing = column.is_null().to_numpy(zero_copy_only=False)
     empty = np.zeros(len(column), np.bool_)
     if is_text(column.type):
-        ends = (
-            np.frombuffer(column.buffers()[1], np.int64, len(column) + 1, column.offset * 8)
-            if len(column)
-            else np.zeros(1, np.int64)
-        )
+        ends, _ = bytes_of(column)
         empty = (np.diff(ends) == 0 if blanks else ~has_text(column)) & ~missing
     bad += [Reject(row=int(row), reason="null", detail="no value") for row in rows[missing]]
     if not bad and not empty.any():

@@ -19,6 +19,7 @@ from easypipe.core.errors import SourceError, TokenizerError, place
 from easypipe.core.protocols import Reject
 from easypipe.core.random import fold, permute
 from easypipe.core.schema import token_dtype
+from easypipe.core.text import bytes_of
 from easypipe.stages.tokenize.text_rows import Texts
 from easypipe.transforms.refused import NOTHING_TO_TRAIN, TOO_LONG, Refused
 from easypipe.transforms.tokenizer.lengths import Lengths, Shaped, Whole, shape
@@ -257,7 +258,7 @@ def _edges(texts: Texts, batch_size: int) -> list[int]:
     count = len(texts.texts)
     if not count:
         return [0, 0]
-    ends = np.frombuffer(texts.texts.buffers()[1], np.int64, count + 1, texts.texts.offset * 8)
+    ends, _ = bytes_of(texts.texts)
     edges = [0]
     while edges[-1] < count:
         full = int(np.searchsorted(ends, ends[edges[-1]] + CALL_BYTES, side="right")) - 1
@@ -371,9 +372,7 @@ def _picked(texts: Texts, key: str) -> list[int]:
     picks = permute(
         np.arange(min(AUDITED_ROWS, math.ceil(count / AUDITED_SHARE))), count, fold(0, "audit", key)
     )
-    sizes = np.diff(
-        np.frombuffer(texts.texts.buffers()[1], np.int64, count + 1, texts.texts.offset * 8)
-    )
+    sizes = np.diff(bytes_of(texts.texts)[0])
     budget = max(AUDITED_BYTES, int(sizes.sum()) // AUDITED_SHARE)
     chosen: list[int] = []
     for i in picks.tolist():  # few rows
@@ -388,7 +387,7 @@ def sample_of(texts: pa.LargeStringArray, most_rows: int, most_bytes: int) -> pa
     """The first texts, at most so many and of so many bytes; of a first one that is longer, what it
     begins with.
     """
-    ends, data = _bytes_of(texts)
+    ends, data = bytes_of(texts)
     count = min(
         most_rows, int(np.searchsorted(ends, ends[0] + most_bytes, side="right")) - 1, len(texts)
     )
@@ -402,7 +401,7 @@ def _pieces(texts: Texts, i: int, key: str) -> list[tuple[int, str]]:
     """(first character, piece) of what is looked at of text `i`, its beginning and one place more;
     nothing where it is short.
     """
-    ends, data = _bytes_of(texts.texts)
+    ends, data = bytes_of(texts.texts)
     text = data[ends[i] : ends[i + 1]]
     if len(text) <= WHOLE_BYTES:
         return []
@@ -414,16 +413,6 @@ def _pieces(texts: Texts, i: int, key: str) -> list[tuple[int, str]]:
     return [
         (int(np.count_nonzero((text[:a] & 0xC0) != 0x80)), _decoded(text[a:b])) for a, b in edges
     ]
-
-
-def _bytes_of(texts: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """(ends Int64[n+1], bytes): text i is `bytes[ends[i] : ends[i + 1]]`."""
-    if not len(texts):
-        return np.zeros(1, np.int64), np.zeros(0, np.uint8)
-    _, ends, data = texts.buffers()
-    return np.frombuffer(ends, np.int64, len(texts) + 1, texts.offset * 8), np.frombuffer(
-        data or b"", np.uint8
-    )
 
 
 def _border(text: NDArray[np.uint8], at: int) -> int:

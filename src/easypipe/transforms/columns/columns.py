@@ -32,19 +32,7 @@ class Rename(ColumnTransform):
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
-        if not isinstance(names, Mapping) or not names:
-            raise ConfigError(
-                at="Rename",
-                problem=f"expected old and new names, got {names!r}",
-                fix='Write Rename({"old": "new"}).',
-            )
-        for old, new in names.items():
-            if not _is_name(old) or not _is_name(new):
-                raise ConfigError(
-                    at="Rename",
-                    problem=f"{old!r} cannot become {new!r}",
-                    fix='Write Rename({"old": "new"}).',
-                )
+        _require_names(names, "Rename", 'Write Rename({"old": "new"}).')
         if len(set(names.values())) < len(names):
             raise ConfigError(
                 at="Rename",
@@ -157,19 +145,7 @@ class Extract(ColumnTransform):
     """
 
     def __init__(self, paths: Mapping[str, str]) -> None:
-        if not isinstance(paths, Mapping) or not paths:
-            raise ConfigError(
-                at="Extract",
-                problem=f"expected names and paths, got {paths!r}",
-                fix='Write Extract({"text": "a.b.0"}).',
-            )
-        for name, path in paths.items():
-            if not _is_name(name) or not _is_name(path):
-                raise ConfigError(
-                    at="Extract",
-                    problem=f"{path!r} is no path for {name!r}",
-                    fix='Write Extract({"text": "a.b.0"}).',
-                )
+        _require_names(paths, "Extract", 'Write Extract({"text": "a.b.0"}).')
         self.paths = dict(paths)
 
     @property
@@ -364,6 +340,17 @@ def column_names(names: tuple[str | Sequence[str], ...], of: str) -> tuple[str, 
             fix=f'Write {of}("text").',
         )
     return flat  # type: ignore[return-value]
+
+
+def _require_names(names: Mapping[str, str], of: str, fix: str) -> None:
+    """Raises ConfigError for what maps no names of columns."""
+    if not isinstance(names, Mapping) or not names:
+        expected = "old and new names" if of == "Rename" else "names and paths"
+        raise ConfigError(at=of, problem=f"expected {expected}, got {names!r}", fix=fix)
+    for one, other in names.items():
+        if not _is_name(one) or not _is_name(other):
+            said = f"{one!r} cannot become" if of == "Rename" else f"{one!r} has no path in"
+            raise ConfigError(at=of, problem=f"{said} {other!r}", fix=fix)
 
 
 def _is_name(name: object) -> bool:

@@ -148,7 +148,6 @@ class PromptConfig:
 
     def check(self) -> None:
         kind = self.format_type
-        talks = kind in TALKS
         for name in self._without_effect():
             if getattr(self, name) is not None:
                 raise ConfigError(
@@ -161,9 +160,22 @@ class PromptConfig:
                 fix="Write '{question}\\n{answer}', or name a file.",
             )
         check_whole(self.template, "template")
-        wanted = {"alpaca": (1, 2), "custom": (0, None)}.get(kind, (1, 1))
-        given = len(self.inputs)
-        if given < wanted[0] or (wanted[1] is not None and given > wanted[1]):
+        self._check_columns()
+        self._check_train_on()
+        check_thinking(self)
+        known = set(ROLES.values())
+        for name, role in (self.roles or {}).items():
+            if role not in known:
+                raise ConfigError(
+                    at=f"roles.{name}", problem=f"{role!r} is no role", have=sorted(known)
+                )
+        if self.template_date is not None:
+            check_date(self.template_date)
+
+    def _check_columns(self) -> None:
+        kind = self.format_type
+        least, most = {"alpaca": (1, 2), "custom": (0, len(self.inputs))}.get(kind, (1, 1))
+        if not least <= len(self.inputs) <= most:
             fix = (
                 "Name the columns of instruction and input."
                 if kind == "alpaca"
@@ -177,22 +189,25 @@ class PromptConfig:
             raise ConfigError(
                 at="rejected_column", problem="there is no label whose place it could take", fix=fix
             )
-        every = [*self.inputs, *([self.label] if self.label is not None else [])]
-        if self.rejected_column is not None:
-            every.append(self.rejected_column)
-        for i, name in enumerate(every):
-            if not name or name in every[:i]:
-                last = "rejected_column" if name == self.rejected_column else "label_column"
-                at = f"input_columns[{i}]" if i < len(self.inputs) else last
+        every = [(name, f"input_columns[{i}]") for i, name in enumerate(self.inputs)]
+        for name, at in ((self.label, "label_column"), (self.rejected_column, "rejected_column")):
+            every += [] if name is None else [(name, at)]
+        seen: set[str] = set()
+        for name, at in every:
+            if not name or name in seen:
                 raise ConfigError(
                     at=at,
                     problem=f"{name!r} {'stands twice' if name else 'names no column'}",
                     fix="Name each column once.",
                 )
-        possible = (
-            ["assistant", "last_assistant", "completion", "all"] if talks else ["completion", "all"]
-        )
-        if kind == "custom" and self.label is None:
+            seen.add(name)
+
+    def _check_train_on(self) -> None:
+        kind, talks = self.format_type, self.format_type in TALKS
+        possible = ["completion", "all"]
+        if talks:
+            possible = ["assistant", "last_assistant", *possible]
+        elif kind == "custom" and self.label is None:
             possible = ["all"]
         if self.train_on is not None and self.train_on not in possible:
             why = (
@@ -206,21 +221,12 @@ class PromptConfig:
                 have=possible,
                 fix=f"Use {possible[0]!r}.",
             )
-        check_thinking(self)
         if talks and self.few_shot is not None and self.train_on == "all":
             raise ConfigError(
                 at="train_on",
                 problem="'all' would train the few_shot examples of a conversation",
                 fix="Use 'assistant', or leave few_shot out.",
             )
-        known = set(ROLES.values())
-        for name, role in (self.roles or {}).items():
-            if role not in known:
-                raise ConfigError(
-                    at=f"roles.{name}", problem=f"{role!r} is no role", have=sorted(known)
-                )
-        if self.template_date is not None:
-            check_date(self.template_date)
 
     @property
     def inputs(self) -> Sequence[str]:

@@ -66,15 +66,8 @@ def train_bpe(
         )
     folder = Path(path)
     definition = json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=1)
-    commit_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": END_OF_TEXT,
-            "eos_token": END_OF_TEXT,
-            "add_prefix_space": False,
-        }
-        | dict(named or {}),
-    )
+    options = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "add_prefix_space": False}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    commit_json(folder / "tokenizer_config.json", {**kind, **options, **(named or {})})
     commit_bytes(folder / "tokenizer.json", (definition + "\n").encode())
     return folder

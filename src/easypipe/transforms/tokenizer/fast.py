@@ -16,6 +16,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from easypipe.core.text import bytes_of
+
 # gigatoken remembers every word it meets: random text costs six times its size. A new tokenizer
 # (0.1 s) gives the memory back.
 GROWN_BYTES = 48 << 20  # of this process's anonymous memory, whoever took it ...
@@ -61,11 +63,7 @@ class FastEngine:
 
         if len(texts) == 0:
             return np.zeros(1, np.int64), np.zeros(0, np.uint32)
-        _, offset_buffer, data_buffer = texts.buffers()
-        offsets = np.frombuffer(offset_buffer, np.int64, len(texts) + 1, texts.offset * 8)
-        data = (
-            np.zeros(0, np.uint8) if data_buffer is None else np.frombuffer(data_buffer, np.uint8)
-        )
+        offsets, data = bytes_of(texts)
         # Built by hand: awkward's own reading of Arrow adds an option layer, which gigatoken does
         # not take.
         characters = awkward.contents.NumpyArray(cast(Any, data), parameters={"__array__": "char"})

@@ -17,6 +17,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from easypipe.core.text import bytes_of
+from easypipe.transforms.tokenizer.ragged import offsets_of
+
 
 class Ranges(NamedTuple):
     """Of all tokens of some texts, one after the other: Int64[total] first byte and end, as if the
@@ -50,15 +53,10 @@ class TokenBytes:
         i.
         """
         lengths = self._lengths[ids]
-        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        edges = (
-            np.frombuffer(texts.buffers()[1], np.int64, len(texts) + 1, texts.offset * 8)
-            if len(texts)
-            else np.zeros(1, np.int64)
-        )
-        text = np.frombuffer(texts.buffers()[2] or b"", np.uint8)[edges[0] : edges[-1]]
-        joined: Any = self._pieces.take(pa.array(ids))
-        found = np.frombuffer(joined.buffers()[2] or b"", np.uint8)[: ends[-1]]
+        ends = offsets_of(lengths)
+        edges, data = bytes_of(texts)
+        text = data[edges[0] : edges[-1]]
+        found = bytes_of(self._pieces.take(pa.array(ids)))[1][: ends[-1]]
         bases = ends[offsets]
         if np.array_equal(bases, edges - edges[0]) and np.array_equal(found, text):
             known = np.ones(len(texts), np.bool_)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from easypipe.core.config import digest
 from easypipe.core.errors import TokenizerError
 from easypipe.core.schema import token_dtype
+from easypipe.core.text import bytes_of
 from easypipe.transforms.tokenizer import proof
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.fast import FastEngine, engine_of
@@ -41,7 +42,7 @@ from easypipe.transforms.tokenizer.files import (
 )
 from easypipe.transforms.tokenizer.lost import LostCharacters
 from easypipe.transforms.tokenizer.proof import Verdict
-from easypipe.transforms.tokenizer.ragged import Tokens
+from easypipe.transforms.tokenizer.ragged import Tokens, offsets_of
 from easypipe.transforms.tokenizer.special import SpecialStrings
 from easypipe.transforms.tokenizer.token_bytes import TokenBytes, token_bytes
 
@@ -145,8 +146,7 @@ class Tokenizer:
             golden,
         )
         self._lock = threading.Lock()
-        self._backend: Backend | None = None
-        self._fast: FastEngine | None = None
+        self._chosen: tuple[Backend, FastEngine | None] | None = None
         self._memo: Path | None = None
 
     @property
@@ -168,7 +168,9 @@ class Tokenizer:
         if engine is not None:
             verdict = proof.prove(engine, self._plain, _column(sample), f"texts of {of}")
             if not verdict.equal:
-                self._fall_back(verdict)
+                with self._lock:
+                    proof.remember(self._memo, self.fingerprint, verdict)
+                    self._chosen = self._without_fast(verdict.why)
         return self._decide()[0]
 
     def refute(self, why: str) -> None:
@@ -310,58 +312,47 @@ class Tokenizer:
 
     def _decide(self) -> tuple[Backend, FastEngine | None]:
         with self._lock:
-            if self._backend is None:
-                self._choose()
-            assert self._backend is not None
-            return self._backend, self._fast
+            if self._chosen is None:
+                self._chosen = self._choose()
+            return self._chosen
 
-    def _choose(self) -> None:
+    def _choose(self) -> tuple[Backend, FastEngine | None]:
         if self.config.backend == "tokenizers":
-            return self._use_reference("asked for by backend='tokenizers'", fallback=False)
-        verdict = proof.recall(self._memo, self.fingerprint)
-        if verdict is not None and not verdict.equal:
-            return self._use_reference(verdict.why, fallback=True)
-        try:
-            engine = engine_of(self._definition)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # noqa: BLE001 (a Rust panic is no Exception; whatever gigatoken refuses, the reference encodes)
-            reason = " ".join(str(error).split())
-            return self._use_reference(
-                f"gigatoken {fast_version()} cannot load it: {reason[:200]}", fallback=True
-            )
-        if verdict is None:
+            return self._without_fast("asked for by backend='tokenizers'", logging.INFO)
+        verdict, engine = proof.recall(self._memo, self.fingerprint), None
+        if verdict is None or verdict.equal:
+            try:
+                engine = engine_of(self._definition)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # noqa: BLE001 (a Rust panic is no Exception; whatever gigatoken refuses, the reference encodes)
+                reason = " ".join(str(error).split())[:200]
+                verdict = Verdict(False, f"gigatoken {fast_version()} cannot load it: {reason}")
+        if verdict is None and engine is not None:
             added = self._reference.get_added_tokens_decoder()
-            specials = [added[i].content for i in sorted(added)]
-            verdict = proof.prove(engine, self._plain, proof.torture(specials), "hostile texts")
+            hostile = proof.torture([added[i].content for i in sorted(added)])
+            verdict = proof.prove(engine, self._plain, hostile, "hostile texts")
             proof.remember(self._memo, self.fingerprint, verdict)
+        assert verdict is not None
         if not verdict.equal:
-            return self._use_reference(verdict.why, fallback=True)
-        self._fast, self._backend = engine, Backend("gigatoken", fast_version(), verdict.why)
-        logger.info("tokenizer %s: %s", self.name, self._backend)
-        return None
+            return self._without_fast(verdict.why)
+        backend = Backend("gigatoken", fast_version(), verdict.why)
+        logger.info("tokenizer %s: %s", self.name, backend)
+        return backend, engine
 
-    def _fall_back(self, verdict: Verdict) -> None:
-        with self._lock:
-            proof.remember(self._memo, self.fingerprint, verdict)
-            self._use_reference(verdict.why, fallback=True)
-
-    def _use_reference(self, why: str, *, fallback: bool) -> None:
+    def _without_fast(self, why: str, level: int = logging.WARNING) -> tuple[Backend, None]:
+        """The reference, which raises where gigatoken alone was asked for."""
         import tokenizers
 
-        if fallback and self.config.backend == "gigatoken":
+        if self.config.backend == "gigatoken":
             raise TokenizerError(
                 at=self.name,
                 problem=f"backend='gigatoken' cannot be used: {why}",
                 fix="Set backend='auto'.",
             )
-        self._fast, self._backend = None, Backend("tokenizers", tokenizers.__version__, why)
-        logger.log(
-            logging.WARNING if fallback else logging.INFO,
-            "tokenizer %s: %s",
-            self.name,
-            self._backend,
-        )
+        backend = Backend("tokenizers", tokenizers.__version__, why)
+        logger.log(level, "tokenizer %s: %s", self.name, backend)
+        return backend, None
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
         return [
@@ -372,11 +363,7 @@ class Tokenizer:
     def _encode_reference(
         self, column: pa.LargeStringArray
     ) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        starts = (
-            np.frombuffer(column.buffers()[1], np.int64, len(column) + 1, column.offset * 8)
-            if len(column)
-            else np.zeros(1, np.int64)
-        )
+        starts, _ = bytes_of(column)
         lengths, pieces, row = np.zeros(len(column), np.int64), [], 0
         while row < len(column):
             stop = max(
@@ -388,8 +375,7 @@ class Tokenizer:
             # a third faster than NumPy takes lists in
             pieces += [np.frombuffer(array("I", ids), np.uint32) for ids in encoded]
             row = stop
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        return offsets, np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
+        return offsets_of(lengths), np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
 
     def _named(self, kind: str, options: Options) -> int | None:
         token = content_of(options.get(kind))
