@@ -233,8 +233,8 @@ def shape(whole: Whole, lengths: Lengths, *, raw: bool) -> Shaped:
     new = offsets_of([len(one.tokens) for one in made])
     at = np.concatenate([np.zeros(0, np.int64), *(one.tokens for one in made)])
     new_mask = None if mask is None else mask[at]
-    for one, start, stop in zip(made, new[:-1].tolist(), new[1:].tolist(), strict=True):
-        if new_mask is not None:
+    if new_mask is not None:
+        for one, start, stop in zip(made, new[:-1].tolist(), new[1:].tolist(), strict=True):
             new_mask[start : start + one.known] = 0
             new_mask[stop - (0 if one.ended else tail) : stop] = 0
     special = _special(whole)
