@@ -85,6 +85,7 @@ class CacheWriter(Generic[R]):
     max_bad_rows: int | None = None
     num_workers: int | None = None
     progress: ProgressListener = silent
+    stage: str = "tokenize"  # of its progress events
     when_made: Callable[[str], None] = lambda key: None
 
     def __post_init__(self) -> None:
@@ -288,7 +289,7 @@ class _Work(Generic[R]):
                 self._encoders.add(record.encoder)
                 self._writer.progress(
                     ProgressEvent(
-                        stage="tokenize",
+                        stage=self._writer.stage,
                         dataset=self._writer.dataset,
                         done=rows,
                         total=self.num_rows,

@@ -174,6 +174,7 @@ class ImportedTokens(Source):
             folder=context.cache or CacheFolder(context.cache_dir),
             on_error="skip",
             progress=context.progress,
+            stage="adopt",
         )
 
     @property
