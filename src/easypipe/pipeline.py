@@ -44,7 +44,7 @@ from easypipe.stages.pack.config import PackStageConfig
 from easypipe.stages.pack.stage import PackStage
 from easypipe.stages.repair import repair
 from easypipe.stages.reports.ledger import ledger_of
-from easypipe.stages.reports.plan_report import PlanReport, is_prepared, plan_report
+from easypipe.stages.reports.plan_report import Asked, PlanReport, is_prepared, plan_report
 from easypipe.stages.reports.shares import warning_of_weights
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.source.stage import SourceStage
@@ -418,17 +418,8 @@ class Pipeline:
         saves = any(isinstance(step.stage, SaveStage) for step in self._plan) or (
             self._config.save is not None and self._config.save.enabled
         )
-        return plan_report(
-            name,
-            source,
-            load,
-            context,
-            steps=steps,
-            prepare=prepare,
-            saves=saves,
-            by_step=by_step,
-            begin=Begin(*begin),
-        )
+        asked = Asked(steps, prepare, saves, by_step, Begin(*begin))
+        return plan_report(name, source, load, context, asked)
 
     def repair(self, path: str | Path) -> tuple[Verification, ...]:
         """Makes again what is broken of a token cache or saved folder that this chain makes;

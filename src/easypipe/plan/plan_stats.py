@@ -45,6 +45,26 @@ class DatasetStats:
     segments: int
 
     @property
+    def documents(self) -> dict[str, int]:
+        """Where the documents that were drawn went."""
+        return {
+            "placed": self.docs_placed,
+            "pending": self.docs_pending,
+            "dropped": self.docs_dropped,
+            "empty": self.docs_empty,
+        }
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Where their tokens went."""
+        return {
+            "placed": self.tokens_placed,
+            "pending": self.tokens_pending,
+            "truncated": self.tokens_truncated,
+            "dropped": self.tokens_dropped,
+        }
+
+    @property
     def epochs(self) -> float:
         """Passes over the dataset that were drawn, the last one in part."""
         return self.draws / self.num_docs if self.num_docs else 0.0

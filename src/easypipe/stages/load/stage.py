@@ -28,7 +28,7 @@ from easypipe.stages.decoding import decoder_of
 from easypipe.stages.load.forward import ForwardDocuments
 from easypipe.stages.mix.mixture import Mixture
 from easypipe.stages.mix.stage import MixedShardedSource
-from easypipe.stages.pack.stage import PackedShardedSource, single
+from easypipe.stages.pack.stage import PackedShardedSource, mixture_of
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.stages.tokenize.tokens import token_info, tokenizer_of
 from easypipe.transforms.tokenizer.config import TokenizerConfig
@@ -242,7 +242,7 @@ def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
 def _mixture(name: str, source: ShardedSource, context: PipelineContext) -> Mixture:
     if isinstance(source, MixedShardedSource | PackedShardedSource):
         return source.mixture
-    return single(name, source, context, stage="load")
+    return mixture_of(name, source, context, stage="load")
 
 
 def _stream_rows(

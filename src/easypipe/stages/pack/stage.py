@@ -75,7 +75,7 @@ class PackStage(BaseStage):
         if self.config.segments == "row" and self._chosen:
             logger.warning("pack.segments is 'row': documents that stand in one row see each other")
         packed = {
-            name: PackedShardedSource(_mixture(name, source, context), self.config)
+            name: PackedShardedSource(mixture_of(name, source, context, stage="pack"), self.config)
             for name, source in data.items()
         }
         for source in packed.values() if self.config.holds else ():
@@ -83,23 +83,20 @@ class PackStage(BaseStage):
         return {**packed}
 
 
-def single(name: str, source: ShardedSource, context: PipelineContext, *, stage: str) -> Mixture:
-    """A dataset on its own, as a mixture of one: every document once an epoch."""
-    documents = require_documents(name, source, context, stage=stage)
+def mixture_of(
+    name: str, source: ShardedSource, context: PipelineContext, *, stage: str
+) -> Mixture:
+    """The mixture that a source is of, packed or not. A dataset on its own is a mixture of one:
+    every document once an epoch.
+    """
+    if isinstance(source, MixedShardedSource | PackedShardedSource):
+        return source.mixture
     return Mixture(
-        parts={name: documents},
+        parts={name: require_documents(name, source, context, stage=stage)},
         weights=(1,),
         stop="all_exhausted",
         seed=context.seed,
         context=context,
-    )
-
-
-def _mixture(name: str, source: ShardedSource, context: PipelineContext) -> Mixture:
-    return (
-        source.mixture
-        if isinstance(source, MixedShardedSource)
-        else single(name, source, context, stage="pack")
     )
 
 

@@ -66,74 +66,35 @@ def _plan_entries(
     """documents of all passes → drawn → placed; tokens drawn, EOS added → placed → targets; slots →
     tokens and padding.
     """
-    mixture, packed = source.mixture, isinstance(source, PackedShardedSource)
-    plan = source.plan() if isinstance(source, PackedShardedSource) else mixture.plan(None)
-    stats = plan.stats()
-    stage = "pack" if packed else "mix"
-    joined = isinstance(source, PackedShardedSource) and source.joined
+    mixture = source.mixture
+    packed = source if isinstance(source, PackedShardedSource) else None
+    plan, stage = (packed.plan(), "pack") if packed else (mixture.plan(None), "mix")
+    stats, joined = plan.stats(), packed is not None and packed.joined
     first = stream_start(plan) if joined else -1  # the one dataset whose first token is no target
-    # the one number that lengths do not tell
-    hold = isinstance(source, PackedShardedSource) and source.rows().hold
-    trained = (
-        count_targets(plan, mixture.caches, stats.rows, joined=joined, hold=hold)
-        if mixture.has_loss_mask
-        else None
-    )
+    trained = None
+    if mixture.has_loss_mask:  # the one number that lengths do not tell
+        hold = packed is not None and packed.rows().hold
+        trained = count_targets(plan, mixture.caches, stats.rows, joined=joined, hold=hold)
     for i, (name, part) in enumerate(stats.datasets.items()):
+        passes = {"passes x documents": part.passes * part.num_docs}
         drawn = {"drawn": part.draws, "unreached": part.unreached}
-        ledger.add(
-            "mix",
-            name,
-            "documents",
-            into={"passes x documents": part.passes * part.num_docs},
-            out=drawn,
-        )
+        ledger.add("mix", name, "documents", into=passes, out=drawn)
         ledger.facts[f"mix.{name}.epochs"] = part.epochs
-        ledger.add(
-            stage,
-            name,
-            "documents",
-            into={"drawn": part.draws},
-            out={
-                "placed": part.docs_placed,
-                "pending": part.docs_pending,
-                "dropped": part.docs_dropped,
-                "empty": part.docs_empty,
-            },
-        )
+        ledger.add(stage, name, "documents", into={"drawn": part.draws}, out=part.documents)
         added = _eos_added(mixture, i, part) if packed else 0
-        into = (
-            {"drawn, with EOS": part.tokens_drawn}
-            if added is None
-            else {"drawn": part.tokens_drawn - added, "EOS": added}
-        )
-        ledger.add(
-            stage,
-            name,
-            "tokens",
-            into=into,
-            out={
-                "placed": part.tokens_placed,
-                "pending": part.tokens_pending,
-                "truncated": part.tokens_truncated,
-                "dropped": part.tokens_dropped,
-            },
-        )
+        into = {"drawn, with EOS": part.tokens_drawn}
+        if added is not None:
+            into = {"drawn": part.tokens_drawn - added, "EOS": added}
+        ledger.add(stage, name, "tokens", into=into, out=part.tokens)
         starts = int(i == first) if joined else part.segments * (2 if mixture.paired else 1)
         labels = part.tokens_placed - starts
         out = {"targets": labels}
         if trained is not None:
             targets, held = trained[:, i].tolist()
-            out = {"targets": targets, "masked": labels - targets - held} | (
-                {WITHOUT_PROMPT: held} if held else {}
-            )
-        ledger.add(
-            "labels",
-            name,
-            "tokens",
-            into={"placed": part.tokens_placed},
-            out={**out, "segment starts": starts},
-        )
+            out = {"targets": targets, "masked": labels - targets - held}
+            out |= {WITHOUT_PROMPT: held} if held else {}
+        placed = {"placed": part.tokens_placed}
+        ledger.add("labels", name, "tokens", into=placed, out={**out, "segment starts": starts})
     if packed:
         slots = {"tokens": stats.slots - stats.padding, "padding": stats.padding}
         ledger.add("pack", whole, "slots", into={"slots": stats.slots}, out=slots)

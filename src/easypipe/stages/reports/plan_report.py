@@ -11,10 +11,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, NamedTuple
 
 from easypipe.core.errors import CacheError, ConfigError, StageOrderError
 from easypipe.core.protocols import PipelineContext, ShardedSource
@@ -27,7 +24,7 @@ from easypipe.save.saved import SavedSource
 from easypipe.stages.load.stage import LoadStage
 from easypipe.stages.mix.mixture import Mixture
 from easypipe.stages.mix.stage import MixedShardedSource
-from easypipe.stages.pack.stage import PackedShardedSource, single
+from easypipe.stages.pack.stage import PackedShardedSource, mixture_of
 from easypipe.stages.reports.shares import (
     StepShares,
     asked_between,
@@ -120,150 +117,221 @@ class PlanReport:
 
     def __str__(self) -> str:
         """A table for people."""
-        head = (
+        head = [
             "dataset",
             "documents",
             "tokens",
-            f"asked ({self.unit})",
+            "asked",
             "realised",
-            "of tokens",
+            "of_tokens",
             "drawn",
             "epochs",
             "cache",
-        )
-        lines = [head] + [
-            (
-                d.name, f"{d.documents:,}", f"{d.tokens:,}", f"{d.requested:.4%}", f"{d.realised:.4%}", f"{d.token_share:.4%}",
-                f"{d.drawn:,}", f"{d.epochs:.3f}", _megabytes(d.cache_bytes),
-            )
-            for d in self.datasets
-        ]  # fmt: skip
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        pad = [str.ljust, *[str.rjust] * (len(head) - 1)]
+        ]
+        head[3], head[5] = f"asked ({self.unit})", "of tokens"
+        lines = [head]
+        for d in self.datasets:
+            counts = [f"{count:,}" for count in (d.documents, d.tokens)]
+            shares = [f"{share:.4%}" for share in (d.requested, d.realised, d.token_share)]
+            drawn = [f"{d.drawn:,}", f"{d.epochs:.3f}", _megabytes(d.cache_bytes)]
+            lines.append([d.name, *counts, *shares, *drawn])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = [
-            "  ".join(to(value, width) for to, value, width in zip(pad, line, widths, strict=True))
+            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
             for line in lines
         ]
-        ends = (
-            "never ends"
-            if self.steps_available is None
-            else f"the data gives {self.steps_available:,}"
-        )
-        slots = (
-            "documents as rows"
-            if self.seq_length is None
-            else f"of {self.seq_length:,} slots, {self.fill:.3%} filled"
-        )
+        ends = "never ends"
+        if self.steps_available is not None:
+            ends = f"the data gives {self.steps_available:,}"
+        slots = "documents as rows"
+        if self.seq_length is not None:
+            slots = f"of {self.seq_length:,} slots, {self.fill:.3%} filled"
+        saved = ""
+        if self.saved_bytes is not None:
+            saved = f", {_megabytes(self.saved_bytes)} to save, before compression"
         text += [
             f"steps   {self.steps:,} of {self.batch_size:,} rows ({ends})",
             f"rows    {self.rows:,} {slots}; {self.rows_left_over:,} left over at the end",
             f"tokens  {self.slots - self.padding:,}, and {self.padding:,} slots of padding",
-            f"disk    {_megabytes(self.cache_bytes)} of token cache"
-            + (
-                ""
-                if self.saved_bytes is None
-                else f", {_megabytes(self.saved_bytes)} to save, before compression"
-            ),
+            f"disk    {_megabytes(self.cache_bytes)} of token cache{saved}",
         ]
         return "\n".join(text + [f"note    {note}" for note in self.notes])
 
 
+class Asked(NamedTuple):
+    """What is asked of a report.
+
+    steps: of the run; None takes what the data gives. prepare: tokenize what is not tokenized yet;
+    else that raises CacheError. saves: also what save() would write. by_step: also what each part
+    of the run draws, which plans every window once more. begin: the step and the row at which a run
+    goes on with this source; what stood before them is not counted.
+    """
+
+    steps: int | None = None
+    prepare: bool = True
+    saves: bool = False
+    by_step: bool = False
+    begin: Begin = Begin()
+
+
 def plan_report(
-    name: str,
-    source: ShardedSource,
-    load: LoadStageConfig,
-    context: PipelineContext,
-    *,
-    steps: int | None = None,
-    prepare: bool = True,
-    saves: bool = False,
-    by_step: bool = False,
-    begin: Begin | None = None,
+    name: str, source: ShardedSource, load: LoadStageConfig, context: PipelineContext, asked: Asked
 ) -> PlanReport:
     """The report of a run that reads `source` as `load` says.
 
-    steps: of the run; None takes what the data gives. prepare: tokenize what is not tokenized yet;
-    else that raises CacheError. by_step: also what each part of the run draws, which plans every
-    window once more. begin: the step and the row at which a run goes on with this source; what
-    stood before them is not counted.
     Raises ConfigError where the data never ends and no steps are given, StageOrderError for text.
     """
-    began, begin = time.perf_counter(), begin or Begin()
-    if steps is not None and steps < 1:
-        raise ConfigError(at="steps", problem=f"{steps} steps are no run", fix="Give at least 1.")
+    began = time.perf_counter()
+    if asked.steps is not None and asked.steps < 1:
+        problem = f"{asked.steps} steps are no run"
+        raise ConfigError(at="steps", problem=problem, fix="Give at least 1.")
     if SEGMENT_IDS in source.schema.names and not isinstance(source, PackedShardedSource):
-        return _stored(name, source, load, steps, saves, began, begin)
-    if INPUT_IDS not in source.schema.names:
+        facts = _stored(name, source, load, asked)
+    elif INPUT_IDS not in source.schema.names:
         raise StageOrderError(
             at="",
             problem=f"Call tokenize() before plan(): dataset {name!r} has no column {INPUT_IDS!r}",
         )
-    if context.config.streaming:
-        problem = "nothing is counted before it is read, so there is nothing to plan from"
+    elif context.config.streaming:
         raise ConfigError(
-            at="streaming", problem=problem, fix="Leave it out to plan over the token cache."
+            at="streaming",
+            problem="nothing is counted before it is read, so there is nothing to plan from",
+            fix="Leave it out to plan over the token cache.",
         )
-    # weights that follow the step ask how many rows one has
-    source = LoadStage(load).process({name: source}, context)[name]
-    planned = isinstance(source, MixedShardedSource | PackedShardedSource)
-    mixture = source.mixture if planned else single(name, source, context, stage="plan")
-    prepared = require_prepared(mixture, prepare=prepare)
-    num_epochs = None if mixture.restarts else load.num_epochs
-    plan = (
-        source.plan(num_epochs)
-        if isinstance(source, PackedShardedSource)
-        else mixture.plan(None, num_epochs=num_epochs)
-    )
-    run = _Run.of(load, plan.num_rows, steps, begin)
-    first = min(begin.row, run.rows)
-    before, drawn = plan.stats(first), documents_drawn(plan, first)
-    # ascending rows: each window is counted once
-    strange = far_from_asked(mixture, plan, run.counted, run.steps)
-    drawn, tally = documents_drawn(plan, run.rows) - drawn, plan.stats(run.rows)
-    mixture.remember(plan)
-    datasets = _datasets(mixture, plan, before, tally, drawn, range(first, run.rows))
-    notes = [
-        *run.notes(name, load),
-        *_notes(datasets, mixture, plan, tally, whole=run.steps == run.available),
-        *strange,
-        *late_stages(plan, run.counted, run.steps),
-    ]
-    if (
-        said := unlike_weights(
-            mixture, plan, {dataset.name: dataset.requested for dataset in datasets}
-        )
-    ) is not None:
-        notes.append(said)
-    if prepared:
-        notes.insert(0, f"{', '.join(prepared)}: tokenized for this report")
-    slots, padding = tally.slots - before.slots, tally.padding - before.padding
-    saved = None
-    if saves:
-        packed = isinstance(source, PackedShardedSource) and not mixture.endless
-        saved = (
-            source.shards[0].num_bytes
-            if packed
-            else sum(cache.total_tokens * cache.buffers().id_bytes for cache in mixture.caches)
-        )
+    else:
+        facts = _planned(name, source, load, context, asked)
+    run, datasets = facts.run, facts.datasets
     return PlanReport(
         name=name,
+        unit=facts.unit,
+        datasets=datasets,
+        steps=run.steps - asked.begin.batch,
+        steps_available=None if run.available is None else run.available - asked.begin.batch,
+        batch_size=load.batch_size,
+        rows=len(run.reached),
+        rows_left_over=run.left_over,
+        seq_length=facts.seq_length,
+        slots=facts.slots,
+        padding=facts.padding,
+        fill=1 - facts.padding / facts.slots if facts.slots else 1.0,
+        cache_bytes=sum(dataset.cache_bytes for dataset in datasets),
+        saved_bytes=facts.saved_bytes,
+        prepared=facts.prepared,
+        notes=facts.notes,
+        seconds=time.perf_counter() - began,
+        by_step=facts.by_step,
+    )
+
+
+class _Facts(NamedTuple):
+    """What is known of a run, as in PlanReport."""
+
+    run: _Run
+    unit: str
+    datasets: tuple[DatasetPlan, ...]
+    seq_length: int | None
+    slots: int
+    padding: int
+    saved_bytes: int | None
+    notes: tuple[str, ...]
+    prepared: tuple[str, ...] = ()
+    by_step: tuple[StepShares, ...] = ()
+
+
+def _planned(
+    name: str, source: ShardedSource, load: LoadStageConfig, context: PipelineContext, asked: Asked
+) -> _Facts:
+    """Of rows that are planned over token caches."""
+    # weights that follow the step ask how many rows one has
+    source = LoadStage(load).process({name: source}, context)[name]
+    mixture = mixture_of(name, source, context, stage="plan")
+    prepared = require_prepared(mixture, prepare=asked.prepare)
+    num_epochs = None if mixture.restarts else load.num_epochs
+    packed = source if isinstance(source, PackedShardedSource) else None
+    plan = packed.plan(num_epochs) if packed else mixture.plan(None, num_epochs=num_epochs)
+    run = _Run.of(load, plan.num_rows, asked)
+    start, stop = run.reached.start, run.reached.stop
+    drawn = documents_drawn(plan, start)
+    # ascending rows: each window is counted once
+    strange = far_from_asked(mixture, plan, run.counted, run.steps)
+    drawn, stats = documents_drawn(plan, stop) - drawn, plan.stats(stop, start)
+    mixture.remember(plan)
+    requested = asked_between(mixture, start, stop)
+    datasets = _datasets(mixture, plan, stats, drawn.tolist(), requested)
+    notes = [f"{', '.join(prepared)}: tokenized for this report"] if prepared else []
+    notes += run.notes(name)
+    notes += [note for d in datasets for note in _dataset_notes(d, mixture, plan)]
+    notes += _mixture_notes(mixture, stats, whole=run.steps == run.available)
+    notes += [*strange, *late_stages(plan, run.counted, run.steps)]
+    if (said := unlike_weights(mixture, plan, requested)) is not None:
+        notes.append(said)
+    saved = None
+    if asked.saves:
+        saved = sum(cache.total_tokens * cache.buffers().id_bytes for cache in mixture.caches)
+        if packed and not mixture.endless:
+            saved = packed.shards[0].num_bytes
+    return _Facts(
+        run=run,
         unit=mixture.unit,
         datasets=datasets,
-        steps=run.steps - begin.batch,
-        steps_available=None if run.available is None else run.available - begin.batch,
-        batch_size=load.batch_size,
-        rows=run.rows - first,
-        rows_left_over=run.left_over,
         seq_length=None if plan.spec.pack is None else plan.spec.pack.seq_length,
-        slots=slots,
-        padding=padding,
-        fill=1 - padding / slots if slots else 1.0,
-        cache_bytes=sum(dataset.cache_bytes for dataset in datasets),
+        slots=stats.slots,
+        padding=stats.padding,
         saved_bytes=saved,
-        prepared=prepared,
         notes=tuple(notes),
-        seconds=time.perf_counter() - began,
-        by_step=shares_by_step(plan, mixture, run.counted, run.steps) if by_step else (),
+        prepared=prepared,
+        by_step=shares_by_step(plan, mixture, run.counted, run.steps) if asked.by_step else (),
+    )
+
+
+def _stored(name: str, source: ShardedSource, load: LoadStageConfig, asked: Asked) -> _Facts:
+    """Of rows that were saved packed: how many there are and what they hold stands in their
+    manifest.
+    """
+    per_epoch = 0
+    for shard in source.shards:
+        if shard.num_rows is None:
+            raise ConfigError(
+                at=shard.name,
+                problem="its rows cannot be counted",
+                fix="Save it as parquet or arrow.",
+            )
+        per_epoch += shard.num_rows
+    run = _Run.of(load, None if load.num_epochs is None else per_epoch * load.num_epochs, asked)
+    info, rows = token_info(source), len(run.reached)
+    length = None if info is None else info.seq_length
+    counted = isinstance(source, SavedSource)
+    tokens = sum(shard.num_tokens for shard in source.manifest.shards) if counted else 0
+    placed, slots = tokens * rows // per_epoch if per_epoch else 0, rows * (length or 0)
+    num_bytes = sum(shard.num_bytes for shard in source.shards)
+    dataset = DatasetPlan(
+        name=name,
+        documents=per_epoch,
+        tokens=tokens,
+        requested=1.0,
+        realised=1.0,
+        document_share=1.0,
+        token_share=1.0,
+        drawn=rows,
+        epochs=rows / per_epoch if per_epoch else 0.0,
+        tokens_placed=placed,
+        cache_bytes=num_bytes,
+    )
+    notes = [
+        *run.notes(name),
+        "rows are packed already: documents are rows here, and tokens of a part of an epoch are "
+        "estimated from their mean",
+        *([] if counted else ["nobody recorded how many tokens these rows hold"]),
+    ]
+    return _Facts(
+        run=run,
+        unit="rows",
+        datasets=(dataset,),
+        seq_length=length,
+        slots=slots,
+        padding=slots - placed if counted else 0,
+        saved_bytes=num_bytes if asked.saves else None,
+        notes=tuple(notes),
     )
 
 
@@ -285,11 +353,8 @@ def require_prepared(mixture: Mixture, *, prepare: bool) -> tuple[str, ...]:
 
 def is_prepared(source: ShardedSource) -> bool:
     """Whether no token cache that `source` reads has to be made first."""
-    mixture = getattr(source, "mixture", None)
-    return all(
-        _stands(part)
-        for part in (mixture.parts.values() if isinstance(mixture, Mixture) else [source])
-    )
+    mixed = isinstance(source, MixedShardedSource | PackedShardedSource)
+    return all(map(_stands, source.mixture.parts.values() if mixed else [source]))
 
 
 def _stands(source: ShardedSource) -> bool:
@@ -303,106 +368,92 @@ def _stands(source: ShardedSource) -> bool:
 
 @dataclass(frozen=True)
 class _Run:
-    """The steps and rows of `counted` up to `steps` and `rows`; `available` batches are there, and
-    `left_over` rows behind the last.
+    """The steps of `counted` up to `steps`, over the rows `reached`; `available` batches are there,
+    and `left_over` rows behind the last.
     """
 
+    load: LoadStageConfig
     counted: Steps
     steps: int
-    rows: int
+    reached: range
     available: int | None
     left_over: int
     asked: int | None
 
     @classmethod
-    def of(
-        cls, load: LoadStageConfig, num_rows: int | None, asked: int | None, begin: Begin
-    ) -> _Run:
-        counted = Steps(load.batch_size, load.batch_size_schedule, begin)
-        if num_rows is None:
-            if asked is None:
-                raise ConfigError(
-                    at="steps",
-                    problem="this data never ends",
-                    fix="Say how many steps, or set train.steps.",
-                )
-            return cls(counted, asked, counted.start(asked), None, 0, asked)
-        available = max(
-            begin.batch, counted.full(num_rows) if load.drop_last else counted.needed(num_rows)
-        )
-        steps = available if asked is None else min(asked, available)
-        left_over = max(0, num_rows - counted.start(available))
-        return cls(counted, steps, min(num_rows, counted.start(steps)), available, left_over, asked)
+    def of(cls, load: LoadStageConfig, num_rows: int | None, asked: Asked) -> _Run:
+        counted = Steps(load.batch_size, load.batch_size_schedule, asked.begin)
+        available, left_over, steps = None, 0, asked.steps
+        if num_rows is not None:
+            there = counted.full(num_rows) if load.drop_last else counted.needed(num_rows)
+            available = max(asked.begin.batch, there)
+            steps = available if steps is None else min(steps, available)
+            left_over = max(0, num_rows - counted.start(available))
+        if steps is None:
+            raise ConfigError(
+                at="steps",
+                problem="this data never ends",
+                fix="Say how many steps, or set train.steps.",
+            )
+        stop = counted.start(steps) if num_rows is None else min(num_rows, counted.start(steps))
+        reached = range(min(asked.begin.row, stop), stop)
+        return cls(load, counted, steps, reached, available, left_over, asked.steps)
 
-    def notes(self, name: str, load: LoadStageConfig) -> list[str]:
-        found = []
+    def notes(self, name: str) -> list[str]:
+        load, size, found = self.load, self.load.batch_size, list[str]()
         if self.asked is not None and self.available is not None and self.asked > self.available:
-            ends = f"{self.asked:,} steps are asked for, the data ends after {self.available:,}"
-            found.append(f"{ends}: raise load.num_epochs, or set it to null")
+            found.append(
+                f"{self.asked:,} steps are asked for, the data ends after {self.available:,}: "
+                "raise load.num_epochs, or set it to null"
+            )
         if self.left_over and self.steps == self.available:
             found.append(
-                f"{self.left_over:,} rows at the end fill no batch of {load.batch_size:,} and are left out (load.drop_last)"
+                f"{self.left_over:,} rows at the end fill no batch of {size:,} "
+                "and are left out (load.drop_last)"
             )
         if self.steps == 0:
-            found.append(
-                f"{name!r} fills no batch of {load.batch_size:,}: nothing would be trained"
-            )
-        grouped = None if load.group_by_length is None else load.group_by_length * load.batch_size
-        shuffled = load.shuffle_buffer_size
-        for size, what in (
-            (shuffled, "a block of {:,} shuffled rows"),
-            (grouped, "a window of {:,} rows grouped by length"),
+            found.append(f"{name!r} fills no batch of {size:,}: nothing would be trained")
+        shuffled, grouped = load.shuffle_buffer_size, (load.group_by_length or 0) * size
+        for rows, what in (
+            (shuffled, f"a block of {shuffled or 0:,} shuffled rows"),
+            (grouped, f"a window of {grouped:,} rows grouped by length"),
         ):
-            if size is not None and self.rows % size and self.steps != self.available:
-                found.append(
-                    f"the run ends inside {what.format(size)}; it is counted as if they were in order"
-                )
+            if rows and self.reached.stop % rows and self.steps != self.available:
+                found.append(f"the run ends inside {what}; it is counted as if they were in order")
         return found
 
 
 def _datasets(
     mixture: Mixture,
     plan: Plan,
-    before: PlanStats,
-    tally: PlanStats,
-    drawn: NDArray[np.float64],
-    rows: range,
+    stats: PlanStats,
+    drawn: Sequence[float],
+    requested: Mapping[str, float],
 ) -> tuple[DatasetPlan, ...]:
-    """before, tally: of the rows before `rows`, and of these too. drawn: Float64[k], documents of
-    `rows`.
-    """
-    requested, found = asked_between(mixture, rows.start, rows.stop), []
-    placed = sum(part.tokens_placed for part in tally.datasets.values()) - sum(
-        part.tokens_placed for part in before.datasets.values()
-    )
-    for i, (name, cache) in enumerate(zip(mixture.parts, mixture.caches, strict=True)):
-        counts, dataset = cache.manifest.counts, plan.datasets[i]
-        own = {
-            key: getattr(tally.datasets[name], key) - getattr(before.datasets[name], key)
-            for key in _COUNTED
-        }
-        documents, tokens = (
-            float(drawn[i] / drawn.sum()) if drawn.any() else 0.0,
-            own["tokens_placed"] / placed if placed else 0.0,
-        )
-        whole = max(round(drawn[i]), int(own["tokens_placed"] > 0))
+    """drawn: documents of each dataset, as far as they stand in the rows of `stats`."""
+    found, placed = [], stats.slots - stats.padding
+    for dataset, cache, documents in zip(plan.datasets, mixture.caches, drawn, strict=True):
+        counts, part = cache.manifest.counts, stats.datasets[dataset.name]
+        document_share = documents / sum(drawn) if documents else 0.0
+        token_share = part.tokens_placed / placed if placed else 0.0
+        whole = max(round(documents), int(part.tokens_placed > 0))
         found.append(
             DatasetPlan(
-                name=name,
+                name=dataset.name,
                 documents=dataset.num_docs,
                 tokens=dataset.total_tokens,
-                requested=requested[name],
-                realised=tokens if mixture.unit == "tokens" else documents,
-                document_share=documents,
-                token_share=tokens,
+                requested=requested[dataset.name],
+                realised=token_share if mixture.unit == "tokens" else document_share,
+                document_share=document_share,
+                token_share=token_share,
                 drawn=whole,
                 epochs=whole / dataset.num_docs if dataset.num_docs else 0.0,
-                tokens_placed=own["tokens_placed"],
-                tokens_truncated=own["tokens_truncated"],
-                tokens_dropped=own["tokens_dropped"],
-                documents_truncated=own["docs_truncated"],
-                documents_dropped=own["docs_dropped"],
-                documents_empty=own["docs_empty"],
+                tokens_placed=part.tokens_placed,
+                tokens_truncated=part.tokens_truncated,
+                tokens_dropped=part.tokens_dropped,
+                documents_truncated=part.docs_truncated,
+                documents_dropped=part.docs_dropped,
+                documents_empty=part.docs_empty,
                 rejected=dict(counts.rejects),
                 tokens_cut=counts.truncated,
                 cache_bytes=sum(
@@ -413,129 +464,66 @@ def _datasets(
     return tuple(found)
 
 
-_COUNTED = (
-    "tokens_placed",
-    "tokens_truncated",
-    "tokens_dropped",
-    "docs_truncated",
-    "docs_dropped",
-    "docs_empty",
-)
+def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan) -> list[str]:
+    length = None if plan.spec.pack is None else plan.spec.pack.seq_length
+    cap = dict(zip(mixture.parts, plan.spec.caps, strict=True))[d.name]
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in d.rejected.items())
+    notes = (
+        (
+            d.never_drawn,
+            f"{d.name} is never drawn in this run, its share is {d.requested:.3g}: "
+            "raise its weight, or leave it out",
+        ),
+        (d.epochs > 1, f"{d.name} is read {d.epochs:.2f} times"),
+        (
+            cap is not None and len(mixture.parts) > 1 and d.epochs >= cap,
+            f"{d.name} leaves the mixture after {cap} passes (mix.max_epochs), "
+            "the others go on by their weights",
+        ),
+        (
+            d.documents_dropped,
+            f"{d.name}: {d.documents_dropped:,} documents of {d.tokens_dropped:,} tokens are "
+            f"longer than {length} and dropped",
+        ),
+        (
+            d.documents_truncated,
+            f"{d.name}: {d.documents_truncated:,} documents are cut at {length}, "
+            f"{d.tokens_truncated:,} tokens are lost",
+        ),
+        (
+            d.documents_empty,
+            f"{d.name}: {d.documents_empty:,} documents without tokens "
+            "have no place in a packed row",
+        ),
+        (
+            d.tokens_cut,
+            f"{d.name}: max_length of the tokenizer cut off {d.tokens_cut:,} tokens "
+            "when it was prepared",
+        ),
+        (
+            sum(d.rejected.values()),
+            f"{d.name}: rows of the source that became no document: {reasons}",
+        ),
+    )
+    return [note for holds, note in notes if holds]
 
 
-def _notes(
-    datasets: Sequence[DatasetPlan], mixture: Mixture, plan: Plan, tally: PlanStats, *, whole: bool
-) -> list[str]:
+def _mixture_notes(mixture: Mixture, stats: PlanStats, *, whole: bool) -> list[str]:
     """whole: the run goes to the end of the data, but for rows that fill no batch."""
     found = []
-    length = None if plan.spec.pack is None else plan.spec.pack.seq_length
-    caps = dict(zip(mixture.parts, plan.spec.caps, strict=True))
-    for d in datasets:
-        if d.never_drawn:
-            found.append(
-                f"{d.name} is never drawn in this run, its share is {d.requested:.3g}: raise its weight, or leave it out"
-            )
-        if d.epochs > 1:
-            found.append(f"{d.name} is read {d.epochs:.2f} times")
-        cap = caps.get(d.name)
-        if cap is not None and len(datasets) > 1 and d.epochs >= cap:
-            found.append(
-                f"{d.name} leaves the mixture after {cap} passes (mix.max_epochs), the others go on by their weights"
-            )
-        if d.documents_dropped:
-            found.append(
-                f"{d.name}: {d.documents_dropped:,} documents of {d.tokens_dropped:,} tokens are longer than {length} and dropped"
-            )
-        if d.documents_truncated:
-            found.append(
-                f"{d.name}: {d.documents_truncated:,} documents are cut at {length}, {d.tokens_truncated:,} tokens are lost"
-            )
-        if d.documents_empty:
-            found.append(
-                f"{d.name}: {d.documents_empty:,} documents without tokens have no place in a packed row"
-            )
-        if d.tokens_cut:
-            found.append(
-                f"{d.name}: max_length of the tokenizer cut off {d.tokens_cut:,} tokens when it was prepared"
-            )
-        if sum(d.rejected.values()):
-            reasons = ", ".join(f"{reason} {count:,}" for reason, count in d.rejected.items())
-            found.append(f"{d.name}: rows of the source that became no document: {reasons}")
     if whole and mixture.stop == "first_exhausted":
-        for name, part in tally.datasets.items():
-            if part.unreached:
-                every = part.draws + part.unreached
-                found.append(
-                    f"{name}: {part.unreached:,} of {every:,} documents are not reached: another dataset ends the mixture before"
-                )
-    if len(datasets) > 1 and mixture.stop == "all_exhausted":
+        found += [
+            f"{name}: {part.unreached:,} of {part.passes * part.num_docs:,} documents are not "
+            "reached: another dataset ends the mixture before"
+            for name, part in stats.datasets.items()
+            if part.unreached
+        ]
+    if len(mixture.parts) > 1 and mixture.stop == "all_exhausted":
         found.append(
-            "stop_strategy all_exhausted draws every document of an epoch once: weights say how early, not how often"
+            "stop_strategy all_exhausted draws every document of an epoch once: "
+            "weights say how early, not how often"
         )
     return found
-
-
-def _stored(
-    name: str,
-    source: ShardedSource,
-    load: LoadStageConfig,
-    steps: int | None,
-    saves: bool,
-    began: float,
-    begin: Begin,
-) -> PlanReport:
-    """Rows that were saved packed: how many there are and what they hold stands in their
-    manifest.
-    """
-    per_epoch = 0
-    for shard in source.shards:
-        if shard.num_rows is None:
-            raise ConfigError(
-                at=shard.name,
-                problem="its rows cannot be counted",
-                fix="Save it as parquet or arrow.",
-            )
-        per_epoch += shard.num_rows
-    run = _Run.of(
-        load, None if load.num_epochs is None else per_epoch * load.num_epochs, steps, begin
-    )
-    info = token_info(source)
-    length = None if info is None else info.seq_length
-    full = isinstance(source, SavedSource)
-    tokens = sum(shard.num_tokens for shard in source.manifest.shards) if full else 0
-    rows = run.rows - min(begin.row, run.rows)
-    slots = rows * (length or 0)
-    placed = tokens * rows // per_epoch if per_epoch else 0
-    num_bytes = sum(shard.num_bytes for shard in source.shards)
-    dataset = DatasetPlan(
-        name=name, documents=per_epoch, tokens=tokens, requested=1.0, realised=1.0, document_share=1.0, token_share=1.0, drawn=rows,
-        epochs=rows / per_epoch if per_epoch else 0.0, tokens_placed=placed, cache_bytes=num_bytes,
-    )  # fmt: skip
-    notes = run.notes(name, load)
-    notes.append(
-        "rows are packed already: documents are rows here, and tokens of a part of an epoch are estimated from their mean"
-    )
-    if not full:
-        notes.append("nobody recorded how many tokens these rows hold")
-    return PlanReport(
-        name=name,
-        unit="rows",
-        datasets=(dataset,),
-        steps=run.steps - begin.batch,
-        steps_available=None if run.available is None else run.available - begin.batch,
-        batch_size=load.batch_size,
-        rows=rows,
-        rows_left_over=run.left_over,
-        seq_length=length,
-        slots=slots,
-        padding=slots - placed if full and slots else 0,
-        fill=placed / slots if full and slots else 1.0,
-        cache_bytes=num_bytes,
-        saved_bytes=num_bytes if saves else None,
-        prepared=(),
-        notes=tuple(notes),
-        seconds=time.perf_counter() - began,
-    )
 
 
 def _megabytes(num_bytes: int) -> str:
@@ -552,38 +540,7 @@ def joined(
     holds, sizes of batches and files) the last part tells. requested: the mean over the rows of all
     parts.
     """
-    last, rows = reports[-1], sum(report.rows for report in reports)
-    names = list(
-        dict.fromkeys(dataset.name for report in reversed(reports) for dataset in report.datasets)
-    )
-    parts = {
-        name: [(report, one) for report in reports for one in report.datasets if one.name == name]
-        for name in names
-    }
-    added = {
-        name: {
-            key: sum(getattr(one, key) for _, one in found) for key in ("drawn", "epochs", *_ADDED)
-        }
-        for name, found in parts.items()
-    }
-    drawn, placed = (
-        max(1, sum(counts[key] for counts in added.values())) for key in ("drawn", "tokens_placed")
-    )
-    datasets = []
-    for name, found in parts.items():
-        counts, requested = (
-            added[name],
-            sum(one.requested * report.rows for report, one in found) / max(1, rows),
-        )
-        documents, tokens = counts["drawn"] / drawn, counts["tokens_placed"] / placed
-        shares = {"requested": requested, "document_share": documents, "token_share": tokens}
-        realised = tokens if last.unit == "tokens" else documents
-        datasets.append(dataclasses.replace(found[-1][1], **counts, **shares, realised=realised))
-    slots, padding = (
-        sum(report.slots for report in reports),
-        sum(report.padding for report in reports),
-    )
-    before = sum(report.steps for report in reports[:-1])
+    last, datasets = reports[-1], _joined_datasets(reports)
     said: dict[str, list[str]] = {}
     for report, steps in zip(reports, which, strict=True):
         for note in report.notes:
@@ -591,12 +548,16 @@ def joined(
     told = [
         note if len(of) == len(reports) else f"{', '.join(of)}: {note}" for note, of in said.items()
     ]
+    before = sum(report.steps for report in reports[:-1])
+    slots, padding = (
+        sum(each) for each in zip(*((r.slots, r.padding) for r in reports), strict=True)
+    )
     return dataclasses.replace(
         last,
-        datasets=tuple(datasets),
+        datasets=datasets,
         steps=before + last.steps,
         steps_available=None if last.steps_available is None else before + last.steps_available,
-        rows=rows,
+        rows=sum(report.rows for report in reports),
         slots=slots,
         padding=padding,
         fill=1 - padding / slots if slots else 1.0,
@@ -608,6 +569,38 @@ def joined(
     )
 
 
-_ADDED = (
-    "tokens_placed", "tokens_truncated", "tokens_dropped", "documents_truncated", "documents_dropped", "documents_empty",
-)  # fmt: skip
+def _joined_datasets(reports: Sequence[PlanReport]) -> tuple[DatasetPlan, ...]:
+    """The datasets of all parts, those of the last part first."""
+    rows, by_tokens = sum(report.rows for report in reports), reports[-1].unit == "tokens"
+    parts: dict[str, list[tuple[int, DatasetPlan]]] = {  # with the rows of the part
+        dataset.name: [] for report in reversed(reports) for dataset in report.datasets
+    }
+    for report in reports:
+        for dataset in report.datasets:
+            parts[dataset.name].append((report.rows, dataset))
+    added = {
+        name: {key: sum(dataclasses.asdict(one)[key] for _, one in found) for key in _COUNTS}
+        for name, found in parts.items()
+    }
+    drawn, placed = (
+        max(1, sum(counts[key] for counts in added.values())) for key in ("drawn", "tokens_placed")
+    )
+    datasets = []
+    for name, found in parts.items():
+        counts = added[name]
+        documents, tokens = counts["drawn"] / drawn, counts["tokens_placed"] / placed
+        joined_one = dataclasses.replace(
+            found[-1][1],
+            requested=sum(one.requested * count for count, one in found) / max(1, rows),
+            realised=tokens if by_tokens else documents,
+            document_share=documents,
+            token_share=tokens,
+            **counts,
+        )
+        datasets.append(joined_one)
+    return tuple(datasets)
+
+
+# of a dataset, what adds up over the parts of a run
+_COUNTS = ["drawn", "epochs", "tokens_placed", "tokens_truncated", "tokens_dropped"]
+_COUNTS += ["documents_truncated", "documents_dropped", "documents_empty"]
