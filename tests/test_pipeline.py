@@ -655,3 +655,29 @@ def test_tokenize_and_save_keeps_the_order_and_the_length(tmp_path: Path) -> Non
         .folders[0]
         .up_to_date
     )
+
+
+def test_prepare_tokenizes_and_plans_and_building_finds_it_done(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = Pipeline(whole(tmp_path)).source().tokenize().mix().pack().load()
+    assert not chain.prepared()
+    assert not list((tmp_path / "cache").rglob("*.arrow")), "calling a stage moves no rows"
+    chain.prepare()
+    again = Pipeline(whole(tmp_path)).source().tokenize().mix().pack().load()
+    assert again.prepared()
+    assert list((tmp_path / "cache" / "plans").iterdir())
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.arrow")}
+    caplog.clear()
+    assert list(again.build())
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+    with pytest.raises(ConfigError, match=r"^streaming: nothing is counted"):
+        Pipeline(whole(tmp_path, streaming=True)).source().tokenize().prepare()
+
+
+def test_tokens_that_were_made_before_are_prepared_too(tmp_path: Path) -> None:
+    rows = [{"input_ids": [1, 2, 3]}]
+    Pipeline(
+        config(tmp_path, datasets=[DatasetConfig(name="d", data_files=rows)])
+    ).source().prepare()
+    assert len(list((tmp_path / "cache" / "tokens").rglob("*.arrow"))) == 1

@@ -40,7 +40,8 @@ def repair(path: str | Path, steps: Steps, context: PipelineContext) -> tuple[Ve
     broken = [found for found in verify(path, options) if not found.ok]
     place = cache_folder_of(path, options)
     if place is not None:
-        writers = [source.writer for source in _documents(steps, context)]
+        data = steps[-1][1] if steps else {}
+        writers = [source.writer for source in documents_of(data, context)]
         repair_cache(place[0], broken, writers)
     else:
         for found in broken:
@@ -58,11 +59,11 @@ def _options_for(place: str, steps: Steps, context: PipelineContext) -> dict[str
     return None if context.cache is None else context.cache.options
 
 
-def _documents(
-    steps: Steps, context: PipelineContext
+def documents_of(
+    data: Mapping[str, ShardedSource], context: PipelineContext
 ) -> Iterator[TokenizedShardedSource | ImportedTokens]:
-    """Every dataset of the pipeline that has a token cache."""
-    for name, source in steps[-1][1].items() if steps else ():
+    """Every dataset behind these sources that has a token cache."""
+    for name, source in data.items():
         if isinstance(source, MixedShardedSource | PackedShardedSource):
             found = list(source.mixture.parts.values())
         elif INPUT_IDS in source.schema.names and SEGMENT_IDS not in source.schema.names:
