@@ -53,7 +53,7 @@ def most_maps() -> int:
         return sys.maxsize
 
 
-def may_map(owner: MappedFiles, files: int) -> bool:
+def may_map(owner: object, files: int) -> bool:
     """Whether `owner` may map all of its files for as long as it lives."""
     global _standing
     with _lock:
@@ -68,6 +68,12 @@ def _give_back(files: int) -> None:
     global _standing
     with _lock:
         _standing -= files
+
+
+class _Region:
+    """Addresses that files are mapped to; they are given back when nobody holds this object, nor a
+    view of what stands there.
+    """
 
 
 class _Entry:
@@ -102,12 +108,15 @@ class MappedFiles:
                 fix="Raise ulimit -v.",
             )
         self.addresses: NDArray[np.uint64] = places[:-1].astype(np.uint64) + np.uint64(region)
-        gone = weakref.finalize(self, _forget, self._number, region, size)
+        self._region = _Region()
+        gone = weakref.finalize(self._region, _forget, self._number, region, size)
         # threads that still read when the process ends are not to find nothing there
         gone.atexit = False
-        self.stays = may_map(self, len(paths))
+        self.stays = may_map(self._region, len(paths))
+        self._batches: list[pa.RecordBatch] = []  # where all files stay
         for i in range(len(paths) if self.stays else 0):
             self._bring(i)
+            self._batches.append(self._batch(i))
 
     @property
     def most(self) -> int:
@@ -116,7 +125,10 @@ class MappedFiles:
 
     def batch(self, i: int) -> pa.RecordBatch:
         """A file that is held, where it lies. Raises CacheError where it is no token file."""
-        data = pa.foreign_buffer(int(self.addresses[i]), self._sizes[i], base=self)
+        return self._batches[i] if self.stays else self._batch(i)
+
+    def _batch(self, i: int) -> pa.RecordBatch:
+        data = pa.foreign_buffer(int(self.addresses[i]), self._sizes[i], base=self._region)
         return token_batch(data, self._paths[i])
 
     def hold_index(self, files: NDArray[np.integer]) -> contextlib.AbstractContextManager[None]:
