@@ -39,10 +39,11 @@ from easypipe.stages.build_record import remember
 from easypipe.stages.config import PipelineConfig, settings_of
 from easypipe.stages.load.stage import LoadStage
 from easypipe.stages.mix.config import MixStageConfig
-from easypipe.stages.mix.stage import MixedShardedSource, MixStage
+from easypipe.stages.mix.stage import MixStage
 from easypipe.stages.pack.config import PackStageConfig
-from easypipe.stages.pack.stage import PackedShardedSource, PackStage
-from easypipe.stages.repair import documents_of, repair
+from easypipe.stages.pack.stage import PackStage
+from easypipe.stages.prepare import prepare_sources
+from easypipe.stages.repair import repair
 from easypipe.stages.reports.ledger import ledger_of
 from easypipe.stages.reports.plan_report import Asked, PlanReport, is_prepared, plan_report
 from easypipe.stages.reports.shares import warning_of_weights
@@ -274,17 +275,7 @@ class Pipeline:
         self._spread()
         last = self._plan[-1]
         epochs = last.stage.config.num_epochs if isinstance(last.stage, LoadStage) else 1
-        for documents in documents_of(last.data, self._context):
-            documents.materialize()
-        for name, source in last.data.items():
-            if isinstance(source, PackedShardedSource):
-                plan = source.plan(epochs)
-            elif isinstance(source, MixedShardedSource):
-                plan = source.mixture.plan(None, num_epochs=epochs)
-            else:
-                continue
-            log.info("%s: %s rows are planned", name, plan.num_rows or "endless")
-            source.mixture.remember(plan)
+        prepare_sources(last.data, self._context, epochs)
 
     def prepare_part(self, number: int, count: int) -> int:
         """Tokenizes part `number` (from 0) of `count` and nothing else, for jobs on machines that

@@ -5,7 +5,7 @@ save() stages wrote.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,11 @@ from easypipe.cache.repair import aside, broken_files, place_of, repair_cache
 from easypipe.cache.verify import Verification
 from easypipe.core import storage
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
-from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.save import saved
 from easypipe.save.stage import SaveStage
 from easypipe.save.verify import cache_folder_of, verify
 from easypipe.save.write_folder import write_folder
-from easypipe.stages.mix.stage import MixedShardedSource
-from easypipe.stages.pack.stage import PackedShardedSource
-from easypipe.stages.tokenize.import_tokens import ImportedTokens
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
-from easypipe.stages.tokenize.tokens import require_documents
+from easypipe.stages.prepare import documents_of
 
 # of a pipeline: each stage, and what it made
 Steps = Sequence[tuple[BaseStage, Mapping[str, ShardedSource]]]
@@ -57,22 +52,6 @@ def _options_for(place: str, steps: Steps, context: PipelineContext) -> dict[str
         ):
             return stage.config.storage_options
     return None if context.cache is None else context.cache.options
-
-
-def documents_of(
-    data: Mapping[str, ShardedSource], context: PipelineContext
-) -> Iterator[TokenizedShardedSource | ImportedTokens]:
-    """Every dataset behind these sources that has a token cache."""
-    for name, source in data.items():
-        if isinstance(source, MixedShardedSource | PackedShardedSource):
-            found = list(source.mixture.parts.values())
-        elif INPUT_IDS in source.schema.names and SEGMENT_IDS not in source.schema.names:
-            found = [require_documents(name, source, context, stage="repair")]
-        else:
-            found = []
-        for documents in found:
-            if isinstance(documents, TokenizedShardedSource | ImportedTokens):
-                yield documents
 
 
 def _repair_saved(found: Verification, steps: Steps, context: PipelineContext) -> None:
