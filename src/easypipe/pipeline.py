@@ -52,6 +52,7 @@ from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.source.transform import TransformStage
 from easypipe.stages.streamable import no_plan, require_streamable
 from easypipe.stages.tokenize.config import TokenizeStageConfig
+from easypipe.stages.tokenize.extra_columns import warn_of_left_columns
 from easypipe.stages.tokenize.prompt_rows import PromptRows
 from easypipe.stages.tokenize.stage import TokenizedShardedSource, TokenizeStage
 from easypipe.transforms.tokenizer.config import TokenizerConfig
@@ -476,7 +477,7 @@ class Pipeline:
             )
         before = dict(self._plan[-1].data) if self._plan else {}
         if isinstance(stage, MixStage | PackStage | LoadStage):
-            _say_what_is_left_behind(stage.name, before)
+            warn_of_left_columns(stage.name, before)
         made = stage.process(before, self._context)
         self._plan = (
             *self._plan,
@@ -628,18 +629,6 @@ def create_pipeline(
     """A Pipeline over `datasets`; `options` are the other fields of PipelineConfig."""
     values = {"datasets": list(datasets), "default_tokenizer": default_tokenizer, **options}
     return Pipeline(from_dict(PipelineConfig, values), progress=progress)
-
-
-def _say_what_is_left_behind(stage: str, data: Mapping[str, ShardedSource]) -> None:
-    for name, source in data.items():
-        columns = getattr(source, "keep", ())
-        if columns:
-            log.warning(
-                "dataset %s: %s() leaves columns behind, save() before it writes them: %s",
-                name,
-                stage,
-                ", ".join(columns),
-            )
 
 
 def _never_built(names: list[str]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,8 @@ from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import Shard, ShardedSource, Source, scan
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, ROW_NUMBER
+
+log = logging.getLogger("easypipe")
 
 
 class TokensAndColumns(Source):
@@ -72,3 +75,16 @@ class TokensAndColumns(Source):
         return pa.RecordBatch.from_arrays(
             [*(documents.column(name) for name in self._tokens), *columns], schema=self.schema
         )
+
+
+def warn_of_left_columns(stage: str, data: Mapping[str, ShardedSource]) -> None:
+    """Says which extra columns do not go on behind `stage`."""
+    for name, source in data.items():
+        columns = getattr(source, "keep", ())
+        if columns:
+            log.warning(
+                "dataset %s: %s() leaves columns behind, save() before it writes them: %s",
+                name,
+                stage,
+                ", ".join(columns),
+            )
