@@ -168,7 +168,7 @@ def test_f15_workers_that_write_elsewhere_are_noticed(tmp_path: Path) -> None:
         match=r"cache_dir: Ray's workers are done, and 2 of 2 ranges of dataset 'd' are not in this folder",
     ):
         prepare_on_ray(
-            here.tokenized(),
+            {name: source.writer for name, source in here.tokenized().items()},
             _Remade.of(
                 elsewhere.get_context(), [SourceStage(), TokenizeStage(TokenizeStageConfig())]
             ),
