@@ -160,7 +160,10 @@ def html(session: nox.Session) -> None:
     if browser is None:
         session.install("playwright")
         session.run("playwright", "install", "--with-deps", "chromium")
-        where = "from playwright.sync_api import sync_playwright as p; print(p().start().chromium.executable_path)"
+        where = (
+            "from playwright.sync_api import sync_playwright as p; "
+            "print(p().start().chromium.executable_path)"
+        )
         browser = str(session.run("python", "-c", where, silent=True)).strip()
     session.run(
         "pytest",

@@ -51,7 +51,8 @@ def next_process(file: Path, tokenizer: Path) -> float:
         f"import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from pathlib import Path\n"
         "from explain import BATCH, FAR, SEQ_LENGTH, packed_loader, timed\n"
-        f"loader = packed_loader(Path({str(file)!r}), Path({str(tokenizer)!r}), SEQ_LENGTH, batch_size=BATCH, num_epochs=None)\n"
+        f"loader = packed_loader(Path({str(file)!r}), Path({str(tokenizer)!r}), SEQ_LENGTH, "
+        "batch_size=BATCH, num_epochs=None)\n"
         "loader.explain(3)\n"
         "print(timed(loader, FAR))\n"
     )

@@ -415,7 +415,8 @@ def main() -> None:
     }
 
     lines = [
-        f"# Loss kernels on {device or 'the CPU (small shapes: that everything runs, no figure to quote)'}",
+        "# Loss kernels on "
+        f"{device or 'the CPU (small shapes: that everything runs, no figure to quote)'}",
         "",
     ]
     head = [

@@ -364,7 +364,8 @@ def main() -> None:
             report.work[name] = float(tokens)
             peak = found.get("peak_flops") or peak
             report.facts[f"{name}: loss at first and last, peak memory, notes"] = (
-                f"{found['losses'][0]:.3f}, {found['losses'][1]:.3f}, {found['peak_bytes']}, {'; '.join(found['notes'])}"
+                f"{found['losses'][0]:.3f}, {found['losses'][1]:.3f}, {found['peak_bytes']}, "
+                f"{'; '.join(found['notes'])}"
             )
     flops = palm_flops_per_step(model_config(preset, options.remat), tokens, preset.length)
     for name in report.seconds:

@@ -15,7 +15,11 @@ PEERS = ("easypipe", "datasets", "grain", "torch", "jax")
 
 
 def seconds_to_import(module: str) -> tuple[float, bool]:
-    code = f"import sys, time; s = time.perf_counter(); import {module}; print(time.perf_counter() - s, 'jax' in sys.modules)"
+    code = (
+        f"import sys, time; s = time.perf_counter(); import {module}; "
+        "print(time.perf_counter() "
+        "- s, 'jax' in sys.modules)"
+    )
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()

@@ -82,7 +82,8 @@ def main() -> None:
             print(f"  {name:<26}" + "".join(f"{value:>14.2f}" for value in values))
             slowest = min(slowest, (min(values), f"{strategy or 'not packed'}, {name}"))
     print(
-        f"slowest: {slowest[0]:.2f} ({slowest[1]}); at least {AT_LEAST:g}: {'met' if slowest[0] >= AT_LEAST else 'MISSED'}"
+        f"slowest: {slowest[0]:.2f} ({slowest[1]}); at least {AT_LEAST:g}: "
+        f"{'met' if slowest[0] >= AT_LEAST else 'MISSED'}"
     )
 
 

@@ -39,7 +39,8 @@ def first_batch_of_a_process(tokenizer: Path, seq_length: int, file: Path) -> fl
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from pathlib import Path\n"
         "from _common import packed_loader\n"
-        f"next(iter(packed_loader(Path({str(file)!r}), Path({str(tokenizer)!r}), {seq_length}, batch_size={BATCH})))\n"
+        f"next(iter(packed_loader(Path({str(file)!r}), Path({str(tokenizer)!r}), {seq_length}, "
+        f"batch_size={BATCH})))\n"
     )
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
@@ -149,7 +150,8 @@ def main() -> None:
             for column, values in wanted.items():
                 if not np.array_equal(values, batch[column]):
                     raise SystemExit(
-                        f"batch {options.at}, column {column}: the restored loader gave another batch"
+                        f"batch {options.at}, column {column}: the restored loader gave another "
+                        "batch"
                     )
 
         for turn in range(-1, min(3, options.rounds)):

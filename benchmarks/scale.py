@@ -166,11 +166,13 @@ def main() -> None:
         ),
         (
             "files of the cache",
-            f"{files / 1e6:.1f} M, manifest {files * cache['bytes of the manifest for each'] / 1e9:.1f} GB",
+            f"{files / 1e6:.1f} M, manifest "
+            f"{files * cache['bytes of the manifest for each'] / 1e9:.1f} GB",
         ),
         (
             "opening them, and RssAnon for it",
-            f"{files * cache['ms of processor time to open each'] / 60e3:.0f} min, {files * cache['RssAnon of each, bytes'] / 1e9:.1f} GB",
+            f"{files * cache['ms of processor time to open each'] / 60e3:.0f} min, "
+            f"{files * cache['RssAnon of each, bytes'] / 1e9:.1f} GB",
         ),
         ("windows, checkpoints", f"{windows / 1e3:.0f} k, {windows / MARK_EVERY / 1e3:.1f} k"),
         (

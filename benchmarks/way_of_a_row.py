@@ -1,9 +1,9 @@
 """How many functions of ours one row passes from `prepare` to its committed token file, and on to a
 batch: distinct functions that run, counted under `sys.setprofile` in all threads.
 
-A file of one row of JSON is prepared (`prepare_part(0, 1)`), then a loader gives its one batch; the same in streaming.
-Imports and the tokenizer's check are done before. `--other SRC` counts another source tree too,
-`--names` prints the functions.
+A file of one row of JSON is prepared (`prepare_part(0, 1)`), then a loader gives its one batch; the
+same in streaming. Imports and the tokenizer's check are done before. `--other SRC` counts another
+source tree too, `--names` prints the functions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Draws the pictures of architecture.md from the code: `python docs/architecture.py`.
 
 rooms.svg          the packages of easypipe by floors: each imports only from floors below it
-way_of_a_row.svg   the files that run while a row of text is prepared, planned and made into a batch,
+way_of_a_row.svg   the files that run while a row of text is prepared, planned and made into a
+batch,
                    as `sys.setprofile` sees them
 
 `--check` writes nothing, and fails where a picture is not as the code is (tests/test_docs.py).
@@ -119,7 +120,8 @@ def draw_rooms() -> str:
             x = 70 + place * (wide + GAP)
             said = textwrap.wrap(first_line(room), int(wide / 6.4), max_lines=3, placeholder=" …")
             parts.append(
-                f'<rect class="room" x="{x:.0f}" y="{y}" width="{wide:.0f}" height="{HIGH}" rx="6"/>'
+                f'<rect class="room" x="{x:.0f}" y="{y}" width="{wide:.0f}" height="{HIGH}" '
+                'rx="6"/>'
                 + words(x + 9, y + 19, room, "name")
                 + words(x + 9, y + 36, "\n".join(said), "small", line=13)
                 + "\n"

@@ -82,8 +82,10 @@ def config_classes() -> list[type]:
 def config_page() -> str:
     parts = [
         "# Configuration\n",
-        "Every key of every configuration class, generated from the code. All classes are frozen, take keyword arguments only, and refuse\n"
-        "unknown keys and wrong types with the path of the key. In YAML the nesting is the same: see [the pipeline](../pipeline.md).\n",
+        "Every key of every configuration class, generated from the code. All classes are frozen, "
+        "take keyword arguments only, and refuse\n"
+        "unknown keys and wrong types with the path of the key. In YAML the nesting is the same: "
+        "see [the pipeline](../pipeline.md).\n",
     ]
     for cls in config_classes():
         prose, words = docstring_parts(cls)
@@ -106,20 +108,24 @@ def options_page() -> str:
     """
     parts = [
         "# What every option does\n",
-        "Of every option of a pipeline: what can be observed of it, what it means where tokens are cached, and what with\n"
-        "`streaming=True`. Each line names a test of that effect, and an option without one fails the tests.\n"
-        "[Configuration](config.md) has types, defaults and the rules in full; those of [training](#runconfig) and of\n"
+        "Of every option of a pipeline: what can be observed of it, what it means where tokens are "
+        "cached, and what with\n"
+        "`streaming=True`. Each line names a test of that effect, and an option without one fails "
+        "the tests.\n"
+        "[Configuration](config.md) has types, defaults and the rules in full; those of "
+        "[training](#runconfig) and of\n"
         "[the faces](#datapipelineconfig) come last.\n",
     ]
     for cls, options in _effects("option_effects").items():
         rows = ["| option | effect | cached | streaming |", "| --- | --- | --- | --- |"]
         for option, entry in options.items():
             rows.append(
-                f"| `{option}` | {entry.effect.replace('+', ', ')} | {_cell(entry.cached)} | {_cell(entry.streaming)} |"
+                f"| `{option}` | {entry.effect.replace('+', ', ')} | {_cell(entry.cached)} | "
+                f"{_cell(entry.streaming)} |"
             )
         parts.append(f"## {cls}\n\n" + "\n".join(rows) + "\n")
     for cls, options in (
-        _effects("train_option_effects") | _effects("face_option_effects")
+        _effects("train_option_effects") | _effects("compat_option_effects")
     ).items():
         rows = ["| option | effect | |", "| --- | --- | --- |"]
         rows += [

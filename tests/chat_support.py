@@ -22,13 +22,16 @@ needs_shared = pytest.mark.skipif(
 )
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
+    "+ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 MARKED = (
-    "{% for message in messages %}{% if message.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}"
+    "{% for message in messages %}{% if message.role == 'assistant' %}{{ "
+    "'<|im_start|>assistant\\n' }}"
     "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
-    "{% else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% "
+    "endif %}{% endfor %}"
 )
 # As Qwen3's: reasoning of turns before the last question is not printed, an empty thought is
 # printed in the last one.
@@ -57,7 +60,8 @@ HOSTILE = {
     "a huge range": ("{% for a in range(10**9) %}x{% endfor %}", "too much"),
     "a giant string": ("{{ 'a' * 10**10 }}", "memory"),
     "doubling": (
-        "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor "
+        "%}",
         "memory|processor",
     ),
     "a wide format": ("{{ '{:>9999999999}'.format(1) }}", "memory"),

@@ -52,7 +52,8 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "cache": Effect(
             "cost+error",
             "stages/test_remote_cache.py::test_options",
-            "how a cache_dir or cache_path at a URL is read: see CacheConfig; refused where there is none",
+            "how a cache_dir or cache_path at a URL is read: see CacheConfig; refused where there "
+            "is none",
             NO_TOKENS,
         ),
         "streaming": Effect(
@@ -136,7 +137,8 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output",
             "test_pipeline.py::test_order_without_shuffle_is_the_order_of_the_files",
             "a permutation of all documents, a new one every epoch",
-            "the pieces of files come in a permuted order, and documents are permuted within a window",
+            "the pieces of files come in a permuted order, and documents are permuted within a "
+            "window",
         ),
         "block_rows": Effect(
             "output+cost",
@@ -163,7 +165,8 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output",
             "sources/test_splits.py::test_a_part_is_what_datasets_makes_of_it",
             "which split of a dataset of the Hub, or of a DatasetDict, or which part of one",
-            "the same; a part of line files is found by counting their rows, as where tokens are cached",
+            "the same; a part of line files is found by counting their rows, as where tokens are "
+            "cached",
         ),
         "subset": Effect(
             "output",
@@ -317,7 +320,8 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "error",
             "stages/test_cache_writer.py::test_the_budget_is_charged_in_shard_order",
             "stop at the first bad row after so many, over all shards in order",
-            "the same, each counted once in the run; of several processes each counts its own streams, and what a restored state knows",
+            "the same, each counted once in the run; of several processes each counts its own "
+            "streams, and what a restored state knows",
         ),
         "save_path": Effect(
             "files",
@@ -513,7 +517,8 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "length_buckets": Effect(
             "output+error",
             "loader/test_lengths.py::test_an_epoch_has_no_more_shapes_than_buckets",
-            "the only widths that batches have, or how many are chosen; refused where rows are packed",
+            "the only widths that batches have, or how many are chosen; refused where rows are "
+            "packed",
         ),
         "add_special_tokens": Effect(
             "output",
@@ -663,7 +668,8 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output",
             "plan/test_pack.py::test_fill",
             "how documents are laid into rows, window by window",
-            "the same, in the windows of each stream; with `stream` each canonical stream is one run",
+            "the same, in the windows of each stream; with `stream` each canonical stream is one "
+            "run",
         ),
         "segments": Effect(
             "output",
@@ -792,7 +798,8 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "threads",
             "test_options.py::test_prefetch_workers_are_threads",
             "threads that make batches",
-            "above 1: threads that make the next window of each stream ahead; tokenize.num_workers are those that read",
+            "above 1: threads that make the next window of each stream ahead; tokenize.num_workers "
+            "are those that read",
         ),
         "prefetch_buffer_size": Effect(
             "memory",
@@ -802,7 +809,8 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "shuffle_buffer_size": Effect(
             "output",
             "loader/test_loader.py::test_the_shuffle_buffer_permutes_within_its_blocks",
-            "rows are permuted within blocks of so many, on top of the permutation of all documents",
+            "rows are permuted within blocks of so many, on top of the permutation of all "
+            "documents",
             "documents that are permuted together in each stream: the window",
         ),
         "group_by_length": Effect(

@@ -108,7 +108,8 @@ def test_imports_go_down() -> None:
                 continue
             if FLOOR[there] >= FLOOR[here]:
                 wrong.append(
-                    f"{path.relative_to(HOUSE)}:{line}: {here} (floor {FLOOR[here]}) sees {there} (floor {FLOOR[there]})"
+                    f"{path.relative_to(HOUSE)}:{line}: {here} (floor {FLOOR[here]}) sees {there} "
+                    f"(floor {FLOOR[there]})"
                 )
     assert not wrong, "\n".join(wrong)
 
@@ -247,7 +248,8 @@ def python(code: str) -> str:
 
 def test_import_is_quick_and_leaves_jax_alone() -> None:
     code = (
-        "import sys, time; start = time.perf_counter(); import easypipe; seconds = time.perf_counter() - start\n"
+        "import sys, time; start = time.perf_counter(); import easypipe; seconds = "
+        "time.perf_counter() - start\n"
         "assert 'jax' not in sys.modules; print(seconds)"
     )
     seconds = [float(python(code)) for _ in range(5)]

@@ -125,7 +125,8 @@ def test_after_load(tmp_path: Path) -> None:
 def test_nothing_to_build(tmp_path: Path) -> None:
     with pytest.raises(
         StageOrderError,
-        match=r"there is nothing to build. Call load\(\) for batches or save\(\) for files before build\(\)",
+        match=r"there is nothing to build. Call load\(\) for batches or save\(\) for files before "
+        r"build\(\)",
     ):
         Pipeline(whole(tmp_path)).source().tokenize().build()
 
@@ -198,7 +199,8 @@ def test_a_save_that_is_never_built_is_said(
 def test_a_save_that_is_never_built_is_said_at_exit(tmp_path: Path) -> None:
     script = (
         "from easypipe import *\n"
-        f"p = Pipeline(PipelineConfig(datasets=[DatasetConfig(data_files=[{{'text': 'a'}}])], seed=1))\n"
+        f"p = Pipeline(PipelineConfig(datasets=[DatasetConfig(data_files=[{{'text': 'a'}}])], "
+        "seed=1))\n"
         f"p.source().save(SaveStageConfig(output_dir={str(tmp_path / 'out')!r}))\n"
     )
     done = subprocess.run(
@@ -459,7 +461,8 @@ def test_a_batch_that_never_fills(tmp_path: Path) -> None:
 
     with pytest.raises(
         ConfigError,
-        match=r"load.batch_size: 1000, but 'mixed' has \d+ rows: no batch is ever full. Give at most",
+        match=r"load.batch_size: 1000, but 'mixed' has \d+ rows: no batch is ever full. Give at "
+        r"most",
     ) as caught:
         make(batch_size=1000)
     rows = int(str(caught.value).rpartition("Give at most ")[2].split(",")[0])
@@ -482,7 +485,8 @@ def test_epochs_of_a_mixture_that_has_none(tmp_path: Path) -> None:
 
     with pytest.raises(
         ConfigError,
-        match=r"load.num_epochs: 3, but 'mixed' never ends: its stop_strategy is 'restart'. Leave it out",
+        match=r"load.num_epochs: 3, but 'mixed' never ends: its stop_strategy is 'restart'. Leave "
+        r"it out",
     ):
         make(3)
     assert len(list(itertools.islice(iter(make(1)), 30))) == 30
@@ -579,7 +583,8 @@ def test_a_nested_content_field_says_how_it_is_taken_out(tmp_path: Path) -> None
     nested = DatasetConfig(data_files=rows, content_field="meta.a")
     with pytest.raises(
         SourceError,
-        match=r'pipeline\.transform\(Extract\(\{"text": "meta\.a"\}\)\), and set content_field to "text"',
+        match=r'pipeline\.transform\(Extract\(\{"text": "meta\.a"\}\)\), and set content_field to '
+        r'"text"',
     ):
         Pipeline(config(tmp_path, datasets=[nested])).source().tokenize()
     advised = Pipeline(

@@ -229,7 +229,8 @@ def test_a_stage_that_is_short_against_its_documents_is_named_and_the_advice_hel
         note for note in uneven(tmp_path, mix=mix).plan(60).notes if "are long against" in note
     ]
     assert re.match(
-        r"steps 1 to 4: (long|short) has \d+\.\d+% of the tokens where 50\.00% is asked for: documents of long \(mean ",
+        r"steps 1 to 4: (long|short) has \d+\.\d+% of the tokens where 50\.00% is asked for: "
+        r"documents of long \(mean ",
         note,
     )
     assert "Cut them (tokenize.max_length, pack.oversize: truncate), or give more steps" in note
@@ -476,8 +477,8 @@ def test_datasets_that_end_unevenly_are_named(tmp_path: Path) -> None:
     unreached = pipeline.ledger().find("mix", "docs", "documents").out["unreached"]
     [note] = [note for note in pipeline.plan().notes if "not reached" in note]
     assert (
-        note
-        == f"docs: {2 * unreached} of 180 documents are not reached: another dataset ends the mixture before"
+        note == f"docs: {2 * unreached} of 180 documents are not reached: another dataset ends the "
+        "mixture before"
     )
     assert not [note for note in pipeline.plan(3).notes if "not reached" in note], (
         "a run that stops before has not met the end"

@@ -31,7 +31,8 @@ from easypipe.transforms.columns.columns import Rename
 from pipelines import config, jsonl, texts, tokenizer
 
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{% generation %}{{ m.content }}<|endoftext|>{% endgeneration %}\n{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{% generation %}{{ m.content }}<|endoftext|>{% "
+    "endgeneration %}\n{% endfor %}"
     .replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}")
     .replace("{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}{% endif %}")
 )  # fmt: skip

@@ -293,7 +293,8 @@ def test_multi_dataset_pretraining() -> None:
 
     with pytest.raises(
         ConfigError,
-        match=r"'code' and 'text' have different tokenizers, 'bigcode/starcoder' and 'meta-llama/Llama-2-7b'",
+        match=r"'code' and 'text' have different tokenizers, 'bigcode/starcoder' and "
+        r"'meta-llama/Llama-2-7b'",
     ):
         Pipeline.from_config(config("bigcode/starcoder")).source().tokenize().mix()
     pipeline = Pipeline.from_config(config("meta-llama/Llama-2-7b"))

@@ -70,7 +70,10 @@ class Span:
         pipeline = chain(data, save=False, progress=progress).load(host_load(data))
         apart = self.differs(_components(pipeline))
         if apart:
-            problem = f"{self.steps} read other data than there is now: {' and '.join(apart)} changed since"
+            problem = (
+                f"{self.steps} read other data than there is now: {' and '.join(apart)} "
+                "changed since"
+            )
             raise StateError(
                 at=RECORD, problem=problem, fix="Bring back the files that the run read."
             )
@@ -176,7 +179,10 @@ def plan_of_run(
     here = _components(pipeline)
     if all(span.differs(here) for span in spans):
         report = pipeline.plan(steps, prepare=prepare, by_step=by_step)
-        note = f"{folder} holds a run on other data ({' and '.join(spans[-1].differs(here))} differ): this is the plan of a new one"
+        note = (
+            f"{folder} holds a run on other data ({' and '.join(spans[-1].differs(here))} "
+            "differ): this is the plan of a new one"
+        )
         return dataclasses.replace(report, notes=(note, *report.notes))
     reports: list[tuple[Span, PlanReport]] = []
     notes: list[str] = []

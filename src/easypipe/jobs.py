@@ -339,7 +339,8 @@ def warn_of_trained_rows(data: Pipeline, held_out: Mapping[str, Pipeline]) -> No
                 # rows in memory have the name of their dataset
                 if shard.name in trained and not kept and shard.name != name:
                     log.warning(
-                        "eval.%s: its rows of %s are trained on too, so its loss says little of new text",
+                        "eval.%s: its rows of %s are trained on too, so its loss says little of "
+                        "new text",
                         entry,
                         shard.name,
                     )

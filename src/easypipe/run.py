@@ -307,7 +307,10 @@ def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
     for source in pipeline.get_data().values():
         paired = holds_pairs(source)
         if paired and run.train.preference is None:
-            problem = "holds pairs of answers, and without train.preference the rejected ones would be trained like the others"
+            problem = (
+                "holds pairs of answers, and without train.preference the rejected ones "
+                "would be trained like the others"
+            )
             raise ConfigError(
                 at=at,
                 problem=problem,
@@ -395,7 +398,8 @@ def _same_tokens(at: str, train: TokenInfo, held_out: TokenInfo) -> None:
     if train.tokenizer_fingerprint != held_out.tokenizer_fingerprint:
         raise ConfigError(
             at=at,
-            problem=f"its tokenizer {held_out.tokenizer!r} is not the one of the training data, {train.tokenizer!r}",
+            problem=f"its tokenizer {held_out.tokenizer!r} is not the one of the training data, "
+            f"{train.tokenizer!r}",
             fix="Leave its tokenizer out, and it takes that of the data.",
         )
 

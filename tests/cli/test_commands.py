@@ -108,7 +108,10 @@ def test_prepare_a_run_config_needs_no_jax(pipeline_yaml: Path, tmp_path: Path) 
             }
         )
     )
-    script = "import sys; from easypipe.cli import main; code = main(sys.argv[1:]); assert 'jax' not in sys.modules; sys.exit(code)"
+    script = (
+        "import sys; from easypipe.cli import main; code = main(sys.argv[1:]); assert 'jax' "
+        "not in sys.modules; sys.exit(code)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script, "prepare", str(run)],
         capture_output=True,
@@ -172,8 +175,8 @@ def test_failures_that_are_not_the_users_exit_with_1(
     monkeypatch.setattr("easypipe.cli.prepare.prepare_data", lambda *_, **__: 1 / 0)
     assert main(["prepare", str(pipeline_yaml)]) == 1
     assert (
-        "ZeroDivisionError: division by zero. This is not what should happen; run again with --debug"
-        in capsys.readouterr().err
+        "ZeroDivisionError: division by zero. This is not what should happen; run again with "
+        "--debug" in capsys.readouterr().err
     )
 
 

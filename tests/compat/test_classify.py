@@ -273,7 +273,8 @@ def test_labels_may_be_names(tmp_path: Path) -> None:
     assert other.run.model.num_classes == 4
     with pytest.raises(
         SourceError,
-        match=r"data_files, row 0, column 'name': label 'cat' is none of the classes \(have: ant, bee\)",
+        match=r"data_files, row 0, column 'name': label 'cat' is none of the classes \(have: ant, "
+        r"bee\)",
     ):
         classify.inputs_of(config(tmp_path, {**data, "classes": ["ant", "bee"]}))
     with pytest.raises(ConfigError, match="Name each once"):
@@ -513,8 +514,8 @@ def test_commands_know_what_such_a_config_is(
     for command in (["prepare"], ["preview"], ["explain", "--step", "0"]):
         assert main([command[0], str(path), *command[1:]]) == 2
         assert (
-            "task: a run on images, of which this command knows nothing. For such runs there are `easypipe train`"
-            in capsys.readouterr().err
+            "task: a run on images, of which this command knows nothing. For such runs there are "
+            "`easypipe train`" in capsys.readouterr().err
         )
     path.write_text(yaml.safe_dump(values | {"modle": {}}))
     assert main(["train", str(path)]) == 2

@@ -209,7 +209,8 @@ def test_splits_by_files_and_local_files() -> None:
     error = pipeline.get_dataloader("validatoin").unwrap_err()
     assert (
         str(error)
-        == "dataset.data_files: no split 'validatoin' (have: train, validation). Did you mean 'validation'?"
+        == "dataset.data_files: no split 'validatoin' (have: train, validation). Did you mean "
+        "'validation'?"
     )
     given["dataset"] = {"name": "val.jsonl"}
     assert len(DataPipeline.from_config(given).unwrap().get_dataloader("train[:2]").unwrap()) == 1

@@ -279,7 +279,8 @@ def test_a_tokenizer_of_ones_own_encodes_rows_of_text() -> None:
     assert made["input_ids"].tolist() == [[97, 98]]
     with pytest.raises(
         SourceError,
-        match=r"tokenizer: Broken.encode gave str. Let it give a list of ids, or a dict with input_ids",
+        match=r"tokenizer: Broken.encode gave str. Let it give a list of ids, or a dict with "
+        r"input_ids",
     ):
         LanguageModelingDataCollator(type("Broken", (), {"encode": lambda self, text: text})())(
             [{"text": "ab"}]
@@ -306,7 +307,8 @@ def test_a_prompt_engine_of_ones_own_is_an_encode() -> None:
     nothing = type("Nothing", (), {"encode": lambda self, row: [1]})()
     with pytest.raises(
         SourceError,
-        match=r"row 1: Nothing.encode gave no input_ids \(have: list\)\. Let encode\(row\) give a dict",
+        match=r"row 1: Nothing.encode gave no input_ids \(have: list\)\. Let encode\(row\) give a "
+        r"dict",
     ):
         PreprocessedDataset([{"ids": [2]}] * 2, nothing)[1]
     with pytest.raises(ConfigError, match="prompt_engine: int encodes no rows"):

@@ -122,7 +122,8 @@ def test_a_modality_of_ones_own(caplog: pytest.LogCaptureFixture):
     registry.register("third", modality="audio")(lambda: None)
     with pytest.raises(
         ConfigError,
-        match=r"several collators fit modality 'audio' .* \(have: spectrogram, third\). Choose one by collator_name",
+        match=r"several collators fit modality 'audio' .* \(have: spectrogram, third\). Choose one "
+        r"by collator_name",
     ):
         registry.find(task("audio"))
     assert registry.find(task("audio"), "third").name == "third"
@@ -141,7 +142,8 @@ def test_names_collide_unless_it_is_the_same_function_or_replaces(caplog: pytest
     registry.register("mine", modality="audio")(mine)  # a cell of a notebook, run again
     with pytest.raises(
         ConfigError,
-        match=r"register\('mine'\): .*mine has this name already. Choose another name, or pass replace=True",
+        match=r"register\('mine'\): .*mine has this name already. Choose another name, or pass "
+        r"replace=True",
     ):
         registry.register("mine", modality="audio")(others)
     registry.register("mine", modality="audio", replace=True)(others)

@@ -146,11 +146,13 @@ def test_a_run_makes_the_passes_that_its_config_says(tmp_path: Path) -> None:
     for config, message in (
         (
             {"batch_size": 4, "steps": 2},
-            "train.batch_size: 4, but the loader's batches have 8 rows. Make the loader with this batch_size",
+            "train.batch_size: 4, but the loader's batches have 8 rows. Make the loader with this "
+            "batch_size",
         ),
         (
             {"epochs": 3},
-            "train.epochs: 3, but the loader never ends. Make it with num_epochs=3, or give steps here",
+            "train.epochs: 3, but the loader never ends. Make it with num_epochs=3, or give steps "
+            "here",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

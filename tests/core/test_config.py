@@ -58,7 +58,8 @@ REFUSED = [
     ),
     (
         {**GOOD, "seq_length": 8},
-        "seq_length: unknown key (have: KEYS). Did you mean 'inner.seq_length' or 'either.seq_length'?",
+        "seq_length: unknown key (have: KEYS). Did you mean 'inner.seq_length' or "
+        "'either.seq_length'?",
     ),
     ({"inner": {"seq_length": "8"}}, "inner.seq_length: wants a whole number, got '8' (str)"),
     ({"inner": {"seq_length": True}}, "inner.seq_length: wants a whole number, got True (bool)"),
@@ -83,11 +84,13 @@ REFUSED = [
     ),
     (
         {**GOOD, "inner": True},
-        "inner: wants a mapping of options, got True (bool) (have: seq_length, strategy). Give at least seq_length.",
+        "inner: wants a mapping of options, got True (bool) (have: seq_length, strategy). Give at "
+        "least seq_length.",
     ),
     (
         {**GOOD, "section": True},
-        "section: wants a mapping of options, got True (bool) (have: steps). {} takes all defaults; null leaves it out.",
+        "section: wants a mapping of options, got True (bool) (have: steps). {} takes all "
+        "defaults; null leaves it out.",
     ),
     (
         {**GOOD, "section": {"steps": 1e3}},

@@ -165,7 +165,8 @@ def test_f15_workers_that_write_elsewhere_are_noticed(tmp_path: Path) -> None:
     here, elsewhere = pipeline(files, tmp_path / "here"), pipeline(files, tmp_path / "elsewhere")
     with pytest.raises(
         ConfigError,
-        match=r"cache_dir: Ray's workers are done, and 2 of 2 ranges of dataset 'd' are not in this folder",
+        match=r"cache_dir: Ray's workers are done, and 2 of 2 ranges of dataset 'd' are not in "
+        r"this folder",
     ):
         prepare_on_ray(
             {name: source.writer for name, source in here.tokenized().items()},

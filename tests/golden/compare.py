@@ -43,7 +43,10 @@ def differences(was: Any, now: Any, at: str = "") -> Iterator[str]:
         if not math.isclose(was, now, rel_tol=TOLERANCE):
             yield f"{at}: was {was!r}, is {now!r}"
     elif was != now or type(was) is not type(now):
-        yield f"{at}: was {json.dumps(was, ensure_ascii=False)}, is {json.dumps(now, ensure_ascii=False)}"
+        yield (
+            f"{at}: was {json.dumps(was, ensure_ascii=False)}, is "
+            f"{json.dumps(now, ensure_ascii=False)}"
+        )
 
 
 def through_json(value: Any) -> Any:

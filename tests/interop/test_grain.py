@@ -242,7 +242,8 @@ def test_without_grain_the_error_says_what_to_install():
     code = (
         "import sys; sys.modules['grain'] = None\n"
         "try:\n    import easypipe.interop.grain\n"
-        "except ImportError as error:\n    assert 'easypipe[grain]' in str(error)\nelse:\n    raise SystemExit(1)\n"
+        "except ImportError as error:\n    assert 'easypipe[grain]' in str(error)\nelse:\n    "
+        "raise SystemExit(1)\n"
         "import easypipe.pipeline; assert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -122,7 +122,8 @@ def test_a_push_that_stopped_goes_on(
     hub.fail[at] = 418
     with pytest.raises(
         StorageError,
-        match=r"hub:someone/tokens: (uploading|committing).* failed with HTTP 418: .* Run the job again",
+        match=r"hub:someone/tokens: (uploading|committing).* failed with HTTP 418: .* Run the job "
+        r"again",
     ):
         save(tmp_path)
     assert not hub.repos[REPO].branches["main"]
@@ -188,11 +189,13 @@ def test_a_remote_folder_is_pushed_as_well(tmp_path: Path, hub: Hub) -> None:
     [
         (
             "hf_wrong",
-            r"creating it failed with HTTP 401: the Hub does not accept the token, or there is none: .* Set hub_token or HF_TOKEN, or",
+            r"creating it failed with HTTP 401: the Hub does not accept the token, or there is "
+            r"none: .* Set hub_token or HF_TOKEN, or",
         ),
         (
             "hf_reader",
-            r"creating it failed with HTTP 403: the token may not write there: .* Use a token with write permission",
+            r"creating it failed with HTTP 403: the token may not write there: .* Use a token with "
+            r"write permission",
         ),
     ],
 )

@@ -81,7 +81,8 @@ def test_the_default_holds_pallas_kernels_and_keeps_its_promise_of_memory(
     )
     program = compiled(mesh, loss_and_gradients(rule, layout), *arguments)
     print(
-        f"{rule} {layout} {tokens} x {width} x {vocab}: {program.temp_bytes / MIB:.1f} MiB of temporaries"
+        f"{rule} {layout} {tokens} x {width} x {vocab}: {program.temp_bytes / MIB:.1f} MiB of "
+        "temporaries"
     )
     kernels = set(re.findall(r"easypipe_row_\w+", program.text))
     of_logits = [

@@ -332,7 +332,8 @@ def test_a_label_outside_the_vocabulary_is_refused_outside_jit_and_ignored_insid
     hidden, head = jnp.asarray(given.hidden, jnp.float32), jnp.asarray(given.head, jnp.float32)
     with pytest.raises(
         ConfigError,
-        match=r"labels: 2 outside the vocabulary of 19, the first 19 at \[2\] \(ignore_index is -100\)",
+        match=r"labels: 2 outside the vocabulary of 19, the first 19 at \[2\] \(ignore_index is "
+        r"-100\)",
     ):
         fused_linear_cross_entropy(hidden, head, labels, **way)
     loss = jax.jit(lambda labels: fused_linear_cross_entropy(hidden, head, labels, **way))

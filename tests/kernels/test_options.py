@@ -41,7 +41,8 @@ HIDDEN, HEAD, LABELS = jnp.ones((8, 6)), jnp.ones((6, 19)), jnp.zeros(8, jnp.int
         ),
         (
             {"lm_head": jnp.ones((6, 6))},
-            r"layout: lm_head \(6, 6\) is square, so it fits both ways: say 'dv' for \[D, V\] or 'vd'",
+            r"layout: lm_head \(6, 6\) is square, so it fits both ways: say 'dv' for \[D, V\] or "
+            r"'vd'",
         ),
         (
             {"layout": "vd"},
@@ -95,7 +96,8 @@ HIDDEN, HEAD, LABELS = jnp.ones((8, 6)), jnp.ones((6, 19)), jnp.zeros(8, jnp.int
         ),
         (
             {"sharding": LossSharding()},
-            r"sharding.tokens: no mesh axis named 'data' \(have: none\): call under jax.set_mesh\(mesh\)",
+            r"sharding.tokens: no mesh axis named 'data' \(have: none\): call under "
+            r"jax.set_mesh\(mesh\)",
         ),
         (
             {"sharding": LossSharding(tokens=("a",), vocab=("a",))},
@@ -158,7 +160,8 @@ def test_a_kernel_for_devices_that_are_not_here_is_refused_where_it_would_run_at
     """Under jit it is not: what is traced here may be lowered for such a device."""
     with pytest.raises(
         ConfigError,
-        match=f"'{implementation}' cannot run: it is for {platform}, and the devices at hand are cpu: leave it",
+        match=f"'{implementation}' cannot run: it is for {platform}, and the devices at hand are "
+        "cpu: leave it",
     ):
         fused_linear_cross_entropy(HIDDEN, HEAD, LABELS, implementation=implementation)
     jax.eval_shape(
@@ -228,7 +231,8 @@ def test_what_a_kernel_refuses_runs_in_xla_and_says_so(monkeypatch, caplog):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         lowered("cuda", jnp.float64)
     assert caplog.messages[0].startswith(
-        "fused_linear_cross_entropy: pallas_gpu cannot run, so XLA's own operations do: hidden is float64"
+        "fused_linear_cross_entropy: pallas_gpu cannot run, so XLA's own operations do: hidden is "
+        "float64"
     )
 
 
@@ -250,7 +254,8 @@ def test_a_jax_without_a_kernels_backend_loses_that_kernel_and_no_other(monkeypa
     assert "custom_call @triton" not in lowered("cuda")
     with pytest.raises(
         ConfigError,
-        match=r"'pallas_gpu' cannot run: jax [\d.]+ does not have what it is written with \(.*triton",
+        match=r"'pallas_gpu' cannot run: jax [\d.]+ does not have what it is written with "
+        r"\(.*triton",
     ):
         fused_linear_cross_entropy(HIDDEN, HEAD, LABELS, implementation="pallas_gpu", rule="fast")
     assert not caplog.records, "no GPU is at hand, so none is missed"

@@ -98,7 +98,8 @@ def refused(message: str, **load) -> None:
 
 # The message names batch, axis sizes and what would fit, and what it recommends runs.
 refused(
-    r"batch_size: 12 rows do not divide over data=8 = 8 ways\. Set batch_size to 8 or 16, or change the mesh",
+    r"batch_size: 12 rows do not divide over data=8 = 8 ways\. Set batch_size to 8 or 16, or "
+    r"change the mesh",
     batch_size=12,
     mesh={"data": 8},
 )
@@ -109,7 +110,8 @@ refused(
 )
 assert next(iter(loader(batch_size=8, mesh={"data": 2, "fsdp": 4})))["labels"].shape == (8, 64)
 refused(
-    r"batch_size: 16 rows in 4 micro-batches do not divide over data=8 = 8 ways\. Set batch_size to 32, or change the mesh",
+    r"batch_size: 16 rows in 4 micro-batches do not divide over data=8 = 8 ways\. Set batch_size "
+    r"to 32, or change the mesh",
     accumulation_steps=4,
     mesh={"data": 8},
 )
@@ -128,7 +130,8 @@ assert make_mesh({"data": 4, "fsdp": -1}).shape == {"data": 4, "fsdp": 2}
 odd = plan_rows([cache], seq_length=30)
 with pytest.raises(
     PlacementError,
-    match=r"rows of 30 slots do not divide over seq=4 = 4 ways\. Choose a row length that 4 divides",
+    match=r"rows of 30 slots do not divide over seq=4 = 4 ways\. Choose a row length that 4 "
+    r"divides",
 ) as caught:
     next(iter(loader(rows=odd, mesh={"data": 2, "seq": 4}, partition_spec=["data", "seq"])))
 assert caught.value.__notes__ == ["loader: batch 0, rows 0:16, stage 'place'"]

@@ -58,7 +58,8 @@ def test_another_batch_size_goes_on_from_the_row_that_was_reached(drop_last, cap
     one = loader(batch_size=6, drop_last=drop_last)
     with pytest.raises(
         StateError,
-        match=r"config changed.*batch_size was 4, is 6.*restore\(state, allow_changed=\['config'\]\)",
+        match=r"config changed.*batch_size was 4, is 6.*restore\(state, "
+        r"allow_changed=\['config'\]\)",
     ):
         one.restore(text)
     with caplog.at_level(logging.WARNING, "easypipe"):
@@ -130,7 +131,8 @@ def test_other_data_go_on_at_the_same_row_of_what_there_is_now():
     for short in ([], ["sources"], ["plan", "config"]):
         with pytest.raises(
             StateError,
-            match=r"sources and plan changed.*: dataset d0 was '\w{8}', is '\w{8}'\. .*allow_changed=\['sources', 'plan'\]",
+            match=r"sources and plan changed.*: dataset d0 was '\w{8}', is '\w{8}'\. "
+            r".*allow_changed=\['sources', 'plan'\]",
         ):
             one.restore(text, allow_changed=short)
     allowed = re.search(r"allow_changed=(\[.*?\])", _refusal(one, text))
@@ -210,7 +212,8 @@ def test_allowing_what_did_not_change_records_nothing():
 def test_unknown_components_are_refused():
     with pytest.raises(
         ConfigError,
-        match=r"allow_changed: a state has no component 'source' \(have: sources, .*Did you mean 'sources'",
+        match=r"allow_changed: a state has no component 'source' \(have: sources, .*Did you mean "
+        r"'sources'",
     ):
         loader().restore(after(loader(), 1), allow_changed=["source"])
 
@@ -230,7 +233,8 @@ def test_only_the_datasets_that_changed_are_named():
     assert "dataset d0" not in refusal
     added = _refusal(Loader(plan_rows([CACHE, OTHER, OTHER]), LoadStageConfig(batch_size=4)), text)
     assert re.search(
-        r"changed since this state was saved: dataset d2 was None, is '\w{8}'; plan\.weights was \[1, 1\], is \[1, 1, 1\]\. ",
+        r"changed since this state was saved: dataset d2 was None, is '\w{8}'; plan\.weights was "
+        r"\[1, 1\], is \[1, 1, 1\]\. ",
         added,
     )
 
@@ -266,6 +270,7 @@ def test_a_run_that_ended_short_behind_a_change_cannot_be_prolonged():
     longer = loader(batch_size=size, drop_last=False, num_epochs=2)
     with pytest.raises(
         StateError,
-        match=f"ended with a batch short of {size - (total - 12) % size} rows, and now there are more",
+        match=f"ended with a batch short of {size - (total - 12) % size} rows, and now there are "
+        "more",
     ):
         longer.restore(one.state(), allow_changed=["plan"])

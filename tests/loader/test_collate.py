@@ -154,7 +154,8 @@ def test_the_width_of_rows_that_are_documents():
         row_width(lengths, CollateConfig(padding="max_length", max_length=8))
     with pytest.raises(
         SourceError,
-        match=r"row 2 of the batch: 0 tokens, another row has 9, and padding is False.*padding='longest'",
+        match=r"row 2 of the batch: 0 tokens, another row has 9, and padding is "
+        r"False.*padding='longest'",
     ):
         row_width(lengths, CollateConfig(padding=False))
 

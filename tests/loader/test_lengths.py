@@ -123,7 +123,8 @@ def test_widths_are_multiples_or_buckets() -> None:
     ]
     with pytest.raises(
         SourceError,
-        match=r"row 1 of the batch: 9 tokens do not fit length_buckets 8.*max_length=8.*bucket of 9",
+        match=r"row 1 of the batch: 9 tokens do not fit length_buckets 8.*max_length=8.*bucket of "
+        r"9",
     ):
         row_width(lengths, CollateConfig(length_buckets=(4, 8)))
 
@@ -189,7 +190,8 @@ def test_a_number_of_buckets_reaches_the_batches(tmp_path: Path) -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"length_buckets: 3 widths cannot be chosen: lengths are not known before rows are read",
+        match=r"length_buckets: 3 widths cannot be chosen: lengths are not known before rows are "
+        r"read",
     ):
         build(tmp_path, streaming=True, length_buckets=3)
 

@@ -209,7 +209,8 @@ def test_a_run_can_be_prolonged_unless_its_last_batch_was_short():
     )
     with pytest.raises(
         StateError,
-        match=rf"ended with a batch short of {size - rows % size} rows, and now there are more\. Restore an earlier state",
+        match=rf"ended with a batch short of {size - rows % size} rows, and now there are more\. "
+        r"Restore an earlier state",
     ):
         prolonged.restore(short.state())
 
@@ -234,7 +235,8 @@ def test_states_are_small_and_survive_json():
     [
         (
             {"batch_size": 8},
-            r"loader state: config changed since this state was saved: batch_size was 4, is 8\. Restore into the pipeline",
+            r"loader state: config changed since this state was saved: batch_size was 4, is 8\. "
+            r"Restore into the pipeline",
         ),
         (
             {"shuffle_buffer_size": 9},

@@ -144,7 +144,8 @@ def test_a_stall_names_the_stage_and_is_never_the_end():
         next(items)
     assert 0.25 < time.monotonic() - started < 5
     assert str(caught.value).startswith(
-        "train: batch 2 was not ready after 0.3 s; it is in stage 'read gs://bucket/shard-3', there for 0."
+        "train: batch 2 was not ready after 0.3 s; it is in stage 'read gs://bucket/shard-3', "
+        "there for 0."
     )
     assert "raise stall_timeout_s" in str(caught.value)
     with pytest.raises(StallError):

@@ -121,7 +121,8 @@ def test_another_version_is_another_config():
     saved = loader().state()
     with pytest.raises(
         StateError,
-        match=r"config changed.*row_transforms was \[\['.*drop_tokens', '1'\]\], is \[\['.*drop_tokens', '2'\]\]",
+        match=r"config changed.*row_transforms was \[\['.*drop_tokens', '1'\]\], is "
+        r"\[\['.*drop_tokens', '2'\]\]",
     ):
         loader(version="2").restore(saved.to_json())
     with pytest.raises(StateError, match=r"row_transforms was \[\[.*\]\], is None"):

@@ -212,7 +212,8 @@ def test_a_cache_that_does_not_hold_what_was_planned_is_named():
     with pytest.raises(CacheError) as caught:
         other.batch(np.arange(1), 32)
     assert str(caught.value) == (
-        "dataset 'd0', document 1 (memory.jsonl, row 1): tokens 0:7 at slot 11 of 32 were planned, 3 are stored. "
+        "dataset 'd0', document 1 (memory.jsonl, row 1): tokens 0:7 at slot 11 of 32 were planned, "
+        "3 are stored. "
         "Plan and cache do not belong together: make the plan anew from this cache."
     )
     without_eos = PlannedRows(
@@ -229,7 +230,8 @@ def test_plans_and_caches_that_do_not_belong_together_are_refused():
         PlannedRows(rows.plan, [cache, cache], EOS, PAD, 64)
     with pytest.raises(
         PlanError,
-        match=r"plan\.d0: planned over 2 documents, the token cache has 1\. Make the plan from this cache",
+        match=r"plan\.d0: planned over 2 documents, the token cache has 1\. Make the plan from "
+        r"this cache",
     ):
         PlannedRows(rows.plan, [MemoryCache(some_docs([5]))], EOS, PAD, 64)
     with pytest.raises(PlanError, match=r"seq_length: 128, but the plan lays rows of 64\. Give 64"):

@@ -108,7 +108,8 @@ def test_another_schedule_is_another_config():
     [
         (
             {"batch_size_schedule": [[0, 8]]},
-            r"batch_size_schedule[0]: step 0 does not come after step 0. Name steps in ascending order",
+            r"batch_size_schedule[0]: step 0 does not come after step 0. Name steps in ascending "
+            r"order",
         ),
         (
             {"batch_size_schedule": [[5, 8], [3, 9]]},

@@ -180,7 +180,8 @@ def test_shifted_labels_are_refused_with_what_to_do():
         StoredRows(source).batch(np.arange(2), 3)
     assert str(caught.value) == (
         "shard-0.arrow, row 1, column 'labels': token 0 has label 9, its id is 8. "
-        "Give unshifted labels (input_ids or -100): the shift happens once, in the loader. Or leave the column out."
+        "Give unshifted labels (input_ids or -100): the shift happens once, in the loader. Or "
+        "leave the column out."
     )
     assert caught.value.__notes__ == ["shard 0 (shard-0.arrow), rows 0:2"]
     right = Tables(

@@ -476,7 +476,8 @@ def test_it_has_no_length(tmp_path: Path) -> None:
 def test_bad_rows(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(
-        '{"text": "good one"}\n{"text": nonsense}\n{"text": "good two"}\n{"text": ""}\n\n{"text": "good three"}\n'
+        '{"text": "good one"}\n{"text": nonsense}\n{"text": "good two"}\n{"text": ""}\n\n{"text": '
+        '"good three"}\n'
     )
 
     def make(**options: Any) -> Loader:
@@ -627,7 +628,8 @@ def test_batches_lie_on_a_mesh(tmp_path: Path) -> None:
         ),
         (
             {"num_streams": 3},
-            "num_streams: 3 streams do not divide a batch of 8 rows.*Give a divisor of 8, or leave it out for 8",
+            "num_streams: 3 streams do not divide a batch of 8 rows.*Give a divisor of 8, or leave "
+            "it out for 8",
         ),
         (
             {"tokenize": {"remove_columns": ["x"]}},

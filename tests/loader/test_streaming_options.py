@@ -270,7 +270,8 @@ def test_batches_have_the_size_of_their_step(tmp_path: Path) -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"num_streams: 4 streams do not divide a batch of 2 rows.*Give a divisor of 2 and 4 and 8",
+        match=r"num_streams: 4 streams do not divide a batch of 2 rows.*Give a divisor of 2 and 4 "
+        r"and 8",
     ):
         build(tmp_path, load=load, num_streams=4)
 

@@ -159,7 +159,8 @@ def test_oversize_error_names_the_document_and_its_advice_works() -> None:
     lengths = np.array([3, 9, 12], dtype=np.int32)
     with pytest.raises(
         PlanError,
-        match=r"draw 1: 9 tokens do not fit a row of 8\. Raise pack\.seq_length, or set pack\.oversize",
+        match=r"draw 1: 9 tokens do not fit a row of 8\. Raise pack\.seq_length, or set "
+        r"pack\.oversize",
     ):
         pack_window(lengths, PackSpec(8, oversize="error"), 0)
     assert pack_window(lengths, PackSpec(12, oversize="error"), 0).num_rows

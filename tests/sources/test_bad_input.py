@@ -57,7 +57,8 @@ def test_missing_file(tmp_path: Path) -> None:
         open_files(tmp_path / "trian.jsonl")
     assert (
         str(caught.value)
-        == f"{tmp_path}/trian.jsonl: no such file or folder (have: train.jsonl). Did you mean 'train.jsonl'?"
+        == f"{tmp_path}/trian.jsonl: no such file or folder (have: train.jsonl). Did you mean "
+        "'train.jsonl'?"
     )
     assert isinstance(caught.value, FileNotFoundError)
 
@@ -142,7 +143,8 @@ def test_truncated_parquet(tmp_path: Path) -> None:
     path = put(tmp_path / "a.parquet", (tmp_path / "whole.parquet").read_bytes()[:-100])
     refused(
         path,
-        "{path}: truncated: it begins as parquet but ends without the footer's b'PAR1'. Copy or write it again.",
+        "{path}: truncated: it begins as parquet but ends without the footer's b'PAR1'. Copy or "
+        "write it again.",
     )
 
 
@@ -353,7 +355,8 @@ def test_json_invalid_utf8(tmp_path: Path) -> None:
     assert found.batch.column("text").to_pylist() == ["a"]
     refused(
         path,
-        "{path}, row 1, line 2: column 'text' is not UTF-8. Correct the file, or read it with on_error='skip' or 'quarantine'.",
+        "{path}, row 1, line 2: column 'text' is not UTF-8. Correct the file, or read it with "
+        "on_error='skip' or 'quarantine'.",
     )
     assert len(read_all(open_files(path, on_error="skip", columns=["text"]))) == 2
 
@@ -409,7 +412,8 @@ def test_csv_wrong_number_of_fields(tmp_path: Path) -> None:
     path = put(tmp_path / "a.csv", 'text,n\n"two\nlines",1\nb\n\nc,3,4\nd,5\n')
     refused(
         path,
-        "{path}, row 1, line 4: 1 fields, the header has 2. Correct the file, or read it with on_error='skip' or 'quarantine'.",
+        "{path}, row 1, line 4: 1 fields, the header has 2. Correct the file, or read it with "
+        "on_error='skip' or 'quarantine'.",
     )
     found = open_files(path, on_error="skip").scan(0, 0, 5)
     assert [(r.row, r.reason, r.detail) for r in found.rejects] == [
@@ -446,7 +450,8 @@ def test_text_invalid_utf8(tmp_path: Path) -> None:
     path = put(tmp_path / "a.txt", b"good\n\n\xff\xfe\nlast")
     refused(
         path,
-        "{path}, row 2, line 3: column 'text' is not UTF-8. Correct the file, or read it with on_error='skip' or 'quarantine'.",
+        "{path}, row 2, line 3: column 'text' is not UTF-8. Correct the file, or read it with "
+        "on_error='skip' or 'quarantine'.",
     )
     assert [row["text"] for row in read_all(open_files(path, on_error="skip"))] == ["good", "last"]
 
@@ -473,7 +478,8 @@ def test_schemas_that_do_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         read_all(open_files([a, b]))
     assert str(caught.value) == (
-        f"{b}, column 'id': is large_string here and int64 in {a}. Leave 'id' out with columns=[...], or rewrite one of the files."
+        f"{b}, column 'id': is large_string here and int64 in {a}. Leave 'id' out with "
+        "columns=[...], or rewrite one of the files."
     )
     assert [row["text"] for row in read_all(open_files([a, b], columns=["text"]))] == ["x", "y"]
 
@@ -499,7 +505,8 @@ def test_mixed_formats(tmp_path: Path) -> None:
     put(tmp_path / "b.txt", "x")
     with pytest.raises(
         SourceError,
-        match=r"files of several formats: .*a\.jsonl \(json\), .*b\.txt \(txt\)\. Give one format by type=",
+        match=r"files of several formats: .*a\.jsonl \(json\), .*b\.txt \(txt\)\. Give one format "
+        r"by type=",
     ):
         open_files(tmp_path)
     assert open_files(tmp_path, type="txt").files[0].path.endswith("b.txt")
@@ -509,12 +516,14 @@ def test_unknown_extension_and_options(tmp_path: Path) -> None:
     path = put(tmp_path / "a.dat", "x")
     with pytest.raises(
         SourceError,
-        match=r"a\.dat: its extension names no format \(have: \.parquet, .*Give the format by type=",
+        match=r"a\.dat: its extension names no format \(have: \.parquet, .*Give the format by "
+        r"type=",
     ):
         open_files(path)
     with pytest.raises(
         SourceError,
-        match=r"a\.jsonl\.xz: \.xz files are not read \(have: \.gz, \.zst, \.zstd, \.bz2\)\. Unpack it",
+        match=r"a\.jsonl\.xz: \.xz files are not read \(have: \.gz, \.zst, \.zstd, \.bz2\)\. "
+        r"Unpack it",
     ):
         open_files(put(tmp_path / "a.jsonl.xz", "x"))
     with pytest.raises(
@@ -524,12 +533,14 @@ def test_unknown_extension_and_options(tmp_path: Path) -> None:
     assert len(read_all(open_files(path, type="txt"))) == 1
     with pytest.raises(
         ConfigError,
-        match=r"type: 'jsno' is no file format \(have: parquet, arrow, json, csv, txt, tokens, arrayrecord\)\. Did you mean 'json'",
+        match=r"type: 'jsno' is no file format \(have: parquet, arrow, json, csv, txt, tokens, "
+        r"arrayrecord\)\. Did you mean 'json'",
     ):
         open_files(path, type="jsno")
     with pytest.raises(
         ConfigError,
-        match=r"on_error: 'skp' is not an option \(have: error, skip, quarantine\)\. Did you mean 'skip'",
+        match=r"on_error: 'skp' is not an option \(have: error, skip, quarantine\)\. Did you mean "
+        r"'skip'",
     ):
         TextShardedSource(path, on_error="skp")  # type: ignore[arg-type]
     with pytest.raises(

@@ -117,7 +117,8 @@ def test_a_block_is_checked_once_and_only_when_it_is_touched(whole: Path, tmp_pa
     for _ in range(2):
         with pytest.raises(
             CacheError,
-            match=rf"{file}: damaged: bytes {3 * BLOCK} to {4 * BLOCK} .*easypipe verify CACHE --repair",
+            match=rf"{file}: damaged: bytes {3 * BLOCK} to {4 * BLOCK} .*easypipe verify CACHE "
+            r"--repair",
         ):
             cache.tokens(hurt)
     flip(file, middle)

@@ -116,7 +116,8 @@ def test_other_formats_and_foreign_files_are_refused(cache: TokenCache, tmp_path
     edit(cache.path, format=99)
     with pytest.raises(
         CacheError,
-        match=r"token cache format 99, this version of easypipe reads format 1\. Prepare the dataset again",
+        match=r"token cache format 99, this version of easypipe reads format 1\. Prepare the "
+        r"dataset again",
     ):
         TokenCache(cache.path)
     commit_checked(tmp_path / "x.json", {"format": 1})

@@ -237,7 +237,8 @@ def test_a_number_that_does_not_fit(tmp_path: Path) -> None:
     assert source.read(0, 0, 1).to_pylist() == [{"n": 1.5}]
     with pytest.raises(
         SourceError,
-        match=r"2\.parquet, column 'n': cannot be read as double, which it has in other files or rows: ",
+        match=r"2\.parquet, column 'n': cannot be read as double, which it has in other files or "
+        r"rows: ",
     ):
         source.read(1, 0, 1)
 

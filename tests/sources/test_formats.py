@@ -352,8 +352,8 @@ def test_an_arrow_stream_without_its_end_mark_is_told(
     assert ArrowShardedSource([str(path)]).shards[0].num_rows == 100 * kept
     (record,) = caplog.records
     assert (
-        f"x.arrow: an Arrow stream without its end mark: its {100 * kept} rows in {kept} batches are read"
-        in record.getMessage()
+        f"x.arrow: an Arrow stream without its end mark: its {100 * kept} rows in {kept} batches "
+        "are read" in record.getMessage()
     )
 
 

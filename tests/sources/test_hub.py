@@ -81,7 +81,8 @@ def test_splits_and_law(hub: WebServer) -> None:
         HuggingFaceShardedSource("org/stories", split="valid")
     assert (
         str(caught.value)
-        == "hf://datasets/org/stories: no split 'valid' (have: train, validation). Did you mean 'validation'?"
+        == "hf://datasets/org/stories: no split 'valid' (have: train, validation). Did you mean "
+        "'validation'?"
     )
 
 
@@ -116,7 +117,8 @@ def test_without_a_network_it_is_said_within_five_seconds(
         began = time.monotonic()
         with pytest.raises(
             SourceError,
-            match=r"org/stories: the Hub cannot be reached: .*hf download --repo-type dataset org/stories",
+            match=r"org/stories: the Hub cannot be reached: .*hf download --repo-type dataset "
+            r"org/stories",
         ):
             HuggingFaceShardedSource("org/stories", storage_options={"endpoint": endpoint})
         assert time.monotonic() - began < 5
@@ -258,7 +260,8 @@ def test_what_is_not_there(hub: WebServer) -> None:
     hub.denied["/api/datasets/org/strories"] = (401, missing)
     with pytest.raises(
         MissingFileError,
-        match=r"hf://datasets/org/strories: the Hub has no such dataset, or it is private\. Check the spelling",
+        match=r"hf://datasets/org/strories: the Hub has no such dataset, or it is private\. Check "
+        r"the spelling",
     ):
         HuggingFaceShardedSource("org/strories")
     hub.denied["/api/datasets/org/stories/revision/v9"] = (

@@ -247,7 +247,8 @@ def test_long_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1024)
     with pytest.raises(
         SourceError,
-        match=r"a\.jsonl, row 1: a record of more than 0 MiB begins here\. A quote or bracket may be open",
+        match=r"a\.jsonl, row 1: a record of more than 0 MiB begins here\. A quote or bracket may "
+        r"be open",
     ):
         open_files(tmp_path / "a.jsonl").shards  # noqa: B018
 

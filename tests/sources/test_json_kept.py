@@ -20,7 +20,10 @@ from easypipe.sources.schemas import JSON
 from laws import assert_stateless_reads
 from pipelines import config, jsonl
 
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}{{ "
+    "m.tool_calls | tojson }}{% endif %}{% endfor %}"
+)
 
 
 def talk(arguments: Any, **more: Any) -> dict[str, Any]:
@@ -284,13 +287,15 @@ def test_a_key_that_only_late_rows_have_is_not_lost(tmp_path: Path, given: Any) 
     assert len(texts_of(tmp_path, given([*rows, talk({"c": 1, "d": None})]))) == 1101
     with pytest.raises(
         SourceError,
-        match="d, row 1100, column 'messages': has the key 'e', which no object there has in the first 1024",
+        match="d, row 1100, column 'messages': has the key 'e', which no object there has in the "
+        "first 1024",
     ):
         texts_of(tmp_path / "bad", given([*rows, talk({"c": 1, "e": 2})]))
     mixed = [talk({"c": 1}), talk({"c": "x"}), *rows[2:], talk({"e": 2})]
     assert texts_of(tmp_path / "json", given(mixed)) == written(mixed)
     with pytest.raises(
         SourceError,
-        match="d, row 1103, column 'messages': is kept as JSON: int 5 stands in a column of lists or objects",
+        match="d, row 1103, column 'messages': is kept as JSON: int 5 stands in a column of lists "
+        "or objects",
     ):
         texts_of(tmp_path / "five", given([*mixed, *rows[:2], {"messages": 5}]))

@@ -64,6 +64,6 @@ def test_the_limit_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (
-        "A process maps a limited number of files, and this cache has 200: raise sysctl vm.max_map_count."
-        in done.stdout
+        "A process maps a limited number of files, and this cache has 200: raise sysctl "
+        "vm.max_map_count." in done.stdout
     )

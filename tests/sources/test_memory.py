@@ -61,12 +61,14 @@ def test_fingerprint_is_of_the_content() -> None:
         ([{1: 2}], "memory, row 0: key 1 is not a string. Name columns with strings."),
         (
             {"a": [1], "b": [1, 2]},
-            "memory: columns differ in length: {'a': 1, 'b': 2}. Give every column a value for every row.",
+            "memory: columns differ in length: {'a': 1, 'b': 2}. Give every column a value for "
+            "every row.",
         ),
         ([], "memory: holds no column. Give at least one row with at least one key."),
         (
             "text",
-            "memory: cannot read rows from str. Give a pyarrow.Table, a list of dicts or a dict of columns.",
+            "memory: cannot read rows from str. Give a pyarrow.Table, a list of dicts or a dict of "
+            "columns.",
         ),
     ],
 )

@@ -81,12 +81,14 @@ def test_rows_that_are_filtered_out() -> None:
     [
         (
             [{"a": 1}, 5],
-            "memory, row 1: expected a dict with names of columns, got int. Map it to rows like {'text': ...}.",
+            "memory, row 1: expected a dict with names of columns, got int. Map it to rows like "
+            "{'text': ...}.",
         ),
         ([], "memory: holds no row from which columns could be known. Give data with rows."),
         (
             [{"a": 1}, {"a": "x"}],
-            "memory, column 'a': its values have no common type: int64 and large_string. Give every row the same type.",
+            "memory, column 'a': its values have no common type: int64 and large_string. Give "
+            "every row the same type.",
         ),
         (
             [{"a": 1}] * 1024 + [{"b": 1}],
@@ -314,7 +316,8 @@ def test_folders_that_name_values(tmp_path: Path) -> None:
     ) if other.mkdir() is None else None
     with pytest.raises(
         SourceError,
-        match=r"its folders name the partitions \['lang'.*Give the two kinds as datasets of their own",
+        match=r"its folders name the partitions \['lang'.*Give the two kinds as datasets of their "
+        r"own",
     ):
         open_files(tmp_path / "data")
 

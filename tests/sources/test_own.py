@@ -198,7 +198,8 @@ def test_without_a_version_nothing_is_kept_and_a_warning_says_so(
     with caplog.at_level(logging.WARNING):
         batches(tmp_path, Mine(version=None))
     assert re.search(
-        "dataset d: [a-z._]*test_own:Mine has no version, so its rows are read anew in every process",
+        "dataset d: [a-z._]*test_own:Mine has no version, so its rows are read anew in every "
+        "process",
         caplog.text,
     )
     assert not (tmp_path / "cache" / "tokens").exists()
@@ -366,7 +367,8 @@ def fails() -> Iterator[dict[str, Any]]:
     [
         (
             rows(),
-            "data_files: a generator can be read only once, .* Give the function that makes it, without calling it",
+            "data_files: a generator can be read only once, .* Give the function that makes it, "
+            "without calling it",
         ),
         (Mine, "data_files: <class .*Mine'> is neither a path nor rows. Give"),
         (

@@ -113,7 +113,8 @@ def test_giving_up_names_the_url_the_attempts_and_the_cause(web: WebServer) -> N
     web.faults.extend([503] * 100)
     with pytest.raises(
         SourceError,
-        match=r"data/c\.jsonl: gave up after 5 attempts in [\d.]+ s; the last one: .*503.*Check the network",
+        match=r"data/c\.jsonl: gave up after 5 attempts in [\d.]+ s; the last one: .*503.*Check "
+        r"the network",
     ):
         source.shards  # noqa: B018
     web.faults.clear()
@@ -200,7 +201,8 @@ def test_another_range_than_was_asked_for_is_not_believed(
     web.told = told.format(last=size - 1, stop=size, size=size)
     with pytest.raises(
         SourceError,
-        match=r"a\.parquet.* the server sent .* where bytes \d+ to \d+ were asked for\. Its ranges cannot",
+        match=r"a\.parquet.* the server sent .* where bytes \d+ to \d+ were asked for\. Its ranges "
+        r"cannot",
     ):
         source.read(0, 0, 3)
     with pytest.raises(StorageError, match="the server sent"):

@@ -163,7 +163,8 @@ def test_a_bad_row_in_a_part_is_named(tmp_path: Path) -> None:
     [
         (
             "train[:10%",
-            "split: 'train[:10%' names no split. Write a name, or a part of it: train[:10%], train[100:200].",
+            "split: 'train[:10%' names no split. Write a name, or a part of it: train[:10%], "
+            "train[100:200].",
         ),
         ("train+test", "split: 'train+test' names several splits. Make each a dataset of its own."),
         (

@@ -240,7 +240,8 @@ def test_bad_token_files(tmp_path: Path) -> None:
     refused(
         "a.bin",
         b"abcd",
-        "raw tokens do not say their dtype. Give token_files=TokenFilesConfig(dtype='uint16', ...).",
+        "raw tokens do not say their dtype. Give token_files=TokenFilesConfig(dtype='uint16', "
+        "...).",
         separator_id=1,
     )
     refused(

@@ -98,7 +98,8 @@ def test_the_cache_is_opened_where_it_stands_and_made_again_where_it_is_damaged(
     [
         (
             {INPUT_IDS: [1, 320]},
-            r"row 1, column 'input_ids': token 320 is outside the vocabulary of 320 of .* Name the tokenizer",
+            r"row 1, column 'input_ids': token 320 is outside the vocabulary of 320 of .* Name the "
+            r"tokenizer",
         ),
         ({INPUT_IDS: [1, -1]}, r"row 1, column 'input_ids': token -1 is outside the vocabulary"),
         ({INPUT_IDS: None}, r"row 1, column 'input_ids': null instead of tokens"),

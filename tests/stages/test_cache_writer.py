@@ -342,7 +342,8 @@ def test_two_at_once_do_no_harm(tmp_path: Path) -> None:
         "from easypipe.transforms.tokenizer.tokenizer import load_tokenizer\n"
         "from token_support import WithIdentity, texts\n"
         "source = WithIdentity(*(texts(60, seed=s) for s in range(4)))\n"
-        "cache = prepare(source, load_tokenizer(sys.argv[1]), dataset='d', cache_dir=Path(sys.argv[2]))\n"
+        "cache = prepare(source, load_tokenizer(sys.argv[1]), dataset='d', "
+        "cache_dir=Path(sys.argv[2]))\n"
         "cache.verify(); print(cache.fingerprint, cache.num_docs)\n"
     )
     command = [sys.executable, "-c", code, str(small_tokenizer_folder()), str(tmp_path)]
@@ -407,7 +408,8 @@ def test_a_bad_row_stops_and_is_named(tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path)
     assert str(caught.value) == (
-        "shard-1, row 13, column 'text': null: no value. Correct the row, or set on_error to 'skip' or 'quarantine'."
+        "shard-1, row 13, column 'text': null: no value. Correct the row, or set on_error to "
+        "'skip' or 'quarantine'."
     )
     # the advice works
     cache = prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path, on_error="skip")
@@ -525,7 +527,8 @@ def test_the_budget_is_charged_in_shard_order(tmp_path: Path, workers: int) -> N
             num_workers=workers,
         )
     assert str(caught.value) == (
-        "shard-1, row 4, column 'text': bad row number 3 (null: no value), and max_bad_rows is 2. Correct the rows, or raise max_bad_rows."
+        "shard-1, row 4, column 'text': bad row number 3 (null: no value), and max_bad_rows is 2. "
+        "Correct the rows, or raise max_bad_rows."
     )
     assert (
         prepare(
@@ -562,7 +565,8 @@ def test_missing_and_wrong_columns(tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         prepare(source, small_tokenizer(), dataset="d", content_field="n", cache_dir=tmp_path)
     assert str(caught.value) == (
-        "dataset 'd', column 'n': holds int64, not text; columns of text (have: text). Set content_field to one of them."
+        "dataset 'd', column 'n': holds int64, not text; columns of text (have: text). Set "
+        "content_field to one of them."
     )
     with pytest.raises(
         SourceError,
@@ -614,7 +618,8 @@ def test_a_backend_that_errs_is_found_by_the_audit_and_not_used_again(
     source = WithIdentity(texts(15), texts(40, seed=1), cuts=40)
     with pytest.raises(
         TokenizerError,
-        match=r"shard-1, row \d+: tokenizer .*: gigatoken does not give the tokens of `tokenizers`\. Run again",
+        match=r"shard-1, row \d+: tokenizer .*: gigatoken does not give the tokens of "
+        r"`tokenizers`\. Run again",
     ):
         prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path, num_workers=1)
     monkeypatch.undo()

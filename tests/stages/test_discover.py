@@ -334,7 +334,8 @@ def test_nothing_is_mapped_silently(tmp_path: Path) -> None:
         unknown.propose()
     with pytest.raises(
         ConfigError,
-        match=r"Name them: kind='prompt_completion', columns=\{'prompt': ..., 'completion': ...\}\.$",
+        match=r"Name them: kind='prompt_completion', columns=\{'prompt': ..., 'completion': "
+        r"...\}\.$",
     ):
         unknown.propose(kind="prompt_completion")
     assert unknown.propose(kind="text", columns={"text": "a"}).fields["content_field"] == "a"
@@ -525,7 +526,8 @@ def test_proposals_are_tried_on_the_first_rows(tmp_path: Path) -> None:
     found = discover(jsonl(tmp_path / "images.jsonl", talks))
     with pytest.raises(
         ConfigError,
-        match="but 5 of the first 5 rows cannot be read so: multimodal 5; row 0: message 0 holds a part",
+        match="but 5 of the first 5 rows cannot be read so: multimodal 5; row 0: message 0 holds a "
+        "part",
     ):
         found.propose()
     assert "refused  5 of the first 5 rows" in str(found)

@@ -191,7 +191,10 @@ cache_dir: cache
 seed: 1
 """
     (tmp_path / "data.yaml").write_text(text)
-    said = r"^datasets\[0\].format_callback: runs code, 'own_columns:join'. If you trust this file, pass --allow-code"
+    said = (
+        r"^datasets\[0\].format_callback: runs code, 'own_columns:join'. If you trust this "
+        r"file, pass --allow-code"
+    )
     with pytest.raises(ConfigError, match=said):
         Pipeline.from_config("data.yaml")
     assert run(["prepare", "data.yaml"]) == 2
@@ -240,14 +243,16 @@ def test_additional_fields_stay_beside_saved_tokens(
     )
     with pytest.raises(
         ConfigError,
-        match=r"^datasets\[0\].additional_fields: dataset 'd' has no column 'tags' .*Did you mean 'tag'\?",
+        match=r"^datasets\[0\].additional_fields: dataset 'd' has no column 'tags' .*Did you mean "
+        r"'tag'\?",
     ):
         pipeline(tmp_path, content_field="q", additional_fields=("tags",)).tokenize()
     with pytest.raises(ConfigError, match=r"^additional_fields\[1\]: 'a' stands twice"):
         DatasetConfig(data_files="x", additional_fields=("a", "a"))
     with pytest.raises(
         ConfigError,
-        match=r"^additional_fields\[0\]: 'labels' is a column that tokens have themselves.*format_fields",
+        match=r"^additional_fields\[0\]: 'labels' is a column that tokens have "
+        r"themselves.*format_fields",
     ):
         DatasetConfig(data_files="x", additional_fields=("labels",))
 
@@ -278,12 +283,14 @@ def test_remove_columns_keeps_the_others(tmp_path: Path) -> None:
     assert names(("n", "q", "tag")) == [INPUT_IDS]
     with pytest.raises(
         ConfigError,
-        match=r"^tokenize.remove_columns\[0\]: no dataset has a column 'tags' .*Did you mean 'tag'\?",
+        match=r"^tokenize.remove_columns\[0\]: no dataset has a column 'tags' .*Did you mean "
+        r"'tag'\?",
     ):
         names(("tags",))
     with pytest.raises(
         ConfigError,
-        match=r"'tag' is one of the additional_fields of dataset 'd'. Take it out of one of the two",
+        match=r"'tag' is one of the additional_fields of dataset 'd'. Take it out of one of the "
+        r"two",
     ):
         names(("tag",), additional_fields=("tag",))
     with pytest.raises(
@@ -313,7 +320,8 @@ def test_tokenizer_kwargs_change_whichever_tokenizer_it_is(tmp_path: Path) -> No
     )  # type: ignore[attr-defined]
     for wrong, said in {
         "max_lenght": r"tokenizer_kwargs.max_lenght: unknown key .*Did you mean 'max_length'\?",
-        "name_or_path": "tokenizer_kwargs.name_or_path: names another tokenizer. Set the dataset's tokenizer",
+        "name_or_path": "tokenizer_kwargs.name_or_path: names another tokenizer. Set the dataset's "
+        "tokenizer",
         "max_length": "tokenizer_kwargs.max_length: ",
         "use_fast": "tokenizer_kwargs.use_fast: expected true or false",
     }.items():
@@ -374,7 +382,8 @@ def test_without_a_cache_nothing_is_left(
     assert first == [batch[INPUT_IDS].tolist() for batch in kept.build()]
     with pytest.raises(
         ConfigError,
-        match=r"datasets.d.cache_enabled: its tokens are not kept, so no other process could take up",
+        match=r"datasets.d.cache_enabled: its tokens are not kept, so no other process could take "
+        r"up",
     ):
         built.prepare_part(0, 2)
     del built
@@ -427,7 +436,8 @@ def test_transform_stands_between_source_and_tokenize(tmp_path: Path) -> None:
     assert ledger.find("tokenize", "b", "rows").out == {"written": 3, "filtered": 3}
     with pytest.raises(
         StageOrderError,
-        match=r"transform\(\) cannot follow tokenize\(\). Call it between source\(\) and tokenize\(\)",
+        match=r"transform\(\) cannot follow tokenize\(\). Call it between source\(\) and "
+        r"tokenize\(\)",
     ):
         chain.transform(Rename({"text": "t"}))
     with pytest.raises(StageOrderError, match=r"Call source\(\) before other pipeline stages"):
@@ -578,7 +588,8 @@ def test_columns_that_nothing_reads_may_differ(
 
     assert tokenized(additional_fields=["keep"]).materialize().num_docs == 2
     assert re.search(
-        r"dataset d: .*1\.\w+, column 'x': is large_string here and int64 in .*It reads text, keep alone",
+        r"dataset d: .*1\.\w+, column 'x': is large_string here and int64 in .*It reads text, keep "
+        r"alone",
         caplog.text,
     )
     assert (

@@ -103,7 +103,8 @@ def test_refusals(tmp_path: Path) -> None:
         (({},), r"datasets: there is nothing to mix"),
         (
             ({**both, "c": other},),
-            r"datasets.c: has the columns words: large_string, and 'a' has text: large_string. Select, rename",
+            r"datasets.c: has the columns words: large_string, and 'a' has text: large_string. "
+            r"Select, rename",
         ),
         ((both, {"a": 1}), r"weights: no weight for dataset 'b'"),
         ((both, {"a": 1, "b": 1, "c": 1}), r"weights.c: no dataset named 'c'"),
@@ -114,7 +115,8 @@ def test_refusals(tmp_path: Path) -> None:
         ),
         (
             (both, {"a": 99, "b": 1}, 10),
-            r"block_size: in a block of 10 documents 'b' has 0.1, which is none. Use blocks of at least 100",
+            r"block_size: in a block of 10 documents 'b' has 0.1, which is none. Use blocks of at "
+            r"least 100",
         ),
         ((both, None, 0), r"block_size: 0 is no block of rows"),
         ((both, None, None, None, "never"), r"stop_strategy: 'never' is not an option"),

@@ -90,7 +90,8 @@ def test_a_block_holds_whole_shares(tmp_path: Path) -> None:
     assert block_weights({"a": 1.0, "b": 1.0, "c": 1.0}, 10) == (4, 3, 3)
     with pytest.raises(
         ConfigError,
-        match=r"block_size: in a block of 10 documents 'b' has 0.01, which is none. Use blocks of at least 1000,",
+        match=r"block_size: in a block of 10 documents 'b' has 0.01, which is none. Use blocks of "
+        r"at least 1000,",
     ):
         MixStageConfig(weights={"a": 999, "b": 1}, block_size=10)
     assert MixStageConfig(weights={"a": 999, "b": 1}, block_size=1000).block_size == 1000
@@ -338,7 +339,8 @@ def test_num_packers_of_another_strategy_is_said_and_changes_nothing(
 def test_eos_that_is_not_the_tokenizers(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"pack.eos_token_id: 5, but the tokenizer .* ends documents with 0. Leave it out, or give 0.",
+        match=r"pack.eos_token_id: 5, but the tokenizer .* ends documents with 0. Leave it out, or "
+        r"give 0.",
     ):
         mixed(tmp_path).pack(PackStageConfig(seq_length=64, eos_token_id=5))
     for eos in (None, 0):
@@ -446,7 +448,10 @@ def test_where_drop_leaves_nothing_the_length_of_rows_is_to_blame(
 ) -> None:
     datasets = [DatasetConfig(name="d", data_files=[{"text": "word " * 50}] * 5)]
     pack = PackStageConfig(seq_length=16, oversize="drop")
-    wrong = r"pack\.oversize: of 5 documents none fits a row of 16 tokens\. Raise pack\.seq_length, or set pack\.oversize to 'split' or"
+    wrong = (
+        r"pack\.oversize: of 5 documents none fits a row of 16 tokens\. Raise "
+        r"pack\.seq_length, or set pack\.oversize to 'split' or"
+    )
     load = LoadStageConfig(batch_size=1, num_epochs=num_epochs)
 
     def packed() -> Pipeline:

@@ -112,7 +112,8 @@ def test_the_batch_size_comes_from_load_whoever_names_it(tmp_path: Path) -> None
         mixed(tmp_path, weight_schedule=HALF_WAY, batch_size=4).load(LoadStageConfig(batch_size=5))
     with pytest.raises(
         ConfigError,
-        match=r"mix.weight_schedule: .* how many rows one has. Set load.batch_size .* or set mix.batch_size",
+        match=r"mix.weight_schedule: .* how many rows one has. Set load.batch_size .* or set "
+        r"mix.batch_size",
     ):
         _ = mixed(tmp_path, weight_schedule=HALF_WAY).get_data()["mixed"].fingerprint
     assert mixed(tmp_path, weight_schedule=HALF_WAY, batch_size=4).get_data()["mixed"].fingerprint
@@ -406,7 +407,8 @@ def test_the_scheduler_gives_weights_by_step() -> None:
                     {"step": 5, "weights": {"cod": 1}},
                 ]
             },
-            "weight_schedule[1].weights.cod: weight_schedule[0] has no weight for 'cod' (have: code). Did you mean 'code'?",
+            "weight_schedule[1].weights.cod: weight_schedule[0] has no weight for 'cod' (have: "
+            "code). Did you mean 'code'?",
         ),
         (
             {
@@ -415,7 +417,8 @@ def test_the_scheduler_gives_weights_by_step() -> None:
                     {"step": 5, "weights": {"a": 1}},
                 ]
             },
-            "weight_schedule[1].weights: no weight for 'b' (have: a). Give it one; 0 leaves it out.",
+            "weight_schedule[1].weights: no weight for 'b' (have: a). Give it one; 0 leaves it "
+            "out.",
         ),
         (
             {"weight_schedule": [{"step": 0, "weights": {"a": 1, "b": 1e-14}}]},
@@ -423,7 +426,8 @@ def test_the_scheduler_gives_weights_by_step() -> None:
         ),
         (
             {"weight_schedule": [{"step": 0, "weights": {"a": 999, "b": 1}}], "block_size": 10},
-            "weight_schedule[0].block_size: in a block of 10 documents 'b' has 0.01, which is none. Use blocks of at least 1000",
+            "weight_schedule[0].block_size: in a block of 10 documents 'b' has 0.01, which is "
+            "none. Use blocks of at least 1000",
         ),
         (
             {"weight_schedule_type": "linear"},
@@ -455,7 +459,8 @@ def test_options_that_are_refused(values: dict, message: str) -> None:
 def test_names_that_no_dataset_has(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"mix.max_epochs.cod: no dataset named 'cod' \(have: code, docs\). Did you mean 'code'\?",
+        match=r"mix.max_epochs.cod: no dataset named 'cod' \(have: code, docs\). Did you mean "
+        r"'code'\?",
     ):
         mixed(tmp_path, max_epochs={"cod": 2})
     with pytest.raises(

@@ -201,11 +201,13 @@ def test_weights_may_follow_the_step(tmp_path: Path) -> None:
     [
         (
             {"strategy": "stream", "oversize": "drop"},
-            "oversize: 'drop' has no effect on strategy 'stream', which cuts documents where rows end",
+            "oversize: 'drop' has no effect on strategy 'stream', which cuts documents where rows "
+            "end",
         ),
         (
             {"segments": "row"},
-            "segments: 'row' has no effect on strategy 'greedy', which keeps documents apart. Leave it out, or set strategy",
+            "segments: 'row' has no effect on strategy 'greedy', which keeps documents apart. "
+            "Leave it out, or set strategy",
         ),
         ({"segments": "none"}, "segments: 'none' is not an option"),
     ],
@@ -221,7 +223,8 @@ def test_joined_documents_have_no_provenance_of_their_own(
 ) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"mix.provenance: names the dataset of every segment.*set pack.segments to 'document'",
+        match=r"mix.provenance: names the dataset of every segment.*set pack.segments to "
+        r"'document'",
     ):
         packed(tmp_path, mix={"provenance": True}, segments="row")
     source = packed(tmp_path, mix={"provenance": True}).get_data()["mixed"]

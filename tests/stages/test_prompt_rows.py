@@ -111,7 +111,10 @@ def test_the_words_of_the_assistant_are_the_targets(tmp_path: Path) -> None:
     rows = [{"messages": talk("the quick", "Four.", "Sure?", "Yes", system="Be brief.")}]
     ids, mask = documents(tokenized(tmp_path, rows))[0]
     tokenizer = load_tokenizer(chat_tokenizer())
-    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nthe quick<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n"
+    expected = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nthe "
+        "quick<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n"
+    )
     assert tokenizer.decode(ids).startswith(expected)
     assert targets((ids, mask)) == "Four.<|im_end|>Yes<|im_end|>"
     assert (
@@ -172,7 +175,8 @@ def test_rows_that_are_no_conversation_are_rejected_by_name(tmp_path: Path) -> N
         "multimodal": '[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]',
         "refused_by_template": '[{"role": "user"}]',
         "nothing_to_train": '[{"role": "user", "content": "x"}]',
-        "invalid_utf8": '[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]',
+        "invalid_utf8": '[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": '
+        '"x"}]',
     }
     rows = [{"messages": value} for value in wrong.values()] + [
         {"messages": json.dumps(talk("a", "b"))}
@@ -239,8 +243,8 @@ def test_rows_are_known_by_their_numbers_where_several_processes_render_them(
     )
     assert len(texts.texts) == len(rows)
     hostile = (
-        "{% if messages[0].content == 'row 2050' %}{% for i in range(10**9) %}{% endfor %}{% endif %}"
-        + CHATML
+        "{% if messages[0].content == 'row 2050' %}{% for i in range(10**9) %}{% endfor %}{% endif "
+        "%}" + CHATML
     )
     with pytest.raises(HostileTemplateError, match=r"row 2050, column 'messages': .*too much"):
         tokenized(tmp_path, rows, chat_template=hostile).read(0, 0, len(rows))
@@ -269,7 +273,10 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
 
 
 def test_keys_that_arrow_filled_up_with_null_are_not_there(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ m.role }}{% if m.name is defined %}({{ m.name }}){% endif %}:{{ m.content }}<|im_end|>{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}{% if m.name is defined %}({{ m.name }}){% "
+        "endif %}:{{ m.content }}<|im_end|>{% endfor %}"
+    )
     rows = [
         {
             "messages": [

@@ -205,12 +205,14 @@ def test_a_real_kill_leaves_finished_shards(tmp_path: Path) -> None:
     only.
     """
     job = (
-        "import os, signal\nfrom pathlib import Path\nfrom easypipe import *\nfrom easypipe.core import storage\n"
+        "import os, signal\nfrom pathlib import Path\nfrom easypipe import *\nfrom easypipe.core "
+        "import storage\n"
         f"here = Path({str(tmp_path)!r})\n"
         "def hook(step, path):\n"
         "    if step == 'committed' and '_shards' in path: os.kill(os.getpid(), signal.SIGKILL)\n"
         "storage.set_fault_hook(hook if os.environ.get('KILL') else None)\n"
-        "config = PipelineConfig(datasets=[DatasetConfig(name='x', data_files=str(here / 'x.jsonl'))],\n"
+        "config = PipelineConfig(datasets=[DatasetConfig(name='x', data_files=str(here / "
+        "'x.jsonl'))],\n"
         f"    default_tokenizer={tokenizer()!r}, seed=1, cache_dir=here / 'cache')\n"
         "pipeline = Pipeline(config).source().tokenize().pack(PackStageConfig(seq_length=64))\n"
         "report = pipeline.save(SaveStageConfig(output_dir=here / 'out', num_shards=4)).build()\n"
@@ -275,7 +277,8 @@ def test_foreign_files_are_never_taken_or_removed(tmp_path: Path) -> None:
     (out / "thesis.txt").write_text("mine")
     with pytest.raises(
         ConfigError,
-        match=r"save.output_dir=.*: is not empty: thesis.txt. Choose another folder, or set overwrite=True",
+        match=r"save.output_dir=.*: is not empty: thesis.txt. Choose another folder, or set "
+        r"overwrite=True",
     ):
         packed(tmp_path).save(SaveStageConfig(output_dir=out)).build()
     packed(tmp_path).save(SaveStageConfig(output_dir=out, overwrite=True)).build()
@@ -541,7 +544,8 @@ def test_codecs_that_a_format_does_not_have(kind: str, codec: str) -> None:
     have = ", ".join(CODECS[kind])
     assert (
         str(caught.value)
-        == f"compression: {kind} files cannot be compressed with {codec} (have: {have}). Choose one of these."
+        == f"compression: {kind} files cannot be compressed with {codec} (have: {have}). Choose "
+        "one of these."
     )
 
 
@@ -594,7 +598,8 @@ def test_an_endless_mixture_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         mixture.copy().save(SaveStageConfig(output_dir=tmp_path / "out"))
     assert str(caught.value) == (
-        "save: 'mixed' never ends: its stop_strategy is 'restart'. Set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'."
+        "save: 'mixed' never ends: its stop_strategy is 'restart'. Set mix.stop_strategy to "
+        "'first_exhausted' or 'all_exhausted'."
     )
     beside = Pipeline(config(tmp_path, save=SaveStageConfig(output_dir=tmp_path / "out")))
     with pytest.raises(ConfigError, match="save: 'mixed' never ends"):
@@ -932,7 +937,8 @@ def test_names_of_tokenizers_that_may_be_published(tokenizer: str, name: str) ->
 def test_load_saved_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(
         MissingFileError,
-        match=r"is no complete saved folder: it has no _easypipe.json. Give the folder that save\(\) wrote.",
+        match=r"is no complete saved folder: it has no _easypipe.json. Give the folder that "
+        r"save\(\) wrote.",
     ):
         load_saved(tmp_path / "nothing")
     Pipeline(config(tmp_path)).source().tokenize().save(

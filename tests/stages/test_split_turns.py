@@ -23,8 +23,10 @@ from easypipe.core.schema import HAS_EOS, INPUT_IDS, LABELS, LOSS_MASK
 from strategies import examples
 
 ONCE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{% if message.role == 'assistant' %}{% generation %}"
-    "{{ message.content }}{% if loop.last %}{{ '<|im_end|>' }}{% endif %}{% endgeneration %}{% else %}{{ message.content + '\\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{% if message.role == "
+    "'assistant' %}{% generation %}"
+    "{{ message.content }}{% if loop.last %}{{ '<|im_end|>' }}{% endif %}{% endgeneration %}{% "
+    "else %}{{ message.content + '\\n' }}"
     "{% endif %}{% endfor %}"
 )
 OPEN = (

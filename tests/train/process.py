@@ -2,8 +2,8 @@
 a line of JSON:
 
 {"name", "mesh", "steps", "every", "signal": [process, step] or null}. They train the same model,
-one job after the other; the exit code is that of the last one. VARIABLES of train/parallel/distributed.py
-say who the others are.
+one job after the other; the exit code is that of the last one. VARIABLES of
+train/parallel/distributed.py say who the others are.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ REFUSED = [
     (["train.callbacks.best.metric=eval.hold.loss"], "Did you mean 'eval.held.loss'?"),
     (
         ["model.hidden_size=32"],
-        "out/checkpoints/2: belongs to another run: model.hidden_size: 32 here, 16 in the checkpoint",
+        "out/checkpoints/2: belongs to another run: model.hidden_size: 32 here, 16 in the "
+        "checkpoint",
     ),
     (["train.optimizer.name=lion"], "out/checkpoints/2: belongs to another run: train.optimizer"),
     (["train.steps=7"], "belongs to another run: train.steps: 7 here, 2 in the checkpoint"),

@@ -140,7 +140,8 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     path = manager.save(model=model, metrics={"loss": 1.0})
     with pytest.raises(
         StateError,
-        match=r"holds other arrays: model/first/bias: float32\[5\] here, float32\[3\] in the checkpoint",
+        match=r"holds other arrays: model/first/bias: float32\[5\] here, float32\[3\] in the "
+        r"checkpoint",
     ):
         manager.load(path, model=Model(nnx.Rngs(0), width=5))
     with pytest.raises(StateError, match=r"optimizer/.* here, nothing in the checkpoint"):

@@ -174,8 +174,8 @@ print(Trainer("tiny/one", **options).run().steps)
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert (
-        "model.pretrained: tiny/one: no folder of this name, and the Hugging Face Hub cannot be reached"
-        in done.stdout
+        "model.pretrained: tiny/one: no folder of this name, and the Hugging Face Hub cannot be "
+        "reached" in done.stdout
     )
     assert done.stdout.endswith("1\n")
     assert (
@@ -330,7 +330,8 @@ def test_a_vocabulary_that_is_too_small_and_a_model_that_is_not_there(
     assert load_tokenizer(str(tmp_path / "tokenizer")).vocab_size > VOCAB
     with pytest.raises(
         ConfigError,
-        match=rf"model.pretrained: has a vocabulary of {VOCAB}, but the tokenizer .* has 3.. tokens",
+        match=rf"model.pretrained: has a vocabulary of {VOCAB}, but the tokenizer .* has 3.. "
+        r"tokens",
     ):
         Trainer(str(model), **options(tmp_path, data=data))
     with pytest.raises(MissingFileError, match=r"model.pretrained: .*none: no such folder"):

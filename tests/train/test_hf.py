@@ -336,7 +336,8 @@ def test_a_model_of_no_family_is_not_saved(tmp_path):
     )
     with pytest.raises(
         ConfigError,
-        match=r"no family that transformers knows has qkv_bias: True, post_norms: True \(have: llama",
+        match=r"no family that transformers knows has qkv_bias: True, post_norms: True \(have: "
+        r"llama",
     ):
         save_pretrained(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))), tmp_path / "out")
 
@@ -346,7 +347,8 @@ def test_a_model_of_no_family_is_not_saved(tmp_path):
     [
         (
             {"model_type": "mixtral"},
-            r"config.json: model_type 'mixtral' is not a model .*\(have: llama \(LlamaForCausalLM\), mistral",
+            r"config.json: model_type 'mixtral' is not a model .*\(have: llama "
+            r"\(LlamaForCausalLM\), mistral",
         ),
         ({"model_type": "qwen"}, "Did you mean 'qwen3'|Did you mean 'qwen2'"),
         (
@@ -391,7 +393,8 @@ def test_missing_unexpected_and_misshapen_weights_are_named(tmp_path):
     weights["model.layers.7.extra.weight"] = weights.pop("model.layers.1.self_attn.q_norm.weight")
     with pytest.raises(
         StateError,
-        match=r"missing: model\.layers\.1\.self_attn\.q_norm\.weight; unexpected: model\.layers\.7\.extra\.weight",
+        match=r"missing: model\.layers\.1\.self_attn\.q_norm\.weight; unexpected: "
+        r"model\.layers\.7\.extra\.weight",
     ):
         load_pretrained(write_model(tmp_path / "names", config, weights))
     weights = tensors(config) | {"lm_head.weight": np.zeros((VOCAB + 1, 32), np.float32)}

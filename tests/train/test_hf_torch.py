@@ -40,7 +40,8 @@ def test_logits_equal_torch_before_and_after_saving(family, tmp_path):
     want = torch_logits(tmp_path / "in", ids)
     difference = np.abs(logits - want).max()
     print(
-        f"{family}: largest difference of {logits.size} logits up to {np.abs(want).max():.1f}: {difference:.1e}"
+        f"{family}: largest difference of {logits.size} logits up to {np.abs(want).max():.1f}: "
+        f"{difference:.1e}"
     )
     assert difference < 1e-4
     saved = save_pretrained(model, tmp_path / "out", max_shard_bytes=20_000)

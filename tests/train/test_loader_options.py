@@ -50,7 +50,10 @@ def test_micro_batches_cut_by_the_loader_train_the_same_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_both_have_to_agree_on_how_many(tmp_path, pieces):
-    message = rf"train\.accumulate_steps: {pieces}, but the loader cuts its batches into 2 micro-batches\. Use the same number"
+    message = (
+        rf"train\.accumulate_steps: {pieces}, but the loader cuts its batches into 2 "
+        r"micro-batches\. Use the same number"
+    )
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, loader(accumulation_steps=2), accumulate_steps=pieces)
     with pytest.raises(
@@ -101,7 +104,8 @@ def test_changed_data_are_refused_unless_the_config_says_so(tmp_path):
     trainer(tmp_path, loader(), steps=3).run()
     with pytest.raises(
         StateError,
-        match=r"3: belongs to a run on other data: sources and plan changed.*train\.resume_changes=\[train",
+        match=r"3: belongs to a run on other data: sources and plan "
+        r"changed.*train\.resume_changes=\[train",
     ):
         trainer(tmp_path, loader(OTHER), steps=5, resume_changes=("train.steps",)).run()
     one = loader(OTHER)

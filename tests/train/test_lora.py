@@ -113,7 +113,8 @@ def test_options_decide_size_scale_and_place(
     [
         (
             {"targets": ["qery"]},
-            r"targets\[0\]: no projection fits 'qery' \(have: layers.down, .*\)\. Did you mean 'query'\?",
+            r"targets\[0\]: no projection fits 'qery' \(have: layers.down, .*\)\. Did you mean "
+            r"'query'\?",
         ),
         (
             {"targets": ["query", "q_proj"]},

@@ -346,41 +346,50 @@ def test_a_module_made_elsewhere_is_laid_out(saw):
     [
         (
             "product",
-            "mesh: {data: 3, fsdp: 1, sequence: 1, tensor: 1} does not fit 8 cpu devices. Let the sizes multiply to 8, such as {data: 8}",
+            "mesh: {data: 3, fsdp: 1, sequence: 1, tensor: 1} does not fit 8 cpu devices. Let the "
+            "sizes multiply to 8, such as {data: 8}",
         ),
         (
             "remain",
-            "mesh: {data: -1, fsdp: 1, sequence: 1, tensor: 3} does not fit 8 cpu devices. Let the sizes multiply to 8",
+            "mesh: {data: -1, fsdp: 1, sequence: 1, tensor: 3} does not fit 8 cpu devices. Let the "
+            "sizes multiply to 8",
         ),
         ("fewer", "mesh: {data: 4, fsdp: 1, sequence: 1, tensor: 1} does not fit 8 cpu devices."),
         (
             "batch",
-            "batch_size: 12 rows do not divide by the mesh (data 8, fsdp 1) times accumulate_steps 1. Use 8 or 16 rows.",
+            "batch_size: 12 rows do not divide by the mesh (data 8, fsdp 1) times accumulate_steps "
+            "1. Use 8 or 16 rows.",
         ),
         ("vocab", "model.vocab_size: 33 does not divide over the 8 devices of mesh axis 'tensor'."),
         (
             "width",
-            "model.weight: dimension 0 (vocab) of (33, 4) does not divide by mesh axis 'tensor' of 8. Choose a multiple of 8",
+            "model.weight: dimension 0 (vocab) of (33, 4) does not divide by mesh axis 'tensor' of "
+            "8. Choose a multiple of 8",
         ),
         (
             "rows in parts",
-            "batch.input_ids: rows of 12 slots do not divide over mesh axis 'sequence' of 8. Choose a seq_length that 8 divides",
+            "batch.input_ids: rows of 12 slots do not divide over mesh axis 'sequence' of 8. "
+            "Choose a seq_length that 8 divides",
         ),
         (
             "rows of a config",
-            "data.pack.seq_length: rows of 36 slots do not divide over mesh axis 'sequence' of 8. Choose a seq_length that 8 divides",
+            "data.pack.seq_length: rows of 36 slots do not divide over mesh axis 'sequence' of 8. "
+            "Choose a seq_length that 8 divides",
         ),
         (
             "heads",
-            "model.num_heads: 2 does not divide over the 8 devices of mesh axis 'tensor'. Give axis 'tensor' one of [1, 2]",
+            "model.num_heads: 2 does not divide over the 8 devices of mesh axis 'tensor'. Give "
+            "axis 'tensor' one of [1, 2]",
         ),
         (
             "axes",
-            "mesh: has no axis fsdp, sequence, tensor (have: data). Make it with easypipe.train.parallel.mesh.make_mesh.",
+            "mesh: has no axis fsdp, sequence, tensor (have: data). Make it with "
+            "easypipe.train.parallel.mesh.make_mesh.",
         ),
         (
             "placed",
-            "batch.input_ids: 6 rows do not divide by the mesh (data 8, fsdp 1) times accumulate_steps 1. Use 8 rows.",
+            "batch.input_ids: 6 rows do not divide by the mesh (data 8, fsdp 1) times "
+            "accumulate_steps 1. Use 8 rows.",
         ),
     ],
 )

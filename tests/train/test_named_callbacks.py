@@ -228,7 +228,8 @@ def test_a_profile_of_the_window_is_written(tmp_path):
     assert trace.stat().st_size > 1000
     with pytest.raises(
         ConfigError,
-        match=r"train\.callbacks\.profile\.start: 13, but the run ends after 12 steps\. Give at most 12\.",
+        match=r"train\.callbacks\.profile\.start: 13, but the run ends after 12 steps\. Give at "
+        r"most 12\.",
     ):
         trainer(tmp_path / "never", {"profile": {"start": 13}})
     assert not (tmp_path / "never").exists()
@@ -353,7 +354,8 @@ def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, name, packa
     [
         (
             {"earlystopping": {}},
-            "callbacks.earlystopping: unknown key (have: early_stopping, best, tensorboard, wandb, profile, heartbeat). ",
+            "callbacks.earlystopping: unknown key (have: early_stopping, best, tensorboard, wandb, "
+            "profile, heartbeat). ",
         ),
         ({"early_stopping": {}}, "callbacks.early_stopping.metric: required"),
         (
@@ -392,7 +394,8 @@ def test_metrics_that_will_not_be_there_are_refused(tmp_path):
         ),
         (
             {"best": {"metric": "loss"}},
-            r"train\.callbacks\.best\.metric: no held-out metric named 'loss' \(have: eval\.held\.loss, ",
+            r"train\.callbacks\.best\.metric: no held-out metric named 'loss' \(have: "
+            r"eval\.held\.loss, ",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

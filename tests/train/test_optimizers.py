@@ -539,7 +539,8 @@ def test_what_has_no_effect_is_refused(options, message):
 def test_warm_up_and_cool_down_leave_a_step_between_them():
     with pytest.raises(
         ConfigError,
-        match=r"5 warm-up steps and 5 of cool-down do not end before the last of 10 steps\. Give at most 4\.",
+        match=r"5 warm-up steps and 5 of cool-down do not end before the last of 10 steps\. Give "
+        r"at most 4\.",
     ):
         make_schedule(OptimizerConfig(schedule="wsd", warmup_steps=5, cooldown_steps=5), 10)
 

@@ -120,7 +120,8 @@ def test_means_train_as_their_sums_do(
     [
         (
             lambda nll: nll,
-            r"loss: gave float32 of shape \(8, 12\)\. A loss gives a scalar, the mean over the batch's targets; \(scalar",
+            r"loss: gave float32 of shape \(8, 12\)\. A loss gives a scalar, the mean over the "
+            r"batch's targets; \(scalar",
         ),
         (lambda nll: {"loss": nll.mean()}, r"loss: gave dict\. A loss gives"),
         (

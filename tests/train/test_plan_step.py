@@ -181,7 +181,8 @@ def test_rows_that_the_mesh_cannot_divide_are_refused(tpu):
     train = TrainingConfig(output_dir="out", mesh={"sequence": 4})
     with pytest.raises(
         PlacementError,
-        match=r"seq_length: rows of 30 slots do not divide over mesh axis 'sequence' of 4\. Choose a seq_length",
+        match=r"seq_length: rows of 30 slots do not divide over mesh axis 'sequence' of 4\. Choose "
+        r"a seq_length",
     ):
         plan_step(MODEL, train, "v5e:2x2", batch_size=4, seq_length=30)
 

@@ -149,13 +149,16 @@ def test_who_does_not_meet_the_others_says_so_in_time():
     ]
     first, second, late = (process.communicate(timeout=120)[0] for process in started)
     assert first.startswith(
-        f"StallError train.distributed: process 0 of 2 did not meet the others within 1 s at {address}. See that all"
+        "StallError train.distributed: process 0 of 2 did not meet the others within 1 s at "
+        f"{address}. See that all"
     )
     assert second.startswith(
-        f"StallError train.distributed: process 1 of 2 did not meet the others within 1 s at {other}."
+        "StallError train.distributed: process 1 of 2 did not meet the others within 1 s at "
+        f"{other}."
     )
     assert late.startswith(
-        "ConfigError train.distributed: cannot be joined to other processes: JAX has made devices already. Call easypipe."
+        "ConfigError train.distributed: cannot be joined to other processes: JAX has made devices "
+        "already. Call easypipe."
     )
 
 
@@ -311,7 +314,8 @@ def test_where_nothing_speaks_of_other_processes_nothing_is_done(alone):
         (
             {"num_processes": 2},
             {},
-            "train.distributed.coordinator_address: not given, though num_processes is. Set it, or JAX_COORDINATOR",
+            "train.distributed.coordinator_address: not given, though num_processes is. Set it, or "
+            "JAX_COORDINATOR",
         ),
         ({}, {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES: 'two' is no number"),
         (

@@ -286,8 +286,8 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(folder, tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     (tmp_path / "ledger.json").write_text('{"entries": [{}]}')
     assert (
-        "not known: ledger.json is damaged: it does not hold what a run writes there: KeyError(&#x27;stage&#x27;)"
-        in page(tmp_path)
+        "not known: ledger.json is damaged: it does not hold what a run writes there: "
+        "KeyError(&#x27;stage&#x27;)" in page(tmp_path)
     )
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "eval": 3}\n')
     with pytest.raises(StateError, match=r"a file in it is not what a run writes there: TypeError"):

@@ -150,7 +150,8 @@ def test_the_shipped_configs_fine_tune(config: str, data: str, model: Path, tmp_
     [
         (
             "data.datasets.0.content_field=mesages",
-            r"dataset 'tools', column 'mesages': no such column \(have: .*Did you mean 'messages'\?",
+            r"dataset 'tools', column 'mesages': no such column \(have: .*Did you mean "
+            r"'messages'\?",
         ),
         (
             "data.datasets.0.chat_template=chatlm",
@@ -158,7 +159,8 @@ def test_the_shipped_configs_fine_tune(config: str, data: str, model: Path, tmp_
         ),
         (
             f"data.datasets.0.chat_template={SHARED / 'templates' / 'gemma.jinja'}",
-            r"row 0, column 'messages': refused_by_template: .*Give a chat_template that takes such conversations, or set on_error to",
+            r"row 0, column 'messages': refused_by_template: .*Give a chat_template that takes "
+            r"such conversations, or set on_error to",
         ),
         (
             "train.lora.targets=[q_proj]",

@@ -285,7 +285,8 @@ def test_hybrid_wants_hosts_alike_and_data_across_them():
         make_mesh("hybrid", devices=hosts(4, 2))
     with pytest.raises(
         ConfigError,
-        match=r"mesh\.data: hybrid puts data across 2 hosts .*Let fsdp x sequence x tensor divide the 4 devices of",
+        match=r"mesh\.data: hybrid puts data across 2 hosts .*Let fsdp x sequence x tensor divide "
+        r"the 4 devices of",
     ):
         make_mesh({"preset": "hybrid", "fsdp": 8}, devices=hosts(4, 4))
 
@@ -293,14 +294,16 @@ def test_hybrid_wants_hosts_alike_and_data_across_them():
 def test_meshes_and_batches_that_do_not_fit_say_what_would():
     with pytest.raises(
         ConfigError,
-        match=r"mesh: \{data: 3, fsdp: 1, sequence: 1, tensor: 1\} does not fit 1 cpu device\. Let the sizes multiply to 1",
+        match=r"mesh: \{data: 3, fsdp: 1, sequence: 1, tensor: 1\} does not fit 1 cpu device\. Let "
+        r"the sizes multiply to 1",
     ):
         make_mesh({"data": 3}, devices=jax.devices()[:1])
     with pytest.raises(ConfigError, match=r"mesh\.tensr: unknown key .*Did you mean 'tensor'\?"):
         make_mesh({"tensr": 1})
     with pytest.raises(
         PlacementError,
-        match=r"10 rows do not divide by the mesh \(data 1, fsdp 1\) times accumulate_steps 4\. Use 8 or 12 rows",
+        match=r"10 rows do not divide by the mesh \(data 1, fsdp 1\) times accumulate_steps 4\. "
+        r"Use 8 or 12 rows",
     ):
         check_batch_size(10, MESH, 4)
     for rows in (8, 12):

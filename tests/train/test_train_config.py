@@ -33,19 +33,23 @@ from easypipe.train.config import LossConfig, OptimizerConfig, TrainingConfig
         ({"optimizer": {"clip_norm": -1.0}}, "optimizer.clip_norm: -1.0 is not a positive number"),
         (
             {"steps": 10, "optimizer": {"warmup_steps": 10}},
-            "optimizer.warmup_steps: 10 warm-up steps do not end before the last of 10 steps. Give at most 9.",
+            "optimizer.warmup_steps: 10 warm-up steps do not end before the last of 10 steps. Give "
+            "at most 9.",
         ),
         (
             {"mesh": {"dat": 2}},
-            "mesh.dat: unknown key (have: preset, data, fsdp, sequence, tensor, axis_rules). Did you mean 'data'?",
+            "mesh.dat: unknown key (have: preset, data, fsdp, sequence, tensor, axis_rules). Did "
+            "you mean 'data'?",
         ),
         (
             {"mesh": "fspd"},
-            "mesh: no preset named 'fspd' (have: dp, fsdp, zero1, tp, hybrid). Did you mean 'fsdp'?",
+            "mesh: no preset named 'fspd' (have: dp, fsdp, zero1, tp, hybrid). Did you mean "
+            "'fsdp'?",
         ),
         (
             {"mesh": {"preset": "zero"}},
-            "mesh.preset: 'zero' is not an option (have: dp, fsdp, zero1, tp, hybrid). Did you mean 'zero1'?",
+            "mesh.preset: 'zero' is not an option (have: dp, fsdp, zero1, tp, hybrid). Did you "
+            "mean 'zero1'?",
         ),
         (
             {"mesh": {"axis_rules": {"head": "tensor"}}},
@@ -53,7 +57,8 @@ from easypipe.train.config import LossConfig, OptimizerConfig, TrainingConfig
         ),
         (
             {"mesh": {"axis_rules": {"mlp": "tensr"}}},
-            "mesh.axis_rules.mlp: no mesh axis named 'tensr' (have: data, fsdp, sequence, tensor). Did",
+            "mesh.axis_rules.mlp: no mesh axis named 'tensr' (have: data, fsdp, sequence, tensor). "
+            "Did",
         ),
         (
             {"mesh": {"axis_rules": {"mlp": ["data", "data"]}}},
@@ -61,7 +66,8 @@ from easypipe.train.config import LossConfig, OptimizerConfig, TrainingConfig
         ),
         (
             {"mesh": {"axis_rules": {"mlp": ["tensor", "fsdp"]}}},
-            "mesh.axis_rules: embed and mlp are dimensions of one array, and both lie over fsdp. Give them different axes, or null",
+            "mesh.axis_rules: embed and mlp are dimensions of one array, and both lie over fsdp. "
+            "Give them different axes, or null",
         ),
         (
             {"mesh": {"data": 0}},

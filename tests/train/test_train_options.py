@@ -65,7 +65,8 @@ def test_loss_options_change_the_program_that_is_compiled(tmp_path):
 def test_a_loss_for_other_devices_is_refused_when_the_trainer_is_made(tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"^train\.loss\.implementation: 'pallas_gpu' cannot run: it is for cuda, and the devices .* are cpu",
+        match=r"^train\.loss\.implementation: 'pallas_gpu' cannot run: it is for cuda, and the "
+        r"devices .* are cpu",
     ):
         trainer(tmp_path, ModelConfig(**SHAPE), loss=LossConfig(implementation="pallas_gpu"))
     trainer(tmp_path, ModelConfig(**SHAPE), loss=LossConfig())

@@ -336,7 +336,8 @@ def test_every_key_path_that_a_refusal_names_may_be_listed(copied, caplog):
     changed |= {"optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "groups": groups}}
     with pytest.raises(
         StateError,
-        match=r"run: train\.optimizer\.groups\.1\.learning_rate_scale: 0\.25 here, 0\.5 in the checkpoint\. Ch",
+        match=r"run: train\.optimizer\.groups\.1\.learning_rate_scale: 0\.25 here, 0\.5 in the "
+        r"checkpoint\. Ch",
     ):
         trainer(copied, **changed).run()
     trainer(
@@ -344,7 +345,8 @@ def test_every_key_path_that_a_refusal_names_may_be_listed(copied, caplog):
     ).run()
     with pytest.raises(
         ConfigError,
-        match=r"'train\.optimizer\.learning_rat' is nothing .*Did you mean 'train\.optimizer\.learning_rate'\?",
+        match=r"'train\.optimizer\.learning_rat' is nothing .*Did you mean "
+        r"'train\.optimizer\.learning_rate'\?",
     ):
         trainer(copied, resume_changes=("train.optimizer.learning_rat",))
 
@@ -375,7 +377,8 @@ def test_arrays_of_another_shape_are_listed(copied):
 
     with pytest.raises(
         StateError,
-        match=r"holds other arrays: params/layers\.0\.bias: float32\[8\] here, float32\[16\] in the checkpoint",
+        match=r"holds other arrays: params/layers\.0\.bias: float32\[8\] here, float32\[16\] in "
+        r"the checkpoint",
     ):
         trainer(copied, model=Wider).run()
 

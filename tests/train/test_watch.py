@@ -97,7 +97,8 @@ def test_skipped_steps_are_counted_and_the_others_are_those_of_a_run_without_the
 def test_too_many_in_a_row_stop_the_run(tmp_path):
     with pytest.raises(
         TrainError,
-        match=r"step 6: 3 steps in a row were skipped: the loss is not finite at learning rate .*Lower train\.",
+        match=r"step 6: 3 steps in a row were skipped: the loss is not finite at learning rate "
+        r".*Lower train\.",
     ):
         trainer(tmp_path, Shaken((2, 4, 5, 6)), max_nonfinite=3).run()
 
@@ -219,7 +220,8 @@ def test_a_run_that_spikes_for_ever_stops(tmp_path):
     loader = Shaken(odd_steps=range(9, 40))
     with pytest.raises(
         TrainError,
-        match=r"the loss left its range again after 2 roll-backs\. Lower train\.optimizer\.learning_rate",
+        match=r"the loss left its range again after 2 roll-backs\. Lower "
+        r"train\.optimizer\.learning_rate",
     ):
         trainer(
             tmp_path,

@@ -29,7 +29,8 @@ def test_a_trained_tokenizer_is_lossless_fast_and_reproducible(tmp_path: Path) -
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"vocab_size: 200 tokens do not hold 256 bytes and 1 special tokens\. Give at least 257\.",
+        match=r"vocab_size: 200 tokens do not hold 256 bytes and 1 special tokens\. Give at least "
+        r"257\.",
     ):
         train_bpe(["abc"], 200, [], tmp_path)
     with pytest.raises(TokenizerError, match="there is no text to learn from"):

@@ -203,7 +203,10 @@ def test_reasoning_is_trained_where_it_is_printed() -> None:
 
 def test_a_turn_that_the_template_leaves_open_asks_for_the_eos_token() -> None:
     turn = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-    open_end = f"{{% for m in messages %}}{turn}{{% if not loop.last %}}{{{{ '<|im_end|>\n' }}}}{{% endif %}}{{% endfor %}}"
+    open_end = (
+        f"{{% for m in messages %}}{turn}{{% if not loop.last %}}{{{{ '<|im_end|>\n' "
+        f"}}}}{{% endif %}}{{% endfor %}}"
+    )
     found = render(open_end, talk("Hi", "Hello", "And?", "Bye"))
     assert [found.text[a:b] for a, b in found.spans] == ["Hello<|im_end|>", "Bye"]
     assert found.end == 2
@@ -216,10 +219,12 @@ def test_a_turn_that_the_template_leaves_open_asks_for_the_eos_token() -> None:
 # of that is trained.
 STYLES = {
     "system inside the first question": (
-        "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}"
+        "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>\n' + messages[0].content + "
+        "'\n<</SYS>>\n\n' %}"
         "{% set messages = messages[1:] %}"
         "{% else %}{% set system = '' %}{% endif %}{% for m in messages %}"
-        "{% if m.role == 'user' %}{{ bos_token + '[INST] ' + (system if loop.first else '') + m.content.strip() + ' [/INST]' }}"
+        "{% if m.role == 'user' %}{{ bos_token + '[INST] ' + (system if loop.first else '') + "
+        "m.content.strip() + ' [/INST]' }}"
         "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
         ["Hello </s>", "Bye </s>"],
     ),
@@ -229,17 +234,21 @@ STYLES = {
         ["Hello<|im_end|>", "Bye<|eot_id|>"],
     ),
     "roles as words": (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Assistant: ' + m.content + eos_token }}"
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Assistant: ' + "
+        "m.content + eos_token }}"
         "{% else %}{{ m.role|capitalize + ': ' + m.content + '\n\n' }}{% endif %}{% endfor %}",
         ["Hello</s>", "Bye</s>"],
     ),
     "a stop and one more at the very end": (
-        "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}{{ eos_token }}",
+        "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% "
+        "endfor %}{{ eos_token }}",
         ["Hello<end_of_turn>", "Bye<end_of_turn>"],
     ),
     "content in parts": (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
-        "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}",
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content "
+        "}}"
+        "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% "
+        "endfor %}",
         ["Hello<|im_end|>", "Bye<|im_end|>"],
     ),
     "a stop that is no token": (
@@ -292,10 +301,13 @@ HEADERS = "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 TOOL_STYLES = {
     "a channel, and what a tool returned under its name": (  # gpt-oss
         "<|start|>system<|message|>S<|end|>{% set ns = namespace(name='') %}{% for m in messages %}"
-        "{% if m.role == 'tool' %}<|start|>functions.{{ ns.name }} to=assistant<|message|>{{ m.content }}<|end|>"
+        "{% if m.role == 'tool' %}<|start|>functions.{{ ns.name }} to=assistant<|message|>{{ "
+        "m.content }}<|end|>"
         "{% elif m.tool_calls %}{% set ns.name = m.tool_calls[0].function.name %}"
-        "<|start|>assistant to=functions.{{ ns.name }}<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
-        "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+        "<|start|>assistant to=functions.{{ ns.name }}<|message|>{{ "
+        "m.tool_calls[0].function.arguments | tojson }}<|call|>"
+        "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content "
+        "}}"
         "{{ '<|return|>' if loop.last else '<|end|>' }}"
         "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
         + HEADERS,
@@ -308,14 +320,18 @@ TOOL_STYLES = {
     "another stop where a result is to follow": (  # functionary
         "{% for t in tools %}{{ t.function | tojson }}{% endfor %}"
         "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}"
-        "{% for c in m.tool_calls %}<function={{ c.function.name }}>{{ c.function.arguments | tojson }}</function>{% endfor %}<|eom_id|>"
-        "{% else %}<|eot_id|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}",
+        "{% for c in m.tool_calls %}<function={{ c.function.name }}>{{ c.function.arguments | "
+        "tojson }}</function>{% endfor %}<|eom_id|>"
+        "{% else %}<|eot_id|>{% endif %}{% endfor %}{% if add_generation_prompt "
+        "%}<|start|>assistant\n{% endif %}",
         ['<function=look>{"city": "Oslo"}</function><|eom_id|>', "Wet.<|eot_id|>", "Bye<|eot_id|>"],
     ),
     "two special tokens": (  # Cohere 2
         "{% for m in messages %}{% if m.role == 'assistant' %}<|start|><|bot|><|a|>"
-        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}"
-        "<|b|><|end|>{% else %}<|start|><|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ "
+        "c.function.arguments | tojson }}){% endfor %}"
+        "<|b|><|end|>{% else %}<|start|><|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor "
+        "%}"
         "{% if add_generation_prompt %}<|start|><|bot|><|a|>{% endif %}",
         ['look({"city": "Oslo"})<|b|><|end|>', "Wet.<|b|><|end|>", "Bye<|b|><|end|>"],
     ),
@@ -365,7 +381,8 @@ def test_text_behind_the_last_turn_is_never_trained(behind: str) -> None:
     """
     source = (
         "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name }}: {{ c.function.arguments | tojson }}{% endfor %}END{% endfor %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}: {{ c.function.arguments | tojson "
+        "}}{% endfor %}END{% endfor %}"
     ) + behind
     stopped = source.replace("END", "<|end|>")
     assert trained(stopped, CALLS, TOOLS, closers=TOOL_CLOSERS) == [
@@ -392,7 +409,8 @@ def test_the_header_of_a_call_is_found_where_a_thought_begins_alike() -> None:
     """`<t` of <think> and <tool_call> belongs to neither header."""
     source = REASONING.replace(
         "{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}",
-        "{%- for c in message.tool_calls or [] %}{{- '<tool_call>' + c.function.name + '</tool_call>' }}{%- endfor %}"
+        "{%- for c in message.tool_calls or [] %}{{- '<tool_call>' + c.function.name + "
+        "'</tool_call>' }}{%- endfor %}"
         "{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}",
     ).replace(
         "{{- '<|im_start|>assistant\\n' }}{%- endif %}",
@@ -415,7 +433,10 @@ def test_a_refusal_gives_the_first_reason() -> None:
     assert render(source, CALLS, TOOLS).detail.startswith(
         "nothing that is known to end a turn follows message 1: '\\ntool: '"
     )
-    source = "{% for m in messages %}{{ m.role }}{{ raise_exception('no ' + m.content) if 'Sentinel' in m.content }}{% endfor %}"
+    source = (
+        "{% for m in messages %}{{ m.role }}{{ raise_exception('no ' + m.content) if "
+        "'Sentinel' in m.content }}{% endfor %}"
+    )
     detail = render(source, talk("Hi", "Hello")).detail
     assert detail.startswith(
         "the template does not render other words in place of these: no Sentinel"
@@ -442,7 +463,10 @@ def test_an_empty_thought_is_trained_unless_the_option_says_otherwise(prompted: 
 
 
 def test_the_next_header_is_no_stop() -> None:
-    source = "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<s>' }}\n{{ m.content }}{% endfor %}"
+    source = (
+        "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<s>' }}\n{{ "
+        "m.content }}{% endfor %}"
+    )
     assert render(source, talk("Hi", "Hello", "And?", "Bye")).reason == "unproven_spans"
     found = render(source, talk("Hi", "Hello"))
     assert found.text[found.spans[0][0] :] == "Hello"
@@ -458,7 +482,8 @@ def test_the_next_header_is_no_stop() -> None:
             "more than once",
         ),
         (
-            "{% for m in messages %}[{{ m.content }}{% if m.content|length > 9 %}!{% endif %}]{% endfor %}",
+            "{% for m in messages %}[{{ m.content }}{% if m.content|length > 9 %}!{% endif %}]{% "
+            "endfor %}",
             "giv|around",
         ),
         (

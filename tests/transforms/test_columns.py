@@ -365,7 +365,8 @@ def test_what_a_function_does_wrong_is_that_row_s() -> None:
     assert strict.read(0, 0, 1).num_rows == 1
     with pytest.raises(
         SourceError,
-        match=r"^memory, row 1: map_failed: .*shout raised ValueError: thirteen.*set on_error to 'skip'",
+        match=r"^memory, row 1: map_failed: .*shout raised ValueError: thirteen.*set on_error to "
+        r"'skip'",
     ):
         strict.read(0, 0, 3)
     with pytest.raises(
@@ -387,7 +388,8 @@ def test_a_batch_function_that_looks_at_its_neighbours_is_refused() -> None:
     sums = Map(lambda batch: {"n": pc.cumulative_sum(batch.column("n"))}, batched=True, version="1")
     with pytest.raises(
         SourceError,
-        match=r"gives a row other values when it comes with others. Make each row depend on itself alone",
+        match=r"gives a row other values when it comes with others. Make each row depend on itself "
+        r"alone",
     ):
         one(sums, n=[1, 2, 3])
     with pytest.raises(
@@ -595,7 +597,8 @@ def test_an_unannounced_column_is_refused() -> None:
     with pytest.raises(
         SourceError,
         match=re.escape(
-            "returned a column 'x' that nobody announced (have: n). Name it with its type: columns={'x'"
+            "returned a column 'x' that nobody announced (have: n). Name it with its type: "
+            "columns={'x'"
         ),
     ):
         one(Map(lambda row: {"x": 1}, version="1"), n=[1])

@@ -135,7 +135,8 @@ FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "jinja": (
         CUSTOM
         | {
-            "template": "{{ instruction }}{% if input %}: {{ input }}{% endif %} -> {{ output|trim }}\n---"
+            "template": "{{ instruction }}{% if input %}: {{ input }}{% endif %} -> {{ output|trim "
+            "}}\n---"
         },
         [*ROWS, {**ROWS[0], "input": None}, {**ROWS[0], "output": ""}],
     ),
@@ -330,7 +331,10 @@ def test_rows_of_broken_json_keep_their_reasons_and_places() -> None:
     assert [one.text for one in found[::2]] == [engine().render(TALK).text] * 8
     assert [one.reason for one in found[1::2]] == ["not_json"] * 6 + ["null"]
     assert found[3].detail.startswith("tools: Expecting")
-    twice = '[{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c", "x": NaN}]'
+    twice = (
+        '[{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": '
+        '"c", "x": NaN}]'
+    )
     assert (
         engine().render({"messages": twice}).text
         == engine().render({"messages": talk("b", "c")}).text
@@ -342,8 +346,10 @@ def test_marked_spans_are_given_to_turns_by_proof_not_by_number() -> None:
     would train the wrong one.
     """
     source = (
-        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% for part in m.content.split('|') %}"
-        "{% generation %}{{ part }}{% endgeneration %}<s>{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% for part in "
+        "m.content.split('|') %}"
+        "{% generation %}{{ part }}{% endgeneration %}<s>{% endfor %}{% else %}{{ m.content }}{% "
+        "endif %}{% endfor %}"
     )
     row = {"messages": talk("1?", "one|two", "2?", "")}
     with pytest.raises(
@@ -696,7 +702,8 @@ def test_hostile_custom_templates_end_alone(name: str) -> None:
 def test_the_prompt_of_document_000_loads_as_printed(tmp_path: Path) -> None:
     printed = {
         "format_type": "custom",
-        "template": "Below is an instruction that describes a task.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
+        "template": "Below is an instruction that describes a task.\n\n### "
+        "Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
         "### Response:\n{output}\n",
         "input_columns": ["instruction", "input"],
         "label_column": "output",

@@ -40,31 +40,42 @@ TOOL = {
 # In the manner of templates in use that the shared ones are not like.
 STOCK = {
     "llama2": (
-        "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}"
+        "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = "
+        "messages[1:] %}"
         "{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}{% for m in rest %}"
-        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-        "{% if m.role == 'user' %}{{ bos_token + '[INST] ' + ('<<SYS>>\n' + system + '\n<</SYS>>\n\n' if loop.first and system else '') "
-        "+ m.content.strip() + ' [/INST]' }}{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must "
+        "alternate') }}{% endif %}"
+        "{% if m.role == 'user' %}{{ bos_token + '[INST] ' + ('<<SYS>>\n' + system + "
+        "'\n<</SYS>>\n\n' if loop.first and system else '') "
+        "+ m.content.strip() + ' [/INST]' }}{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token "
+        "}}{% endif %}{% endfor %}"
     ),
     "vicuna": (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content + ' ' }}{% elif m.role == 'user' %}"
-        "{{ 'USER: ' + m.content + ' ' }}{% else %}{{ 'ASSISTANT: ' + m.content + eos_token }}{% endif %}{% endfor %}"
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content + ' ' }}{% "
+        "elif m.role == 'user' %}"
+        "{{ 'USER: ' + m.content + ' ' }}{% else %}{{ 'ASSISTANT: ' + m.content + eos_token }}{% "
+        "endif %}{% endfor %}"
     ),
     "phi": (
-        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|im_end|>\n' }}{% endfor "
+        "%}"
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
     ),
     "deepseek": (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 'User: ' + m.content + '\n\n' }}"
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 'User: ' + m.content + "
+        "'\n\n' }}"
         "{% elif m.role == 'assistant' %}{{ 'Assistant: ' + m.content + eos_token }}"
         "{% else %}{{ m.content + '\n\n' }}{% endif %}{% endfor %}"
     ),
     "command": (
-        "{{ bos_token }}{% for m in messages %}{{ '<|im_start|><|' + m.role|upper + '|>' + m.content.strip() + '<|im_end|>' }}{% endfor %}"
+        "{{ bos_token }}{% for m in messages %}{{ '<|im_start|><|' + m.role|upper + '|>' + "
+        "m.content.strip() + '<|im_end|>' }}{% endfor %}"
     ),
     "no stop": "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}",
-    "twice": "{% for m in messages %}{{ '<|im_start|>' + m.content + m.content + '<|im_end|>' }}{% endfor %}",
-    "last first": "{% for m in messages|reverse %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}",
+    "twice": "{% for m in messages %}{{ '<|im_start|>' + m.content + m.content + '<|im_end|>' }}{% "
+    "endfor %}",
+    "last first": "{% for m in messages|reverse %}{{ '<|im_start|>' + m.content + '<|im_end|>' "
+    "}}{% endfor %}",
 }
 TEMPLATES = {"ChatML": CHATML, "marked": MARKED, "reasoning": REASONING, **CHAT_TEMPLATES, **STOCK}
 

@@ -144,7 +144,8 @@ def test_every_policy_in_the_cache_and_beside_it(tmp_path: Path) -> None:
     assert made["error"] == [made["allow"][0], made["allow"][2]]
     with pytest.raises(
         SourceError,
-        match=r"row 1, column 'text': special_string: the text holds '<.*>', and special_strings is 'error'",
+        match=r"row 1, column 'text': special_string: the text holds '<.*>', and special_strings "
+        r"is 'error'",
     ):
         source_of(tmp_path, rows, "error").materialize()
     reasons = (
@@ -228,7 +229,8 @@ def test_conversations_are_looked_into_before_the_template_writes_its_own(tmp_pa
     assert "'<|im_end|>'" in scanned.rejects[0].detail
     with pytest.raises(
         ConfigError,
-        match=r"datasets\[0\]\.tokenizer: special_strings='escape' is for raw text.*special_strings='error'",
+        match=r"datasets\[0\]\.tokenizer: special_strings='escape' is for raw "
+        r"text.*special_strings='error'",
     ):
         source_of(tmp_path, rows, "escape", **chat)
 

@@ -244,12 +244,14 @@ def test_memory_is_bounded_on_text_of_nothing_but_new_words(shared_data: Path) -
     code = (
         "import sys, base64; import numpy as np, pyarrow as pa\n"
         "from easypipe.transforms.tokenizer import fast\n"
-        "engine = fast.FastEngine(open(sys.argv[1]).read()); rng = np.random.default_rng(0); start = peak = fast.anonymous_bytes()\n"
+        "engine = fast.FastEngine(open(sys.argv[1]).read()); rng = np.random.default_rng(0); start "
+        "= peak = fast.anonymous_bytes()\n"
         "for _ in range(40):\n"
         "    data = bytearray(base64.b64encode(rng.bytes(1_500_000)))\n"
         "    data[7::8] = b' ' * len(data[7::8])\n"
         "    rows = [data[i : i + 4000].decode() for i in range(0, len(data), 4000)]\n"
-        "    engine.encode(pa.array(rows, pa.large_string())); peak = max(peak, fast.anonymous_bytes())\n"
+        "    engine.encode(pa.array(rows, pa.large_string())); peak = max(peak, "
+        "fast.anonymous_bytes())\n"
         "print((peak - start) >> 20, start > 0)\n"
     )
     command = [
@@ -485,7 +487,8 @@ def test_a_hub_name_without_network(tmp_path: Path) -> None:
         env=environment,
     )
     assert done.stdout.startswith(
-        "nobody/private-tokenizer: no file or folder of this name, and the Hugging Face Hub cannot be reached: "
+        "nobody/private-tokenizer: no file or folder of this name, and the Hugging Face Hub cannot "
+        "be reached: "
     ), done.stdout
     assert "set HF_TOKEN" in done.stdout
     assert "give a local tokenizer.json" in done.stdout
@@ -497,7 +500,8 @@ def test_a_hub_name_without_network(tmp_path: Path) -> None:
     [
         (
             "GatedRepoError",
-            r"a/b: the Hub repository is gated\. Accept its terms on https://huggingface.co/a/b, then set HF_TOKEN",
+            r"a/b: the Hub repository is gated\. Accept its terms on https://huggingface.co/a/b, "
+            r"then set HF_TOKEN",
         ),
         ("RepositoryNotFoundError", r"a/b: no such repository .* set HF_TOKEN"),
         (

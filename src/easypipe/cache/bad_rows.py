@@ -53,7 +53,8 @@ class ErrorBudget:
             if self.max_bad_rows is not None and self.bad > self.max_bad_rows:
                 raise BudgetError(
                     at=at,
-                    problem=f"bad row number {self.bad} ({reject.reason}: {reject.detail}), and max_bad_rows is {self.max_bad_rows}",
+                    problem=f"bad row number {self.bad} ({reject.reason}: {reject.detail}), and "
+                    f"max_bad_rows is {self.max_bad_rows}",
                     fix="Correct the rows, or raise max_bad_rows.",
                 )
 
@@ -66,7 +67,8 @@ class ErrorBudget:
         most = max(found, key=found.__getitem__, default="")
         raise SourceError(
             at=place(f"dataset {self.dataset!r}", column=self.label),
-            problem=f"not one of {counts.rows} rows became a document: {reasons or 'there is none'}{self._first}",
+            problem=f"not one of {counts.rows} rows became a document: "
+            f"{reasons or 'there is none'}{self._first}",
             fix=f"{advice(most, 'Check the column that is named and the files')}.",
         )
 

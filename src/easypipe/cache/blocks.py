@@ -32,7 +32,10 @@ SHIFT = 16
 BLOCK = 1 << SHIFT
 INDEX = -1  # in place of the number of a block
 ROOM = 4096  # blocks that are noted at a time
-REMAKE = "`easypipe verify CACHE --repair` makes it again, or delete it and prepare the dataset again; only its rows are tokenized anew."
+REMAKE = (
+    "`easypipe verify CACHE --repair` makes it again, or delete it and prepare the dataset "
+    "again; only its rows are tokenized anew."
+)
 
 _END = 10  # bytes behind an Arrow file's footer: its length, Int32, and the magic
 _LOW = 0xFFFFFFFF
@@ -61,7 +64,10 @@ def sums_of(part: Part, file: str) -> NDArray[np.uint32]:
     sums = np.frombuffer(base64.b64decode(part.blocks), "<u4")
     count = -(-part.num_bytes // BLOCK)
     if len(sums) != count and part.blocks:
-        problem = f"has {count} blocks of {BLOCK >> 10} KiB, its manifest has the checksums of {len(sums)}"
+        problem = (
+            f"has {count} blocks of {BLOCK >> 10} KiB, its manifest has the checksums of "
+            f"{len(sums)}"
+        )
         raise CacheError(at=file, problem=problem, fix=REMAKE)
     return sums
 

@@ -81,7 +81,8 @@ def cache_folder_of(
         if keep:
             name = "?" if dataset is None else dataset.name
             log.warning(
-                "dataset %s: streaming keeps no tokens, though tokenize.cache_tokenized is True; leave it out",
+                "dataset %s: streaming keeps no tokens, though tokenize.cache_tokenized is True; "
+                "leave it out",
                 name,
             )
         # of which streaming asks only what is known of a tokenizer
@@ -92,7 +93,8 @@ def cache_folder_of(
     if not info_of(source).cacheable:
         name = "?" if dataset is None else dataset.name
         log.warning(
-            "dataset %s: a function, source or tokenizer of your own has no version, so its tokens are made anew in every process",
+            "dataset %s: a function, source or tokenizer of your own has no version, so its tokens "
+            "are made anew in every process",
             name,
         )
         return TemporaryFolder()

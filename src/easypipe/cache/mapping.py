@@ -88,7 +88,8 @@ class _Entry:
 class MappedFiles:
     """The files of one cache; implements cache.reader.TokenFiles. Thread safe.
 
-    stays: all of them are mapped for as long as this object lives, so that `hold` has nothing to do.
+    stays: all of them are mapped for as long as this object lives, so that `hold` has nothing to
+    do.
     """
 
     def __init__(self, parts: Sequence[Part], paths: Sequence[str]) -> None:
@@ -188,7 +189,8 @@ class MappedFiles:
                 raise CacheError(
                     at=path,
                     problem=f"cannot be mapped: {os.strerror(ctypes.get_errno())}",
-                    fix=f"A process maps a limited number of files, and this cache has {len(self._paths):,}: raise sysctl vm.max_map_count.",
+                    fix="A process maps a limited number of files, and this cache has "
+                    f"{len(self._paths):,}: raise sysctl vm.max_map_count.",
                 )
         finally:
             os.close(descriptor)

@@ -64,8 +64,8 @@ class Buffers(NamedTuple):
 class TokenFiles(Protocol):
     """The token files of a cache as memory at addresses that do not change.
 
-    Law: what stands at `addresses[i]` is the file i while it is held; its index (lengths, EOS marks,
-    row numbers and Arrow's own words) alone while that is.
+    Law: what stands at `addresses[i]` is the file i while it is held; its index (lengths, EOS
+    marks, row numbers and Arrow's own words) alone while that is.
     """
 
     addresses: NDArray[np.uint64]
@@ -327,7 +327,8 @@ class TokenCache(Source):
                 raise CacheError(
                     at=name,
                     problem=f"damaged: checksum {found}, committed as {part.checksum}",
-                    fix="Delete the file and prepare the dataset again; only this range is tokenized anew.",
+                    fix="Delete the file and prepare the dataset again; only this range is "
+                    "tokenized anew.",
                 )
 
     def _look_into_files(self) -> Buffers:
@@ -339,7 +340,8 @@ class TokenCache(Source):
                 if batch.num_rows != part.docs or not batch.schema.equals(self.schema):
                     raise CacheError(
                         at=self._names[i],
-                        problem=f"holds {batch.num_rows} rows of {batch.schema.names}, not {part.docs}",
+                        problem=f"holds {batch.num_rows} rows of {batch.schema.names}, not "
+                        f"{part.docs}",
                         fix=AGAIN,
                     )
                 where[:, i] = _addresses(batch)

@@ -6,8 +6,8 @@ index    what a part has beside tokens and masks: lengths, EOS flags, row number
 block    BLOCK bytes of a part, which have a checksum: what comes, is checked and, where it holds but tokens or masks, goes
 
 The file is unlinked as soon as it is open, so that it goes with the process, however that ends.
-`StagedFiles.hold` brings what is asked for and keeps it while its block lasts; beyond `capacity` the
-parts that were not asked for the longest give their blocks back to the file system.
+`StagedFiles.hold` brings what is asked for and keeps it while its block lasts; beyond `capacity`
+the parts that were not asked for the longest give their blocks back to the file system.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class Staging:
         if self.used > self.capacity and not self._warned:
             self._warned = True
             log.warning(
-                "cache.staging_bytes=%d: the batches under way need %d bytes of token files at once",
+                "cache.staging_bytes=%d: the batches under way need %d bytes of token files at "
+                "once",
                 self.capacity,
                 self.used,
             )

@@ -1,5 +1,5 @@
-"""Whether a token cache holds what was committed: files byte by byte, what the manifest says of them
-and of itself, and the records of ranges.
+"""Whether a token cache holds what was committed: files byte by byte, what the manifest says of
+them and of itself, and the records of ranges.
 
 Nothing is changed here; cache/repair.py makes good what is found.
 """
@@ -120,7 +120,11 @@ def verify_records(folder: CacheFolder) -> Iterator[Verification]:
             known[part.file] = _held(folder, part.file)
         there = known.get(part.file)
         if there and there[0] == part.checksum and there[1:] != (part.docs, part.tokens):
-            what = f"says {part.docs} documents of {part.tokens} tokens, its file holds {there[1]} of {there[2]}"
+            what = (
+                f"says {part.docs} documents of {part.tokens} tokens, its file holds "
+                f"{there[1]} "
+                f"of {there[2]}"
+            )
             problems.append(Problem(at=path, what=what, file=path))
     if problems:
         yield Verification(
@@ -156,7 +160,8 @@ def same_tokenizer_again(name: str, fingerprint: str) -> Tokenizer:
             return found
     raise TokenizerError(
         at=name,
-        problem="is not the tokenizer that made these tokens: its files or its encoding of a fixed text are others",
+        problem="is not the tokenizer that made these tokens: its files or its encoding of a fixed "
+        "text are others",
         fix="Put the files back that were used when the tokens were made.",
     )
 
@@ -185,14 +190,21 @@ def _contradictions(key: str, m: Manifest) -> Iterator[str]:
     """What a manifest says against itself."""
     docs, tokens = sum(part.docs for part in m.parts), sum(part.tokens for part in m.parts)
     if (docs, tokens) != (m.counts.docs, m.counts.tokens):
-        yield f"its parts hold {docs} documents of {tokens} tokens, its counts say {m.counts.docs} of {m.counts.tokens}"
+        yield (
+            f"its parts hold {docs} documents of {tokens} tokens, its counts say "
+            f"{m.counts.docs} "
+            f"of {m.counts.tokens}"
+        )
     for entry in m.counts.ledger(m.dataset, {}).entries:
         if entry.leak:
             yield f"{entry.unit} do not add up: in {dict(entry.into)}, out {dict(entry.out)}"
     at: Counter[int] = Counter()
     for part in m.parts:
         if not 0 <= part.shard < len(m.shard_names) or part.start != at[part.shard]:
-            yield f"rows {part.start}:{part.stop} of shard {part.shard} do not follow row {at[part.shard]}"
+            yield (
+                f"rows {part.start}:{part.stop} of shard {part.shard} do not follow row "
+                f"{at[part.shard]}"
+            )
             break
         at[part.shard] = part.stop
     else:
@@ -229,7 +241,10 @@ def wrong_content(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
         return f"columns {_columns(batch.schema)}, expected {_columns(expected)}"
     ids, rows = batch.column(INPUT_IDS).flatten(), batch.column(ROW_NUMBER).to_numpy()
     if (batch.num_rows, len(ids)) != (part.docs, part.tokens):
-        return f"holds {batch.num_rows} documents of {len(ids)} tokens, the manifest says {part.docs} of {part.tokens}"
+        return (
+            f"holds {batch.num_rows} documents of {len(ids)} tokens, the manifest says "
+            f"{part.docs} of {part.tokens}"
+        )
     largest = int(ids.to_numpy().max()) if len(ids) else 0
     if largest >= m.tokenizer.vocab_size:
         return f"token {largest} is outside the vocabulary of {m.tokenizer.vocab_size}"

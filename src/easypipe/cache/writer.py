@@ -162,7 +162,8 @@ class CacheWriter(Generic[R]):
             raise ConfigError(
                 at=f"datasets.{self.dataset}.cache_enabled",
                 problem="its tokens are not kept, so no other process could take up this part",
-                fix="Set cache_enabled and tokenize.cache_tokenized, and give its functions a version.",
+                fix="Set cache_enabled and tokenize.cache_tokenized, and give its functions a "
+                "version.",
             )
         key, ranges = self.ranges()
         work = _Work(self, key, [ranges[number] for number in numbers])

@@ -62,7 +62,8 @@ def options(
         bool,
         typer.Option(
             "--allow-code",
-            help="Let the config name functions to call; they are looked for in the current folder too.",
+            help="Let the config name functions to call; they are looked for in the current folder "
+            "too.",
         ),
     ] = False,
     version: Annotated[
@@ -107,7 +108,8 @@ def run(arguments: Sequence[str] | None) -> int:
         if debug:
             raise
         _say(
-            f"{type(error).__name__}: {error}. This is not what should happen; run again with --debug and report what it prints."
+            f"{type(error).__name__}: {error}. This is not what should happen; run again with "
+            "--debug and report what it prints."
         )
         return 1
 

@@ -85,11 +85,13 @@ def clear(
     verb = "would remove" if dry_run else "removed"
     names = f" ({', '.join(done.removed)})" if done.removed else ""
     say(
-        f"{verb} {len(done.removed)} datasets{names}: {done.files:,} files, {done.num_bytes / 1e6:,.1f} MB: {folder.at()}",
+        f"{verb} {len(done.removed)} datasets{names}: {done.files:,} files, "
+        f"{done.num_bytes / 1e6:,.1f} MB: {folder.at()}",
     )
     if folder.remote and done.removed:
         say(
-            "nobody knows who reads a bucket: whoever does is told that files are missing, and prepares again",
+            "nobody knows who reads a bucket: whoever does is told that files are missing, and "
+            "prepares again",
         )
     for name in done.kept:
         say(f"kept {name}: a reader has it open")

@@ -50,7 +50,10 @@ def tune_(
     tuning.extend_table(path, [entry])
     sizes = ", ".join(f"{name} {size}" for name, size in entry.blocks.items())
     shape = f"tokens up to {entry.tokens:,}, width {entry.width:,}, vocabulary {entry.vocab:,}"
-    line = f"{entry.device}, {entry.implementation}, {entry.dtype}, {shape}: {sizes} ({entry.ms:,.2f} ms): {path}"
+    line = (
+        f"{entry.device}, {entry.implementation}, {entry.dtype}, {shape}: {sizes} "
+        f"({entry.ms:,.2f} ms): {path}"
+    )
     say(line)
 
 

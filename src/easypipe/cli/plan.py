@@ -40,7 +40,8 @@ def plan(
     topology: Annotated[
         str | None,
         typer.Option(
-            help="Compile the training step for these devices, which need not be here (v5p:4x4x4, v6e:16x16, h200:8), and tell what it "
+            help="Compile the training step for these devices, which need not be here (v5p:4x4x4, "
+            "v6e:16x16, h200:8), and tell what it "
             "needs of them. With --no-prepare the data may be missing."
         ),
     ] = None,

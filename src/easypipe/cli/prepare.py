@@ -126,7 +126,8 @@ def _prepare_part(
         pipeline, others = chains(data, held_out, progress=listener, save=False)
         rows = sum(each.prepare_part(number, count) for each in (pipeline, *others.values()))
     say(
-        f"part {number} of {count}: {rows:,} rows tokenized. After all parts: easypipe prepare CONFIG --finalize",
+        f"part {number} of {count}: {rows:,} rows tokenized. After all parts: easypipe prepare "
+        "CONFIG --finalize",
     )
 
 
@@ -138,7 +139,8 @@ def _refuse_what_is_missing(data: PipelineConfig, held_out: dict[str, PipelineCo
                 raise ConfigError(
                     at="--finalize",
                     problem=f"{missing} of {total} ranges of dataset {dataset!r} are not tokenized",
-                    fix="Run the parts that are missing (--shard I/N), or leave out --finalize to tokenize them here.",
+                    fix="Run the parts that are missing (--shard I/N), or leave out --finalize to "
+                    "tokenize them here.",
                 )
 
 

@@ -174,10 +174,14 @@ def show_report(report: SaveReport) -> None:
         found = f", {facts.get(f'{name}.ranges_reused', 0):,} ranges found finished"
         rate_text = found if rate is None else f", {rate:,.1f} MB/s"
         say(
-            f"{name.replace('.', ' ', 1)}: {seconds:.2f} s{rate_text}, by {facts.get(f'{name}.encoder', '?')}",
+            f"{name.replace('.', ' ', 1)}: {seconds:.2f} s{rate_text}, by "
+            f"{facts.get(f'{name}.encoder', '?')}",
         )
         if cut := facts.get(f"{name}.files_cut"):
-            what = f"{cut:,} file{'s' if cut > 1 else ''} without an end mark; how many rows are missing is not known"
+            what = (
+                f"{cut:,} file{'s' if cut > 1 else ''} without an end mark; how many rows are "
+                "missing is not known"
+            )
             say(f"{name.replace('.', ' ', 1)}: {what}")
     for name in [
         key.removesuffix(".fill")
@@ -194,11 +198,13 @@ def show_report(report: SaveReport) -> None:
             state += f", {folder.resumed_shards} shards found finished"
         mb = folder.num_bytes / 1e6
         say(
-            f"saved {folder.dataset}: {folder.num_rows:,} rows in {folder.num_shards} {folder.format} shards, "
+            f"saved {folder.dataset}: {folder.num_rows:,} rows in {folder.num_shards} "
+            f"{folder.format} shards, "
             f"{mb:,.1f} MB ({state}): {folder.path}",
         )
     for pushed in report.pushed:
         state = "up to date" if pushed.up_to_date else f"{pushed.seconds:.2f} s"
         say(
-            f"pushed {pushed.num_files} files, {pushed.num_bytes / 1e6:,.1f} MB ({state}): {pushed.url}",
+            f"pushed {pushed.num_files} files, {pushed.num_bytes / 1e6:,.1f} MB ({state}): "
+            f"{pushed.url}",
         )

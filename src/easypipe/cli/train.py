@@ -88,7 +88,8 @@ def show_measured(result: TrainResult) -> None:
     first, last = result.first, result.last
     resumed = f" (resumed from step {result.resumed_from})" if result.resumed_from else ""
     say(
-        f"trained {result.steps} steps{resumed}: loss {_loss(first)} at first, {_loss(last)} at last",
+        f"trained {result.steps} steps{resumed}: loss {_loss(first)} at first, {_loss(last)} at "
+        "last",
     )
     for name, seen in last.get("eval", {}).items():
         say(f"held out {name}: loss {seen['loss']:.4f}, {quality(seen)}")

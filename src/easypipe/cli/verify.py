@@ -58,7 +58,10 @@ def verify(
     storage_options = None if data is None else _options_for(path, data)
     found = check.verify(path, storage_options)
     if repair and any(one.kind == check.CHECKPOINT for one in found):
-        fix = "Train again: the run moves a damaged checkpoint aside and goes on from the one before it."
+        fix = (
+            "Train again: the run moves a damaged checkpoint aside and goes on from the one "
+            "before it."
+        )
         raise ConfigError(
             at="--repair", problem="checkpoints cannot be made again from a source", fix=fix
         )

@@ -233,7 +233,8 @@ class ClassifyPlan:
         height, width, channels = self.image_shape
         shares = ", ".join(f"{name}: {rows:,}" for name, rows in self.per_class.items())
         return (
-            f"images   {height} x {width} pixels, {'grey' if channels == 1 else f'{channels} channels'}\n"
+            f"images   {height} x {width} pixels, "
+            f"{'grey' if channels == 1 else f'{channels} channels'}\n"
             f"classes  {len(self.per_class)} ({shares})\n"
             f"rows     {self.train_rows:,} to train on, {self.val_rows:,} held out\n"
             f"steps    {self.steps:,} of {self.batch_size} rows: {self.epochs:.2f} passes"

@@ -297,7 +297,8 @@ def create_seq2seq_collate(
         decoder_start_token_id = pad_token_id if bos is None else bos
         if own is None:
             log.warning(
-                "seq2seq: the pad token, %d, starts the decoder: no decoder_start_token_id or tokenizer was given",
+                "seq2seq: the pad token, %d, starts the decoder: no decoder_start_token_id or "
+                "tokenizer was given",
                 pad_token_id,
             )
     rule = (pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema)

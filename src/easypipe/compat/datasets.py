@@ -1,4 +1,6 @@
-"""Document 001: PreprocessedDataset, StreamingPreprocessedDataset: rows encoded, by number or not."""
+"""Document 001: PreprocessedDataset, StreamingPreprocessedDataset: rows encoded, by number or
+not.
+"""
 
 from __future__ import annotations
 
@@ -287,7 +289,11 @@ def _with_ids(engine: Any, made: Item) -> Encoded:
         return made
     if not isinstance(made, Mapping) or INPUT_IDS not in made:
         have = sorted(made) if isinstance(made, Mapping) else [type(made).__name__]
-        fix = "Let encode(row) give a dict with input_ids, and loss_mask or labels where not every token is a target."
+        fix = (
+            "Let encode(row) give a dict with input_ids, and loss_mask or labels where not "
+            "every "
+            "token is a target."
+        )
         raise SourceError(
             at="", problem=f"{type(engine).__name__}.encode gave no {INPUT_IDS}", have=have, fix=fix
         )

@@ -158,7 +158,8 @@ class DataLoaderConfig:
             (
                 "pin_memory",
                 self.pin_memory,
-                "jax takes batches from any host memory; prefetch_to_device=True puts them on the devices ahead",
+                "jax takes batches from any host memory; prefetch_to_device=True puts them on the "
+                "devices ahead",
             ),
             (
                 "persistent_workers",
@@ -337,7 +338,10 @@ def require_rows(dataset: Dataset, *, at: str) -> None:
         or attribute_of(dataset, "__len__") is None
         or attribute_of(dataset, "__getitem__") is None
     ):
-        fix = "Give it __len__ and __getitem__; DataLoaderFactory also reads what can only be iterated over."
+        fix = (
+            "Give it __len__ and __getitem__; DataLoaderFactory also reads what can only be "
+            "iterated over."
+        )
         if isinstance(dataset, str):
             name, fix = (
                 repr(dataset),

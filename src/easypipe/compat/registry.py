@@ -154,7 +154,8 @@ class CollatorRegistry:
                 raise ConfigError(
                     at=f"collator {entry.name!r}, option {key!r}",
                     problem="is needed, and there is none",
-                    fix=f"Give it to get_collator({key}=...), or to TaskSpec(options={{{key!r}: ...}}).",
+                    fix=f"Give it to get_collator({key}=...), or to TaskSpec(options={{{key!r}: "
+                    f"...}}).",
                 )
         if anything or TASK in inspect.signature(entry.factory).parameters:
             values[TASK] = task_spec
@@ -191,7 +192,8 @@ class CollatorRegistry:
             if len(fitting) > 1:
                 raise ConfigError(
                     at=f"task {task_spec.name!r}",
-                    problem=f"several collators fit modality {task_spec.modality!r} and task type {task_spec.task_type!r}",
+                    problem=f"several collators fit modality {task_spec.modality!r} and task type "
+                    f"{task_spec.task_type!r}",
                     have=[entry.name for entry in fitting],
                     fix="Choose one by collator_name.",
                 )

@@ -72,8 +72,8 @@ class Trainer(Engine):
     clipping included; or options.
     callbacks: Callback objects (easypipe.train.events), besides those that the config names; or
     callbacks by name, as it has them.
-    mesh: a jax.sharding.Mesh with the axes of `easypipe.train.parallel.mesh.make_mesh`, which a loader shall
-    have too, so that its batches are used
+    mesh: a jax.sharding.Mesh with the axes of `easypipe.train.parallel.mesh.make_mesh`, which a
+    loader shall have too, so that its batches are used
         where they lie; or what TrainingConfig takes.
     listener: any function of the run's events. run_config: the resolved configuration of the whole
     run, kept in every checkpoint.

@@ -119,7 +119,10 @@ class VisionDataCollator:
         images = [self._image(image, i) for i, (image, _, _) in enumerate(found)]
         for i, image in enumerate(images):
             if image.shape != images[0].shape:
-                problem = f"{image.shape[0]} x {image.shape[1]} pixels, the first has {images[0].shape[0]} x {images[0].shape[1]}"
+                problem = (
+                    f"{image.shape[0]} x {image.shape[1]} pixels, the first has "
+                    f"{images[0].shape[0]} x {images[0].shape[1]}"
+                )
                 raise SourceError(
                     at=f"row {i} of the batch",
                     problem=problem,

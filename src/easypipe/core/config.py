@@ -292,7 +292,10 @@ def require_no_code(values: Any, at: str) -> None:
         for key, value in values.items():
             here = f"{at}.{key}".lstrip(".")
             if key in CODE_KEYS and value is not None:
-                fix = "If you trust this file, pass --allow-code; in Python: `with easypipe.core.config.allowing_code():`."
+                fix = (
+                    "If you trust this file, pass --allow-code; in Python: `with "
+                    "easypipe.core.config.allowing_code():`."
+                )
                 raise ConfigError(at=here, problem=f"runs code, {value!r}", fix=fix)
             require_no_code(value, here)
     elif isinstance(values, list):

@@ -48,7 +48,8 @@ class UserFunction:
         else:
             self.fingerprint = digest("function of this process", self.name, secrets.token_hex(16))
             logger.warning(
-                "%s: %s has no version, so nothing that it makes is kept in the token cache. Give it one (version=..., or an attribute "
+                "%s: %s has no version, so nothing that it makes is kept in the token cache. Give "
+                "it one (version=..., or an attribute "
                 "`version` of the function), and another one whenever it changes.",
                 of,
                 self.name,

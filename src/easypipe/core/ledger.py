@@ -74,7 +74,8 @@ class Ledger:
             if entry.leak:
                 raise LedgerError(
                     at=f"{entry.stage}.{entry.dataset}",
-                    problem=f"{abs(entry.leak)} {entry.unit} {'lost' if entry.leak > 0 else 'too many'}: "
+                    problem=f"{abs(entry.leak)} {entry.unit} "
+                    f"{'lost' if entry.leak > 0 else 'too many'}: "
                     f"in {dict(entry.into)}, out {dict(entry.out)}",
                     fix="This is a bug in easypipe, please report it with this line.",
                 )

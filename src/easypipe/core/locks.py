@@ -191,7 +191,8 @@ def preparing(cache_dir: Path, key: str, dataset: str) -> Generator[bool]:
             stack.enter_context(alone)
         except StorageError as error:
             log.warning(
-                "dataset %s: prepared without locks, others may prepare or clear it at the same time: %s",
+                "dataset %s: prepared without locks, others may prepare or clear it at the same "
+                "time: %s",
                 dataset,
                 error,
             )

@@ -301,8 +301,8 @@ def scan(source: ShardedSource, shard: int, start: int, stop: int) -> Scan:
 
 @runtime_checkable
 class Transform(Protocol):
-    """RecordBatch → RecordBatch, row by row. easypipe.transforms.columns.base.ColumnTransform is the base
-    of those that compose with `>>`.
+    """RecordBatch → RecordBatch, row by row. easypipe.transforms.columns.base.ColumnTransform is
+    the base of those that compose with `>>`.
 
     Law: `t(a ++ b) == t(a) ++ t(b)` for any two batches of one schema. ROW_NUMBER, where a batch
     has it, stays with its row: what drops rows keeps the numbers of the others. Law: every batch

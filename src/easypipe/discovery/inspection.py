@@ -245,7 +245,8 @@ def _first_rows(source: ShardedSource, count: int) -> tuple[list[Row], list[str]
     bad = [reject for reject in rejects if not reject.benign]
     name = source.shards[0].name
     notes = [
-        f"{name}: {len(bad)} of the first {count} rows are bad; row {first.row}: {first.reason}, {first.detail}"
+        f"{name}: {len(bad)} of the first {count} rows are bad; row {first.row}: {first.reason}, "
+        f"{first.detail}"
         for first in bad[:1]
     ]
     return batch.select(kept).to_pylist(), notes

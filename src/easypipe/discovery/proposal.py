@@ -55,7 +55,8 @@ class Proposal:
             lines.append("# data_files: the rows are in memory; give them in Python")
         if "storage_options" in self.fields:
             lines.append(
-                "# storage_options: as you gave them; they may hold credentials, so they are not written here"
+                "# storage_options: as you gave them; they may hold credentials, so they are not "
+                "written here"
             )
         return (
             "\n".join(lines)
@@ -111,7 +112,10 @@ def propose(
             fix=f"Name them: kind={wanted!r}, columns={{{named}}}{others}.",
         )
     if found.name == "preference" and found.roles and not _begin_with_prompts(found, part.rows):
-        problem = "preference pairs whose conversations begin with the answer: the prompt stands in a column of its own"
+        problem = (
+            "preference pairs whose conversations begin with the answer: the prompt stands "
+            "in a column of its own"
+        )
         raise ConfigError(
             at=part.name, problem=problem, fix="Put it in front of both with format_callback."
         )
@@ -124,7 +128,8 @@ def propose(
     if trial.failed:
         raise ConfigError(
             at=part.name,
-            problem=f"{TITLES[found.name]} by their columns ({', '.join(choice.column for choice in found.choices)}), but {trial}",
+            problem=f"{TITLES[found.name]} by their columns "
+            f"({', '.join(choice.column for choice in found.choices)}), but {trial}",
             fix="Decide otherwise (kind=, columns=), or change the rows with format_callback.",
         )
     return Proposal(

@@ -40,7 +40,10 @@ class Trial:
             return f"all of the first {self.rows} rows can be read so"
         reasons = ", ".join(f"{reason} {count}" for reason, count in self.reasons.items())
         number, why = self.first
-        return f"{sum(self.reasons.values())} of the first {self.rows} rows cannot be read so: {reasons}; row {number}: {why}"
+        return (
+            f"{sum(self.reasons.values())} of the first {self.rows} rows cannot be read so: "
+            f"{reasons}; row {number}: {why}"
+        )
 
 
 def try_rows(kind: Kind, rows: Sequence[Row], roles: Mapping[str, str] | None = None) -> Trial:

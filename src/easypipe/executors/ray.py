@@ -93,7 +93,8 @@ def prepare_on_ray(
         if missing:
             raise ConfigError(
                 at="cache_dir",
-                problem=f"Ray's workers are done, and {len(missing)} of {total} ranges of dataset {name!r} are not in this folder",
+                problem=f"Ray's workers are done, and {len(missing)} of {total} ranges of dataset "
+                f"{name!r} are not in this folder",
                 fix="Set cache_dir to a folder that all machines of the cluster share.",
             )
 

@@ -103,8 +103,10 @@ class LoaderIterator(grain.DatasetIterator):
         if not self._loader.rows.by_number:
             raise ConfigError(
                 at="next index",
-                problem=f"{index}, but streams are read forward: no batch can be named that was not reached",
-                fix="Keep get_state() where the iteration is to go on, and give it to set_state(); or leave streaming out.",
+                problem=f"{index}, but streams are read forward: no batch can be named that was "
+                "not reached",
+                fix="Keep get_state() where the iteration is to go on, and give it to set_state(); "
+                "or leave streaming out.",
             )
         self.set_state({STATE_KEY: self._loader.state_at(index).to_json()})
 
@@ -200,7 +202,8 @@ def counted(loader: Loader, count: Callable[[], int | None]) -> int:
         raise ConfigError(
             at="as_grain",
             problem="rows without end cannot be a MapDataset, which has a length",
-            fix="Set num_epochs and a stop_strategy that ends, or use LoaderDataset, which iterates.",
+            fix="Set num_epochs and a stop_strategy that ends, or use LoaderDataset, which "
+            "iterates.",
         )
     number = count()
     assert number is not None

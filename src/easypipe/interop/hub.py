@@ -137,12 +137,15 @@ class _Repository:
         if private and info.private is False:
             raise ConfigError(
                 at="save.hub_private",
-                problem=f"the repository {self.repo_id!r} exists and is public: what is pushed can be read by everybody",
-                fix="Set hub_private=False if that is meant, or make the repository private on the Hub.",
+                problem=f"the repository {self.repo_id!r} exists and is public: what is pushed can "
+                "be read by everybody",
+                fix="Set hub_private=False if that is meant, or make the repository private on the "
+                "Hub.",
             )
         if not private and info.private:
             log.warning(
-                "hub: the repository %s is private and stays so; hub_private=False applies to repositories that are made",
+                "hub: the repository %s is private and stays so; hub_private=False applies to "
+                "repositories that are made",
                 self.repo_id,
             )
         if self.revision != MAIN:

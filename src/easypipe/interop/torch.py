@@ -56,8 +56,10 @@ class TorchBatches(data.IterableDataset):
         if self._restored_by not in (None, os.getpid()):
             raise ConfigError(
                 at="num_workers",
-                problem="a worker, but the state was loaded in the process that started it, which reads no batch",
-                fix="Set num_workers=0, or use torchdata's StatefulDataLoader, whose workers load their own.",
+                problem="a worker, but the state was loaded in the process that started it, which "
+                "reads no batch",
+                fix="Set num_workers=0, or use torchdata's StatefulDataLoader, whose workers load "
+                "their own.",
             )
         if workers == 1:
             for batch in self._loader:

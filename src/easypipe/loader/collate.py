@@ -236,7 +236,8 @@ def row_width(lengths: NDArray[np.integer], rule: CollateConfig, describe_row: s
         raise SourceError(
             at=f"{describe_row} {int(lengths.argmax())} of the batch",
             problem=f"{longest} tokens do not fit {name} {width}",
-            fix=f"Truncate when tokenizing (max_length={width}), pack the rows, or {more} {longest}.",
+            fix=f"Truncate when tokenizing (max_length={width}), pack the rows, or {more} "
+            f"{longest}.",
         )
     if rule.padding is False and int(lengths.min(initial=longest)) != longest:
         raise SourceError(

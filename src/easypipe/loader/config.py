@@ -104,7 +104,8 @@ class LoadStageConfig:
                 raise ConfigError(
                     at=f"batch_size_schedule[{i}]",
                     problem=f"step {step} does not come after step {before}",
-                    fix="Name steps in ascending order; until the first of them, batches have batch_size rows.",
+                    fix="Name steps in ascending order; until the first of them, batches have "
+                    "batch_size rows.",
                 )
             before = step
         sizes = [("batch_size", self.batch_size)]
@@ -120,7 +121,8 @@ class LoadStageConfig:
                 above = below + self.accumulation_steps
                 raise ConfigError(
                     at=at,
-                    problem=f"{size} rows do not divide into accumulation_steps {self.accumulation_steps}",
+                    problem=f"{size} rows do not divide into accumulation_steps "
+                    f"{self.accumulation_steps}",
                     fix=f"Give {f'{below} or {above}' if below else above} rows.",
                 )
 
@@ -139,7 +141,8 @@ def check_streams(num_streams: int, config: LoadStageConfig) -> None:
             raise ConfigError(
                 at="num_streams",
                 problem=f"{num_streams} streams do not divide a batch of {size} rows",
-                fix=f"Give a divisor of {' and '.join(map(str, sorted(sizes)))}, or leave it out for {default_streams(*sizes)}.",
+                fix=f"Give a divisor of {' and '.join(map(str, sorted(sizes)))}, or leave it out "
+                f"for {default_streams(*sizes)}.",
             )
 
 

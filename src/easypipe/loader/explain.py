@@ -85,7 +85,8 @@ class Segment:
         masked = f", {self.masked_tokens} masked" if self.masked_tokens else ""
         dataset = f"{self.dataset}, " if self.dataset else ""
         return visible(
-            f"[{self.segment}] slots {self.slot_start}:{self.slot_stop}  {dataset}{self.file}, row {self.row}, "
+            f"[{self.segment}] slots {self.slot_start}:{self.slot_stop}  {dataset}{self.file}, row "
+            f"{self.row}, "
             f"tokens {self.token_start}:{self.token_stop}{of}{eos}{masked}"
         )
 
@@ -113,7 +114,8 @@ class ExplainedRow:
         """Which row of the run it is, and how full."""
         window = "" if self.window is None else f", window {self.window}"
         return (
-            f"row {self.row}: row {self.number:,} of the run, epoch {self.epoch}{window}; {len(self.segments)} segments, "
+            f"row {self.row}: row {self.number:,} of the run, epoch {self.epoch}{window}; "
+            f"{len(self.segments)} segments, "
             f"{self.padding} of {self.slots} slots padding"
         )
 

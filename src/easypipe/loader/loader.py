@@ -86,8 +86,10 @@ class Loader:
         if rows.num_epochs != self.config.num_epochs:
             raise ConfigError(
                 at="load.num_epochs",
-                problem=f"{self.config.num_epochs}, but the rows are counted over {rows.num_epochs}",
-                fix=f"Set num_epochs={rows.num_epochs}, or make the rows for {self.config.num_epochs}.",
+                problem=f"{self.config.num_epochs}, but the rows are counted over "
+                f"{rows.num_epochs}",
+                fix=f"Set num_epochs={rows.num_epochs}, or make the rows for "
+                f"{self.config.num_epochs}.",
             )
         self._order = ReadingOrder(rows, self.config, self.collate, seed)
         self._steps = Steps(self.batch_size, self.config.batch_size_schedule)
@@ -133,7 +135,8 @@ class Loader:
         self.remember()
         if num_rows is None:
             raise TypeError(
-                "this loader never ends, so it has no len(): its num_epochs is None, or its mixture restarts. "
+                "this loader never ends, so it has no len(): its num_epochs is None, or its "
+                "mixture restarts. "
                 "Count steps instead (max_steps), or set num_epochs and a stop_strategy that ends."
             )
         steps = self._counted()
@@ -269,7 +272,8 @@ class Loader:
         if allow_changed and not self.can_change:
             raise ConfigError(
                 at="allow_changed",
-                problem="a stream cannot be entered at another place than where its files were left",
+                problem="a stream cannot be entered at another place than where its files were "
+                "left",
                 fix="Start a new run, or leave streaming out.",
             )
         if not isinstance(state, LoaderState):
@@ -279,7 +283,11 @@ class Loader:
             state = state.check(self._components, self._words, allow_changed)
         except StateError as error:
             if not self.can_change:
-                error.fix = "Restore into the pipeline that saved it, or start a new run: a stream cannot be entered at another place."
+                error.fix = (
+                    "Restore into the pipeline that saved it, or start a new run: a "
+                    "stream "
+                    "cannot be entered at another place."
+                )
             raise
         reader = self.rows.open(state)
         if state is not saved and reader.available(state.row - 1, state.row) == 0 < state.row:
@@ -292,8 +300,10 @@ class Loader:
         if short and self.can_change and reader.available(state.row, state.row + 1):
             raise StateError(
                 at="loader state",
-                problem=f"that run had ended with a batch short of {short} rows, and now there are more",
-                fix="Restore an earlier state, or set drop_last=True in runs that are to be prolonged.",
+                problem=f"that run had ended with a batch short of {short} rows, and now there are "
+                "more",
+                fix="Restore an earlier state, or set drop_last=True in runs that are to be "
+                "prolonged.",
             )
         self._restored = self._entry = self._kept_entry = state
         self._latest, self._mark, self._kept = After(state.batch, state.row), None, None
@@ -337,7 +347,8 @@ class Loader:
         if step < steps.begin.batch:
             raise StateError(
                 at=self.name,
-                problem=f"batch {step} stood before batch {steps.begin.batch}, at which this run went on with something changed",
+                problem=f"batch {step} stood before batch {steps.begin.batch}, at which this run "
+                "went on with something changed",
                 fix="Ask a loader that is made as this one was then.",
             )
 
@@ -421,7 +432,8 @@ class Loader:
         if known is None and shared and not self.rows.lengths_are_free:
             raise PlacementError(
                 at="padding",
-                problem="the longest row of a global batch is known only to the processes that read it",
+                problem="the longest row of a global batch is known only to the processes that "
+                "read it",
                 fix="Set padding='max_length' and max_length, or pack the rows.",
             )
         return known

@@ -52,7 +52,8 @@ def make_mesh(mesh: Any) -> Mesh:
         if count % fixed:
             raise PlacementError(
                 at="mesh",
-                problem=f"{axes_in_words(sizes)}: the fixed axes take {fixed} devices, which does not divide the {count} there are",
+                problem=f"{axes_in_words(sizes)}: the fixed axes take {fixed} devices, which does "
+                f"not divide the {count} there are",
                 fix=f"Choose sizes whose product divides {count}.",
             )
         sizes = {axis: count // fixed if size == -1 else size for axis, size in sizes.items()}
@@ -60,7 +61,8 @@ def make_mesh(mesh: Any) -> Mesh:
         raise PlacementError(
             at="mesh",
             problem=f"{axes_in_words(sizes)} is {fixed} devices, there are {count}",
-            fix="Set one axis to -1 to have it take what is left, or give a jax Mesh over some of the devices.",
+            fix="Set one axis to -1 to have it take what is left, or give a jax Mesh over some of "
+            "the devices.",
         )
     return jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
@@ -137,8 +139,10 @@ class Placement:
             each = f" in {accumulation_steps} micro-batches" if self._leading else ""
             raise PlacementError(
                 at="batch_size",
-                problem=f"{batch_size} rows{each} do not divide over {self._named(0)} = {ways} ways",
-                fix=f"Set batch_size to {f'{below} or {below + unit}' if below else unit}, or change the mesh.",
+                problem=f"{batch_size} rows{each} do not divide over {self._named(0)} = {ways} "
+                "ways",
+                fix=f"Set batch_size to {f'{below} or {below + unit}' if below else unit}, or "
+                "change the mesh.",
             )
         if not self.sharding.addressable_devices:
             raise PlacementError(
@@ -181,8 +185,10 @@ class Placement:
         if any(values.ndim != 2 + len(self._leading) for values in batch.values()):
             raise PlacementError(
                 at="mesh",
-                problem="columns that are not [rows, slots], such as images, on a mesh of several processes",
-                fix="Leave mesh out, and let every process read its own rows: loader.of_rank(process_index, process_count).",
+                problem="columns that are not [rows, slots], such as images, on a mesh of several "
+                "processes",
+                fix="Leave mesh out, and let every process read its own rows: "
+                "loader.of_rank(process_index, process_count).",
             )
         shape = (*self._leading, self._micro_size, num_slots)
         pieces, devices, names = [], [], list(batch)
@@ -215,7 +221,8 @@ class Placement:
     def _uneven_slots(self, num_slots: int) -> PlacementError:
         return PlacementError(
             at="partition_spec",
-            problem=f"rows of {num_slots} slots do not divide over {self._named(1)} = {self._slot_ways} ways",
+            problem=f"rows of {num_slots} slots do not divide over {self._named(1)} = "
+            f"{self._slot_ways} ways",
             fix=f"Choose a row length that {self._slot_ways} divides, or split only the batch.",
         )
 

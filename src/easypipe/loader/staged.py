@@ -1,4 +1,6 @@
-"""The documents of a window that a batch needs, pinned in their token caches before kernels read."""
+"""The documents of a window that a batch needs, pinned in their token caches before kernels
+read.
+"""
 
 from __future__ import annotations
 

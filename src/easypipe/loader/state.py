@@ -144,7 +144,8 @@ class LoaderState:
                 at="loader state",
                 problem=problem,
                 fix="Restore into the pipeline that saved it, start a new run, "
-                f"or go on from row {self.row} of what there is now with restore(state, allow_changed={changed}).",
+                f"or go on from row {self.row} of what there is now with restore(state, "
+                f"allow_changed={changed}).",
             )
         if len(self.changes) == MAX_CHANGES:
             raise StateError(

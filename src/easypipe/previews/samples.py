@@ -139,7 +139,8 @@ def _cut(source: TokenizedShardedSource, shard: int, segment: Segment) -> list[s
         [(ids, _, _)] = source.tokenizer.encode_with_characters([text.as_py()])
         if len(ids) > left:
             return [
-                f"the row makes {len(ids)} tokens, of which max_length {options.max_length} leaves {left} in this document"
+                f"the row makes {len(ids)} tokens, of which max_length {options.max_length} leaves "
+                f"{left} in this document"
             ]
     return []
 
@@ -230,4 +231,7 @@ def _what_became(name: str, source: TokenizedShardedSource) -> Iterator[str]:
     for entry in ledger_of(name, source).entries:
         lost = {key: count for key, count in entry.out.items() if count and key not in KEPT}
         if lost:
-            yield f"{name}: of {sum(entry.into.values()):,} {entry.unit} {', '.join(f'{count:,} {key}' for key, count in lost.items())}"
+            yield (
+                f"{name}: of {sum(entry.into.values()):,} {entry.unit} "
+                f"{', '.join(f'{count:,} {key}' for key, count in lost.items())}"
+            )

@@ -186,9 +186,16 @@ def open_run(
         return replace(run, manifest=own, edges=own.edges)
     if names and not overwrite:
         if manifest is not None and manifest.fingerprint == before:
-            what = "holds the same rows in shards of another size: max_shard_size counted bytes before compression when they were written"
+            what = (
+                "holds the same rows in shards of another size: max_shard_size counted bytes "
+                "before compression when they were written"
+            )
         elif manifest is not None:
-            what = f"holds another saved run: {manifest.num_rows:,} rows in {len(manifest.shards)} {manifest.format} shards"
+            what = (
+                f"holds another saved run: {manifest.num_rows:,} rows in "
+                f"{len(manifest.shards)} "
+                f"{manifest.format} shards"
+            )
         elif claim is not None:
             what = (
                 f"holds an unfinished run of something else (fingerprint {claim.fingerprint[:8]})"

@@ -91,7 +91,8 @@ def plan_shards(
         return edges, "max_shard_size"
     if needed > num_shards:
         log.info(
-            "save: max_shard_size asks for %d shards, num_shards for %d: the stricter wins, %d are written",
+            "save: max_shard_size asks for %d shards, num_shards for %d: the stricter wins, %d are "
+            "written",
             needed,
             num_shards,
             needed,
@@ -235,7 +236,8 @@ class DiskSizes:
         if max_bytes < least:
             raise ConfigError(
                 at="save.max_shard_size",
-                problem=f"{max_bytes:,} bytes: a {self.format} file of these columns takes {self.empty:,} without any row",
+                problem=f"{max_bytes:,} bytes: a {self.format} file of these columns takes "
+                f"{self.empty:,} without any row",
                 fix=f"Give at least {least:,}.",
             )
         taken, known = [0.0], [0]

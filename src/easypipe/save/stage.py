@@ -45,7 +45,8 @@ class SaveReport:
         """What was written, and what was left out."""
         said = [f"{folder.path}: {folder.num_rows} rows" for folder in self.folders]
         left = [
-            f"{name}: left out {sum(why.values())} ({', '.join(f'{k} {n}' for k, n in why.items())})"
+            f"{name}: left out {sum(why.values())} "
+            f"({', '.join(f'{k} {n}' for k, n in why.items())})"
             for name, why in self.rejected.items()
         ]
         return "; ".join([*said, *left])

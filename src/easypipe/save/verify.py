@@ -59,7 +59,11 @@ def verify(
         return tuple(map(_checkpoint, checkpoints))
     folders = _saved_folders(text, storage_options)
     if not folders:
-        problem = "is neither a token cache, nor a folder that save() wrote, nor the output_dir of a run with checkpoints"
+        problem = (
+            "is neither a token cache, nor a folder that save() wrote, nor the output_dir "
+            "of "
+            "a run with checkpoints"
+        )
         raise ConfigError(at=text, problem=problem, fix="Give one of those.")
     return tuple(_saved(folder, storage_options) for folder in folders)
 
@@ -129,7 +133,10 @@ def _saved(folder: str, storage_options: dict[str, Any] | None) -> Verification:
     text = storage.read_json(path, storage_options)
     rows, tokens = manifest.num_rows, sum(shard.num_tokens for shard in manifest.shards)
     if (text.get("num_rows"), text.get("num_tokens")) != (rows, tokens):
-        what = f"the manifest is damaged: {text.get('num_rows')} rows of {text.get('num_tokens')} tokens, its shards have {rows} of {tokens}"
+        what = (
+            f"the manifest is damaged: {text.get('num_rows')} rows of {text.get('num_tokens')} "
+            f"tokens, its shards have {rows} of {tokens}"
+        )
         problems.append(Problem(at=path, what=what, file=path))
     for shard in manifest.shards:
         at = saved.join(folder, shard.name)
@@ -171,7 +178,10 @@ def _saved_rows(
                 rows += batch.num_rows
                 tokens += _count_tokens(batch)
             if (rows, tokens) != (shard.num_rows, shard.num_tokens):
-                what = f"holds {rows} rows of {tokens} tokens, the manifest says {shard.num_rows} of {shard.num_tokens}"
+                what = (
+                    f"holds {rows} rows of {tokens} tokens, the manifest says {shard.num_rows} "
+                    f"of {shard.num_tokens}"
+                )
                 yield Problem(
                     at=saved.join(folder, shard.name),
                     what=f"{what}, though its checksum is right",

@@ -204,7 +204,8 @@ def _check_sizes(target: Target, shards: Sequence[SavedShard]) -> None:
     if above:
         largest = max(above, key=lambda shard: shard.num_bytes)
         log.warning(
-            "dataset %s: %d of %d shards are more than a tenth above max_shard_size=%d, the largest is %s with %d bytes; its rows compress "
+            "dataset %s: %d of %d shards are more than a tenth above max_shard_size=%d, the "
+            "largest is %s with %d bytes; its rows compress "
             "worse than the sampled ones",
             target.dataset, len(above), len(shards), limit, largest.name, largest.num_bytes,
         )  # fmt: skip

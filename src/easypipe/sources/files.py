@@ -90,8 +90,10 @@ def resolve(
                 other = "" if known[inode] == file.path else f" as {known[inode]}"
                 raise SourceError(
                     at=file.path,
-                    problem=f"named twice in data_files{other} (again by {remote.public_url(text)!r})",
-                    fix="Name every file once; to see rows more often, give the dataset more epochs or weight.",
+                    problem=f"named twice in data_files{other} (again by "
+                    f"{remote.public_url(text)!r})",
+                    fix="Name every file once; to see rows more often, give the dataset more "
+                    "epochs or weight.",
                 )
             mine[inode] = file.path
             found.append(file)
@@ -238,7 +240,10 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
                 if name[0] not in "._" and os.path.islink(os.path.join(root, name))
             ]
         if links:
-            told = "they link to folders. Name those in data_files, or give a pattern with **, where their files are wanted"
+            told = (
+                "they link to folders. Name those in data_files, or give a pattern with **, "
+                "where their files are wanted"
+            )
             log.warning(
                 "%s: %s %s not followed: %s",
                 text,

@@ -131,7 +131,10 @@ def _resolve_http(text: str, name: str, here: FileRef, storage_options: StorageO
             fix="Copy the file to storage that does.",
         )
     if not facts.ranges and facts.num_bytes > WHOLE_BYTES:
-        problem = f"the server sends no ranges, so every read would transfer all {facts.num_bytes >> 20} MiB"
+        problem = (
+            "the server sends no ranges, so every read would transfer all "
+            f"{facts.num_bytes >> 20} MiB"
+        )
         raise SourceError(
             at=name, problem=problem, fix="Download the file, or serve it from storage that does."
         )

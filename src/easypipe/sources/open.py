@@ -71,7 +71,8 @@ def open_files(
                 at=str(data_files),
                 problem="files of several formats: "
                 + ", ".join(f"{path} ({kind})" for kind, path in by_format.items()),
-                fix="Give one format by type= or by a glob, and the others as datasets of their own.",
+                fix="Give one format by type= or by a glob, and the others as datasets of their "
+                "own.",
             )
         type = str(next(iter(by_format)))
     layouts: dict[str, Any] = {

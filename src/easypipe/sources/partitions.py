@@ -29,7 +29,8 @@ def partition_values(
         (a, b) = sorted(names.values())[:2]
         raise SourceError(
             at=paths[b],
-            problem=f"its folders name the partitions {list(pairs[b])}, those of {paths[a]} {list(pairs[a])}",
+            problem=f"its folders name the partitions {list(pairs[b])}, those of {paths[a]} "
+            f"{list(pairs[a])}",
             fix="Give the two kinds as datasets of their own.",
         )
     whole = {

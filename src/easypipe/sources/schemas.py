@@ -163,7 +163,8 @@ def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
                 raise SchemaError(
                     at=f"{path}, column {field.name!r}",
                     problem=f"is {field.type} here and {before} in {origin[field.name]}",
-                    fix=f"Leave {field.name!r} out with columns=[...], or rewrite one of the files.",
+                    fix=f"Leave {field.name!r} out with columns=[...], or rewrite one of the "
+                    "files.",
                 ) from None
             origin.setdefault(field.name, path)
     return pa.schema([pa.field(name, kind) for name, kind in merged.items()])

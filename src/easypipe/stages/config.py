@@ -175,7 +175,8 @@ def _streaming_problems(config: PipelineConfig) -> list[ConfigError]:
             problems.append(
                 ConfigError(
                     at=f"datasets[{i}].on_error",
-                    problem="'quarantine' writes a file when all rows were seen, and streaming may see each many times",
+                    problem="'quarantine' writes a file when all rows were seen, and streaming may "
+                    "see each many times",
                     fix="Set it to 'skip', or leave streaming out.",
                 )
             )

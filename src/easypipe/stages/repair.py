@@ -1,5 +1,5 @@
-"""What verifying found broken is made again by the pipeline that made it: token caches, and what its
-save() stages wrote.
+"""What verifying found broken is made again by the pipeline that made it: token caches, and what
+its save() stages wrote.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ KNOWN = {
     },
 }
 WHY = {
-    "pack.shuffle_buffer_factor": "documents are shuffled in the windows of load.shuffle_buffer_size",
+    "pack.shuffle_buffer_factor": "documents are shuffled in the windows of "
+    "load.shuffle_buffer_size",
     "load.group_by_length": "rows come in the order in which they are read",
     "tokenize.remove_columns": "nothing is saved, so no column stays beside tokens",
     "mix.provenance": "nothing is saved, and batches have no column of it",
@@ -91,6 +92,7 @@ def require_streamable(at: str, config: Any) -> None:
 def no_plan() -> ConfigError:
     return ConfigError(
         at="streaming",
-        problem="nothing is counted or cached before it is read, so there is no plan, no token cache and no ledger of the whole",
+        problem="nothing is counted or cached before it is read, so there is no plan, no token "
+        "cache and no ledger of the whole",
         fix="Ask loader.ledger() for what was read so far, or leave streaming out.",
     )

@@ -218,7 +218,10 @@ class TrainingConfig:
             and self.on_nonfinite == "skip"
             and self.spikes.patience > self.max_nonfinite
         ):
-            problem = f"{self.spikes.patience} bad steps, but the run stops after {self.max_nonfinite} that are not finite"
+            problem = (
+                f"{self.spikes.patience} bad steps, but the run stops after "
+                f"{self.max_nonfinite} that are not finite"
+            )
             raise ConfigError(
                 at="spikes.patience",
                 problem=problem,

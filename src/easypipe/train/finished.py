@@ -108,7 +108,8 @@ def _model(
         if others := sorted(n for n, bits in saved["frozen"].items() if here.get(n) != bits):
             raise StateError(
                 at=at,
-                problem=f"its adapters were trained on other weights: {', '.join(others[:4])} differ",
+                problem=f"its adapters were trained on other weights: {', '.join(others[:4])} "
+                "differ",
                 fix="Give the model that the run began with: load_trained(run, base=...).",
             )
         arrays |= {f"rest/{name}": array for name, array in frozen.items()}

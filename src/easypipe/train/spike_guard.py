@@ -57,7 +57,11 @@ class SpikeGuard:
             self._skip(at, record)
         if self._spikes is None:
             if lost:
-                fix = "Lower train.optimizer.learning_rate, or go on from the last checkpoint with another optimizer."
+                fix = (
+                    "Lower train.optimizer.learning_rate, or go on from the last checkpoint "
+                    "with "
+                    "another optimizer."
+                )
                 raise TrainError(
                     at=at, problem="its update left parameters that are not finite", fix=fix
                 )
@@ -76,8 +80,10 @@ class SpikeGuard:
         if self._rollbacks > self._spikes.max_rollbacks:
             raise TrainError(
                 at=at,
-                problem=f"the loss left its range again after {self._spikes.max_rollbacks} roll-backs",
-                fix="Lower train.optimizer.learning_rate, or look at the documents that rollbacks.jsonl names.",
+                problem=f"the loss left its range again after {self._spikes.max_rollbacks} "
+                "roll-backs",
+                fix="Lower train.optimizer.learning_rate, or look at the documents that "
+                "rollbacks.jsonl names.",
             )
         self._bad = self._nonfinite = 0
         return True
@@ -127,5 +133,8 @@ class SpikeGuard:
                 logger.warning("%s: skipped, its %s is not finite%s", at, what, rate)
                 return
             problem = f"{self._nonfinite} steps in a row were skipped: {problem}"
-        fix = "Lower train.optimizer.learning_rate, lengthen the warm-up, or look for labels outside the vocabulary."
+        fix = (
+            "Lower train.optimizer.learning_rate, lengthen the warm-up, or look for labels "
+            "outside the vocabulary."
+        )
         raise TrainError(at=at, problem=problem, fix=fix)

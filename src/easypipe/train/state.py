@@ -332,7 +332,8 @@ def _spec(name: str, variable: nnx.Variable, shape: tuple[int, ...], mesh: Mesh)
         if shape[dimension] % parts:
             raise ConfigError(
                 at=f"model.{name}",
-                problem=f"dimension {dimension} ({label}) of {shape} does not divide by mesh axis {axis!r} of {parts}",
+                problem=f"dimension {dimension} ({label}) of {shape} does not divide by mesh axis "
+                f"{axis!r} of {parts}",
                 fix=f"Choose a multiple of {parts}, or a smaller mesh.{' or mesh.'.join(over)}.",
             )
         axes.append(axis)

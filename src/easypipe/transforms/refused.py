@@ -12,7 +12,8 @@ TOO_LONG = "too_long"
 BENIGN = (NOTHING_TO_TRAIN, EMPTY, TOO_LONG)  # dropped and counted, not an error of the row
 
 _ADVICE = {
-    "unproven_spans": "Give a chat_template with {% generation %} markers (the built-in ones have them), or set train_on to 'all'",
+    "unproven_spans": "Give a chat_template with {% generation %} markers (the built-in ones have "
+    "them), or set train_on to 'all'",
     "refused_by_template": "Give a chat_template that takes such conversations",
     "rejected_answer": "Leave such rows out, for example with a filter on that column",
     TOO_LONG: "Raise max_length, or choose another length.policy",

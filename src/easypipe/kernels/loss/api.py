@@ -150,7 +150,9 @@ def fused_linear_cross_entropy(
     "sum" while 256 tokens' logits take at most 2 GiB, else "strict". `chunk_size`, per device: None
     for 4096 on TPU and CUDA, 1024 elsewhere, less where their logits would take more than 2 GiB;
     "chunked" takes it for the tokens of its tiles under "strict". `float32_logits`: the logits are
-    never rounded to the dtype of the inputs; so the rule is "strict". Without it "fast" rounds them, and on CUDA "strict" too (elsewhere "strict" keeps float32 anyway); there it costs slabs of half as many tokens.
+    never rounded to the dtype of the inputs; so the rule is "strict". Without it "fast" rounds
+    them, and on CUDA "strict" too (elsewhere "strict" keeps float32 anyway); there it costs slabs
+    of half as many tokens.
 
     Raises ConfigError that names every reason: shapes and dtypes that do not fit, a layout left
     open, a label outside the vocabulary (only outside jit), an option out of range or without

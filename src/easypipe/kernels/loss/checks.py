@@ -189,18 +189,30 @@ def _shapes(request: Request) -> Iterator[str]:
     labels, layout = request.labels, request.layout
     what = "hidden" if lm_head is not None else "logits"
     if hidden.ndim < 2 or hidden.shape[:-1] != labels.shape or 0 in hidden.shape[-1:]:
-        yield f"labels {labels.shape} do not fit {what} {hidden.shape}: give {what} [T, n] and labels [T], or both with batch dimensions"
+        yield (
+            f"labels {labels.shape} do not fit {what} {hidden.shape}: give {what} [T, n] and "
+            "labels [T], or both with batch dimensions"
+        )
     if lm_head is not None:
         if lm_head.ndim != 2 or 0 in lm_head.shape:
             yield f"lm_head {lm_head.shape} is no matrix: give [D, V] or [V, D]"
         elif hidden.ndim and hidden.shape[-1] not in lm_head.shape:
-            yield f"lm_head {lm_head.shape} has no dimension of the width {hidden.shape[-1]} of hidden"
+            yield (
+                f"lm_head {lm_head.shape} has no dimension of the width {hidden.shape[-1]} of "
+                "hidden"
+            )
         elif layout is None:
-            yield f"layout: lm_head {lm_head.shape} is square, so it fits both ways: say 'dv' for [D, V] or 'vd' for [V, D]"
+            yield (
+                f"layout: lm_head {lm_head.shape} is square, so it fits both ways: say 'dv' for "
+                "[D, V] or 'vd' for [V, D]"
+            )
         elif layout not in get_args(Layout):
             yield _option("layout", layout, get_args(Layout))
         elif hidden.ndim and lm_head.shape[layout.index("d")] != hidden.shape[-1]:
-            yield f"layout: lm_head {lm_head.shape} read as {layout!r} does not fit the width {hidden.shape[-1]} of hidden"
+            yield (
+                f"layout: lm_head {lm_head.shape} read as {layout!r} does not fit the width "
+                f"{hidden.shape[-1]} of hidden"
+            )
         elif request.bias is not None and request.bias.shape != (request.vocab,):
             yield f"bias {request.bias.shape} does not fit a vocabulary of {request.vocab}"
     if request.weights is not None and request.weights.shape != labels.shape:
@@ -221,13 +233,19 @@ def _numbers(request: Request) -> Iterator[str]:
     if not 0 <= _number(request.label_smoothing) < 1:
         yield f"label_smoothing: {request.label_smoothing} is outside [0, 1) (0.1 is usual)"
     if request.soft_cap is not None and not 0 < _number(request.soft_cap) < math.inf:
-        yield f"logit_soft_cap: {request.soft_cap} is not a positive number (30.0 is usual; None for none)"
+        yield (
+            f"logit_soft_cap: {request.soft_cap} is not a positive number (30.0 is usual; None "
+            "for none)"
+        )
     if request.chunk_size is not None and not (
         _is_whole(request.chunk_size) and request.chunk_size >= 1
     ):
         yield f"chunk_size: {request.chunk_size} tokens are no chunk: give a whole number from 1 up"
     if not (_is_whole(request.ignore_index) and -(2**31) <= request.ignore_index < 2**31):
-        yield f"ignore_index: {request.ignore_index} is no label: give an int of 32 bits (-100 is usual)"
+        yield (
+            f"ignore_index: {request.ignore_index} is no label: give an int of 32 bits (-100 is "
+            "usual)"
+        )
 
 
 def _number(value: float) -> float:
@@ -257,9 +275,14 @@ def _names(request: Request) -> Iterator[str]:
         if value not in options:
             yield _option(name, value, options)
     if request.rule == "fast" and request.reduction == "none":
-        yield "rule: 'fast' needs a scalar loss, and reduction is 'none': choose 'strict', or reduce"
+        yield (
+            "rule: 'fast' needs a scalar loss, and reduction is 'none': choose 'strict', or reduce"
+        )
     if request.rule == "fast" and request.float32_logits:
-        yield "rule: 'fast' rounds the logits to the dtype of the inputs, and float32_logits is set: choose 'strict', or leave it out"
+        yield (
+            "rule: 'fast' rounds the logits to the dtype of the inputs, and float32_logits is "
+            "set: choose 'strict', or leave it out"
+        )
     if request.implementation == "reference":
         unknown = {
             "rule": request.rule,
@@ -268,7 +291,10 @@ def _names(request: Request) -> Iterator[str]:
         }
         for name, value in unknown.items():
             if value is not None:
-                yield f"{name}: the reference knows none: leave it None, or choose implementation 'chunked'"
+                yield (
+                    f"{name}: the reference knows none: leave it None, or choose implementation "
+                    "'chunked'"
+                )
 
 
 def _mesh(request: Request) -> Iterator[str]:
@@ -283,25 +309,43 @@ def _mesh(request: Request) -> Iterator[str]:
             if axis not in mesh.axis_names:
                 missing = True
                 have = ", ".join(map(str, mesh.axis_names)) or "none"
-                yield f"sharding.{field}: no mesh axis named {axis!r} (have: {have}): call under jax.set_mesh(mesh), with axes of that mesh"
+                yield (
+                    f"sharding.{field}: no mesh axis named {axis!r} (have: {have}): call under "
+                    "jax.set_mesh(mesh), with axes of that mesh"
+                )
             elif axis in mesh.manual_axes:
                 missing = True
-                yield f"sharding.{field}: shard_map has split axis {axis!r} already: call without sharding, or outside of it"
+                yield (
+                    f"sharding.{field}: shard_map has split axis {axis!r} already: call without "
+                    "sharding, or outside of it"
+                )
     pairs = [("tokens", "vocab"), ("tokens", "sequence"), ("embed", "vocab")]
     for one, other in pairs if request.lm_head is not None else pairs[:2]:
         both = set(axes_of[one]) & set(axes_of[other])
         if both:
             yield f"sharding: {one} and {other} both lie over {', '.join(sorted(both))}"
     if request.labels.ndim > 2:
-        yield f"sharding: labels {request.labels.shape} have more than batch and sequence: reshape them to [B, S]"
+        yield (
+            f"sharding: labels {request.labels.shape} have more than batch and sequence: "
+            "reshape "
+            "them to [B, S]"
+        )
     if sharding.sequence and request.labels.ndim != 2:
-        yield f"sharding.sequence: labels {request.labels.shape} have no sequence: give hidden [B, S, D] and labels [B, S]"
+        yield (
+            f"sharding.sequence: labels {request.labels.shape} have no sequence: give hidden "
+            "[B, "
+            "S, D] and labels [B, S]"
+        )
     if missing or (request.lm_head is not None and (layout is None or request.lm_head.ndim != 2)):
         return
     vocab, parts = request.vocab, request.vocab_shards
     if vocab % parts:
         more = vocab + -vocab % parts
-        yield f"sharding.vocab: a vocabulary of {vocab} does not divide over {parts} devices: make it {more}, or shard it over fewer"
+        yield (
+            f"sharding.vocab: a vocabulary of {vocab} does not divide over {parts} devices: "
+            "make "
+            f"it {more}, or shard it over fewer"
+        )
 
 
 def _labels(request: Request) -> Iterator[str]:
@@ -314,7 +358,8 @@ def _labels(request: Request) -> Iterator[str]:
     if wrong.any():
         where = tuple(int(index) for index in np.argwhere(wrong)[0])
         yield (
-            f"labels: {int(wrong.sum())} outside the vocabulary of {vocab}, the first {int(values[where])} at {list(where)} "
+            f"labels: {int(wrong.sum())} outside the vocabulary of {vocab}, the first "
+            f"{int(values[where])} at {list(where)} "
             f"(ignore_index is {request.ignore_index})"
         )
 
@@ -335,9 +380,15 @@ def _refusals(request: Request, name: Implementation) -> Iterator[str]:
         return
     arrays = [array for key, array in request.arrays.items() if key != "weights"]
     if request.sharding is None and (devices := choice.devices_without_sharding(*arrays)) > 1:
-        yield f"the compiler cannot split it over {devices} devices: say by `sharding` how the arguments lie"
+        yield (
+            f"the compiler cannot split it over {devices} devices: say by `sharding` how the "
+            "arguments lie"
+        )
     if any(varying_axes(array) for array in arrays):
-        yield "a shard_map around it checks how results vary, which kernels do not say: give that shard_map check_vma=False"
+        yield (
+            "a shard_map around it checks how results vary, which kernels do not say: give that "
+            "shard_map check_vma=False"
+        )
     if request.lm_head is None:
         if jnp.dtype(request.hidden.dtype) == jnp.float64:
             yield "float64 runs in XLA only"
@@ -366,4 +417,7 @@ def _elsewhere(request: Request, name: str) -> Iterator[str]:
 def _option(name: str, value: object, options: tuple[str | None, ...]) -> str:
     known = [option for option in options if option is not None]
     near = did_you_mean(str(value), known)
-    return f"{name}: {value!r} is not an option (have: {', '.join(known)}){'. ' + near if near else ''}"
+    return (
+        f"{name}: {value!r} is not an option (have: "
+        f"{', '.join(known)}){'. ' + near if near else ''}"
+    )

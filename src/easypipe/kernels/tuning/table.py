@@ -162,7 +162,8 @@ def _parse(text: str, name: str) -> list[Entry]:
                 isinstance(entry.ms, float | int) and entry.ms > 0
             ):
                 raise ValueError(
-                    f"source is {entry.source!r} and ms {entry.ms!r}: a table holds what was measured, with its milliseconds"
+                    f"source is {entry.source!r} and ms {entry.ms!r}: a table holds what was "
+                    "measured, with its milliseconds"
                 )
             if not all(isinstance(size, int) and size >= 0 for size in entry.blocks.values()):
                 raise ValueError(f"blocks are no sizes: {entry.blocks}")

@@ -59,7 +59,8 @@ class _Unsized(NumberedRows):
         """Raises ConfigError: there are no columns at rest."""
         raise ConfigError(
             at=self._name,
-            problem="its rows are made into columns by a collator, so there are none at rest to look at or to change",
+            problem="its rows are made into columns by a collator, so there are none at rest to "
+            "look at or to change",
             fix="Change rows in the dataset or in the collator.",
         )
 

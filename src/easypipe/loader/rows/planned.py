@@ -58,7 +58,8 @@ class PlannedRows(NumberedRows):
             if dataset.num_docs != cache.num_docs:
                 raise PlanError(
                     at=f"plan.{dataset.name}",
-                    problem=f"planned over {dataset.num_docs} documents, the token cache has {cache.num_docs}",
+                    problem=f"planned over {dataset.num_docs} documents, the token cache has "
+                    f"{cache.num_docs}",
                     fix="Make the plan from this cache.",
                 )
         planned = None if plan.spec.pack is None else plan.spec.pack.seq_length
@@ -212,7 +213,10 @@ class PlannedRows(NumberedRows):
             file, row = cache.where(doc)
             where = f" ({place(file, row=row)})"
             stored = int(cache.lengths(np.array([doc]))[0])
-            problem = f"tokens {start}:{start + length} at slot {slot} of {width} were planned, {stored} are stored"
+            problem = (
+                f"tokens {start}:{start + length} at slot {slot} of {width} were planned, "
+                f"{stored} are stored"
+            )
         return CacheError(
             at=f"dataset {name!r}, document {doc}{where}",
             problem=problem,

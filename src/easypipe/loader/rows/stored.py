@@ -110,7 +110,8 @@ class StoredRows(NumberedRows):
         stored = sum(shard.num_bytes for shard in self._source.shards)
         if shuffle and stored > cache_bytes:
             log.warning(
-                "load: shuffling all rows of %d MB while %d MB stay decoded: most rows cost a read of their block. "
+                "load: shuffling all rows of %d MB while %d MB stay decoded: most rows cost a read "
+                "of their block. "
                 "Set shuffle_buffer_size instead, or raise cache_bytes.",
                 stored >> 20,
                 cache_bytes >> 20,
@@ -356,8 +357,10 @@ def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int)
             row = first_row + int(np.searchsorted(offsets, wrong[0], side="right")) - 1
             raise SourceError(
                 at=place(at, row=row, column=LABELS),
-                problem=f"token {int(wrong[0] - offsets[row - first_row])} has label {labels[wrong[0]]}, its id is {ids[wrong[0]]}",
-                fix="Give unshifted labels (input_ids or -100): the shift happens once, in the loader. Or leave the column out.",
+                problem=f"token {int(wrong[0] - offsets[row - first_row])} has label "
+                f"{labels[wrong[0]]}, its id is {ids[wrong[0]]}",
+                fix="Give unshifted labels (input_ids or -100): the shift happens once, in the "
+                "loader. Or leave the column out.",
             )
         mask = (labels != IGNORE).astype(np.int32)
         columns[LOSS_MASK] = columns[LOSS_MASK] * mask if LOSS_MASK in columns else mask

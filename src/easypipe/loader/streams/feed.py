@@ -103,7 +103,9 @@ class Counts(Counter[tuple[str, str]]):
         return Counter(dict(sorted(left.items())))
 
     def end_epoch(self, dropped: int) -> None:
-        """What was not read until now stays so. dropped: documents that were read, and not drawn."""
+        """What was not read until now stays so. dropped: documents that were read, and not
+        drawn.
+        """
         self["drawn", "left"] += dropped
         for unit, count in self.unread().items():
             self["shares left", unit] = count
@@ -512,7 +514,8 @@ class Cursor:
             if self._empty_passes >= (EMPTY_PASSES if self._deal.shuffled else 1):
                 raise ConfigError(
                     at="num_streams",
-                    problem=f"dataset {self._deal.source.name!r} has no document in the share of stream {self._stream} of "
+                    problem=f"dataset {self._deal.source.name!r} has no document in the share of "
+                    f"stream {self._stream} of "
                     f"{self._deal.num_streams}, pass after pass",
                     fix="Use fewer streams, or leave streaming out: the dataset is small.",
                 )

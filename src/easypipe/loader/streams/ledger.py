@@ -24,8 +24,8 @@ class Books:
     """Counters of a stream, or of all streams of a process.
 
     datasets: of each, what was read and drawn. table: Int64[datasets, COUNTERS], of what was drawn
-    (plan/plan_stats.py). packed_rows: rows of windows. Of all streams of a process: rows in batches, in
-    windows made anew but given before the state, in no batch, and rows of padding.
+    (plan/plan_stats.py). packed_rows: rows of windows. Of all streams of a process: rows in
+    batches, in windows made anew but given before the state, in no batch, and rows of padding.
     """
 
     datasets: tuple[Counts, ...]

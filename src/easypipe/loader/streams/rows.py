@@ -148,7 +148,8 @@ class StreamRows(Rows):
             return list(range(streams))
         if spec.last_epoch is not None and len(own) < streams:
             log.warning(
-                "%s: the data ends after %d epochs, so every process reads all %d streams to know where they end, not only its own %d; "
+                "%s: the data ends after %d epochs, so every process reads all %d streams to know "
+                "where they end, not only its own %d; "
                 "with num_epochs=None and a number of steps each reads its own alone",
                 self.name, spec.last_epoch, streams, len(own),
             )  # fmt: skip
@@ -307,14 +308,16 @@ class StreamReader(RowReader):
         if rows.spec.pack is not None and books.all_dropped:
             raise nothing_fits(books.all_dropped, rows.spec.pack) from None
         read = [
-            f"{one.dataset!r}: {', '.join(f'{count} {what}' for what, count in one.out.items()) or 'no row'}"
+            f"{one.dataset!r}: "
+            f"{', '.join(f'{count} {what}' for what, count in one.out.items()) or 'no row'}"
             for one in ledger_of(books, rows.names, rows.spec).entries
             if (one.stage, one.unit) == ("stream", "rows")
         ]
         raise SourceError(
             at=rows.name,
             problem=f"not one batch came of what was read, of {'; '.join(read)}",
-            fix="Check the columns that are named and the files; with drop_last=False a batch need not be full.",
+            fix="Check the columns that are named and the files; with drop_last=False a batch need "
+            "not be full.",
         ) from None
 
     def _begin(self) -> None:
@@ -369,7 +372,8 @@ class StreamReader(RowReader):
                     at, said = loaded.bad[min(which, len(loaded.bad) - 1)]
                     raise BudgetError(
                         at=at,
-                        problem=f"bad row number {most + 1} of dataset {source.name!r} ({said}), and max_bad_rows is {most}",
+                        problem=f"bad row number {most + 1} of dataset {source.name!r} ({said}), "
+                        f"and max_bad_rows is {most}",
                         fix="Correct the rows, or raise max_bad_rows.",
                     )
 

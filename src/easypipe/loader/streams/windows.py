@@ -408,7 +408,8 @@ class Windows:
         if first_row == self._end_row and last is None:
             raise ConfigError(
                 at="num_streams",
-                problem=f"a whole pass of stream {self.number} of {self.spec.num_streams} over its share of "
+                problem=f"a whole pass of stream {self.number} of {self.spec.num_streams} over its "
+                "share of "
                 f"{', '.join(map(repr, self._names))} gave no row, and another would give none",
                 fix="Use fewer streams, or leave streaming out: the data is small.",
             )

@@ -72,7 +72,10 @@ def as_arrays(
     known = set(columns.names)
     for number, row in zip(numbers, rows, strict=True):
         if not row.keys() <= known:
-            problem = f"column {next(key for key in row if key not in known)!r} is not in the first {FIRST_ROWS} rows"
+            problem = (
+                f"column {next(key for key in row if key not in known)!r} is not in the "
+                f"first {FIRST_ROWS} rows"
+            )
             raise SourceError(
                 at=place(name, row=number),
                 problem=problem,
@@ -156,8 +159,10 @@ def _array(numbers: Sequence[int], values: list[Any], field: pa.Field, name: str
             if lost is not None:
                 raise SourceError(
                     at=place(name, row=number, column=field.name),
-                    problem=f"has the key {lost!r}, which no object there has in the first {FIRST_ROWS} rows",
-                    fix="Give a row that has it among those, or the column as JSON text (json.dumps).",
+                    problem=f"has the key {lost!r}, which no object there has in the first "
+                    f"{FIRST_ROWS} rows",
+                    fix="Give a row that has it among those, or the column as JSON text "
+                    "(json.dumps).",
                 )
     return array
 
@@ -198,7 +203,8 @@ def _of_json(value: Any, *, outermost: bool = True) -> Any:
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise TypeError(
-                f"keys of objects are strings, and one is {next(key for key in value if not isinstance(key, str))!r}"
+                "keys of objects are strings, and one is "
+                f"{next(key for key in value if not isinstance(key, str))!r}"
             )
         return {key: _of_json(item, outermost=False) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -62,7 +62,10 @@ class MegatronIndex:
         wrong = np.flatnonzero((begins < 0) | (lengths < 0) | (ends > file.num_bytes))
         if wrong.size:
             row = int(np.searchsorted(self.documents, first + int(wrong[0]), side="right")) - 1
-            problem = f"bytes {begins[wrong[0]]}:{ends[wrong[0]]} of {file.path}, which has {file.num_bytes}"
+            problem = (
+                f"bytes {begins[wrong[0]]}:{ends[wrong[0]]} of {file.path}, which has "
+                f"{file.num_bytes}"
+            )
             raise SourceError(
                 at=place(self.path, row=row),
                 problem=problem,
@@ -146,7 +149,10 @@ def open_index(index: FileRef, data: FileRef) -> MegatronIndex:
         )
     dtype = np.dtype(DTYPES[code])
     if sequences and int(pointers[-1]) + int(sizes[-1]) * dtype.itemsize > data.num_bytes:
-        problem = f"{data.num_bytes} bytes, {index.path} says {int(pointers[-1]) + int(sizes[-1]) * dtype.itemsize}: truncated"
+        problem = (
+            f"{data.num_bytes} bytes, {index.path} says "
+            f"{int(pointers[-1]) + int(sizes[-1]) * dtype.itemsize}: truncated"
+        )
         raise SourceError(at=data.path, problem=problem, fix="Copy or write both files again.")
     return MegatronIndex(index.path, dtype, sizes, pointers, firsts)
 

@@ -121,8 +121,10 @@ def as_source(
     version = version if version is not None else given.version
     if version is None:
         log.warning(
-            "dataset %s: %s has no version, so its rows are read anew in every process, and no tokens of them are kept. Give it one "
-            "(DatasetConfig(version=...), or its attribute `version`), and another one whenever its rows change.",
+            "dataset %s: %s has no version, so its rows are read anew in every process, and no "
+            "tokens of them are kept. Give it one "
+            "(DatasetConfig(version=...), or its attribute `version`), and another one whenever "
+            "its rows change.",
             name,
             given.label,
         )
@@ -546,7 +548,10 @@ def _sharded(data: Any) -> Given:
 
 def _one_shard(data: Any, name: str) -> Given:
     if isinstance(data, Iterator):
-        problem = f"a {type(data).__name__} can be read only once, and rows are read again where they are needed again"
+        problem = (
+            f"a {type(data).__name__} can be read only once, and rows are read again where "
+            "they are needed again"
+        )
         raise ConfigError(
             at="data_files",
             problem=problem,

@@ -133,7 +133,8 @@ class TokenFormat:
             raise SourceError(
                 at=file.path,
                 problem="one long row of tokens does not say where documents end",
-                fix="Give token_files=TokenFilesConfig(separator_id=...), the EOS token, or document_tokens.",
+                fix="Give token_files=TokenFilesConfig(separator_id=...), the EOS token, or "
+                "document_tokens.",
             )
         layout = Layout(
             name="tokens",

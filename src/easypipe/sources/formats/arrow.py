@@ -59,7 +59,8 @@ class ArrowFormat:
                 batches = _survey_stream(opened, file.head_bytes if file.remote else None)
                 if not batches.ended:
                     log.warning(
-                        "%s: an Arrow stream without its end mark: its %d rows in %d batches are read; whoever wrote it stopped early, "
+                        "%s: an Arrow stream without its end mark: its %d rows in %d batches are "
+                        "read; whoever wrote it stopped early, "
                         "or a copy of it did, and what stood behind them is missing",
                         file.path,
                         int(batches.first_row[-1]),

@@ -415,7 +415,8 @@ class _Blocks:
         if target - restart.plain > BLOCK_BYTES and not opened.warned:
             opened.warned = True
             log.warning(
-                "%s: %s data cannot be entered in the middle: reading from plain byte %d to get to %d",
+                "%s: %s data cannot be entered in the middle: reading from plain byte %d to get to "
+                "%d",
                 file.path, compression_of(file.path), restart.plain, target,
             )  # fmt: skip
         if not opened.restarts and opened.end is None:

@@ -138,7 +138,8 @@ class HubRepo:
         if status.st_size != file.num_bytes:
             raise SourceError(
                 at=file.path,
-                problem=f"{status.st_size} bytes in the cache of the Hub's client, not {file.num_bytes}",
+                problem=f"{status.st_size} bytes in the cache of the Hub's client, not "
+                f"{file.num_bytes}",
                 fix=f"Delete {Path(cached).resolve()} and run again.",
             )
         return replace(
@@ -245,7 +246,9 @@ def _require_someone_there(endpoint: str, at: str) -> None:
         raise SourceError(
             at=at,
             problem=f"the Hub cannot be reached: {host}:{port}: {failure}",
-            fix="Check the network, or HF_ENDPOINT where a mirror is used; else download it where there is one "
-            f"(hf download --repo-type dataset {at.removeprefix('hf://datasets/')} --local-dir FOLDER) and give data_files the folder.",
+            fix="Check the network, or HF_ENDPOINT where a mirror is used; else download it where "
+            "there is one "
+            f"(hf download --repo-type dataset {at.removeprefix('hf://datasets/')} --local-dir "
+            "FOLDER) and give data_files the folder.",
         )
     _answered.add((host, port))

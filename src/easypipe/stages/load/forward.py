@@ -67,7 +67,10 @@ class ForwardDocuments:
         return info_of(self._source).rows_are_bytes
 
     def load(self, shard: int, start: int, stop: int) -> Loaded:
-        at = f"dataset {self.name!r}, {self._source.shards[shard].name}, {'bytes' if self.rows_are_bytes else 'rows'} {start}:{stop}"
+        at = (
+            f"dataset {self.name!r}, {self._source.shards[shard].name}, "
+            f"{'bytes' if self.rows_are_bytes else 'rows'} {start}:{stop}"
+        )
         try:
             self._prove(shard, start, stop)
             batch, rejects, strings, lengths = self._scan(shard, start, stop)

@@ -54,7 +54,8 @@ class LoadStage(BaseStage):
             if INPUT_IDS not in source.schema.names:
                 raise StageOrderError(
                     at="",
-                    problem=f"Call tokenize() before load(): dataset {name!r} has no column {INPUT_IDS!r}",
+                    problem=f"Call tokenize() before load(): dataset {name!r} has no column "
+                    f"{INPUT_IDS!r}",
                 )
         return {name: _stepped(source, self.config) for name, source in data.items()}
 
@@ -119,7 +120,8 @@ class LoadStage(BaseStage):
             raise ConfigError(
                 at="load.num_epochs",
                 problem=f"{options.num_epochs}, but {name!r} {why}: its stop_strategy is 'restart'",
-                fix="Leave it out, or set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
+                fix="Leave it out, or set mix.stop_strategy to 'first_exhausted' or "
+                "'all_exhausted'.",
             )
         return dataclasses.replace(options, num_epochs=None)
 
@@ -232,7 +234,8 @@ def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
     if num_rows < needed:
         raise ConfigError(
             at="load.batch_size",
-            problem=f"{options.batch_size}, but {name!r} has {num_rows} rows: no batch is ever full",
+            problem=f"{options.batch_size}, but {name!r} has {num_rows} rows: no batch is ever "
+            "full",
             fix=f"Give at most {num_rows}, or set drop_last=False."
             if num_rows
             else "Give the dataset rows.",
@@ -252,7 +255,8 @@ def _stream_rows(
     if SEGMENT_IDS in source.schema.names and not isinstance(source, PackedShardedSource):
         raise ConfigError(
             at="streaming",
-            problem=f"the rows of dataset {name!r} are packed already: they are counted, and read where they lie",
+            problem=f"the rows of dataset {name!r} are packed already: they are counted, and read "
+            "where they lie",
             fix="Leave streaming out.",
         )
     packed = source if isinstance(source, PackedShardedSource) else None

@@ -229,7 +229,8 @@ def block_weights(weights: dict[str, float], block_size: int) -> tuple[int, ...]
             needed = math.ceil(1 / (shares[name] / block_size))
             raise ConfigError(
                 at="block_size",
-                problem=f"in a block of {block_size} documents {name!r} has {float(shares[name]):.3g}, which is none",
+                problem=f"in a block of {block_size} documents {name!r} has "
+                f"{float(shares[name]):.3g}, which is none",
                 fix=f"Use blocks of at least {needed}, or leave block_size out.",
             )
     return tuple(whole.values())

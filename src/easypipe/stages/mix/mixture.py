@@ -116,8 +116,10 @@ class Mixture:
         if self.context.config.streaming:
             raise ConfigError(
                 at="streaming",
-                problem="nothing is counted or cached before it is read, so there is no plan, and no token cache to look into",
-                fix="Iterate over the loader, ask loader.ledger() for what was read so far, or leave streaming out.",
+                problem="nothing is counted or cached before it is read, so there is no plan, and "
+                "no token cache to look into",
+                fix="Iterate over the loader, ask loader.ledger() for what was read so far, or "
+                "leave streaming out.",
             )
         return tuple(source.materialize() for source in self.parts.values())
 

@@ -92,7 +92,8 @@ class MixSchedule:
             raise ConfigError(
                 at="mix.weight_schedule",
                 problem="its steps are training steps, and nobody has said how many rows one has",
-                fix="Set load.batch_size in the pipeline's config or call load() first, or set mix.batch_size.",
+                fix="Set load.batch_size in the pipeline's config or call load() first, or set "
+                "mix.batch_size.",
             )
         return Schedule(self.points, self.kind, self.batch_sizes, self.before)
 
@@ -103,7 +104,8 @@ class MixSchedule:
             assert self.batch_sizes is not None
             raise ConfigError(
                 at="mix.batch_size",
-                problem=f"{self.batch_sizes[0][1]}, but load() makes batches of {', then '.join(str(size) for _, size in sizes)} rows",
+                problem=f"{self.batch_sizes[0][1]}, but load() makes batches of "
+                f"{', then '.join(str(size) for _, size in sizes)} rows",
                 fix="Leave mix.batch_size out, or give load.batch_size the same.",
             )
         return dataclasses.replace(self, batch_sizes=sizes)

@@ -86,7 +86,11 @@ class PackStageConfig:
                 fix="Give at least 1.",
             )
         if self.strategy == "stream" and self.oversize != "split":
-            problem = f"{self.oversize!r} has no effect on strategy 'stream', which cuts documents where rows end"
+            problem = (
+                f"{self.oversize!r} has no effect on strategy 'stream', which cuts "
+                "documents "
+                "where rows end"
+            )
             raise ConfigError(
                 at="oversize",
                 problem=problem,

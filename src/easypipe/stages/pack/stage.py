@@ -116,7 +116,8 @@ class PackedShardedSource(Source):
         if self.joined and mixture.provenance:
             raise ConfigError(
                 at="mix.provenance",
-                problem="names the dataset of every segment, and under pack.segments 'row' documents have none of their own",
+                problem="names the dataset of every segment, and under pack.segments 'row' "
+                "documents have none of their own",
                 fix="Leave it out, or set pack.segments to 'document'.",
             )
         if mixture.paired:
@@ -251,7 +252,8 @@ def _tell_uncut(mixture: Mixture, seq_length: int) -> None:
         form = getattr(source, "form", None)
         if getattr(form, "splits", False) and getattr(form, "room", None) != seq_length:
             logger.info(
-                "dataset %s: conversations longer than a row of %d tokens are trained in their first row alone: tokenize() cuts them"
+                "dataset %s: conversations longer than a row of %d tokens are trained in their "
+                "first row alone: tokenize() cuts them"
                 " between turns only where no stage of your own stands in between",
                 name,
                 seq_length,
@@ -289,7 +291,8 @@ def _eos(mixture: Mixture, config: PackStageConfig) -> tuple[int, ...]:
         if info is not None and given is not None and own is not None and given != own:
             raise ConfigError(
                 at="pack.eos_token_id",
-                problem=f"{given}, but the tokenizer {info.tokenizer!r} of dataset {name!r} ends documents with {own}",
+                problem=f"{given}, but the tokenizer {info.tokenizer!r} of dataset {name!r} ends "
+                f"documents with {own}",
                 fix=f"Leave it out, or give {own}.",
             )
         eos = own if given is None else given
@@ -300,7 +303,8 @@ def _eos(mixture: Mixture, config: PackStageConfig) -> tuple[int, ...]:
             and len(mixture.parts) == 1
         ):
             logger.warning(
-                "dataset %s: %s has no end-of-sequence token, so nothing stands between its documents",
+                "dataset %s: %s has no end-of-sequence token, so nothing stands between its "
+                "documents",
                 name,
                 info.tokenizer,
             )

@@ -164,7 +164,10 @@ def unlike_weights(mixture: Mixture, plan: Plan, asked: Mapping[str, float]) -> 
         return None
     more = f", and {len(apart) - 8} more" if len(apart) > 8 else ""
     why = "the weights are shares of the documents (mix.unit: rows), whose lengths differ"
-    return f"{'; '.join(apart[:8])}{more}: {why}. Set mix.unit: tokens to make them shares of the tokens"
+    return (
+        f"{'; '.join(apart[:8])}{more}: {why}. Set mix.unit: tokens to make them shares of the "
+        "tokens"
+    )
 
 
 def warning_of_weights(source: ShardedSource) -> str | None:
@@ -221,8 +224,10 @@ def far_from_asked(mixture: Mixture, plan: Plan, counted: Steps, steps: int) -> 
         unit = "tokens" if mixture.unit == "tokens" else "documents"
         set_unit = "" if mixture.unit == "tokens" else "Set mix.unit: tokens. "
         found.append(
-            f"steps {begin + 1:,} to {stop:,}: {name} has {parts[i] / total:.2%} of the {unit} where {asked[name]:.2%} is asked for: "
-            f"documents of {list(mixture.parts)[longest]} (mean {means[longest]:,.0f} tokens) are long against these {placed:,} tokens. "
+            f"steps {begin + 1:,} to {stop:,}: {name} has {parts[i] / total:.2%} of the {unit} "
+            f"where {asked[name]:.2%} is asked for: "
+            f"documents of {list(mixture.parts)[longest]} (mean {means[longest]:,.0f} tokens) are "
+            f"long against these {placed:,} tokens. "
             f"{set_unit}Cut them (tokenize.max_length, pack.oversize: truncate), or give more steps"
         )
     return found

@@ -141,7 +141,10 @@ def kept_columns(
     kept = tuple(column for column in have if column not in remove)
     for column in kept:
         if column in TOKEN_COLUMNS:
-            problem = f"{column!r} of dataset {name!r} would stay, and tokens have such a column themselves"
+            problem = (
+                f"{column!r} of dataset {name!r} would stay, and tokens have such a column "
+                "themselves"
+            )
             raise ConfigError(
                 at="tokenize.remove_columns",
                 problem=problem,

@@ -139,7 +139,8 @@ class InterleavedSource(Source):
             if not other.equals(schema):
                 raise ConfigError(
                     at=f"datasets.{name}",
-                    problem=f"has the columns {_columns(other)}, and {first!r} has {_columns(schema)}",
+                    problem=f"has the columns {_columns(other)}, and {first!r} has "
+                    f"{_columns(schema)}",
                     fix="Select, rename or cast columns until they agree.",
                 )
         if SOURCE in schema.names:

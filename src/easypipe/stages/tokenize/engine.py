@@ -107,7 +107,10 @@ class PromptEngine:
             for i, row in enumerate(rows):
                 name = next((name for name in self.verdicts if row.get(name) is False), None)
                 if name is not None:
-                    detail = f"column {name!r} is false: an answer that is not to be learned; unpaired preferences are not trained yet"
+                    detail = (
+                        f"column {name!r} is false: an answer that is not to be learned; "
+                        "unpaired preferences are not trained yet"
+                    )
                     found[i] = Refused("rejected_answer", detail)
         return found
 
@@ -250,7 +253,8 @@ def _format(config: PromptConfig, tokenizer: Tokenizer, lengths: Lengths | None)
     if policy == "escape":
         raise ConfigError(
             at="tokenizer",
-            problem="special_strings='escape' is for raw text, and the template of conversations writes special tokens",
+            problem="special_strings='escape' is for raw text, and the template of conversations "
+            "writes special tokens",
             fix="Set special_strings='error', which looks into the messages.",
         )
     trim = lengths if lengths is not None and lengths.policy.policy == "trim_oldest_turns" else None

@@ -144,7 +144,8 @@ class TokenEncoder:
         if wrong.size:
             raise SourceError(
                 at=place(name, row=_row_of(wrong[0], block, rows), column=INPUT_IDS),
-                problem=f"token {ids[wrong[0]]} is outside the vocabulary of {self.tokens.vocab_size} of {self.tokens.tokenizer!r}",
+                problem=f"token {ids[wrong[0]]} is outside the vocabulary of "
+                f"{self.tokens.vocab_size} of {self.tokens.tokenizer!r}",
                 fix="Name the tokenizer that made the tokens.",
             )
         padding = np.flatnonzero(attended == 0) if attended is not None else wrong

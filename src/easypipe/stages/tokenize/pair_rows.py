@@ -1,8 +1,8 @@
 """Rows with two answers to one prompt, of which one was preferred: a document of both, the chosen
 one first.
 
-Where the second begins, the loss mask is SEGMENT_BREAK (loader/rows/pairs.py makes two segments of it).
-An answer that is left out takes the other one with it.
+Where the second begins, the loss mask is SEGMENT_BREAK (loader/rows/pairs.py makes two segments of
+it). An answer that is left out takes the other one with it.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ class WriterOptions(TypedDict, total=False):
 
 
 class TextEncoder:
-    """Rows of text, in whatever form, to what the cache stores; implements cache.encoder.RowEncoder.
+    """Rows of text, in whatever form, to what the cache stores; implements
+    cache.encoder.RowEncoder.
 
     batch_size: texts encoded at a time; decides memory and speed, never tokens.
     """

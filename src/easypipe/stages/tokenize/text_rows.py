@@ -27,10 +27,10 @@ class Texts:
     texts: large_string without nulls or blank texts. rows: Int64[n], their physical numbers.
     rejects: the other rows, ascending.
     spans: of each text, the character ranges that are trained; None where all of every text is.
-    ends: UInt8[n], what follows each (transforms/tokenizer/masked.py). lost: Int64[n], tokens that each was
-    cut by as it was written, and what cut them; None where none was; fewer than 0 stand in another
-    text of the row too. goes_on: Bool[n], where the row does so in another text; None where none is
-    cut into several.
+    ends: UInt8[n], what follows each (transforms/tokenizer/masked.py). lost: Int64[n], tokens that
+    each was cut by as it was written, and what cut them; None where none was; fewer than 0 stand in
+    another text of the row too. goes_on: Bool[n], where the row does so in another text; None where
+    none is cut into several.
     """
 
     texts: pa.LargeStringArray

@@ -233,7 +233,10 @@ def _refused_strings(
     found = {}
     for i in np.flatnonzero(strings).tolist():  # few
         string = tokenizer.special.first_in(texts.texts[i].as_py())
-        detail = f"the text holds {'a special string' if string is None else repr(string)}, and special_strings is 'error'"
+        detail = (
+            f"the text holds {'a special string' if string is None else repr(string)}, and "
+            "special_strings is 'error'"
+        )
         found[i] = Reject(row=int(texts.rows[i]), reason="special_string", detail=detail)
     return found
 
@@ -357,8 +360,10 @@ def _refuted(tokenizer: Tokenizer, at: str) -> TokenizerError:
     )
     return TokenizerError(
         at=at,
-        problem=f"tokenizer {tokenizer.name}: {tokenizer.backend.name} does not give the tokens of `tokenizers`",
-        fix="Run again: from now on `tokenizers` encodes, and ranges that were written are tokenized anew.",
+        problem=f"tokenizer {tokenizer.name}: {tokenizer.backend.name} does not give the tokens of "
+        "`tokenizers`",
+        fix="Run again: from now on `tokenizers` encodes, and ranges that were written are "
+        "tokenized anew.",
     )
 
 

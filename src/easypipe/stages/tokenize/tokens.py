@@ -48,7 +48,8 @@ def require_documents(
     if INPUT_IDS not in source.schema.names:
         raise StageOrderError(
             at="",
-            problem=f"Call tokenize() before {stage}(): dataset {name!r} has no column {INPUT_IDS!r}",
+            problem=f"Call tokenize() before {stage}(): dataset {name!r} has no column "
+            f"{INPUT_IDS!r}",
         )
     own = datasets_of(context).get(name)
     context = in_folder(context, cache_folder_of(own, source, context))
@@ -143,7 +144,10 @@ def same_tokenizer(parts: Mapping[str, Documents], *, allow: bool) -> None:
         if first is None:
             first = (name, info)
         elif first[1].tokenizer_fingerprint != info.tokenizer_fingerprint:
-            problem = f"datasets {first[0]!r} and {name!r} have different tokenizers, {first[1].tokenizer!r} and {info.tokenizer!r}"
+            problem = (
+                f"datasets {first[0]!r} and {name!r} have different tokenizers, "
+                f"{first[1].tokenizer!r} and {info.tokenizer!r}"
+            )
             if not allow:
                 raise ConfigError(
                     at="mix",
@@ -151,6 +155,7 @@ def same_tokenizer(parts: Mapping[str, Documents], *, allow: bool) -> None:
                     fix="Give them one tokenizer, or set mix.allow_mixed_tokenizers=True.",
                 )
             log.warning(
-                "mix: %s: equal ids mean different tokens, and each document ends with its own tokenizer's EOS",
+                "mix: %s: equal ids mean different tokens, and each document ends with its own "
+                "tokenizer's EOS",
                 problem,
             )

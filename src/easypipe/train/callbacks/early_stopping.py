@@ -29,7 +29,10 @@ class EarlyStopping(Callback):
             return
         self.since += 1
         if self.since >= self.config.patience and event.step < event.steps:
-            reason = f"{self.config.metric} is {value:.6g}, and did not get better than {self.best:.6g} {self.since} times"
+            reason = (
+                f"{self.config.metric} is {value:.6g}, and did not get better than "
+                f"{self.best:.6g} {self.since} times"
+            )
             event.control.stop(reason, for_good=True)
 
     def state(self) -> Json:

@@ -28,7 +28,10 @@ def checked_callbacks(given: object) -> tuple[StatefulListener, ...]:
     callbacks: list[StatefulListener] = []
     for i, one in enumerate(several):
         if isinstance(one, type) or not isinstance(one, StatefulListener):
-            fix = "Make an object of a class that extends easypipe.train.events.Callback; those with names stand in a mapping: {best: {}}."
+            fix = (
+                "Make an object of a class that extends easypipe.train.events.Callback; those "
+                "with names stand in a mapping: {best: {}}."
+            )
             raise ConfigError(at=f"callbacks[{i}]", problem=f"{one!r} is no Callback", fix=fix)
         callbacks.append(one)
     return tuple(callbacks)

@@ -49,7 +49,8 @@ class Snapshots:
             self._room = has_room(on_device(dict(arrays)), stats)
             if not self._room:
                 logger.warning(
-                    "no room on the devices for a second copy of the state: steps wait while a checkpoint is carried off them"
+                    "no room on the devices for a second copy of the state: steps wait while a "
+                    "checkpoint is carried off them"
                 )
         if not self._room:
             return None

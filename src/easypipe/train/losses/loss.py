@@ -111,7 +111,8 @@ class AsSums:
         if "labels" not in batch:
             raise ConfigError(
                 at="loss",
-                problem="gave a mean, and without labels in the batch it is not known over how many targets",
+                problem="gave a mean, and without labels in the batch it is not known over how "
+                "many targets",
                 have=sorted(batch),
                 fix="Give a LossOutput of sums, with num_targets.",
             )
@@ -140,7 +141,11 @@ def _sum_of(mean: object, count: Array, name: str) -> Array:
     array = jnp.asarray(mean if is_number else jnp.nan)
     if not is_number or array.shape or jnp.iscomplexobj(array):
         what = f"{array.dtype} of shape {array.shape}" if is_number else type(mean).__name__
-        fix = "A loss gives a scalar, the mean over the batch's targets; (scalar, {name: scalar}); or a LossOutput of sums."
+        fix = (
+            "A loss gives a scalar, the mean over the batch's targets; (scalar, {name: "
+            "scalar}); "
+            "or a LossOutput of sums."
+        )
         raise ConfigError(
             at=f"loss, {name!r}" if name else "loss",
             problem=f"gave {what}",
@@ -282,7 +287,8 @@ def default_loss(
         if option in options:
             raise ConfigError(
                 at=f"train.loss.{option}",
-                problem="has no effect on a module without `hidden` and `lm_head`, whose logits are all held",
+                problem="has no effect on a module without `hidden` and `lm_head`, whose logits "
+                "are all held",
                 fix="Leave it out, or give the module these two.",
             )
     sums = classification_sums if isinstance(model, Classifier) else logits_loss_sums

@@ -46,10 +46,14 @@ def out_of_memory(
     wanted = re.search(r"allocat\w* (?:of )?(\d+) bytes|allocate ([\d.]+ ?\w?i?B)", text)
     asked = "" if wanted is None else f" ({wanted[2] or _size(int(wanted[1]))} more were asked for)"
     changes = "; ".join(advice(model, config, mesh, batch_size))
-    fix = f"What helps, what costs least first: {changes}. `easypipe plan CONFIG --topology ...` tells what a change comes to."
+    fix = (
+        f"What helps, what costs least first: {changes}. `easypipe plan CONFIG --topology ...` "
+        "tells what a change comes to."
+    )
     return TrainError(
         at=f"step {max(1, step)}",
-        problem=f"a device{'' if limit is None else f' of {_size(limit)}'} is out of memory{asked}: it holds {held}; "
+        problem=f"a device{'' if limit is None else f' of {_size(limit)}'} is out of "
+        f"memory{asked}: it holds {held}; "
         f"a step adds gradients, {_size(on_device(state.params))} or more, and activations",
         fix=fix,
     )
@@ -73,11 +77,13 @@ def advice(
     rows = batch_size / (mesh.shape["data"] * mesh.shape["fsdp"]) / train.accumulate_steps
     if model is not None and model.remat != "full":
         said.append(
-            f'model.remat: "full" (now {model.remat!r}): activations of one layer in place of all; a third more products'
+            f'model.remat: "full" (now {model.remat!r}): activations of one layer in place of all; '
+            "a third more products"
         )
     if attention == "xla":
         said.append(
-            "an attention that holds no scores (model.attention): this one holds those of every query and key"
+            "an attention that holds no scores (model.attention): this one holds those of every "
+            "query and key"
         )
     if rows > 1:
         twice = (
@@ -86,11 +92,13 @@ def advice(
         said.append(f"{twice}: {rows:g} rows are at once on a device")
     if mesh.shape["data"] > 1:
         said.append(
-            "train.mesh: fsdp in place of data: every replica along data holds all parameters and moments"
+            "train.mesh: fsdp in place of data: every replica along data holds all parameters and "
+            "moments"
         )
     if much_state:
         said.append(
-            "an optimizer with a smaller state (lion, adafactor), or more devices along fsdp or tensor"
+            "an optimizer with a smaller state (lion, adafactor), or more devices along fsdp or "
+            "tensor"
         )
     said.append("a shorter data.pack.seq_length, or more devices along train.mesh.sequence")
     return tuple(said)

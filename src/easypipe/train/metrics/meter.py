@@ -79,7 +79,8 @@ class Meter:
         if targets == 0:
             raise TrainError(
                 at=f"step {step}",
-                problem="every label of the batch is ignored (-100), so there is nothing to learn from",
+                problem="every label of the batch is ignored (-100), so there is nothing to learn "
+                "from",
                 fix="Look at the rows' loss_mask.",
             )
         record: Record = {"step": step, "loss": host["loss"], "ppl": perplexity(host["nll"])}

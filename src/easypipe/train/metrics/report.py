@@ -182,7 +182,8 @@ def _mixture(last: int, plan: Json) -> str:
     if plan["steps"] < last:
         notes.insert(
             0,
-            f"counted for the first {plan['steps']:,} steps, when the run had come to its end there; it has gone on since",
+            f"counted for the first {plan['steps']:,} steps, when the run had come to its end "
+            "there; it has gone on since",
         )
     return table + "".join(f"<p>{html.escape(note)}</p>\n" for note in notes)
 

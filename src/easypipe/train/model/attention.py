@@ -108,7 +108,10 @@ def choose(backend: AttentionBackend | None, head_width: int, dtype: DTypeLike) 
     elif jnp.dtype(dtype).itemsize > 4:
         problem = f"{wanted!r} knows bfloat16 and float32, not {jnp.dtype(dtype).name}"
     elif wanted == "triton" and head_width not in TRITON_WIDTHS:
-        problem = f"'triton' knows heads of width {', '.join(map(str, TRITON_WIDTHS))}, and this model's have {head_width}"
+        problem = (
+            f"'triton' knows heads of width {', '.join(map(str, TRITON_WIDTHS))}, and this "
+            f"model's have {head_width}"
+        )
     elif (reason := missing(f"easypipe.kernels.attention.{wanted}")) is not None:
         problem = f"{wanted!r} cannot run: {reason}"
     if problem is None:

@@ -58,7 +58,10 @@ class RopeScaling:
                 fix="8.0 is usual; leave rope_scaling out for none.",
             )
         if not 0 < self.low_freq_factor < self.high_freq_factor:
-            problem = f"{self.low_freq_factor} is not between 0 and high_freq_factor {self.high_freq_factor}"
+            problem = (
+                f"{self.low_freq_factor} is not between 0 and high_freq_factor "
+                f"{self.high_freq_factor}"
+            )
             raise ConfigError(at="low_freq_factor", problem=problem, fix="1.0 and 4.0 are usual.")
         if self.original_length < 1:
             raise ConfigError(
@@ -134,7 +137,10 @@ class ModelConfig:
                 fix = "Leave it out for none." if field.endswith("cap") else usual
                 raise ConfigError(at=field, problem=f"{values[field]} is not positive", fix=fix)
         if self.attention == "triton" and self.head_width not in TRITON_WIDTHS:
-            problem = f"'triton' knows heads of width {', '.join(map(str, TRITON_WIDTHS))}, and these have {self.head_width}"
+            problem = (
+                f"'triton' knows heads of width {', '.join(map(str, TRITON_WIDTHS))}, and "
+                f"these have {self.head_width}"
+            )
             fix = "Leave it out, and the fastest that can run is taken."
             raise ConfigError(at="attention", problem=problem, fix=fix)
         for field in ("global_every", "local_rope_theta"):

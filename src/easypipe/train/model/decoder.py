@@ -79,8 +79,8 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "B S"] | None = None,
         position_ids: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S V"]:
-        """Float32 logits of every slot. They are large: training goes through train/losses/loss.py, which
-        never holds them.
+        """Float32 logits of every slot. They are large: training goes through train/losses/loss.py,
+        which never holds them.
         """
         return self.logits(self.hidden(input_ids, segment_ids, position_ids))
 
@@ -198,7 +198,10 @@ def check_mesh(config: ModelConfig) -> None:
                 if "heads" in field and size != getattr(config, field)
                 else ""
             )
-            problem = f"{getattr(config, field)}{detail} does not divide over the {ways} devices of mesh axis {axis}"
+            problem = (
+                f"{getattr(config, field)}{detail} does not divide over the {ways} devices "
+                f"of mesh axis {axis}"
+            )
             fitting = [n for n in range(1, ways) if size % n == 0 == ways % n]
             raise ConfigError(
                 at=f"model.{field}",

@@ -101,8 +101,8 @@ def _fill(
     ends: Array,
     how: Sampling,
 ) -> Array:
-    """`tokens`, Int[B, S], with `how.steps` more in each row after its `lengths`; all shapes are fixed,
-    so one program serves every step.
+    """`tokens`, Int[B, S], with `how.steps` more in each row after its `lengths`; all shapes are
+    fixed, so one program serves every step.
     """
     model = nnx.merge(graph, state)
     rows = jnp.arange(tokens.shape[0])

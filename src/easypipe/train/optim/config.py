@@ -1,5 +1,5 @@
-"""Which optimizer, under which schedule, with which numbers. No jax here; train/optim/optimizers.py and
-train/optim/schedules.py make them.
+"""Which optimizer, under which schedule, with which numbers. No jax here; train/optim/optimizers.py
+and train/optim/schedules.py make them.
 """
 
 from __future__ import annotations
@@ -294,6 +294,7 @@ def check_warmup(optimizer: OptimizerConfig, steps: int) -> None:
         cool = f" and {cooling} of cool-down" if cooling else ""
         raise ConfigError(
             at="optimizer.warmup_steps",
-            problem=f"{optimizer.warmup_steps} warm-up steps{cool} do not end before the last of {steps} steps",
+            problem=f"{optimizer.warmup_steps} warm-up steps{cool} do not end before the last of "
+            f"{steps} steps",
             fix=f"Give at most {max(0, steps - 1 - cooling)}.",
         )

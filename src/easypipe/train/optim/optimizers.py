@@ -116,7 +116,10 @@ def _groups(
     for i, group in enumerate(config.groups):
         if i not in taken:
             earlier = any(fnmatch.fnmatchcase(name, group.match) for name in decays)
-            problem = f"{group.match!r} fits {'only parameters that an earlier group has' if earlier else 'no parameter'}"
+            problem = (
+                f"{group.match!r} fits "
+                f"{'only parameters that an earlier group has' if earlier else 'no parameter'}"
+            )
             raise ConfigError(
                 at=f"train.optimizer.groups[{i}].match",
                 problem=problem,

@@ -122,7 +122,10 @@ class MeshConfig:
         for one, other in _TOGETHER:
             shared = set(axes_of(self.rules[one])) & set(axes_of(self.rules[other]))
             if shared:
-                problem = f"{one} and {other} are dimensions of one array, and both lie over {', '.join(sorted(shared))}"
+                problem = (
+                    f"{one} and {other} are dimensions of one array, and both lie over "
+                    f"{', '.join(sorted(shared))}"
+                )
                 raise ConfigError(
                     at="axis_rules",
                     problem=problem,

@@ -52,7 +52,8 @@ def initialize(config: DistributedConfig | None = None) -> bool:
         raise ConfigError(
             at=f"train.distributed.{missing[0]}",
             problem=f"not given, though {', '.join(described)} is",
-            fix=f"Set it, or {', '.join(VARIABLES[field] for field in missing)}; or nothing, where a scheduler can be asked.",
+            fix=f"Set it, or {', '.join(VARIABLES[field] for field in missing)}; or nothing, where "
+            "a scheduler can be asked.",
         )
     # Its handler of SIGTERM would take the signal before there is a loop that saves, and leave the
     # process running.
@@ -80,8 +81,10 @@ def initialize(config: DistributedConfig | None = None) -> bool:
         where = described.get("coordinator_address", f"the address that {scheduler} gives")
         raise StallError(
             at="train.distributed",
-            problem=f"{who.format(**described)} did not meet the others within {config.timeout} s at {where}",
-            fix="See that all of them run, reach that address, and have ids of their own; or raise train.distributed.timeout.",
+            problem=f"{who.format(**described)} did not meet the others within {config.timeout} s "
+            f"at {where}",
+            fix="See that all of them run, reach that address, and have ids of their own; or raise "
+            "train.distributed.timeout.",
         )
     here, count = jax.process_index(), jax.process_count()
     local, devices = jax.local_device_count(), jax.device_count()
@@ -177,8 +180,15 @@ def _scheduler(variables: Mapping[str, str]) -> str | None:
         return "the TPU pod"
     if "KUBERNETES_SERVICE_HOST" in variables and "JOB_COMPLETION_INDEX" in variables:
         if importlib.util.find_spec("kubernetes") is None:
-            problem = "an indexed Kubernetes job, of which jax can ask nothing without the package kubernetes"
-            fix = f"Install jax[k8s], or set {', '.join(VARIABLES.values())} in the manifest; docs/multihost.md has one."
+            problem = (
+                "an indexed Kubernetes job, of which jax can ask nothing without the "
+                "package "
+                "kubernetes"
+            )
+            fix = (
+                f"Install jax[k8s], or set {', '.join(VARIABLES.values())} in the manifest; "
+                "docs/multihost.md has one."
+            )
             raise ConfigError(at="train.distributed", problem=problem, fix=fix)
         return "Kubernetes"
     return None

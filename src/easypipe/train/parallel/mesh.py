@@ -81,7 +81,8 @@ def _fitted(
         such = _named({"data": rest, **{axis: n for axis, n in reversed(fitting.items()) if n > 1}})
         raise ConfigError(
             at=at,
-            problem=f"{_named(sizes)} does not fit {count} {devices[0].platform} device{'s' if count != 1 else ''}",
+            problem=f"{_named(sizes)} does not fit {count} {devices[0].platform} "
+            f"device{'s' if count != 1 else ''}",
             fix=f"Let the sizes multiply to {count}, such as {such}; {{data: -1}} uses them all.",
         )
     sizes = {axis: count // fixed if size == -1 else size for axis, size in sizes.items()}
@@ -93,7 +94,11 @@ def _fitted(
             fix="Choose another preset, or hosts of one kind.",
         )
     if sizes["data"] % len(groups):
-        problem = f"hybrid puts data across {len(groups)} hosts or slices, and {_named(sizes)} has {sizes['data']} along it"
+        problem = (
+            f"hybrid puts data across {len(groups)} hosts or slices, and {_named(sizes)} "
+            "has "
+            f"{sizes['data']} along it"
+        )
         fix = f"Let fsdp x sequence x tensor divide the {count // len(groups)} devices of one."
         raise ConfigError(at=f"{at}.data", problem=problem, fix=fix)
     return sizes
@@ -134,7 +139,8 @@ def check_batch_size(
         axes = ", ".join(f"{axis} {mesh.shape[axis]}" for axis in BATCH_AXES)
         raise PlacementError(
             at=at,
-            problem=f"{batch_size} rows do not divide by the mesh ({axes}) times accumulate_steps {accumulate_steps}",
+            problem=f"{batch_size} rows do not divide by the mesh ({axes}) times accumulate_steps "
+            f"{accumulate_steps}",
             fix=f"Use {' or '.join(str(n) for n in (below, above) if n)} rows.",
         )
 

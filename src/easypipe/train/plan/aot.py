@@ -187,18 +187,22 @@ def _compiled(lowered: Lowered) -> Compiled | str:
 def unknowns(plan: StepPlan) -> tuple[str, ...]:
     """What the numbers of a plan do not say."""
     said = [
-        "how near the kernels come to the device's peak rates, and how much of what is sent hides behind products: nothing ran",
-        "how long documents are: rows count as full, of one document each; shorter ones cost less attention",
+        "how near the kernels come to the device's peak rates, and how much of what is sent hides "
+        "behind products: nothing ran",
+        "how long documents are: rows count as full, of one document each; shorter ones cost less "
+        "attention",
         "what reading data, saving and evaluating take; the evaluation step's memory",
     ]
     if plan.device.startswith("NVIDIA"):
         said.append(
-            "what XLA chooses once it can time products on the GPU; jax takes 75 % of a GPU's memory unless told otherwise"
+            "what XLA chooses once it can time products on the GPU; jax takes 75 % of a GPU's "
+            "memory unless told otherwise"
         )
         said.append("links between hosts: all are taken for NVLink")
     else:
         said.append(
-            "links between slices; which neighbours on the torus exchange what: a device's links are taken together"
+            "links between slices; which neighbours on the torus exchange what: a device's links "
+            "are taken together"
         )
     if plan.unknown_loops:
         said.append(f"how often {plan.unknown_loops} loops turn: what is in them is counted once")
@@ -293,7 +297,8 @@ def _what(plan: StepPlan) -> str:
     cut = f" in {plan.accumulate_steps} micro-batches" if plan.accumulate_steps > 1 else ""
     lines = [
         f"{plan.topology}: {_of(plan.devices, 'device')} ({plan.device}), mesh {mesh}",
-        f"  step: {plan.batch_size:,} rows of {plan.seq_length:,} slots{cut} = {plan.batch_size * plan.seq_length:,} slots",
+        f"  step: {plan.batch_size:,} rows of {plan.seq_length:,} slots{cut} = "
+        f"{plan.batch_size * plan.seq_length:,} slots",
         f"  model: {plan.parameters:,} parameters"
         + (f", attention {plan.attention}" if plan.attention else ""),
         f"  compiled here in {plan.compile_seconds:.0f} s; nothing ran",
@@ -311,7 +316,8 @@ def _memory_lines(plan: StepPlan) -> str:
         (
             "temporaries",
             memory.temporaries,
-            f"  gradients ({_gib(memory.gradients)} in float32), activations, gathered parameters, buffers",
+            f"  gradients ({_gib(memory.gradients)} in float32), activations, gathered parameters, "
+            "buffers",
         ),
         ("program", memory.program, ""),
     ]
@@ -339,7 +345,8 @@ def _collectives(plan: StepPlan) -> str:
         f"  {'kind':<20}{'times':>7}{'among':>7}{'each':>10}{'sent':>10}  of",
     ]
     lines += [
-        f"  {one.kind:<20}{one.times:>7}{one.devices:>7}{_size(one.size):>10}{_size(one.sent):>10}  {one.shape}"
+        f"  {one.kind:<20}{one.times:>7}{one.devices:>7}{_size(one.size):>10}{_size(one.sent):>10} "
+        f" {one.shape}"
         for one in plan.collectives[:_SHOWN]
     ]
     rest = plan.collectives[_SHOWN:]
@@ -354,18 +361,24 @@ def _speed(plan: StepPlan) -> str:
     if line is None:
         return ""
     lines = [
-        f"FLOPs of a step: {line.flops:.4g} (6·N a token, and causal attention within rows of one document)",
-        f"  {line.palm_flops:.4g} by the PaLM convention; {line.executed_flops:.4g} with what is computed again",
+        f"FLOPs of a step: {line.flops:.4g} (6·N a token, and causal attention within rows of one "
+        "document)",
+        f"  {line.palm_flops:.4g} by the PaLM convention; {line.executed_flops:.4g} with what is "
+        "computed again",
     ]
     if plan.xla_flops:
         lines.append(
-            f"  XLA counts {plan.xla_flops:.4g} on each device, a loop's body once, and in kernels what they declare"
+            f"  XLA counts {plan.xla_flops:.4g} on each device, a loop's body once, and in kernels "
+            "what they declare"
         )
     lines += [
         "roofline, at the data sheet's rates",
-        f"  products {_seconds(line.compute_s)}, memory {_seconds(line.memory_s)}, links {_seconds(line.link_s)}",
-        f"  a step takes {_seconds(line.best_s)} at best (all at once), {_seconds(line.worst_s)} one after the other",
-        f"  at best {line.slots_per_s_at_best:,.0f} slots/s; MFU {line.mfu_at_worst:.1%} to {line.mfu_at_best:.1%},"
+        f"  products {_seconds(line.compute_s)}, memory {_seconds(line.memory_s)}, links "
+        f"{_seconds(line.link_s)}",
+        f"  a step takes {_seconds(line.best_s)} at best (all at once), {_seconds(line.worst_s)} "
+        "one after the other",
+        f"  at best {line.slots_per_s_at_best:,.0f} slots/s; MFU {line.mfu_at_worst:.1%} to "
+        f"{line.mfu_at_best:.1%},"
         f" by the PaLM convention up to {line.palm_mfu_at_best:.1%}",
     ]
     return "\n".join(lines)

@@ -139,12 +139,14 @@ class Template:
         text = "".join(pieces)
         if " at 0x" in text and (printed := self._printed_address(text, variables)) is not None:
             raise HostileError(
-                f"it prints an address in memory, which is another one in each process: {printed[:80]!r}"
+                "it prints an address in memory, which is another one in each process: "
+                f"{printed[:80]!r}"
             )
         for start, inner in found:
             if not text.startswith(inner, start):
                 raise RenderError(
-                    "its generation markers stand in a block whose text is changed later, so what they mark is not known"
+                    "its generation markers stand in a block whose text is changed later, so what "
+                    "they mark is not known"
                 )
         return text, [(start, start + len(inner)) for start, inner in found if inner]
 
@@ -293,7 +295,8 @@ def _by_chance(name: str) -> Callable[..., None]:
     @jinja2.pass_context  # so that it is not called while the template compiles
     def refuse(*args: object, **values: object) -> None:
         raise HostileError(
-            f"it asks for {name!r}, and a conversation must give the same tokens whenever it is prepared"
+            f"it asks for {name!r}, and a conversation must give the same tokens whenever it is "
+            "prepared"
         )
 
     return refuse
@@ -303,7 +306,8 @@ def _clock(date: str | None) -> Callable[[str], str]:
     def strftime_now(format: str) -> str:
         if date is None:
             raise jinja2.TemplateError(
-                "the template asks for today's date, and what it prints must not depend on the day: set template_date"
+                "the template asks for today's date, and what it prints must not depend on the "
+                "day: set template_date"
             )
         import datetime
 

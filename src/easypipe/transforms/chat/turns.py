@@ -48,7 +48,10 @@ def trimmed(
     talks = {i: requests[i]["messages"] for i in over}
     starts = {i: _questions(talk) for i, talk in talks.items()}
     for i in over:
-        detail = f"{sizes[i]} tokens; its system prompt and last turn alone are more than max_length {lengths.limit}"
+        detail = (
+            f"{sizes[i]} tokens; its system prompt and last turn alone are more than "
+            f"max_length {lengths.limit}"
+        )
         result[i] = Refused(TOO_LONG, detail)
     # how many turns go: more than low; high is known to be enough
     low, high = dict.fromkeys(over, 0), {i: len(starts[i]) for i in over}

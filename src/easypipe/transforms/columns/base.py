@@ -290,7 +290,10 @@ class TransformedSource(Source):
         self._columns: tuple[str, ...] | None = None
         self._reads: tuple[str, ...] | None = None
         if self._factor > 1 and self.info.rows_are_bytes:
-            problem = "gives rows numbers of their own, and streaming does not count the lines of these files"
+            problem = (
+                "gives rows numbers of their own, and streaming does not count the lines of "
+                "these files"
+            )
             raise SourceError(
                 at=str(self.transform),
                 problem=problem,

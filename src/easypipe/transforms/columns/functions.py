@@ -134,7 +134,8 @@ class Map(ColumnTransform):
             if len(array) != batch.num_rows:
                 raise SourceError(
                     at=str(self),
-                    problem=f"{self.function.name} returned {len(array)} rows of {field.name!r} for {batch.num_rows}",
+                    problem=f"{self.function.name} returned {len(array)} rows of {field.name!r} "
+                    f"for {batch.num_rows}",
                     fix="Return a value for each row; Filter drops rows and Expand adds them.",
                 )
             made[field.name] = array
@@ -330,7 +331,10 @@ class Expand(ColumnTransform):
     narrow = ColumnTransform.narrow  # by `reads`; named here for those who look at this class
 
     def __repr__(self) -> str:
-        return f"Expand({self.by if isinstance(self.by, str) else self.by.name!r}, most={self.fan_out})"
+        return (
+            f"Expand({self.by if isinstance(self.by, str) else self.by.name!r}, "
+            f"most={self.fan_out})"
+        )
 
 
 def _called(
@@ -418,7 +422,8 @@ def _require_announced(
                 at=place(repr(transform), row=row),
                 problem=f"{function.name} returned a column {name!r} that nobody announced",
                 have=schema.names,
-                fix=f"Name it with its type: columns={{{name!r}: 'string'}}, which are format_columns in a dataset's options.",
+                fix=f"Name it with its type: columns={{{name!r}: 'string'}}, which are "
+                "format_columns in a dataset's options.",
             )
 
 

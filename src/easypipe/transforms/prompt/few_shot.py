@@ -41,7 +41,10 @@ class FewShot:
             self.pool = _read(str(config.data_files), tuple(columns))
             assert config.count is not None
             if len(self.pool) <= config.count:
-                problem = f"{config.data_files} has {len(self.pool)} rows, and {config.count} are drawn that are not the row at hand"
+                problem = (
+                    f"{config.data_files} has {len(self.pool)} rows, and {config.count} are "
+                    "drawn that are not the row at hand"
+                )
                 raise ConfigError(
                     at="few_shot.count",
                     problem=problem,

@@ -33,7 +33,10 @@ _NO_TOOLS = """
 {%- endfor -%}
 """
 _BOS = "{%- if bos_token and bos_token != eos_token -%}{{ bos_token }}{%- endif -%}"
-_EOS = "{%- if not eos_token -%}{{ raise_exception('the tokenizer names no EOS token, which ends turns here') }}{%- endif -%}"
+_EOS = (
+    "{%- if not eos_token -%}{{ raise_exception('the tokenizer names no EOS token, which ends "
+    "turns here') }}{%- endif -%}"
+)
 
 CHATML = (
     _TEXT
@@ -112,11 +115,13 @@ CHAT_TEMPLATES = {
 # The two prompts of the Alpaca data set (github.com/tatsu-lab/stanford_alpaca), which models were
 # tuned on word by word.
 ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n{output}"
 )
 ALPACA_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. "
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n{output}"
 )

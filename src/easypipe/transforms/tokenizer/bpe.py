@@ -38,7 +38,8 @@ def train_bpe(
     specials = list(dict.fromkeys([END_OF_TEXT, *special_tokens]))
     least = BYTES + len(specials)
     if vocab_size < least:
-        raise ConfigError(at="vocab_size", problem=f"{vocab_size} tokens do not hold {BYTES} bytes and {len(specials)} special tokens",
+        raise ConfigError(at="vocab_size", problem=f"{vocab_size} tokens do not hold {BYTES} bytes "
+                                                   f"and {len(specials)} special tokens",
                           fix=f"Give at least {least}.")  # fmt: skip
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]

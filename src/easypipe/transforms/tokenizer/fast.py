@@ -1,4 +1,6 @@
-"""gigatoken behind Arrow columns. Only transforms/tokenizer/proof.py decides whether it may be used."""
+"""gigatoken behind Arrow columns. Only transforms/tokenizer/proof.py decides whether it may be
+used.
+"""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def find_tokenizer(name_or_path: str) -> TokenizerFiles:
             raise TokenizerError(
                 at=name_or_path,
                 problem=f"a {path.suffix or 'nameless'} file is not a tokenizer.json",
-                fix="Convert it with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder).",
+                fix="Convert it with transformers: "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder).",
             )
         return _read(path, path.parent)
     if _looks_like_path(name_or_path):
@@ -152,7 +153,8 @@ def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
         raise TokenizerError(
             at=name_or_path,
             problem="the tokenizer has no chat template",
-            fix="Set chat_template to a .jinja file, or put a chat_template.jinja beside tokenizer.json.",
+            fix="Set chat_template to a .jinja file, or put a chat_template.jinja beside "
+            "tokenizer.json.",
         )
     return (
         template,
@@ -188,7 +190,8 @@ def _from_folder(folder: Path) -> TokenizerFiles:
             at=str(folder),
             problem="the folder holds no tokenizer.json",
             have=sorted(p.name for p in folder.iterdir())[:20],
-            fix="Convert the tokenizer with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder).",
+            fix="Convert the tokenizer with transformers: "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder).",
         )
     return _read(path, folder)
 
@@ -247,20 +250,24 @@ def _from_hub(name: str) -> TokenizerFiles:
     told = {  # the most special first: some are kinds of others
         GatedRepoError: (
             "the Hub repository is gated",
-            f"Accept its terms on https://huggingface.co/{name}, then set HF_TOKEN to a token that may read it.",
+            f"Accept its terms on https://huggingface.co/{name}, then set HF_TOKEN to a token that "
+            "may read it.",
         ),
         RepositoryNotFoundError: (
-            "no such repository on the Hugging Face Hub, or it is private; nor is there a file or folder of this name",
+            "no such repository on the Hugging Face Hub, or it is private; nor is there a file or "
+            "folder of this name",
             "Check the name; for a private repository set HF_TOKEN to a token that may read it.",
         ),
         LocalEntryNotFoundError: (
             "no file or folder of this name, and the Hugging Face Hub cannot be reached: {why}",
-            "Check the network (and HF_HUB_OFFLINE, HF_ENDPOINT), give a local tokenizer.json, or, for a private or gated "
+            "Check the network (and HF_HUB_OFFLINE, HF_ENDPOINT), give a local tokenizer.json, or, "
+            "for a private or gated "
             "repository, set HF_TOKEN.",
         ),
         EntryNotFoundError: (
             "the Hub repository holds no tokenizer.json",
-            "Convert it with transformers: AutoTokenizer.from_pretrained(name).save_pretrained(folder), then give the folder.",
+            "Convert it with transformers: "
+            "AutoTokenizer.from_pretrained(name).save_pretrained(folder), then give the folder.",
         ),
         # HTTP and validation errors of the Hub client derive from these
         (OSError, ValueError): (

@@ -100,7 +100,8 @@ class LostCharacters:
             return
         self._warned = True
         logger.warning(
-            "tokenizer %s: it has no token for %r (U+%04X), no unknown token and no bytes to fall back to: such characters are lost; "
+            "tokenizer %s: it has no token for %r (U+%04X), no unknown token and no bytes to fall "
+            "back to: such characters are lost; "
             "the ledger counts them",
             self._name,
             character,

@@ -28,9 +28,9 @@ class EncodedTexts(NamedTuple):
     """n documents: `ids[offsets[i] : offsets[i + 1]]`, special tokens included.
 
     offsets Int64[n+1] from 0 · ids unsigned[total] · mask UInt8[total]: 1 is a target; None: every
-    token is · before, added Int64[n]: special tokens that were put in front of each document, and in
-    all · truncated Int64[n]: tokens cut off each · special Int64[n]: special strings in each text,
-    where they were looked for
+    token is · before, added Int64[n]: special tokens that were put in front of each document, and
+    in all · truncated Int64[n]: tokens cut off each · special Int64[n]: special strings in each
+    text, where they were looked for
     """
 
     offsets: NDArray[np.int64]

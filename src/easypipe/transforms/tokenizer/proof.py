@@ -104,11 +104,13 @@ def prove(
             )
             return Verdict(
                 False,
-                f"gigatoken {fast.version()} differs from `tokenizers` at token {at} of {_short(text)} ({kind})",
+                f"gigatoken {fast.version()} differs from `tokenizers` at token {at} of "
+                f"{_short(text)} ({kind})",
             )
     return Verdict(
         True,
-        f"gigatoken {fast.version()} equals `tokenizers` {_reference_version()} on {len(plain)} {kind}",
+        f"gigatoken {fast.version()} equals `tokenizers` {_reference_version()} on {len(plain)} "
+        f"{kind}",
     )
 
 

@@ -1,5 +1,5 @@
-"""Lists of token ids, one after the other, with what is trained of them: cut, framed and replaced all
-at once.
+"""Lists of token ids, one after the other, with what is trained of them: cut, framed and replaced
+all at once.
 """
 
 from __future__ import annotations

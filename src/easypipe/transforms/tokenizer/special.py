@@ -67,7 +67,8 @@ class SpecialStrings:
                 if left:
                     raise TokenizerError(
                         at=name,
-                        problem=f"special_strings='escape' cannot be had: its model has {left[0]!r} as a piece of ordinary text",
+                        problem="special_strings='escape' cannot be had: its model has "
+                        f"{left[0]!r} as a piece of ordinary text",
                         fix="Set special_strings='error'.",
                     )
 

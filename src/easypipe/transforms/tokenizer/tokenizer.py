@@ -308,7 +308,10 @@ class Tokenizer:
         return len(self._prefix) + len(self._suffix)
 
     def __repr__(self) -> str:
-        return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, eos_token_id={self.eos_token_id})"
+        return (
+            f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, "
+            f"eos_token_id={self.eos_token_id})"
+        )
 
     def _decide(self) -> tuple[Backend, FastEngine | None]:
         with self._lock:
@@ -467,8 +470,10 @@ def _load_reference(
         )
         raise TokenizerError(
             at=origin,
-            problem=f"{token} has the id {highest}, and encoders hold a table of all ids up to the highest",
-            fix=f"Correct the id: there are {len(vocabulary)} tokens, and ids below {MOST_IDS} are read.",
+            problem=f"{token} has the id {highest}, and encoders hold a table of all ids up to the "
+            "highest",
+            fix=f"Correct the id: there are {len(vocabulary)} tokens, and ids below {MOST_IDS} are "
+            "read.",
         )
     if vocab_size == 0:
         raise TokenizerError(
@@ -510,7 +515,10 @@ def _declare(reference: Any, declared: Sequence[DeclaredToken], origin: str) -> 
         if token.number is None and own is None:
             continue  # a named one that no vocabulary has, which is told where it is asked for
         if token.number not in (None, number):
-            problem = "tokenizer %s: tokenizer_config.json says that %r is token %d, and it would be %d: it is not used"
+            problem = (
+                "tokenizer %s: tokenizer_config.json says that %r is token %d, and it would "
+                "be %d: it is not used"
+            )
             logger.warning(problem, origin, token.content, token.number, number)
             continue
         add = reference.add_special_tokens if token.special else reference.add_tokens

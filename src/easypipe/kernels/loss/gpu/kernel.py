@@ -82,11 +82,13 @@ def refusals(hidden: ShapedArray, lm_head: ShapedArray, *, layout: Layout) -> li
     for name, array in (("hidden", hidden), ("lm_head", lm_head)):
         if jnp.dtype(array.dtype).name not in DTYPES:
             reasons.append(
-                f"{name} is {jnp.dtype(array.dtype).name}; the row kernels take {', '.join(DTYPES)} and compute in float32"
+                f"{name} is {jnp.dtype(array.dtype).name}; the row kernels take "
+                f"{', '.join(DTYPES)} and compute in float32"
             )
     if hidden.dtype != lm_head.dtype:
         reasons.append(
-            f"hidden is {jnp.dtype(hidden.dtype).name} and lm_head {jnp.dtype(lm_head.dtype).name}; cast one to the other's dtype"
+            f"hidden is {jnp.dtype(hidden.dtype).name} and lm_head "
+            f"{jnp.dtype(lm_head.dtype).name}; cast one to the other's dtype"
         )
     return reasons
 

@@ -246,7 +246,8 @@ def row_block(device: Device, vocab: int, dtype: DTypeLike) -> int:
     if rows == 0:
         raise ConfigError(
             at="pallas_tpu",
-            problem=f"{least} rows of a vocabulary of {vocab} do not fit {device.vmem // MIB} MiB of VMEM",
+            problem=f"{least} rows of a vocabulary of {vocab} do not fit {device.vmem // MIB} MiB "
+            "of VMEM",
             fix="Shard the vocabulary, or choose the rule 'strict'.",
         )
     return min(rows, 8 * least)
@@ -300,7 +301,8 @@ def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> list[str]:
     if blocks.resident:
         if sizes.tokens % blocks.back_rows or parts > 1 or blocks.back_width != sizes.width:
             reasons.append(
-                f"resident needs back_parts 1, back_width {sizes.width} and back_rows that divide {sizes.tokens} tokens"
+                f"resident needs back_parts 1, back_width {sizes.width} and back_rows that divide "
+                f"{sizes.tokens} tokens"
             )
     elif blocks.own_tokens:
         if (
@@ -310,7 +312,8 @@ def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> list[str]:
             or blocks.own_columns % LANES
         ):
             reasons.append(
-                f"own_tokens needs back_width 0, a multiple of back_rows {blocks.back_rows}, and own_columns of {LANES}"
+                f"own_tokens needs back_width 0, a multiple of back_rows {blocks.back_rows}, and "
+                f"own_columns of {LANES}"
             )
     else:
         if sizes.width % blocks.back_width:
@@ -323,7 +326,8 @@ def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> list[str]:
         ):
             if cdiv(size, block) % parts:
                 reasons.append(
-                    f"{cdiv(size, block)} tiles of {block} {what} are no equal shares for {parts} cores"
+                    f"{cdiv(size, block)} tiles of {block} {what} are no equal shares for {parts} "
+                    "cores"
                 )
     for name, need in (
         ("forward", forward_vmem(blocks, sizes)),
@@ -331,7 +335,8 @@ def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> list[str]:
     ):
         if need > device.vmem - RESERVED:
             reasons.append(
-                f"{name} needs {need / MIB:.1f} MiB of VMEM; there are {device.vmem // MIB}, and the compiler takes {RESERVED // MIB}"
+                f"{name} needs {need / MIB:.1f} MiB of VMEM; there are {device.vmem // MIB}, and "
+                f"the compiler takes {RESERVED // MIB}"
             )
     return reasons
 
@@ -339,7 +344,10 @@ def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> list[str]:
 def as_blocks(values: Mapping[str, int]) -> Blocks:
     """Raises ConfigError for names that are not those of Blocks."""
     if not set(Blocks._fields) - set(Blocks._field_defaults) <= set(values) <= set(Blocks._fields):
-        fix = f"Give each of {', '.join(Blocks._fields)}, and no other ({' and '.join(Blocks._field_defaults)} may be left out)."
+        fix = (
+            f"Give each of {', '.join(Blocks._fields)}, and no other "
+            f"({' and '.join(Blocks._field_defaults)} may be left out)."
+        )
         raise ConfigError(at="pallas_tpu.blocks", problem=f"have {', '.join(values)}", fix=fix)
     return Blocks(**values)
 

@@ -1,4 +1,6 @@
-"""What the TPU kernels share: a call by names, loops of the device, the product that makes logits."""
+"""What the TPU kernels share: a call by names, loops of the device, the product that makes
+logits.
+"""
 
 from __future__ import annotations
 

@@ -75,11 +75,13 @@ def refusals(hidden: ShapedArray, lm_head: ShapedArray, *, layout: Layout) -> li
     dtypes = {jnp.dtype(array.dtype).name for array in (hidden, lm_head)}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         reasons.append(
-            f"hidden and lm_head are {' and '.join(sorted(dtypes))}: it takes both in {' or both in '.join(DTYPES)}"
+            f"hidden and lm_head are {' and '.join(sorted(dtypes))}: it takes both in "
+            f"{' or both in '.join(DTYPES)}"
         )
     if vocab_size(lm_head, layout) >= MOST_COLUMNS:
         reasons.append(
-            f"a vocabulary of {vocab_size(lm_head, layout)} on one device is not below {MOST_COLUMNS}"
+            f"a vocabulary of {vocab_size(lm_head, layout)} on one device is not below "
+            f"{MOST_COLUMNS}"
         )
     kind = tuning.device_kind()
     if kind.startswith(TOO_SMALL):

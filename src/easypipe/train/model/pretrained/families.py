@@ -345,7 +345,10 @@ def _windows(family: Family, known: Json, at: str) -> tuple[int | None, int | No
     every = full[0] + 1 if full else None
     expected = [_SLIDING if every is None or (i + 1) % every else _FULL for i in range(layers)]
     if list(types) != expected:
-        problem = f"{types} does not repeat: every n-th layer may see the whole row, the others have the window"
+        problem = (
+            f"{types} does not repeat: every n-th layer may see the whole row, the others "
+            "have the window"
+        )
         raise ConfigError(
             at=f"{at}: layer_types",
             problem=problem,

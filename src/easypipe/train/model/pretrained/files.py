@@ -81,7 +81,10 @@ def model_folder(
         fix = f"Accept its licence at https://huggingface.co/{name} and set HF_TOKEN."
         raise SourceError(at=name, problem="the Hub repository is gated", fix=fix) from error
     except RepositoryNotFoundError as error:
-        problem = "no such repository on the Hugging Face Hub, or it is private; nor is there a folder of this name"
+        problem = (
+            "no such repository on the Hugging Face Hub, or it is private; nor is there a "
+            "folder of this name"
+        )
         raise MissingFileError(
             at=name, problem=problem, fix="Check the name, or set HF_TOKEN."
         ) from error
@@ -156,7 +159,8 @@ class WeightFiles:
             if not (folder / file).is_file():
                 has_pickle = any(folder.glob("*.bin"))
                 fix = (
-                    "Convert its .bin files to safetensors: they are pickles, which can run code, and are not read."
+                    "Convert its .bin files to safetensors: they are pickles, which can run code, "
+                    "and are not read."
                     if has_pickle
                     else None
                 )

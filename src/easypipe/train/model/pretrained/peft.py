@@ -126,7 +126,8 @@ def load_adapters(module: Decoder, path: str | Path) -> Decoder:
     if unexpected or not parsed:
         raise StateError(
             at=str(file),
-            problem=f"adapters that this decoder has no place for: {short(unexpected) or 'none at all'}",
+            problem="adapters that this decoder has no place for: "
+            f"{short(unexpected) or 'none at all'}",
         )
     targets = tuple(
         sorted({f"layers.{ours[match[2]]}" for match in parsed.values() if match is not None})
