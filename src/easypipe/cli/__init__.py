@@ -1,4 +1,4 @@
-"""Floor 6: the command line. `easypipe = easypipe.cli:main`."""
+"""The command line. `easypipe = easypipe.cli:main`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Floor 0: what every other room may use. Imports nothing from easypipe above it, and never jax."""
+"""What every other room may use: errors, configs, storage, retries, randomness.
+
+Imports nothing from easypipe above it, and never jax.
+"""

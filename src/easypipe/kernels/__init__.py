@@ -1,4 +1,4 @@
-"""Loss kernels behind one api.
+"""Kernels of the loss and of attention, behind one api each.
 
 Names are loaded when first used: jax comes with them, and who prepares data needs none.
 """

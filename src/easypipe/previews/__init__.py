@@ -1,1 +1,1 @@
-"""Floor 6: a look at the first samples of a config, decoded, with what is trained of them."""
+"""A look at the first samples of a config, decoded, with what is trained of them."""

@@ -1,1 +1,1 @@
-"""Reading rows from files, memory and the token cache."""
+"""Reading records: files of every format, the Hub, memory, objects."""

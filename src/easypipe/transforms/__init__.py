@@ -1,1 +1,1 @@
-"""Changing columns: text to tokens."""
+"""Records to text, and text to tokens."""
