@@ -228,7 +228,7 @@ def test_groups_have_less_padding_and_every_row_once() -> None:
     order = ReadingOrder(
         rows, LoadStageConfig(batch_size=2, group_by_length=16), CollateConfig(), 3
     )
-    first, second = (rows.lengths(order.rows(start, start + 32)) for start in (0, 32))
+    first, second = (rows.lengths(order.rows(rows, start, start + 32)) for start in (0, 32))
     assert sorted(first) == sorted(second), "the windows hold rows of the same lengths"
     assert first.tolist() != second.tolist(), "windows have permutations of their own"
 
@@ -301,7 +301,7 @@ def test_the_order_is_arithmetic(
     def make(**more):
         return ReadingOrder(rows, LoadStageConfig(**shuffled, **more), CollateConfig(), seed)
 
-    order, plain = make(group_by_length=group).rows(0, count), make().rows(0, count)
+    order, plain = make(group_by_length=group).rows(rows, 0, count), make().rows(rows, 0, count)
     window = batch * group
     for start in range(0, count, window):
         assert sorted(order[start : start + window]) == sorted(plain[start : start + window])
@@ -310,7 +310,7 @@ def test_the_order_is_arithmetic(
     edges = sorted({0, count, *(cut % count for cut in cuts)})
     one = make(group_by_length=group)
     pieces = [
-        (one if i % 2 else make(group_by_length=group)).rows(*edges[i : i + 2])
+        (one if i % 2 else make(group_by_length=group)).rows(rows, *edges[i : i + 2])
         for i in reversed(range(len(edges) - 1))
     ]
     assert np.concatenate(pieces[::-1]).tolist() == order.tolist()
@@ -443,12 +443,14 @@ def test_every_block_and_every_window_has_an_order_of_its_own() -> None:
     shuffled = ReadingOrder(
         rows, LoadStageConfig(batch_size=8, shuffle_buffer_size=64), CollateConfig(), 3
     )
-    blocks = {(shuffled.rows(start, start + 64) - start).tobytes() for start in range(0, 4096, 64)}
+    blocks = {
+        (shuffled.rows(rows, start, start + 64) - start).tobytes() for start in range(0, 4096, 64)
+    }
     assert len(blocks) == 64
     grouped = ReadingOrder(
         rows, LoadStageConfig(batch_size=8, group_by_length=16), CollateConfig(), 3
     )
     windows = {
-        (grouped.rows(start, start + 128) - start).tobytes() for start in range(0, 4096, 128)
+        (grouped.rows(rows, start, start + 128) - start).tobytes() for start in range(0, 4096, 128)
     }
     assert len(windows) == 32
