@@ -2,8 +2,7 @@
 
 rooms.svg          the packages of easypipe by floors: each imports only from floors below it
 way_of_a_row.svg   the files that run while a row of text is prepared, planned and made into a
-batch,
-                   as `sys.setprofile` sees them
+                   batch, as `sys.setprofile` sees them
 
 `--check` writes nothing, and fails where a picture is not as the code is (tests/test_docs.py).
 """
@@ -132,6 +131,7 @@ def draw_rooms() -> str:
 
 def way() -> list[tuple[str, list[str]]]:
     """(what is done, the files of easypipe of which a function runs while it is)."""
+    import easypipe
     from easypipe import (
         DatasetConfig,
         LoadStageConfig,
@@ -141,13 +141,14 @@ def way() -> list[tuple[str, list[str]]]:
         train_bpe,
     )
 
+    imported = Path(easypipe.__file__).parent  # an installed copy, perhaps
     found: list[tuple[str, list[str]]] = []
     entered: set[str] = set()
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         name = frame.f_code.co_filename
-        if event == "call" and name.startswith(str(HOUSE)):
-            place = Path(name).relative_to(HOUSE).as_posix()
+        if event == "call" and name.startswith(str(imported)):
+            place = Path(name).relative_to(imported).as_posix()
             if not place.endswith("__init__.py"):
                 entered.add(place)
 
