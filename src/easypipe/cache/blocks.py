@@ -101,6 +101,7 @@ class BlockChecks:
         self._flags = np.zeros(int(self._first[-1]), np.uint8)
         self._sums = np.zeros(len(self._flags), np.uint32)
         self._left = len(self._flags)
+        self._indexes_left = len(parts)
         # Where the flags of each part begin, UInt64[P]; 0 where an earlier version wrote the
         # manifest: nothing to hold it against.
         has = np.array([bool(part.blocks) for part in parts], np.bool_)
@@ -109,6 +110,12 @@ class BlockChecks:
         )
         for i in np.flatnonzero(~has).tolist():
             self._done(int(self._first[i]), int(self._first[i + 1]))
+            self._indexes_left -= 1
+
+    @property
+    def index_pending(self) -> bool:
+        """Whether the index of any part is left to check."""
+        return self._indexes_left > 0
 
     @property
     def pending(self) -> bool:
@@ -139,6 +146,7 @@ class BlockChecks:
                 inside[-(-first // BLOCK) : last // BLOCK] = True
         self.check(part, np.flatnonzero(~inside).tolist(), address)
         self._done(at, at + 1)
+        self._indexes_left = int(np.count_nonzero(self._flags[self._first[:-1]] == 0))
 
     def check(self, part: int, blocks: Iterable[int], address: int) -> None:
         """Raises CacheError where one of `blocks` is damaged. The index was checked before."""

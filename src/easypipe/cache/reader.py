@@ -284,20 +284,25 @@ class TokenCache(Source):
         Raises StorageError where they cannot be fetched, CacheError where a file is not what was
         committed.
         """
-        if self._files.stays and not self.pending:
+        if self._files.stays:
+            self._check_documents(docs)
             yield
             return
         number = self._part_numbers(docs)
         with self._files.hold(number, docs - self._first_doc[number]):
-            b, todo = self._buffers, np.empty((2, ROOM if self.pending else 0), np.int64)
-            where = (b.ids_address, b.offsets_address, b.mask_address, b.file_address)
-            while todo.size and (
-                count := note_documents(
-                    docs, b.first_doc, *where, b.checked_address, b.id_bytes, todo
-                )
-            ):
-                self.check(todo[:, :count])
+            self._check_documents(docs)
             yield
+
+    def _check_documents(self, docs: NDArray[np.int64]) -> None:
+        """docs: Int64[n], held in memory. Raises CacheError where one is damaged."""
+        if not self.pending:
+            return
+        b, todo = self._buffers, np.empty((2, ROOM), np.int64)
+        where = (b.ids_address, b.offsets_address, b.mask_address, b.file_address)
+        while count := note_documents(
+            docs, b.first_doc, *where, b.checked_address, b.id_bytes, todo
+        ):
+            self.check(todo[:, :count])
 
     @property
     def pending(self) -> bool:
@@ -305,6 +310,10 @@ class TokenCache(Source):
         to look at the flags, and `check`.
         """
         return self._blocks is not None and self._blocks.pending
+
+    @property
+    def _index_pending(self) -> bool:
+        return self._blocks is not None and self._blocks.index_pending
 
     def check(self, touched: NDArray[np.int64]) -> None:
         """touched: Int64[2, n], parts and their blocks as `blocks.note` gives them. Raises
@@ -356,7 +365,7 @@ class TokenCache(Source):
     def _index(self, parts: NDArray[np.int64]) -> Iterator[None]:
         """While the block lasts, the checked index of `parts` (Int64[n]) may be read."""
         with self._files.hold_index(parts):
-            self._check_index(np.unique(parts).tolist() if self.pending else ())
+            self._check_index(np.unique(parts).tolist() if self._index_pending else ())
             yield
 
     def _check_index(self, parts: Iterable[int]) -> None:
@@ -383,7 +392,7 @@ class TokenCache(Source):
         if not docs.size:
             return out
         if len(self._parts) <= self._files.most:
-            known = self._files.stays and not self.pending
+            known = self._files.stays and not self._index_pending
             number = _NONE if known else self._part_numbers(docs)
             with self._index(number):
                 kernel(docs, self._first_doc, address, out)
@@ -401,16 +410,18 @@ class TokenCache(Source):
 
     def _rows(self, part: int, first: int, last: int) -> pa.RecordBatch:
         """Documents `first` to `last` of a part; a copy where the map comes and goes."""
-        with self.pin(np.arange(first, last) + self._first_doc[part]):
+        docs = np.arange(first, last) + self._first_doc[part]
+        if self._files.stays:
+            self._check_documents(docs)
+            return self._files.batch(part).slice(first, last - first)
+        with self.pin(docs):
             found = self._files.batch(part).slice(first, last - first)
-            if self._files.stays:
-                return found
             return pa.ipc.read_record_batch(found.serialize(), found.schema)
 
     def _find(self, doc: int) -> tuple[int, int]:
         if not 0 <= doc < self.num_docs:
             raise IndexError(f"document {doc} of {self.num_docs}")
-        part = int(self._part_numbers(np.array([doc]))[0])
+        part = bisect.bisect_right(self._first_doc, doc) - 1
         return part, doc - int(self._first_doc[part])
 
     def _part_numbers(self, docs: NDArray[np.int64]) -> NDArray[np.int64]:
