@@ -175,7 +175,7 @@ FAULTS = [
           "return digest(whole, first) if first else whole", "return whole"),
     fault("a place behind the range that is asked for is entered", "sources/formats/streams.py",
           "tests/sources/test_indexes.py tests/sources/test_formats.py -k 'ranges or stateless or restarts'",
-          "if restart.plain <= p.position <= start]", "if restart.plain <= p.position]"),
+          "self.restarts[bisect.bisect(self.restarts, (target, sys.maxsize)) - 1]", "self.restarts[-1]"),
     # transforms
     fault("pieces of a text do not overlap", "transforms/tokenizer/lengths.py", "tests/transforms/test_lengths.py -k split",
           "low = stop - policy.overlap", "low = stop"),

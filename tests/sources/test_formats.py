@@ -168,7 +168,13 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             "PIECE_BYTES": 64,
             "BATCH_RECORDS": 2,
         },
-        streams: {"INPUT_BYTES": 11, "OUTPUT_BYTES": 13, "KEPT_PLACES": 2, "RESTART_BYTES": 30},
+        streams: {
+            "INPUT_BYTES": 11,
+            "OUTPUT_BYTES": 13,
+            "BLOCK_BYTES": 23,
+            "KEPT_BLOCKS": 2,
+            "RESTART_BYTES": 30,
+        },
         parquet: {"SMALL_GROUP_BYTES": 0, "STREAMED_BYTES": 64, "KEPT_STREAMS": 2, "CUT_BYTES": 64},
     }.items():
         for name, value in sizes.items():

@@ -120,10 +120,10 @@ def test_cuts_and_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def decompressed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that were decompressed."""
     seen: list[int] = []
-    read = streams._Decompressed.read
+    read = streams._Unpacking._read
     monkeypatch.setattr(
-        streams._Decompressed,
-        "read",
+        streams._Unpacking,
+        "_read",
         lambda self: (lambda out: seen.append(len(out)) or out)(read(self)),
     )
     return seen
@@ -131,12 +131,15 @@ def decompressed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("zst", zstandard.compress)])
 def test_consecutive_ranges_decompress_once(
-    tmp_path: Path, decompressed: list[int], ending: str, pack
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decompressed: list[int], ending: str, pack
 ) -> None:
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 100_000)
+    monkeypatch.setattr(streams, "KEPT_BLOCKS", 8)
     data = lines()
     (tmp_path / f"a.jsonl.{ending}").write_bytes(pack(data))
     source = open_files(tmp_path / f"a.jsonl.{ending}")
     assert source.shards[0].num_rows == ROWS
+    assert sum(decompressed) == len(data)
     decompressed.clear()
     for start in range(0, ROWS, 500):
         source.read(0, start, start + 500)
@@ -170,7 +173,8 @@ def test_restarts(
     """Files of several members (BGZF, multi-frame zst) are entered near the rows that are asked
     for.
     """
-    monkeypatch.setattr(streams, "RESTART_BYTES", 50_000)
+    for name in ("RESTART_BYTES", "BLOCK_BYTES"):
+        monkeypatch.setattr(streams, name, 50_000)
     pack = gzip.compress if ending == "gz" else zstandard.compress
     data = lines()
     path = tmp_path / f"a.jsonl.{ending}"

@@ -70,8 +70,8 @@ class Rows(NamedTuple):
     """
 
     table: pa.Table
-    numbers: NDArray[np.int64] | None
-    rejects: list[Reject]
+    numbers: NDArray[np.int64] | None = None
+    rejects: Sequence[Reject] = ()
 
 
 class Format(Protocol):
@@ -79,7 +79,6 @@ class Format(Protocol):
     reads, and are thread safe.
     """
 
-    name: str
     numbered: bool  # rows may be missing from a batch even where nothing is wrong (blank lines)
 
     def survey(
@@ -100,11 +99,11 @@ class Format(Protocol):
         """The line of the file, from 1, at which a row begins; None where the format has no
         lines.
         """
-        ...
+        return None
 
     def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
         """The row as it stands in the file, for a quarantine; None where the format has no text."""
-        ...
+        return None
 
 
 class FileOptions(TypedDict, total=False):
@@ -118,7 +117,7 @@ class FileOptions(TypedDict, total=False):
 
 class FileSource(Source):
     """Rows of one or many files of one format. One shard per file. A
-    subclass names its `reader`.
+    subclass names its `kind`, as EXTENSIONS has it, and makes its format.
 
     columns: names to read, in this order; None reads all. A column that no file has is a
     SourceError that lists those there are.
@@ -132,7 +131,7 @@ class FileSource(Source):
     every batch has exactly `schema`. Safe to use from many threads at once.
     """
 
-    reader: ClassVar[type[Format]]
+    kind: ClassVar[str]
     checks_text: ClassVar[bool] = True
 
     def __init__(
@@ -147,13 +146,17 @@ class FileSource(Source):
         require_option(on_error, get_args(OnError), "on_error")
         self.on_error = on_error
         self.columns = _names(columns)
-        self._format = type(self).reader()
         self.files: tuple[FileRef, ...] = tuple(
-            resolve(data_files, storage_options, extensions=[self._format.name])
+            resolve(data_files, storage_options, extensions=[self.kind])
         )
+        self._format = self._make_format()
         self._index_dir = None if index_dir is None else Path(index_dir)
         self._lock = threading.Lock()
         self._opened: _Opened | None = None
+
+    def _make_format(self) -> Format:
+        """Called once, when `files` are known."""
+        raise NotImplementedError
 
     @property
     def schema(self) -> pa.Schema:
@@ -173,7 +176,7 @@ class FileSource(Source):
         return digest(
             "files",
             READER_VERSION,
-            self._format.name,
+            self.kind,
             self._options(),
             [file.digest for file in self.files],
         )
@@ -186,7 +189,7 @@ class FileSource(Source):
         return digest(
             "file",
             READER_VERSION,
-            self._format.name,
+            self.kind,
             self._options(),
             self.files[shard].digest,
             schema,

@@ -9,7 +9,6 @@ tokens .bin beside an .idx       the index says where documents lie (sources/ext
 from __future__ import annotations
 
 import io
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,17 +17,15 @@ from typing import Any, Literal, Unpack
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from easypipe.core.config import config, digest
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
-from easypipe.core.protocols import Reject
-from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import INPUT_IDS
 from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
 from easypipe.sources.external.megatron import MegatronIndex, open_index
 from easypipe.sources.files import DataFiles, FileRef, read_range, resolve
-from easypipe.sources.formats import records
-from easypipe.sources.formats.records import Found, Layout, RecordReader
+from easypipe.sources.formats.records import Found, Layout, RecordFormat, Records
 from easypipe.sources.formats.scanners import split_tokens
 
 NPY_MAGIC = b"\x93NUMPY"
@@ -69,27 +66,22 @@ class TokenFilesConfig:
 
 @dataclass(frozen=True)
 class _Found:
-    """dtype: of the tokens. start: byte of the first one. One of the others says where documents
-    lie; width: tokens of each.
+    """dtype: of the tokens. start: byte of the first one. Documents have `width` tokens, or lie
+    where the index says.
     """
 
     dtype: np.dtype[Any]
     start: int
     width: int = 0
-    separated: Found | None = None
     megatron: MegatronIndex | None = None
 
 
-class TokenFormat:
-    name = "tokens"
+class TokenFormat(Format):
     numbered = False
 
-    def __init__(
-        self, layout: TokenFilesConfig | None = None, indexes: Mapping[str, FileRef] | None = None
-    ) -> None:
-        self._options = layout or TokenFilesConfig()
-        self._indexes = dict(indexes or {})
-        self._records = RecordReader()
+    def __init__(self, layout: TokenFilesConfig, indexes: Mapping[str, FileRef]) -> None:
+        self._options, self._indexes = layout, indexes
+        self._separated = RecordFormat()
 
     def survey(
         self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
@@ -136,25 +128,22 @@ class TokenFormat:
                 fix="Give token_files=TokenFilesConfig(separator_id=...), the EOS token, or "
                 "document_tokens.",
             )
+        separator = self._options.separator_id
         layout = Layout(
-            name="tokens",
-            split=partial(_split, dtype.itemsize, self._options.separator_id),
+            key=["tokens", dtype.str, separator, start],
+            split=partial(_split, dtype.itemsize, separator),
             start=start,
+            schema=lambda facts: _schema(dtype),
+            parse=partial(_separated, dtype),
         )
-        options = [layout.name, dtype.str, self._options.separator_id, start]
-        index = records.kept_index(
-            file, index_dir, options, lambda: records.index_records(file, layout, None, dict)
-        )
-        return _survey(
-            file, _Found(dtype, start, separated=Found(layout, index)), index.num_rows, index.cuts()
-        )
+        return self._separated.indexed(file, layout, index_dir)
 
     def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+        if isinstance(survey.detail, Found):
+            return self._separated.rows(file, survey, fields, start, stop)
         found: _Found = survey.detail
         if found.megatron is not None:
             values, offsets = found.megatron.read(file, start, stop)
-        elif found.separated is not None:
-            values, offsets = self._separated(file, found.separated, found.dtype, start, stop)
         else:
             width = found.width
             size, total = (
@@ -165,27 +154,7 @@ class TokenFormat:
             data = read_range(file, found.start + start * width * size, found.start + last * size)
             values = np.frombuffer(data, found.dtype)
             offsets = np.minimum(np.arange(stop - start + 1, dtype=np.int64) * width, len(values))
-        lists = pa.LargeListArray.from_arrays(
-            pa.array(offsets), pa.array(values.astype(found.dtype.newbyteorder("="), copy=False))
-        )
-        return Rows(pa.table({INPUT_IDS: lists}), None, no_rejects())
-
-    def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
-        return None
-
-    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
-        return None
-
-    def _separated(
-        self, file: FileRef, found: Found, dtype: np.dtype, start: int, stop: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        values, ends = [], [np.zeros(1, np.int64)]
-        for piece in self._records.pieces(file, found, start, stop):
-            values.append(
-                np.frombuffer(piece.data[piece.starts[0] : piece.ends[-1]].tobytes(), dtype)
-            )
-            ends.append((piece.ends - piece.starts[0]) // dtype.itemsize + ends[-1][-1])
-        return np.concatenate(values), np.concatenate(ends)
+        return Rows(_lists(values, offsets))
 
     def _refuse(self, file: FileRef, why: str) -> None:
         for name in ("dtype", "separator_id", "document_tokens"):
@@ -195,8 +164,15 @@ class TokenFormat:
                 )
 
 
-class LaidOutSource(FileSource):
-    """A FileSource whose files do not say all of themselves: `layout` says the rest."""
+class TokenShardedSource(FileSource):
+    """Documents of token files, in the one column `input_ids`. layout: as in TokenFilesConfig.
+    Other options are those of FileSource.
+
+    Raises SourceError for a file without a layout, of another format, truncated, or with another
+    number of bytes than it says.
+    """
+
+    kind = "tokens"
 
     def __init__(
         self,
@@ -205,31 +181,11 @@ class LaidOutSource(FileSource):
         layout: TokenFilesConfig | None = None,
         **options: Unpack[FileOptions],
     ) -> None:
-        super().__init__(data_files, **options)
-        self._format = self._make_format(layout, options.get("storage_options"))
-
-    @abstractmethod
-    def _make_format(
-        self, layout: TokenFilesConfig | None, storage_options: StorageOptions
-    ) -> Format:
-        """Called once, when `files` are known."""
-
-
-class TokenShardedSource(LaidOutSource):
-    """Documents of token files, in the one column `input_ids`. layout: as in TokenFilesConfig.
-    Other options are those of FileSource.
-
-    Raises SourceError for a file without a layout, of another format, truncated, or with another
-    number of bytes than it says.
-    """
-
-    reader = TokenFormat
-
-    def _make_format(
-        self, layout: TokenFilesConfig | None, storage_options: StorageOptions
-    ) -> TokenFormat:
         self._layout = layout or TokenFilesConfig()
-        found = {file.path: _index_beside(file, storage_options) for file in self.files}
+        super().__init__(data_files, **options)
+
+    def _make_format(self) -> Format:
+        found = {file.path: _index_beside(file) for file in self.files}
         self._indexes = {path: index for path, index in found.items() if index is not None}
         return TokenFormat(self._layout, self._indexes)
 
@@ -248,20 +204,32 @@ class TokenShardedSource(LaidOutSource):
         )
 
 
-def no_rejects() -> list[Reject]:
-    return []
+def _separated(dtype: np.dtype[Any], piece: Records, fields: pa.Schema) -> Rows:
+    text = piece.data[piece.starts[0] : piece.ends[-1]].tobytes()
+    offsets = (np.append(piece.starts[:1], piece.ends) - piece.starts[0]) // dtype.itemsize
+    numbers = np.arange(piece.row, piece.row + len(piece.starts), dtype=np.int64)
+    return Rows(_lists(np.frombuffer(text, dtype), offsets), numbers)
 
 
-def _survey(file: FileRef, found: _Found, rows: int, cuts: tuple[int, ...] | None = None) -> Survey:
-    step = max(1, rows * CUT_BYTES // max(1, file.num_bytes))
-    schema = pa.schema(
-        [pa.field(INPUT_IDS, pa.large_list(pa.from_numpy_dtype(found.dtype.newbyteorder("="))))]
+def _lists(values: np.ndarray, offsets: NDArray[np.int64]) -> pa.Table:
+    native = values.astype(values.dtype.newbyteorder("="), copy=False)
+    lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(native))
+    return pa.table({INPUT_IDS: lists})
+
+
+def _schema(dtype: np.dtype[Any]) -> pa.Schema:
+    return pa.schema(
+        [pa.field(INPUT_IDS, pa.large_list(pa.from_numpy_dtype(dtype.newbyteorder("="))))]
     )
+
+
+def _survey(file: FileRef, found: _Found, rows: int) -> Survey:
+    step = max(1, rows * CUT_BYTES // max(1, file.num_bytes))
     return Survey(
         num_rows=rows,
-        total_rows=rows if found.separated is None else found.separated.index.total_rows,
-        cuts=cuts or tuple(range(0, rows, step)) or (0,),
-        schema=schema,
+        total_rows=rows,
+        cuts=tuple(range(0, rows, step)) or (0,),
+        schema=_schema(found.dtype),
         detail=found,
     )
 
@@ -307,11 +275,11 @@ def _npy_header(file: FileRef, head: bytes) -> tuple[np.dtype[Any], tuple[int, .
     return dtype, shape, stream.tell()
 
 
-def _index_beside(file: FileRef, storage_options: StorageOptions) -> FileRef | None:
+def _index_beside(file: FileRef) -> FileRef | None:
     if not file.path.lower().endswith(".bin"):
         return None
     try:
-        return resolve(file.address[: -len(".bin")] + ".idx", storage_options)[0]
+        return resolve(file.address[: -len(".bin")] + ".idx", file.storage_options)[0]
     except MissingFileError:
         return None
 

@@ -9,25 +9,23 @@ from __future__ import annotations
 import importlib
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
-from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import INPUT_IDS
-from easypipe.sources.base import Rows, Survey
-from easypipe.sources.external.token_files import LaidOutSource, TokenFilesConfig, no_rejects
-from easypipe.sources.files import FileRef, LocalFile
+from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
+from easypipe.sources.external.token_files import TokenFilesConfig
+from easypipe.sources.files import DataFiles, FileRef, LocalFile
 
 TEXT = "text"
 CUT_BYTES = 1 << 20
 
 
-class ArrayRecordFormat:
-    name = "arrayrecord"
+class ArrayRecordFormat(Format):
     numbered = False
 
     def __init__(self, layout: TokenFilesConfig | None = None) -> None:
@@ -87,7 +85,7 @@ class ArrayRecordFormat:
             text = pa.Array.from_buffers(
                 pa.large_string(), len(found), [None, pa.py_buffer(offsets), pa.py_buffer(data)]
             )
-            return Rows(pa.table({TEXT: text}), None, no_rejects())
+            return Rows(pa.table({TEXT: text}))
         dtype = np.dtype(str(self._layout.dtype)).newbyteorder("<")
         odd = np.flatnonzero(np.diff(offsets) % dtype.itemsize)
         if odd.size:
@@ -99,20 +97,8 @@ class ArrayRecordFormat:
                 fix="Check dtype.",
             )
         values = np.frombuffer(data, dtype).astype(dtype.newbyteorder("="), copy=False)
-        return Rows(
-            pa.table(
-                {
-                    INPUT_IDS: pa.LargeListArray.from_arrays(
-                        pa.array(offsets // dtype.itemsize), pa.array(values)
-                    )
-                }
-            ),
-            None,
-            no_rejects(),
-        )
-
-    def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
-        return None
+        lists = pa.LargeListArray.from_arrays(pa.array(offsets // dtype.itemsize), pa.array(values))
+        return Rows(pa.table({INPUT_IDS: lists}))
 
     def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
         lock, reader = self._reader(file)
@@ -126,19 +112,26 @@ class ArrayRecordFormat:
             return self._readers[file.path]
 
 
-class ArrayRecordShardedSource(LaidOutSource):
+class ArrayRecordShardedSource(FileSource):
     """Records of ArrayRecord files: the column `text`, or `input_ids` where `layout` gives the
     dtype of their tokens. Other options are those of FileSource. A record of text that is not UTF-8
     is a reject (invalid_utf8).
     """
 
-    reader = ArrayRecordFormat
+    kind = "arrayrecord"
 
-    def _make_format(
-        self, layout: TokenFilesConfig | None, storage_options: StorageOptions
-    ) -> ArrayRecordFormat:
+    def __init__(
+        self,
+        data_files: DataFiles,
+        *,
+        layout: TokenFilesConfig | None = None,
+        **options: Unpack[FileOptions],
+    ) -> None:
         self._layout = layout
-        return ArrayRecordFormat(layout)
+        super().__init__(data_files, **options)
+
+    def _make_format(self) -> Format:
+        return ArrayRecordFormat(self._layout)
 
     def _options(self) -> list[Any]:
         return [*super()._options(), None if self._layout is None else digest(self._layout)]

@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError
-from easypipe.sources.base import FileSource, Rows, Survey
+from easypipe.sources.base import FileSource, Format, Rows, Survey
 from easypipe.sources.files import FileRef, LocalFile, open_binary, read_range
 from easypipe.sources.schemas import plain_schema
 
@@ -36,8 +36,7 @@ class _Batches:
     whole: bool = True
 
 
-class ArrowFormat:
-    name = "arrow"
+class ArrowFormat(Format):
     numbered = False
 
     def survey(
@@ -96,19 +95,16 @@ class ArrowFormat:
         with _arrow_errors(file), _open(file) as opened:
             parts = _read(opened, batches, fields.names, first, last)
         table = pa.Table.from_batches(parts)
-        return Rows(table.slice(start - int(batches.first_row[first]), stop - start), None, [])
-
-    def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
-        return None
-
-    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
-        return None
+        return Rows(table.slice(start - int(batches.first_row[first]), stop - start))
 
 
 class ArrowShardedSource(FileSource):
     """Rows of Arrow IPC files and streams. Options are those of FileSource."""
 
-    reader = ArrowFormat
+    kind = "arrow"
+
+    def _make_format(self) -> Format:
+        return ArrowFormat()
 
 
 def _survey_file(opened: pa.NativeFile) -> _Batches:

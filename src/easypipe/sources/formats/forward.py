@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -26,35 +23,17 @@ from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo
 from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.base import READER_VERSION, OnError
-from easypipe.sources.files import (
-    DataFiles,
-    FileRef,
-    compression_of,
-    format_of,
-    read_range,
-    resolve,
-)
+from easypipe.sources.files import DataFiles, FileRef, compression_of, format_of, resolve
 from easypipe.sources.formats import jsonlines, txt
 from easypipe.sources.formats.jsontypes import Observer, schema_of
-from easypipe.sources.formats.records import MAX_RECORD_BYTES, Records, frozen, read_head
+from easypipe.sources.formats.records import BOM, MAX_RECORD_BYTES, Records, frozen, read_head
 from easypipe.sources.formats.scanners import split_lines
-from easypipe.sources.formats.streams import (
-    START,
-    ByteStream,
-    Restart,
-    check_compression,
-    open_stream,
-)
+from easypipe.sources.formats.streams import PlainBytes
 from easypipe.sources.schemas import column
 
-log = logging.getLogger("easypipe")
-
 HEAD_BYTES = 1 << 20  # of the first file, from which the columns of JSON lines follow
-BLOCK_BYTES = 1 << 20  # plain bytes of a compressed file that are kept together
-KEPT_BLOCKS = 128  # of all compressed files of a source
+BLOCK_BYTES = 1 << 20  # read at a time to find the end of the first lines
 BEHIND_BYTES = 1 << 16  # read past a range at first, for the end of its last line
-BOM = b"\xef\xbb\xbf"
-_NOTHING = memoryview(b"")
 
 
 class ForwardSource(Source):
@@ -85,13 +64,14 @@ class ForwardSource(Source):
         self.on_error: OnError = on_error
         self.num_rows = num_rows
         self.exact: tuple[str, ...] = ()
-        self._blocks = _Blocks()
+        self._bytes = PlainBytes(tells=True)
+        self._parse = txt.parse_lines if kind == "txt" else jsonlines.parse_lines
 
     @cached_property
     def _data(self) -> pa.Schema:
         """The columns, without ROW_NUMBER."""
         if self.kind == "txt":
-            found = pa.schema([pa.field(txt.TEXT, pa.large_string())])
+            found = txt.SCHEMA
         else:
             found = next(filter(None, map(self._columns_of, self.files)), pa.schema([]))
         require_columns(self.columns or (), found.names, self.files[0].path)
@@ -103,12 +83,11 @@ class ForwardSource(Source):
 
     def _columns_of(self, file: FileRef) -> pa.Schema | None:
         """The columns of the first rows of a file of JSON lines; None where it begins with none."""
-        check_compression(file)
-        num_bytes, head = HEAD_BYTES, read_head(file, HEAD_BYTES)
+        num_bytes, head = HEAD_BYTES, read_head(file, HEAD_BYTES, self._bytes)
         # the first line is longer
         while b"\n" not in head and len(head) == num_bytes < MAX_RECORD_BYTES:
             num_bytes *= 4
-            head = read_head(file, num_bytes)
+            head = read_head(file, num_bytes, self._bytes)
         stop = head.rfind(b"\n") + 1 or len(head)
         observer = Observer(file.path, self.columns)
         piece = _split(head[:stop], len(BOM) if head.startswith(BOM) else 0)
@@ -154,7 +133,7 @@ class ForwardSource(Source):
         left, cuts = self.num_rows, []
         for file in self.files:
             position, open_line = 0, False
-            while left and (data := self._fetch(file, position, position + BLOCK_BYTES)):
+            while left and (data := self._bytes.fetch(file, position, position + BLOCK_BYTES)):
                 ends = np.flatnonzero(np.frombuffer(data, np.uint8) == 10)
                 if len(ends) >= left:
                     position, left, open_line = position + int(ends[left - 1]) + 1, 0, False
@@ -222,12 +201,8 @@ class ForwardSource(Source):
                 ),
                 (),
             )
-        if self.kind == "txt":
-            text, kept, rejects = txt._lines(piece)
-            arrays = [text]
-        else:
-            table, kept, rejects = jsonlines.parse(piece, self._data, lines_already=True)
-            arrays = [column(table.column(field.name).chunks, field.type) for field in self._data]
+        table, kept, rejects = self._parse(piece, self._data)
+        arrays = [column(table.column(field.name).chunks, field.type) for field in self._data]
         places = piece.starts + piece.offset
         rejects = tuple(
             dataclasses.replace(reject, row=int(places[reject.row])) for reject in rejects
@@ -243,9 +218,7 @@ class ForwardSource(Source):
         file = self.files[shard]
         if self.num_rows is not None:
             return position >= self._cuts[shard]
-        if not compression_of(file.path):
-            return position >= file.num_bytes
-        return not self._blocks.fetch(file, position, position + 1)
+        return self._bytes.ends(file, position)
 
     def refusal(self, shard: int, reject: Reject) -> SourceError:
         return SourceError(
@@ -263,7 +236,7 @@ class ForwardSource(Source):
         begin = max(0, start - 1)  # the byte before tells whether a line begins at `start`
         behind = BEHIND_BYTES
         while True:
-            data = self._fetch(file, begin, stop + behind)
+            data = self._bytes.fetch(file, begin, stop + behind)
             ended = len(data) < stop + behind - begin
             first = data.find(b"\n", 0, stop - 1 - begin) + 1 if start else 0
             if (start and not first) or first + begin >= begin + len(data):
@@ -280,13 +253,6 @@ class ForwardSource(Source):
         skip = len(BOM) if not start and data.startswith(BOM) else 0
         piece = _split(data[first + skip : last or len(data)], 0)
         return piece._replace(offset=begin + first + skip) if len(piece.starts) else None
-
-    def _fetch(self, file: FileRef, start: int, stop: int) -> bytes:
-        """Plain bytes, as many of them as there are."""
-        if compression_of(file.path):
-            return self._blocks.fetch(file, start, stop)
-        stop = min(stop, file.num_bytes)
-        return read_range(file, start, stop) if start < stop else b""
 
 
 def open_forward(
@@ -328,119 +294,3 @@ def _split(text: bytes, skip: int) -> Records:
     starts, ends = np.empty(room, np.int64), np.empty(room, np.int64)
     count, _, _ = split_lines(data, True, starts, ends)
     return Records(data, starts[:count], ends[:count], 0, skip)
-
-
-class _Open:
-    """A compressed file that is read forward. `block`: the next one of the stream. `end`: plain
-    bytes in all, once that is known.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.stream: ByteStream | None = None
-        self.block = 0
-        self.restarts: dict[int, Restart] = {}
-        self.end: int | None = None
-        self.warned = False
-
-
-class _Blocks:
-    """Plain bytes of compressed files by range. The streams of a process ask for neighbouring
-    blocks: each is decompressed once for all.
-
-    A block that was forgotten, or that a restored run begins with, costs decompression from the
-    last known restart, at worst the start.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._files: dict[str, _Open] = {}
-        self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
-
-    def fetch(self, file: FileRef, start: int, stop: int) -> bytes:
-        pieces = []
-        for number in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
-            first = number * BLOCK_BYTES
-            pieces.append(self._block(file, number)[max(0, start - first) : stop - first])
-        return b"".join(pieces)
-
-    def _block(self, file: FileRef, number: int) -> memoryview:
-        with self._lock:
-            opened = self._files.setdefault(file.path, _Open())
-            data = self._known(file, number)
-        if data is not None:
-            return data
-        with opened.lock:
-            with self._lock:
-                data = self._known(file, number)
-            if data is not None:
-                return data
-            if opened.end is not None and number * BLOCK_BYTES >= opened.end:
-                return _NOTHING
-            if opened.stream is None or opened.block > number:
-                self._enter(file, opened, number)
-            while True:
-                data = _take(opened, BLOCK_BYTES)
-                here, opened.block = opened.block, opened.block + 1
-                if len(data) < BLOCK_BYTES:
-                    opened.end = here * BLOCK_BYTES + len(data)
-                    assert opened.stream is not None
-                    opened.stream.close()
-                    opened.stream = None
-                with self._lock:
-                    self._kept[file.path, here] = data
-                    while len(self._kept) > KEPT_BLOCKS:
-                        self._kept.popitem(last=False)
-                if here == number:
-                    return data
-                if opened.end is not None:
-                    return _NOTHING
-
-    def _known(self, file: FileRef, number: int) -> memoryview | None:
-        data = self._kept.get((file.path, number))
-        if data is not None:
-            self._kept.move_to_end((file.path, number))
-        return data
-
-    def _enter(self, file: FileRef, opened: _Open, number: int) -> None:
-        """Opens the stream at the last restart before the block."""
-        if opened.stream is not None:
-            opened.stream.close()
-        target = number * BLOCK_BYTES
-        restart = max(
-            (r for r in opened.restarts.values() if r.plain <= target),
-            key=lambda r: r.plain,
-            default=START,
-        )
-        if target - restart.plain > BLOCK_BYTES and not opened.warned:
-            opened.warned = True
-            log.warning(
-                "%s: %s data cannot be entered in the middle: reading from plain byte %d to get to "
-                "%d",
-                file.path, compression_of(file.path), restart.plain, target,
-            )  # fmt: skip
-        if not opened.restarts and opened.end is None:
-            check_compression(file)
-        opened.stream = open_stream(file, restart)
-        first = restart.plain // BLOCK_BYTES
-        # what is left of the block in which the restart lies is of no use
-        if restart.plain % BLOCK_BYTES:
-            first += 1
-            _take(opened, first * BLOCK_BYTES - restart.plain)
-        opened.block = first
-
-
-def _take(opened: _Open, count: int) -> memoryview:
-    """The next `count` plain bytes, fewer only at the end."""
-    stream = opened.stream
-    assert stream is not None
-    buffer = np.empty(count, np.uint8)
-    view, have = memoryview(buffer.data), 0
-    while have < count:
-        got = stream.readinto(view[have:])
-        if not got:
-            break
-        have += got
-    for restart in stream.restarts[-4:]:  # they lie at least a block apart
-        opened.restarts[restart.plain] = restart
-    return view[:have]

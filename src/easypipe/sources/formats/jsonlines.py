@@ -1,9 +1,10 @@
-"""JSON rows: one object a line, or one array of objects (jsonarray.py); a file's content says which
-it is. Plain, .gz or .zst.
+"""JSON rows: one object a line, or one array of objects; a file's content says which it is. Plain,
+.gz, .bz2 or .zst.
 
-A range is parsed by pyarrow at once. Where that refuses a block, it is halved until the bad lines
-stand alone, and these are named. Whether a row is good is decided by that row alone, never by its
-neighbours.
+Elements of an array are found by a scanner, and parsed as lines are, with line breaks inside them
+turned to spaces. A range is parsed by pyarrow at once. Where that refuses a block, it is halved
+until the bad lines stand alone, and these are named. Whether a row is good is decided by that row
+alone, never by its neighbours.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,17 +21,21 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from easypipe.core.protocols import Reject, left_out
-from easypipe.sources.base import FileSource, Rows, Survey
+from easypipe.sources.base import FileSource, Format, Rows
 from easypipe.sources.files import FileRef
-from easypipe.sources.formats import records
-from easypipe.sources.formats.jsonarray import array_layout
 from easypipe.sources.formats.jsontypes import Observer, schema_of
-from easypipe.sources.formats.records import Found, Layout, RecordIndex, RecordReader, Records
-from easypipe.sources.formats.scanners import BLANK, GOOD, flag_objects, gather, split_lines
-from easypipe.sources.formats.streams import check_compression
+from easypipe.sources.formats.records import BOM, Layout, RecordFormat, Records, read_head
+from easypipe.sources.formats.scanners import (
+    BLANK,
+    GOOD,
+    flag_objects,
+    gather,
+    split_elements,
+    split_lines,
+)
+from easypipe.sources.formats.streams import PlainBytes
 from easypipe.sources.schemas import is_json, json_array, json_text
 
-BOM = b"\xef\xbb\xbf"
 KIND_NAMES = {
     bool: "true or false",
     int: "a number",
@@ -41,54 +46,30 @@ KIND_NAMES = {
 }
 
 
-class JsonFormat:
-    name = "json"
-    numbered = True
+def json_format(exact: Sequence[str] = ()) -> RecordFormat:
+    """exact: as in Source.exactly."""
 
-    def __init__(self, exact: Sequence[str] = ()) -> None:
-        self._records = RecordReader()
-        self._exact = exact  # see Source.exactly
-
-    def survey(
-        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
-    ) -> Survey:
-        check_compression(file)
-        layout = _layout(file)
-
-        def build() -> RecordIndex:
-            observer = Observer(file.path, columns)
-
-            def observe(found: Records) -> None:
-                observer(found.data, found.starts, found.ends)
-
-            return records.index_records(file, layout, observe, observer.facts)
-
-        index = records.kept_index(file, index_dir, [layout.name, columns], build)
-        return Survey(
-            num_rows=index.num_rows,
-            total_rows=index.total_rows,
-            cuts=index.cuts(),
-            schema=schema_of(index.facts, self._exact),
-            detail=Found(layout, index),
+    def lay_out(file: FileRef, plain: PlainBytes, columns: tuple[str, ...] | None) -> Layout:
+        head = read_head(file, 1 << 16, plain)
+        start = len(BOM) if head.startswith(BOM) else 0
+        text = head[start:]
+        opening = len(text) - len(text.lstrip(b" \t\r\n"))
+        is_array = text[opening : opening + 1] == b"["
+        name = "jsonarray" if is_array else "jsonlines"
+        return Layout(
+            key=[name, columns],
+            split=split_elements if is_array else split_lines,
+            start=start + opening if is_array else start,
+            schema=partial(schema_of, exact=exact),
+            parse=partial(parse, lines_already=not is_array),
+            observer=partial(Observer, file.path, columns),
+            lead=int(is_array),
+            closes=is_array,
+            lines=not is_array,
+            trims=True,
         )
 
-    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
-        found: Found = survey.detail
-        tables, numbers, rejects = self._records.parsed(
-            file,
-            found,
-            start,
-            stop,
-            lambda piece: parse(piece, fields, lines_already=not found.layout.closes),
-        )
-        return Rows(pa.concat_tables(tables), numbers, rejects)
-
-    def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
-        found: Found = survey.detail
-        return self._records.line(file, found, row) if found.layout.closes else row + 1
-
-    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
-        return self._records.text(file, survey.detail, row).strip()
+    return RecordFormat(lay_out)
 
 
 class JsonShardedSource(FileSource):
@@ -100,19 +81,17 @@ class JsonShardedSource(FileSource):
     not_a_string, wrong_type, invalid_utf8.
     """
 
-    reader = JsonFormat
+    kind = "json"
+
+    def _make_format(self) -> Format:
+        return json_format()
 
     def exactly(self, columns: Sequence[str]) -> JsonShardedSource:
-        return self.reopened(JsonFormat(columns)) if columns else self
+        return self.reopened(json_format(columns)) if columns else self
 
 
-def parse(
-    piece: Records, fields: pa.Schema, *, lines_already: bool
-) -> tuple[pa.Table, np.ndarray, list[Reject]]:
-    """The good rows of a piece, their numbers (Int64), and the rejects in order.
-
-    lines_already: between the records stands nothing but line breaks.
-    """
+def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> Rows:
+    """lines_already: between the records stands nothing but line breaks."""
     count = len(piece.starts)
     flags = np.empty(count, np.uint8)
     all_good = flag_objects(piece.data, piece.starts, piece.ends, flags) == count
@@ -136,7 +115,10 @@ def parse(
     rejects += [_judge(piece.record(i), fields, piece.row + i, None) for i in wrong]
     rejects.sort(key=lambda reject: reject.row)
     kept = np.delete(good, [i for i, _ in bad]) if bad else good
-    return table, kept.astype(np.int64) + piece.row, rejects
+    return Rows(table, kept.astype(np.int64) + piece.row, rejects)
+
+
+parse_lines = partial(parse, lines_already=True)
 
 
 def _with_json(
@@ -290,9 +272,3 @@ def _parse_schema(fields: pa.Schema) -> pa.Schema:
         return kind
 
     return pa.schema([(field.name, small(field.type)) for field in fields])
-
-
-def _layout(file: FileRef) -> Layout:
-    head = records.read_head(file, 1 << 16)
-    start = len(BOM) if head.startswith(BOM) else 0
-    return array_layout(head, start) or Layout(name="jsonlines", split=split_lines, start=start)

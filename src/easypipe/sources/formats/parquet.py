@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError, place
-from easypipe.sources.base import FileSource, Rows, Survey
+from easypipe.sources.base import FileSource, Format, Rows, Survey
 from easypipe.sources.files import FileRef, open_binary, read_range
 from easypipe.sources.schemas import plain_schema
 
@@ -52,8 +52,7 @@ class _Stream:
     batches: Iterator[pa.RecordBatch]
 
 
-class ParquetFormat:
-    name = "parquet"
+class ParquetFormat(Format):
     numbered = False
 
     def __init__(self) -> None:
@@ -106,13 +105,7 @@ class ParquetFormat:
                 whole = []
             group += 1
         parts += self._whole(file, groups, columns, whole)
-        return Rows(pa.concat_tables(parts), None, [])
-
-    def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
-        return None
-
-    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
-        return None
+        return Rows(pa.concat_tables(parts))
 
     def _whole(
         self, file: FileRef, groups: _Groups, columns: tuple[str, ...], run: list[int]
@@ -206,7 +199,10 @@ class ParquetFormat:
 class ParquetShardedSource(FileSource):
     """Rows of parquet files. Options are those of FileSource."""
 
-    reader = ParquetFormat
+    kind = "parquet"
+
+    def _make_format(self) -> Format:
+        return ParquetFormat()
 
 
 def _decode(file: FileRef, groups: _Groups, columns: tuple[str, ...], run: list[int]) -> pa.Table:

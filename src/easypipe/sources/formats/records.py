@@ -9,23 +9,24 @@ that finding a row costs at most that much reading. It is kept beside other inde
 from __future__ import annotations
 
 import base64
-import threading
-from collections import OrderedDict
+import itertools
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
-from easypipe.core.protocols import Reject
-from easypipe.sources.files import FileRef, changed
-from easypipe.sources.formats.scanners import BROKEN, CLOSED, OPEN_QUOTE, pick_entries
-from easypipe.sources.formats.streams import Bytes, Restart, open_bytes, open_stream
+from easypipe.sources.base import Format, Rows, Survey
+from easypipe.sources.files import FileRef, changed, compression_of
+from easypipe.sources.formats.scanners import BROKEN, CLOSED, MORE, OPEN_QUOTE, pick_entries
+from easypipe.sources.formats.streams import PlainBytes, Restart, check_compression
 
 INDEX_VERSION = 2
 ENTRY_ROWS = 1024
@@ -35,28 +36,45 @@ CHUNK_BYTES = 4 << 20
 PIECE_BYTES = 32 << 20  # a range is read in pieces of about this size
 BATCH_RECORDS = 1 << 14
 MAX_RECORD_BYTES = 1 << 30
-KEPT_FILES = 32  # compressed files that keep places to go on from
+BOM = b"\xef\xbb\xbf"
 
 # (data, final, starts, ends) -> (records, bytes consumed, status), see scanners.py
 Splitter = Callable[
     [NDArray[np.uint8], bool, NDArray[np.int64], NDArray[np.int64]], tuple[int, int, int]
 ]
+Facts = dict[str, Any]  # what an index keeps of a format's own, as JSON
+
+
+class Observer(Protocol):
+    """Is shown all records of a file, in order, while they are counted."""
+
+    def __call__(
+        self, data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]
+    ) -> None: ...
+    def facts(self) -> Facts: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How records lie in one file.
+    """How records lie in one file, and what they are.
 
-    start: plain offset of the first record. lead: bytes of separator that `starts` includes.
-    closes: the file says where records end.
+    key: what the index depends on, beside the file. start: plain offset of the first record. lead:
+    bytes of separator that `starts` includes. closes: the file says where records end. lines:
+    record r is line r + 1. trims: white space around a record is none of it. schema: the columns,
+    as the index's facts tell them. parse: the good rows of some records, their numbers, and the
+    rejects in order.
     """
 
-    name: str
+    key: Any
     split: Splitter
     start: int
+    schema: Callable[[Facts], pa.Schema]
+    parse: Callable[[Records, pa.Schema], Rows]
+    observer: Callable[[], Observer] | None = None
     lead: int = 0
     closes: bool = False
-    facts: dict[str, Any] = field(default_factory=dict)
+    lines: bool = False
+    trims: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +92,7 @@ class RecordIndex:
     offsets: NDArray[np.int64]
     stop: int
     restarts: tuple[Restart, ...]
-    facts: dict[str, Any]
+    facts: Facts
 
     def cuts(self) -> tuple[int, ...]:
         """Rows with entries, at least CUT_BYTES apart."""
@@ -98,19 +116,12 @@ class RecordIndex:
             yield start, end
             start = end
 
-    def span(self, start: int, stop: int) -> tuple[int, int, int, int]:
-        """(row at which to begin, its offset, offset at which to end, offset at which a next range
-        would begin).
-        """
+    def span(self, start: int, stop: int) -> tuple[int, int, int]:
+        """The row at which to begin, its offset, and the offset at which to end."""
         here = int(np.searchsorted(self.rows, start, side="right")) - 1
         there = int(np.searchsorted(self.rows, stop, side="left"))
         end = int(self.offsets[there]) if there < len(self.offsets) else self.stop
-        following = (
-            int(self.offsets[int(np.searchsorted(self.rows, stop, side="right")) - 1])
-            if stop < self.num_rows
-            else end
-        )
-        return int(self.rows[here]), int(self.offsets[here]), end, following
+        return int(self.rows[here]), int(self.offsets[here]), end
 
 
 class Records(NamedTuple):
@@ -136,62 +147,80 @@ class Found:
     index: RecordIndex
 
 
-class RecordReader:
-    """Records of files that were surveyed. Compressed files remember places, so the most recently
-    used ones are kept; thread safe.
+# (problem, fix) of the statuses behind which no record can follow; {}: the plain byte
+BREAKS = {
+    BROKEN: ("broken JSON array near byte {}", "Correct the file."),
+    OPEN_QUOTE: ("a quoted field begins here and never ends", "Close the quote."),
+}
+LayOut = Callable[[FileRef, PlainBytes, tuple[str, ...] | None], Layout]
+
+
+class RecordFormat(Format):
+    """Files of records; implements base.Format. lay_out: says how they lie in a file, of which so
+    many columns are read.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Bytes] = OrderedDict()
+    numbered = True
 
-    def pieces(self, file: FileRef, found: Found, start: int, stop: int) -> Iterator[Records]:
+    def __init__(self, lay_out: LayOut | None = None) -> None:
+        """lay_out: None where whoever asks for surveys gives the layouts."""
+        self._lay_out = lay_out
+        self._bytes = PlainBytes()
+
+    def survey(
+        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
+    ) -> Survey:
+        assert self._lay_out is not None
+        return self.indexed(file, self._lay_out(file, self._bytes, columns), index_dir)
+
+    def indexed(self, file: FileRef, layout: Layout, index_dir: Path | None) -> Survey:
+        index = _kept_index(
+            file, index_dir, layout.key, lambda: index_records(file, layout, self._bytes)
+        )
+        return Survey(
+            num_rows=index.num_rows,
+            total_rows=index.total_rows,
+            cuts=index.cuts(),
+            schema=layout.schema(index.facts),
+            detail=Found(layout, index),
+        )
+
+    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+        found: Found = survey.detail
+        tables, numbers, rejects = zip(
+            *(
+                found.layout.parse(self._read(file, found, a, b), fields)
+                for a, b in found.index.pieces(start, stop)
+            ),
+            strict=True,
+        )
+        return Rows(
+            pa.concat_tables(tables), np.concatenate(numbers), list(itertools.chain(*rejects))
+        )
+
+    def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
+        found: Found = survey.detail
+        if found.layout.lines:
+            return row + 1
+        piece = self._read(file, found, row, row + 1)
+        text = piece.record(0)
+        offset = piece.offset + int(piece.starts[0]) + len(text) - len(text.lstrip())
+        return 1 + sum(
+            self._bytes.fetch(file, at, min(at + CHUNK_BYTES, offset)).count(b"\n")
+            for at in range(0, offset, CHUNK_BYTES)
+        )
+
+    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
+        found: Found = survey.detail
+        text = self._read(file, found, row, row + 1).record(0).decode("utf-8", "replace")
+        return text.strip() if found.layout.trims else text
+
+    def _read(self, file: FileRef, found: Found, start: int, stop: int) -> Records:
         """Records [start, stop), without their separators. Raises SourceError where the file is not
         what the index says.
         """
-        for a, b in found.index.pieces(start, stop):
-            yield self._read(file, found, a, b)
-
-    def parsed(
-        self,
-        file: FileRef,
-        found: Found,
-        start: int,
-        stop: int,
-        parse: Callable[[Records], tuple[Any, NDArray[np.int64], list[Reject]]],
-    ) -> tuple[list[Any], NDArray[np.int64], list[Reject]]:
-        """What `parse` makes of every piece: a table or column of its good rows, their numbers, and
-        the rejects in order.
-        """
-        parts, numbers, rejects = zip(
-            *(parse(piece) for piece in self.pieces(file, found, start, stop)), strict=True
-        )
-        return list(parts), np.concatenate(numbers), [reject for some in rejects for reject in some]
-
-    def text(self, file: FileRef, found: Found, row: int) -> str:
-        """A record as it stands, for those who report it."""
-        return self._read(file, found, row, row + 1).record(0).decode("utf-8", "replace")
-
-    def line(self, file: FileRef, found: Found, row: int) -> int:
-        """The line, from 1, on which the text of a record begins."""
-        piece = self._read(file, found, row, row + 1)
-        text = piece.record(0)
-        return _line_at(
-            self._bytes(file, found.index),
-            piece.offset + int(piece.starts[0]) + len(text) - len(text.lstrip()),
-        )
-
-    def _bytes(self, file: FileRef, index: RecordIndex) -> Bytes:
-        with self._lock:
-            kept = self._kept.pop(file.path, None) or open_bytes(file, index.restarts)
-            self._kept[file.path] = kept
-            while len(self._kept) > KEPT_FILES:
-                self._kept.popitem(last=False)
-            return kept
-
-    def _read(self, file: FileRef, found: Found, start: int, stop: int) -> Records:
-        row, begin, end, following = found.index.span(start, stop)
-        data = frozen(self._bytes(file, found.index).fetch(begin, end, following))
+        row, begin, end = found.index.span(start, stop)
+        data = frozen(self._bytes.fetch(file, begin, end, found.index.restarts))
         starts, ends = np.empty(stop - row, np.int64), np.empty(stop - row, np.int64)
         count, _, _ = found.layout.split(data, True, starts, ends)
         if count != stop - row:
@@ -200,113 +229,84 @@ class RecordReader:
         return Records(data, starts[skip:] + found.layout.lead, ends[skip:], start, begin)
 
 
-def index_records(
-    file: FileRef,
-    layout: Layout,
-    observe: Callable[[Records], None] | None,
-    facts: Callable[[], dict[str, Any]],
-) -> RecordIndex:
+def index_records(file: FileRef, layout: Layout, plain: PlainBytes) -> RecordIndex:
     """Reads the file, or its head, once: counts records, notes where they begin, and shows them to
-    `observe` in order.
+    the layout's observer in order.
 
     Raises SourceError for a file that is damaged, truncated or has a record above MAX_RECORD_BYTES.
     """
-    stream = open_stream(file)
-    buffer = np.empty(CHUNK_BYTES, np.uint8)
+    observer = None if layout.observer is None else layout.observer()
     starts, ends = np.empty(BATCH_RECORDS, np.int64), np.empty(BATCH_RECORDS, np.int64)
     rows, offsets = np.empty(BATCH_RECORDS, np.int64), np.empty(BATCH_RECORDS, np.int64)
     last = np.array([0, layout.start], np.int64)
     kept_rows, kept_offsets = [np.zeros(1, np.int64)], [np.array([layout.start], np.int64)]
-    row = have = 0
-    base, skip, final, closed = 0, layout.start, False, False
-    limit, cut = file.head_bytes, False  # cut: the head ends here, the file does not
-    try:
-        while not final and not cut:
-            if have == len(buffer):
-                if have >= MAX_RECORD_BYTES:
-                    problem = f"a record of more than {MAX_RECORD_BYTES >> 20} MiB begins here"
-                    fix = "A quote or bracket may be open; of text, take a smaller text_unit."
-                    raise SourceError(at=place(file.path, row=row), problem=problem, fix=fix)
-                buffer = np.concatenate([buffer, np.empty_like(buffer)])
-            room = len(buffer) if limit is None else min(len(buffer), limit - base)
-            # full, so that a record longer than the buffer is scanned few times
-            while have < room and not final:
-                count = stream.readinto(buffer.data[have:room])
-                final = count == 0
-                have += count
-            if limit is not None and base + have == limit and not final:
-                final = stream.readinto(memoryview(bytearray(1))) == 0
-                cut = not final
-            at = min(skip, have)  # bytes before the first record: a byte order mark, a header
-            skip -= at
-            if skip:
-                base, have = base + at, 0
-                continue
-            while True:
-                data = frozen(buffer[at:have])
-                found, consumed, status = (
-                    layout.split(data, final, starts, ends) if not closed else (0, 0, CLOSED)
+    row, base, held = 0, layout.start, b""  # base: plain offset of what is held
+    limit = sys.maxsize if file.head_bytes is None else file.head_bytes
+    final = cut = closed = False  # cut: the head ends here, the file does not
+    while not final and not cut:
+        if len(held) >= MAX_RECORD_BYTES:
+            problem = f"a record of more than {MAX_RECORD_BYTES >> 20} MiB begins here"
+            fix = "A quote or bracket may be open; of text, take a smaller text_unit."
+            raise SourceError(at=place(file.path, row=row), problem=problem, fix=fix)
+        # as much again of a long record, so that it is scanned few times
+        position = base + len(held)
+        wanted = max(0, min(max(CHUNK_BYTES, len(held)), limit - position))
+        more = plain.fetch(file, position, position + wanted)
+        final = len(more) < wanted
+        if position + wanted >= limit and not final:
+            final = plain.ends(file, limit)
+            cut = not final
+        text, at = held + more, 0
+        while True:
+            data = frozen(text)[at:]
+            found, consumed, status = (
+                layout.split(data, final, starts, ends) if not closed else (0, 0, CLOSED)
+            )
+            if found:
+                picked = pick_entries(
+                    starts[:found], row, base + at, ENTRY_ROWS, ENTRY_BYTES, last, rows, offsets
                 )
-                if found:
-                    picked = pick_entries(
-                        starts[:found], row, base + at, ENTRY_ROWS, ENTRY_BYTES, last, rows, offsets
-                    )
-                    kept_rows.append(rows[:picked].copy())
-                    kept_offsets.append(offsets[:picked].copy())
-                    if observe is not None:
-                        observe(
-                            Records(
-                                data, starts[:found] + layout.lead, ends[:found], row, base + at
-                            )
-                        )
-                    row += found
-                at += consumed
-                if status == BROKEN:
+                kept_rows.append(rows[:picked].copy())
+                kept_offsets.append(offsets[:picked].copy())
+                if observer is not None:
+                    observer(data, starts[:found] + layout.lead, ends[:found])
+                row += found
+            at += consumed
+            if status == CLOSED:
+                closed = True
+                if rest := text[at:].strip(b" \t\r\n"):
                     raise SourceError(
-                        at=place(file.path, row=row),
-                        problem=f"broken JSON array near byte {base + at}",
+                        at=file.path,
+                        problem=f"goes on after the end of the array: {rest[:20]!r}",
                         fix="Correct the file.",
                     )
-                if status == OPEN_QUOTE:
-                    raise SourceError(
-                        at=place(file.path, row=row),
-                        problem="a quoted field begins here and never ends",
-                        fix="Close the quote.",
-                    )
-                if status == CLOSED:
-                    closed = True
-                    rest = buffer[at:have].tobytes().strip(b" \t\r\n")
-                    if rest:
-                        raise SourceError(
-                            at=file.path,
-                            problem=f"goes on after the end of the array: {rest[:20]!r}",
-                            fix="Correct the file.",
-                        )
-                    at = have
-                if found < len(starts):
-                    break
-            buffer[: have - at] = buffer[at:have]
-            base, have = base + at, have - at
-        if layout.closes and not closed and not cut:
-            raise SourceError(
-                at=place(file.path, row=row),
-                problem="truncated: the JSON array does not end",
-                fix="Copy or write it again.",
-            )
-        return RecordIndex(
-            num_rows=row,
-            total_rows=None if cut else row,
-            rows=np.concatenate(kept_rows),
-            offsets=np.concatenate(kept_offsets),
-            stop=base if cut else base + have,
-            restarts=tuple(stream.restarts),
-            facts=facts(),
+                at = len(text)
+            elif status != MORE:
+                problem, fix = BREAKS[status]
+                raise SourceError(
+                    at=place(file.path, row=row), problem=problem.format(base + at), fix=fix
+                )
+            if found < len(starts):
+                break
+        held, base = text[at:], base + at
+    if layout.closes and not closed and not cut:
+        raise SourceError(
+            at=place(file.path, row=row),
+            problem="truncated: the JSON array does not end",
+            fix="Copy or write it again.",
         )
-    finally:
-        stream.close()
+    return RecordIndex(
+        num_rows=row,
+        total_rows=None if cut else row,
+        rows=np.concatenate(kept_rows),
+        offsets=np.concatenate(kept_offsets),
+        stop=base if cut else base + len(held),
+        restarts=plain.restarts(file),
+        facts={} if observer is None else observer.facts(),
+    )
 
 
-def kept_index(
+def _kept_index(
     file: FileRef, index_dir: Path | None, options: Any, build: Callable[[], RecordIndex]
 ) -> RecordIndex:
     """The index from its sidecar, or made and kept. A sidecar that cannot be read is made again,
@@ -336,38 +336,20 @@ def kept_index(
     return index
 
 
-def _line_at(store: Bytes, offset: int) -> int:
-    """Line, from 1, in which plain byte `offset` stands."""
-    lines, at = 1, 0
-    while at < offset:
-        step = min(CHUNK_BYTES, offset - at)
-        lines += store.fetch(at, at + step, at + step).count(b"\n")
-        at += step
-    return lines
-
-
-def read_head(file: FileRef, num_bytes: int) -> bytes:
+def read_head(file: FileRef, num_bytes: int, plain: PlainBytes | None = None) -> bytes:
     """The first plain bytes, fewer where the file is shorter. Raises SourceError for a file that
-    holds none.
+    holds none, or is not text.
     """
-    stream = open_stream(file)
-    try:
-        buffer = bytearray(num_bytes)
-        view, have = memoryview(buffer), 0
-        while have < num_bytes:
-            count = stream.readinto(view[have:])
-            if not count:
-                break
-            have += count
-    finally:
-        stream.close()
-    if not have:
+    head = (plain or PlainBytes()).fetch(file, 0, num_bytes)
+    if not head:
         raise SourceError(
             at=file.path,
             problem="is empty (nothing is left when it is decompressed)",
             fix="Remove it from data_files.",
         )
-    return bytes(buffer[:have])
+    if compression_of(file.path) is None:
+        check_compression(file, head)
+    return head
 
 
 def frozen(data: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -1,21 +1,22 @@
-"""The bytes of a file as text formats see them: plain, gzip, bzip2 or zstandard, read forward or by
-range.
+"""The plain bytes of text files by range: as they stand, or out of gzip, bzip2 or zstandard.
 
-Offsets here are always *plain* offsets: positions in the decompressed bytes. A compressed file can
-only be entered at its start or where a new gzip member, bzip2 stream or zstd frame begins (its
-restarts; BGZF, pbzip2 and multi-frame zst have many). `CompressedBytes` keeps a few places from
-which reading can go on, so that consecutive ranges are decompressed once; what a fetch returns
-never depends on them.
+Offsets here are always *plain* offsets: positions in the decompressed bytes. A compressed file is
+decompressed forward, by one thread at a time, and what came out last is kept for its neighbours. It
+can be entered at its start, or where a new gzip member, bzip2 stream or zstd frame begins (its
+restarts; BGZF, pbzip2 and multi-frame zst have many). What a fetch returns never depends on that.
 """
 
 from __future__ import annotations
 
+import bisect
 import bz2
+import logging
+import sys
 import threading
 import zlib
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import zstandard
 
@@ -29,9 +30,13 @@ from easypipe.sources.files import (
     reading,
 )
 
+log = logging.getLogger("easypipe")
+
 INPUT_BYTES = 1 << 17  # compressed bytes taken at a time
 OUTPUT_BYTES = 1 << 20  # decompressed bytes handed on at a time
-KEPT_PLACES = 4  # per compressed file
+BLOCK_BYTES = 1 << 20  # plain bytes of a compressed file that are kept together
+KEPT_BLOCKS = 128  # of all compressed files of a source
+KEPT_FILES = 32  # compressed files in which reading can go on
 RESTART_BYTES = 1 << 20  # restarts closer than this in plain bytes are not worth remembering
 MAGIC = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd", "bz2": b"BZh"}
 # behind the level: the first block, or the end of a stream without one
@@ -41,8 +46,7 @@ DAMAGED = (zlib.error, zstandard.ZstdError, OSError, EOFError)  # bz2 raises OSE
 SKIPPABLE = tuple(bytes([low]) + b"\x2a\x4d\x18" for low in range(0x50, 0x60))
 
 
-@dataclass(frozen=True)
-class Restart:
+class Restart(NamedTuple):
     """Decompression can begin at byte `packed` of the file and gives plain bytes from `plain`
     on.
     """
@@ -54,37 +58,12 @@ class Restart:
 START = Restart(0, 0)
 
 
-class ByteStream(Protocol):
-    """Plain bytes in order."""
-
-    restarts: list[Restart]  # met so far
-
-    def readinto(self, view: memoryview) -> int:
-        """Fills some of `view`; 0 only at the end."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Bytes(Protocol):
-    """Plain bytes by range. Thread safe."""
-
-    def fetch(self, start: int, stop: int, resume: int) -> bytes:
-        """Plain bytes [start, stop), all of them. The next fetch is likely to begin at `resume`
-        (start ≤ resume ≤ stop) or later.
-        """
-        ...
-
-
-def check_compression(file: FileRef) -> str | None:
-    """The compression that the file's name promises. Raises SourceError where its first bytes say
-    otherwise.
-    """
+def check_compression(file: FileRef, first: bytes) -> None:
+    """Raises SourceError where the first bytes of a file are not what its name promises."""
     kind = compression_of(file.path)
-    first = read_range(file, 0, min(10, file.num_bytes))
     head = first[:4]
     found = next((k for k, magic in MAGIC.items() if head.startswith(magic)), None)
-    if found == "bz2" and first[4:] not in BZ2_BLOCKS:  # three letters alone could be text
+    if found == "bz2" and first[4:10] not in BZ2_BLOCKS:  # three letters alone could be text
         found = None
     if kind == "zst" and head in SKIPPABLE:
         found = "zst"
@@ -108,153 +87,152 @@ def check_compression(file: FileRef) -> str | None:
         )
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise SourceError(at=file.path, problem="is UTF-16", fix="Convert it to UTF-8.")
-    return kind
-
-
-def open_stream(file: FileRef, restart: Restart = START) -> ByteStream:
-    """The plain bytes from `restart` on."""
-    kind = compression_of(file.path)
-    if kind is None:
-        return _PlainStream(file, restart.plain)
-    return _Decompressed(file, kind, restart)
-
-
-def open_bytes(file: FileRef, restarts: Sequence[Restart]) -> Bytes:
-    return (
-        PlainBytes(file) if compression_of(file.path) is None else CompressedBytes(file, restarts)
-    )
 
 
 class PlainBytes:
-    def __init__(self, file: FileRef) -> None:
-        self._file = file
+    """Plain bytes of the files of one source. Thread safe.
 
-    def fetch(self, start: int, stop: int, resume: int) -> bytes:
-        return read_range(self._file, start, stop)
-
-
-class CompressedBytes:
-    """Fetches of one file wait for each other: whoever goes on where another stopped finds its work
-    done.
+    tells: a warning says where a file has to be decompressed from its start to get to its middle.
     """
 
-    def __init__(self, file: FileRef, restarts: Sequence[Restart]) -> None:
-        self._file = file
-        self._restarts = [START, *restarts]
+    def __init__(self, *, tells: bool = False) -> None:
+        self._tells = tells
         self._lock = threading.Lock()
-        self._places: list[_Place] = []
+        self._files: OrderedDict[str, _Unpacking] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
-    def fetch(self, start: int, stop: int, resume: int) -> bytes:
+    def fetch(
+        self, file: FileRef, start: int, stop: int, restarts: Sequence[Restart] = ()
+    ) -> bytes:
+        """Plain bytes [start, stop), as many of them as there are. restarts: those that are
+        known.
+        """
+        if compression_of(file.path) is None:
+            stop = min(stop, file.num_bytes)
+            return read_range(file, start, stop) if start < stop else b""
+        if not file.remote:
+            LocalFile(file).close()  # refuses one that changed
+        unpacking, pieces = self._unpacking(file, restarts), []
+        with unpacking.lock:
+            for number in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+                first = number * BLOCK_BYTES
+                block = memoryview(self._block(unpacking, number))
+                pieces.append(block[max(0, start - first) : stop - first])
+        return b"".join(pieces)
+
+    def ends(self, file: FileRef, position: int) -> bool:
+        """Whether no plain byte stands at `position` or behind it."""
+        if compression_of(file.path) is None:
+            return position >= file.num_bytes
+        return not self.fetch(file, position, position + 1)
+
+    def restarts(self, file: FileRef) -> tuple[Restart, ...]:
+        """Those met so far, without the start."""
+        packed = compression_of(file.path) is not None
+        return tuple(self._unpacking(file, ()).restarts[1:]) if packed else ()
+
+    def _unpacking(self, file: FileRef, restarts: Sequence[Restart]) -> _Unpacking:
         with self._lock:
-            restart = max((r for r in self._restarts if r.plain <= start), key=lambda r: r.plain)
-            usable = [p for p in self._places if restart.plain <= p.position <= start]
-            if usable:
-                place = max(usable, key=lambda p: p.position)
-                self._places.remove(place)
-            else:
-                place = _Place(self._file, restart)
-            try:
-                data = place.fetch(start, stop, resume)
-            except BaseException:
-                place.close()
-                raise
-            self._places.append(place)
-            for forgotten in self._places[:-KEPT_PLACES]:
-                forgotten.close()
-            del self._places[:-KEPT_PLACES]
-            return data
+            found = self._files.pop(file.path, None) or _Unpacking(file)
+            found.restarts = max(found.restarts, [START, *restarts], key=len)
+            self._files[file.path] = found
+            while len(self._files) > KEPT_FILES:
+                self._files.popitem(last=False)
+            return found
+
+    def _block(self, unpacking: _Unpacking, number: int) -> bytes:
+        path = unpacking.file.path
+        with self._lock:
+            data = self._kept.get((path, number))
+            if data is not None:
+                self._kept.move_to_end((path, number))
+                return data
+        while unpacking.end is None or number < unpacking.end:
+            unpacking.enter(number, self._tells)
+            here, data = unpacking.next_block()
+            with self._lock:
+                self._kept[path, here] = data
+                while len(self._kept) > KEPT_BLOCKS:
+                    self._kept.popitem(last=False)
+            if here == number:
+                return data
+        return b""
 
 
-class _Place:
-    """A place in a compressed file: `held` are the plain bytes from `position` on, the stream goes
-    on after them.
+class _Unpacking:
+    """A compressed file that is decompressed forward. block: the number of the next one, None where
+    none comes. end: how many blocks there are, once that is known.
     """
 
-    def __init__(self, file: FileRef, restart: Restart) -> None:
-        self._file = file
-        self._stream = _Decompressed(file, compression_of(file.path) or "", restart)
-        self.position = restart.plain
-        self.held = b""
-
-    def fetch(self, start: int, stop: int, resume: int) -> bytes:
-        pieces, at = [], self.position
-        piece = self.held
-        while True:
-            if at + len(piece) > start:
-                pieces.append(piece[max(0, start - at) :])
-            at += len(piece)
-            if at >= stop:
-                break
-            piece = self._stream.read()
-            if not piece:
-                raise SourceError(
-                    at=self._file.path,
-                    problem=f"ends at plain byte {at}, expected {stop}",
-                    fix="Make the source again.",
-                )
-        data = b"".join(pieces)
-        self.position, self.held = resume, data[resume - start :]
-        return data if len(data) == stop - start else data[: stop - start]
-
-    def close(self) -> None:
-        self._stream.close()
-
-
-class _PlainStream:
-    def __init__(self, file: FileRef, start: int) -> None:
-        self._file = file
-        self._position = start
-        self.restarts: list[Restart] = []
-        self._local = None if file.remote else LocalFile(file)
-        self._remote: Any = open_binary(file) if file.remote else None
-        if self._remote is not None and start:
-            self._remote.seek(start)
-
-    def readinto(self, view: memoryview) -> int:
-        if self._local is not None:
-            count = self._local.readinto(view, self._position)
-        else:
-            data = reading(self._file, lambda: self._remote.read(len(view)))
-            count = len(data)
-            view[:count] = data
-        self._position += count
-        return count
-
-    def close(self) -> None:
-        (self._local or self._remote).close()
-
-
-class _Decompressed:
-    def __init__(self, file: FileRef, kind: str, restart: Restart) -> None:
-        self._file, self._kind = file, kind
-        self._input: Any = open_binary(file)
-        self._packed = restart.packed  # offset of the first byte of self._rest
-        self._plain = restart.plain
-        self._input.seek(self._packed)
-        self._rest = b""
+    def __init__(self, file: FileRef) -> None:
+        self.lock = threading.Lock()
+        self.file, self._kind = file, compression_of(file.path)
+        self.restarts = [START]
+        self.block: int | None = None
+        self.end: int | None = None
+        self._told = False
+        self._input: Any = None
         self._engine: Any = None  # None between members
-        self._ready = memoryview(b"")
-        self.restarts: list[Restart] = []
 
-    def readinto(self, view: memoryview) -> int:
-        if not self._ready:
-            self._ready = memoryview(self.read())
-        count = min(len(view), len(self._ready))
-        view[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
+    def enter(self, number: int, tells: bool) -> None:
+        """Goes to the last restart before a block, unless it stands between the two."""
+        target = number * BLOCK_BYTES
+        restart = self.restarts[bisect.bisect(self.restarts, (target, sys.maxsize)) - 1]
+        first = -(-restart.plain // BLOCK_BYTES)
+        if self.block is not None and first <= self.block <= number:
+            return
+        if tells and not self._told and target - restart.plain > BLOCK_BYTES:
+            self._told = True
+            log.warning(
+                "%s: %s data cannot be entered in the middle: reading from plain byte %d to get to "
+                "%d",
+                self.file.path, self._kind, restart.plain, target,
+            )  # fmt: skip
+        if self._input is not None:
+            self._input.close()
+        self._input = open_binary(self.file)
+        self._input.seek(restart.packed)
+        self._plain, self._packed = restart  # of the next byte that comes, and of self._rest
+        self._rest, self._ready = self._input.read(0 if restart.packed else 16), b""
+        if not restart.packed:
+            check_compression(self.file, self._rest)
+        self._engine = None
+        self.block = first
+        # what is left of the block in which the restart lies is of no use
+        self._take(first * BLOCK_BYTES - restart.plain)
 
-    def read(self) -> bytes:
+    def next_block(self) -> tuple[int, bytes]:
+        """Its number, and its bytes: fewer than BLOCK_BYTES only at the end."""
+        assert self.block is not None
+        here, self.block = self.block, None  # where this fails, the next one begins anew
+        data = self._take(BLOCK_BYTES)
+        if len(data) == BLOCK_BYTES:
+            self.block = here + 1
+        else:
+            self.end = here + 1
+            self._input.close()
+        return here, data
+
+    def _take(self, count: int) -> bytes:
+        pieces, have = [self._ready], len(self._ready)
+        while have < count and (piece := self._read()):
+            pieces.append(piece)
+            have += len(piece)
+        data = b"".join(pieces)
+        self._ready = data[count:]
+        return data[:count]
+
+    def _read(self) -> bytes:
         """Some plain bytes; empty only at the end. Raises SourceError for damaged or truncated
         data.
         """
         while True:
             if not self._rest and not self._held():
-                self._rest = reading(self._file, lambda: self._input.read(INPUT_BYTES))
+                self._rest = reading(self.file, lambda: self._input.read(INPUT_BYTES))
                 if not self._rest:
                     if self._engine is not None:
                         raise SourceError(
-                            at=self._file.path,
+                            at=self.file.path,
                             problem=f"truncated {self._kind} data",
                             fix="Copy or write the file again.",
                         )
@@ -280,8 +258,7 @@ class _Decompressed:
             self._engine = bz2.BZ2Decompressor()
         else:
             self._engine = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-        last = self.restarts[-1].plain if self.restarts else 0
-        if self._plain - last >= RESTART_BYTES:
+        if self._plain - self.restarts[-1].plain >= RESTART_BYTES:
             self.restarts.append(Restart(self._plain, self._packed))
         return True
 
@@ -303,7 +280,7 @@ class _Decompressed:
                 left = engine.unused_data if engine.eof else b""
         except DAMAGED as error:
             raise SourceError(
-                at=self._file.path,
+                at=self.file.path,
                 problem=f"damaged {self._kind} data near byte {self._packed}: {error}",
                 fix="Copy or write the file again.",
             ) from error
@@ -312,6 +289,3 @@ class _Decompressed:
         if engine.eof:
             self._engine = None
         return out
-
-    def close(self) -> None:
-        self._input.close()
