@@ -12,12 +12,12 @@ import numpy as np
 
 from easypipe.core.random import child, fold, permute
 from easypipe.plan.deficit import ROWS_TOTAL, TOKENS_TOTAL, weights_of
+from easypipe.plan.feed import CachedFeed
 from easypipe.plan.mix import Stop
 from easypipe.plan.order import OrderConfig
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.spec import PlanDataset, PlanSpec
 from easypipe.plan.state import WindowState
-from easypipe.plan.window import Planner
 
 Item = tuple[int, int, int]  # draw, start, length
 Document = tuple[int, int, int]  # dataset, doc, length
@@ -323,7 +323,7 @@ def stream_windows(
             if over or full:
                 break
             asked *= 2
-        left = spec.rows_left(row)
+        left = spec.stage(row).rows
         if left is not None and left < full:
             over, full = False, left
         yield documents, rows[:full]
@@ -397,7 +397,8 @@ def take_owed_most(
             length = spec.pack.seq_length if spec.pack.oversize == "truncate" else 0
         return max(1, length)
 
-    shares = spec.shares_at(row)
+    shares = spec.stage(row).shares
+    assert shares is not None
     by_size = tokens if spec.unit == "tokens" else None
     chosen = owed_most(
         mixing, lambda active: weights_of(shares, active, total, spec.block), stop, by_size
@@ -410,7 +411,8 @@ def estimate(datasets: Sequence[PlanDataset], spec: PlanSpec, row: int, mixing: 
     state = WindowState(
         index=0, epoch=0, first_row=row, drawn=(), deficits=(), active=tuple(mixing.active)
     )
-    return Planner(datasets, spec).window_draws(state)
+    feed = CachedFeed(datasets, spec)
+    return feed.size(state, feed.stage(state))[0]
 
 
 def num_draws(
@@ -425,12 +427,12 @@ def num_draws(
     """Documents of the window that begins at `row`: as estimated, or fewer where these would fill
     rows far behind the one where the shares change next.
     """
-    count, stage = estimate(datasets, spec, row, mixing), spec.stage_end(row)
-    while stage is not None and count > 1:
+    count, stage = estimate(datasets, spec, row, mixing), spec.stage(row)
+    while spec.pack is not None and stage.rows is not None and count > 1:
         copy = Mixing([*mixing.deficits], [*mixing.left], [*mixing.active])
         made = take_owed_most(datasets, spec, epoch, stop, row, count, copy, [*drawn])
         filled = len(lay(made, spec))
-        if filled <= stage[1]:
+        if filled <= stage.most:
             break
-        count = max(1, len(made) * stage[0] // filled)
+        count = max(1, len(made) * stage.rows // filled)
     return count

@@ -209,8 +209,8 @@ def test_files_stay_short() -> None:
 
 
 def test_there_is_one_engine() -> None:
-    """Cached and streamed data have one loader, one state, one maker of batches, one writer of
-    rows.
+    """Cached and streamed data have one loader, one state, one maker of windows, one of batches,
+    one writer of rows.
     """
     classes: dict[str, list[str]] = {}
     calls: dict[str, list[str]] = {}
@@ -233,7 +233,11 @@ def test_there_is_one_engine() -> None:
         assert classes[name] == [home], f"class {name} stands in {classes[name]}"
     loaders = {name for name in classes if name.endswith("Loader") and not name.startswith("_")}
     assert loaders == {"Loader", "EpochLoader", "BatchLoader"}  # the last is a protocol
-    # tokens come into rows in one place, and rows into batches in another
+    # documents are drawn and laid into rows in one place, ...
+    for maker in ("Window", "pack_window", "cut_stream", "one_row_each", "draw_largest_deficit"):
+        assert set(calls[maker]) <= {"plan/window.py", "plan/pack.py"}, maker
+    assert set(calls["Planner"]) == {"plan/windows.py", "loader/streams/stream.py"}
+    # ... tokens come into rows in one place, and rows into batches in another
     assert set(calls["write_rows"]) == {"loader/rows/write.py"}
     assert set(calls["Prefetcher"]) == {"loader/loader.py"}
 

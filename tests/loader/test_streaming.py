@@ -51,9 +51,9 @@ from easypipe.loader.config import default_streams
 from easypipe.loader.loader import Loader
 from easypipe.loader.rows.rows import Share
 from easypipe.loader.state import LoaderState
-from easypipe.loader.streams import feed, windows
+from easypipe.loader.streams import feed, spec
 from easypipe.loader.streams.feed import Place
-from easypipe.loader.streams.state import StreamState
+from easypipe.loader.streams.state import StreamState, from_text, to_text
 from easypipe.sources.formats.forward import ForwardSource, open_forward
 from easypipe.sources.limit import LimitedSource
 from easypipe.sources.open import open_files
@@ -384,14 +384,24 @@ def test_a_state_is_small(tmp_path: Path) -> None:
     assert len(text) <= 4096 + 48 * 16 * 2
     assert all(len(stream) <= 2 * 48 for stream in loader.state().hint)
     worst = StreamState(
-        1 << 40, 1000, ((1 << 40) - 1,), (True,), (Place(1000, 1 << 20, 1 << 24, 1 << 16),)
+        first_row=1 << 40,
+        epoch=1000,
+        deficits=((1 << 40) - 1,),
+        active=(True,),
+        drawn=(Place(1000, 1 << 20, 1 << 24, 1 << 16),),
     )
-    assert len(worst.to_text()) <= 48
-    assert StreamState.from_text(worst.to_text(), 1) == worst
-    negative = StreamState(3, 0, (-5, 4), (True, False), (Place(), Place(1, 2, 3, 4)))
-    assert StreamState.from_text(negative.to_text(), 2) == negative
+    assert len(to_text(worst)) <= 48
+    assert from_text(to_text(worst), 1) == worst
+    negative = StreamState(
+        first_row=3,
+        epoch=0,
+        deficits=(-5, 4),
+        active=(True, False),
+        drawn=(Place(), Place(1, 2, 3, 4)),
+    )
+    assert from_text(to_text(negative), 2) == negative
     with pytest.raises(StateError, match="is no state of a stream"):
-        StreamState.from_text(negative.to_text(), 3)
+        from_text(to_text(negative), 3)
 
 
 def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -824,7 +834,7 @@ def test_a_small_dataset_is_read_once_however_often_it_is_drawn(
             )
             return list(itertools.islice(iter(loader), 30)), len(read)
 
-    monkeypatch.setattr(windows, "WINDOW_DOCS", 256)
+    monkeypatch.setattr(spec, "WINDOW_DOCS", 256)
     kept, few = run()
     monkeypatch.setattr(feed, "KEPT_BYTES", 0)
     anew, many = run()

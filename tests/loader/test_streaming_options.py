@@ -30,7 +30,7 @@ from easypipe.core.errors import BudgetError, ConfigError, SourceError, StateErr
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.loader import Loader
 from easypipe.loader.streams.feed import Place
-from easypipe.loader.streams.state import StreamState
+from easypipe.loader.streams.state import StreamState, from_text, to_text
 from easypipe.plan.pack import PackSpec, placed_tokens
 from laws import assert_conserved, assert_exact_resume, assert_no_new_threads, assert_same_batches
 from strategies import examples
@@ -401,18 +401,17 @@ def test_documents_weigh_what_is_placed_of_them() -> None:
 
 def test_a_state_with_everything_in_it_is_small() -> None:
     worst = StreamState(
-        1 << 40,
-        1000,
-        ((1 << 61) - 1,),
-        (True,),
-        (Place(1000, 1 << 20, 1 << 24, 1 << 16),),
-        (1 << 20,),
+        first_row=1 << 40,
+        epoch=1000,
+        deficits=((1 << 61) - 1,),
+        active=(True,),
+        drawn=(Place(1000, 1 << 20, 1 << 24, 1 << 16, 1 << 20),),
     )
-    assert len(worst.to_text()) <= 48
-    assert StreamState.from_text(worst.to_text(), 1) == worst
+    assert len(to_text(worst)) <= 48
+    assert from_text(to_text(worst), 1) == worst
     # in its last number, of bad rows, without which it would be one of none
     with pytest.raises(StateError, match="cut short"):
-        StreamState.from_text(worst.to_text()[:-1], 1)
+        from_text(to_text(worst)[:-1], 1)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -26,9 +26,10 @@ from easypipe import (
 from easypipe.core.errors import PlanError
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.loader import Loader
-from easypipe.loader.streams import windows
+from easypipe.loader.streams import spec
 from easypipe.loader.streams.feed import Place
-from easypipe.loader.streams.state import StreamState
+from easypipe.loader.streams.state import StreamState, from_text, to_text
+from easypipe.plan import mix
 from easypipe.plan.turns import in_order_of_streams
 from laws import (
     assert_conserved,
@@ -85,10 +86,7 @@ def whole_documents(columns: dict[str, np.ndarray], loader: Loader) -> Counter[t
     """
     found: Counter[tuple[int, ...]] = Counter()
     ends = np.array(
-        [
-            StreamState.from_text(text, len(loader.rows.sources)).first_row
-            for text in loader.state().hint
-        ]
+        [from_text(text, len(loader.rows.sources)).first_row for text in loader.state().hint]
     )
     total, size = len(columns[INPUT_IDS]), loader.batch_size
     of = np.concatenate(
@@ -107,7 +105,7 @@ def test_one_stream_in_order_is_the_text_from_the_first_file_to_the_last(
     tmp_path: Path, segments: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # with 1, a row takes more documents than a window has
-    monkeypatch.setattr(windows, "WINDOW_DOCS", window)
+    monkeypatch.setattr(spec, "WINDOW_DOCS", window)
     _, docs = pipelines.two_datasets(tmp_path / "data")
     options: dict[str, Any] = {
         "datasets": [docs],
@@ -222,7 +220,7 @@ def test_documents_that_are_read_again_for_a_state_are_in_the_books(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows end inside of what is read at a time."""
-    monkeypatch.setattr(windows, "WINDOW_DOCS", 7)
+    monkeypatch.setattr(spec, "WINDOW_DOCS", 7)
     first, again = (
         build(tmp_path, datasets=lists({"code": 120}), mix=None, num_streams=1) for _ in range(2)
     )
@@ -309,19 +307,23 @@ def test_threads_change_nothing(tmp_path: Path) -> None:
 
 
 def test_a_state_with_a_cut_document_is_small_and_read_back() -> None:
-    places = (Place(3, 5, 7, 9), Place(1, 2, 3, 4))
-    for bad in ((), (5, 6)):
+    for bad in ((0, 0), (5, 6)):
         state = StreamState(
-            1 << 40, 3, (-(1 << 39), 1 << 39), (True, False), places, bad, (1, 1 << 27)
+            first_row=1 << 40,
+            epoch=3,
+            deficits=(-(1 << 39), 1 << 39),
+            active=(True, False),
+            drawn=(Place(3, 5, 7, 9, bad[0]), Place(1, 2, 3, 4, bad[1])),
+            cut=(1, 1 << 27),
         )
-        assert StreamState.from_text(state.to_text(), 2) == state
-        assert len(state.to_text()) <= 24 + 2 * 48
+        assert from_text(to_text(state), 2) == state
+        assert len(to_text(state)) <= 24 + 2 * 48
 
 
 def test_documents_that_never_fill_a_row_are_an_error_and_no_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows.mix, "MAX_DRAWS", 5000)
+    monkeypatch.setattr(mix, "MAX_DRAWS", 5000)
     endless = MixStageConfig(weights={"code": 1, "docs": 1}, stop_strategy="restart")
     loader = build(
         tmp_path,

@@ -25,6 +25,7 @@ from easypipe.plan.deficit import (
     draw_largest_deficit,
     weights_of,
 )
+from easypipe.plan.feed import CachedFeed
 from easypipe.plan.mix import MAX_DATASETS, NEVER, integer_weights
 from easypipe.plan.mix_schedule import KINDS, Schedule, apportion, half_wave
 from easypipe.plan.order import OrderConfig
@@ -323,10 +324,10 @@ def test_every_stage_has_its_shares_within_a_draw_of_each_dataset(
     )
     total = ROWS_TOTAL if spec.unit == "rows" else TOKENS_TOTAL
     state, k = Plan(*made).state_at(0), len(datasets)
-    planner = Planner(*made)
+    planner = Planner(spec, CachedFeed(*made))
     while state.first_row < 400:
         window = planner.window(state)
-        shares = weights_of(spec.shares_at(state.first_row), [True] * k, total, spec.block)
+        shares = weights_of(spec.stage(state.first_row).shares or (), [True] * k, total, spec.block)
         sizes = np.ones_like(window.length) if spec.unit == "rows" else np.maximum(window.length, 1)
         given_ = np.bincount(window.dataset, weights=sizes, minlength=k)
         if state.epoch == window.after.epoch:

@@ -213,7 +213,7 @@ def as_stack(columns: Mapping[str, NDArray[np.int32]]) -> NDArray[np.int32] | No
     )
 
 
-def address(array: NDArray[np.int32]) -> int:
+def address(array: NDArray[np.generic]) -> int:
     return array.__array_interface__["data"][0]  # `array.ctypes.data` costs several times as much
 
 

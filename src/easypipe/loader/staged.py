@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.cache.reader import TokenCache, pin
-from easypipe.loader.rows.write import RowWindow
+from easypipe.plan.window import Window
 
 
 def staged_rows(
-    caches: Sequence[TokenCache], window: RowWindow, rows: NDArray[np.int64]
+    caches: Sequence[TokenCache], window: Window[int], rows: NDArray[np.int64]
 ) -> contextlib.AbstractContextManager[None]:
     """The documents of those of `rows` (Int64[R]) that stand in the window, and the one behind
     each, whose first token may be a label.

@@ -6,14 +6,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.config import digest, to_dict
 from easypipe.core.errors import PlanError
-from easypipe.plan.mix import MAX_DATASETS, MAX_DRAWS, MAX_WEIGHT_SUM, Stop
+from easypipe.plan.mix import MAX_DATASETS, MAX_WEIGHT_SUM, Stop
 from easypipe.plan.mix_schedule import Schedule, normalized
 from easypipe.plan.order import OrderConfig
 from easypipe.plan.pack import PackSpec
@@ -48,6 +48,18 @@ class PlanDataset:
     lengths: Callable[[NDArray[np.int64]], NDArray[np.int32]]
 
 
+class Stage(NamedTuple):
+    """What a window is drawn by.
+
+    shares: of the datasets; None: their weights count documents and never change. rows: until the
+    shares change next, None where they do not; most: rows that the window may have then.
+    """
+
+    shares: tuple[Fraction, ...] | None
+    rows: int | None = None
+    most: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
     """The choices that, with the datasets, decide which documents stand in every row.
@@ -56,7 +68,7 @@ class PlanSpec:
     "restart" never does, so it wants num_epochs None; for a single dataset all three are the same
     and an epoch is one pass. num_epochs: how often a mixture that ends is drawn, with new
     permutations each time; None goes on forever. pack: None gives every document a row of its own.
-    window_docs: documents planned and packed together.
+    window_docs: documents planned and packed together; window_tokens: or fewer that hold so many.
 
     schedule: weights by training step in place of `weights`, which then only sizes windows. unit:
     what a share is a share of; "tokens" are those that get a place in a row. block: under a
@@ -68,6 +80,7 @@ class PlanSpec:
     weights: tuple[int, ...]
     stop: Stop
     window_docs: int
+    window_tokens: int | None = None
     num_epochs: int | None = 1
     order: OrderConfig = field(default_factory=OrderConfig)
     pack: PackSpec | None = None
@@ -84,7 +97,7 @@ class PlanSpec:
         assert 0 < count <= MAX_DATASETS, f"{count} datasets"
         assert min(self.weights) > 0, "make weights with integer_weights"
         assert sum(self.weights) <= MAX_WEIGHT_SUM, "make weights with integer_weights"
-        assert 0 < self.window_docs <= MAX_DRAWS, f"{self.window_docs} documents make no window"
+        assert self.window_docs > 0, f"{self.window_docs} documents make no window"
         assert self.num_epochs is None or self.num_epochs > 0, "no epoch"
         assert self.num_epochs is None or self.has_epochs, "a mixture that restarts has no epochs"
         assert schedule is None or len(schedule.all_weights[0]) == count, "points of others"
@@ -102,26 +115,12 @@ class PlanSpec:
         """Most passes over each dataset; None for no limit."""
         return (None,) * len(self.weights) if self.max_epochs is None else self.max_epochs
 
-    @property
-    def by_deficit(self) -> bool:
-        """Whether draws go to the largest deficit: weights change, or count tokens."""
-        return self.schedule is not None or self.unit == "tokens"
-
-    def shares_at(self, row: int) -> tuple[Fraction, ...]:
-        """The shares of a window that begins at `row`."""
+    def stage(self, row: int) -> Stage:
+        """What holds for a window that begins at `row`."""
         if self.schedule is None:
-            return normalized(self.weights)
-        return self.schedule.shares(self.schedule.step_of(row))
-
-    def rows_left(self, row: int) -> int | None:
-        """Rows until the shares change next; None where they do not."""
-        return None if self.schedule is None else self.schedule.rows_left(row)
-
-    def stage_end(self, row: int) -> tuple[int, int] | None:
-        """(rows until the shares change next, rows that a window which begins at `row` may have);
-        None where packing does not decide, or they do not change.
-        """
-        return self.schedule.stage_end(row) if self.schedule and self.pack else None
+            return Stage(normalized(self.weights) if self.unit == "tokens" else None)
+        shares = self.schedule.shares(self.schedule.step_of(row))
+        return Stage(shares, *(self.schedule.stage_end(row) or ()))
 
     def last_epoch(self, num_docs: Sequence[int]) -> int | None:
         """Epochs of the whole run, which caps may end early; None where it never ends."""
@@ -193,7 +192,13 @@ def choices(spec: PlanSpec) -> dict[str, Any]:
     return found | stages_choice(spec.schedule, spec.pack)
 
 
-LATER_CHOICES = {"schedule": None, "unit": "rows", "block": None, "max_epochs": None}
+LATER_CHOICES = {
+    "window_tokens": None,
+    "schedule": None,
+    "unit": "rows",
+    "block": None,
+    "max_epochs": None,
+}
 
 
 def stages_choice(schedule: Schedule | None, pack: PackSpec | None) -> dict[str, str]:

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from easypipe.core.errors import StateError
 
+At = TypeVar("At")  # how far one dataset is drawn: see WindowState.drawn
+
 
 @dataclass(frozen=True, kw_only=True)
-class WindowState:
+class WindowState(Generic[At]):
     """All that a window depends on, besides datasets and spec: JSON of less than 3 KiB for 60
     datasets.
 
-    index: of the window. epoch: 0 first. first_row: rows before the window. drawn: documents per
-    dataset in this epoch. deficits and
+    index: of the window, counted from where planning began. epoch: of the mixture, 0 first.
+    first_row: rows before the window. drawn: how far each dataset is drawn: its documents in this
+    epoch, or in streaming where its stream stands in it (loader/streams/feed.py). deficits,
     active: of the mixture (`plan.mix`). The state behind the last window of a plan has epoch ==
     num_epochs.
-    cut: under strategy "stream", (dataset, tokens) of the document that the last row before ended
-    in: the last one drawn from that dataset, whose first `tokens` stand in rows before. None where
-    a row ended with its document.
+    cut: under strategy "concat", (dataset, tokens) of the document that the window begins with,
+    whose first `tokens` stand in rows before. A count of documents has it drawn, a place in a
+    stream stands before it. None where a row ended with its document.
     """
 
-    index: int
-    epoch: int
     first_row: int
-    drawn: tuple[int, ...]
+    epoch: int
+    drawn: tuple[At, ...]
     deficits: tuple[int, ...]
     active: tuple[bool, ...]
     cut: tuple[int, int] | None = None
+    index: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -42,7 +45,7 @@ class WindowState:
         }
 
     @classmethod
-    def from_json(cls, values: Any) -> WindowState:
+    def from_json(cls, values: Any) -> WindowState[int]:
         """Raises StateError where `values` is not what `to_json` writes."""
         try:
             index, epoch, first_row = (int(values[key]) for key in ("index", "epoch", "first_row"))
@@ -54,7 +57,7 @@ class WindowState:
             raise StateError(
                 at="window", problem=f"{values!r} is no state of a plan: {error!r}"
             ) from None
-        return cls(
+        return WindowState(
             index=index,
             epoch=epoch,
             first_row=first_row,

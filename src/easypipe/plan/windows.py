@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import PlanError, StateError
 from easypipe.plan import plan_stats
+from easypipe.plan.feed import CachedFeed
 from easypipe.plan.mix import NEVER
 from easypipe.plan.pack import nothing_fits
 from easypipe.plan.pieces import NO_PIECES, Pieces, join, pieces_of
@@ -78,7 +79,8 @@ class Plan:
         self.datasets = tuple(datasets)
         self.spec = spec
         self.fingerprint = fingerprint(datasets, spec)
-        self._planner = Planner(datasets, spec)
+        self._feed = CachedFeed(datasets, spec)
+        self._planner = Planner(spec, self._feed)
         self._cache_bytes = cache_bytes
         self._scan_lock = threading.RLock()  # planning; taken before _lock where both are
         self._lock = threading.Lock()  # the fields below, never held while planning
@@ -113,8 +115,7 @@ class Plan:
                 most = last if self.spec.has_epochs else NEVER  # passes over one dataset
                 passes = [min(most, most if cap is None else cap) for cap in self.spec.caps]
                 self._num_rows = sum(
-                    count * n
-                    for count, n in zip(self._planner.num_docs.tolist(), passes, strict=True)
+                    count * n for count, n in zip(self._feed.num_docs.tolist(), passes, strict=True)
                 )
             else:
                 with self._scan_lock:
@@ -179,9 +180,10 @@ class Plan:
         another plan over the same datasets cannot be told from one of this: compare fingerprints.
         """
         size, epochs = len(self.datasets), self._planner.last_epoch
-        fits = len(state.drawn) == len(state.deficits) == len(
-            state.active
-        ) == size and self._planner.can_be_cut(state.cut, state.drawn)
+        fits = len(state.drawn) == len(state.deficits) == len(state.active) == size
+        if fits and (cut := state.cut) is not None:
+            runs = self.spec.pack is not None and self.spec.pack.strategy == "stream"
+            fits = runs and 0 <= cut[0] < size and state.drawn[cut[0]] > 0 and cut[1] > 0
         if (
             not fits
             or min(state.index, state.epoch, state.first_row, *state.drawn) < 0
@@ -190,7 +192,7 @@ class Plan:
             raise StateError(
                 at="window", problem=f"{state.to_json()} is no state of a plan over {size} datasets"
             )
-        if (self._planner.remaining(np.array(state.drawn, np.int64)) < 0).any():
+        if (self._feed.remaining(state) < 0).any():
             raise StateError(
                 at="window", problem=f"{state.to_json()} has drawn more documents than there are"
             )
@@ -297,12 +299,10 @@ class Plan:
 
     def check_that_some_document_fits(self) -> None:
         """Raises PlanError where packing leaves out every document there is."""
-        pack, num_docs = self.spec.pack, int(self._planner.num_docs.sum())
+        pack, num_docs = self.spec.pack, int(self._feed.num_docs.sum())
         if pack is None or not num_docs:
             return
-        self._some_document_fits = self._some_document_fits or self._planner.some_document_fits(
-            pack
-        )
+        self._some_document_fits = self._some_document_fits or self._feed.some_document_fits(pack)
         if not self._some_document_fits:
             raise nothing_fits(num_docs, pack)
 

@@ -18,7 +18,7 @@ from easypipe.core.errors import CacheError, PlanError, place
 from easypipe.core.schema import LOSS_MASK
 from easypipe.loader.rows.gather import Tables, eos_ids, tables
 from easypipe.loader.rows.rows import NumberedRows, RowReader, Share, default_width
-from easypipe.loader.rows.write import RowWindow, RowWriter
+from easypipe.loader.rows.write import RowWriter
 from easypipe.loader.staged import staged_rows
 from easypipe.loader.state import MAX_DATASETS, SHORT, LoaderState
 from easypipe.plan.spec import choices, in_words
@@ -179,14 +179,11 @@ class PlannedRows(NumberedRows):
 
     # As write.Tokens.
 
-    def window_at(self, row: int) -> Window:
-        return self.plan.window_at(row)
-
-    def tables(self, window: RowWindow) -> Tables:
-        return self._tables
+    def window_at(self, row: int) -> tuple[Window[int], Tables]:
+        return self.plan.window_at(row), self._tables
 
     def pinned(
-        self, window: RowWindow, rows: NDArray[np.int64]
+        self, window: Window[int], rows: NDArray[np.int64]
     ) -> contextlib.AbstractContextManager[None]:
         return staged_rows(self._caches, window, rows)
 
@@ -201,7 +198,7 @@ class PlannedRows(NumberedRows):
             here = touched[:, dataset == i]
             self._caches[i].check(here - np.array([[first[i]], [0]]))
 
-    def missing(self, window: RowWindow, piece: int, width: int) -> CacheError:
+    def missing(self, window: Window[int], piece: int, width: int) -> CacheError:
         _, slot, draw, start, length = window.layout.table[:, piece].tolist()
         dataset, doc = int(window.dataset[draw]), int(window.doc[draw])
         cache = self._caches[dataset]

@@ -26,7 +26,8 @@ from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, shift_labels
 from easypipe.loader.rows.gather import NO_CHECKS, Tables, write_rows
 from easypipe.loader.rows.look_ahead import join_segments, last_labels
 from easypipe.loader.rows.pairs import open_pairs
-from easypipe.plan.pack import Layout
+from easypipe.plan.state import At
+from easypipe.plan.window import Window
 
 AT_REST = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS)
 
@@ -34,22 +35,7 @@ _NO_LABELS = np.empty((0, 0), dtype=np.int32)
 _NO_MASK = np.empty((0, 0), dtype=np.uint8)
 
 
-class RowWindow(Protocol):
-    """A window as rows are laid out of it: plan/window.py, streams/windows.py."""
-
-    @property
-    def first_row(self) -> int: ...
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def dataset(self) -> NDArray[np.int32]: ...
-    @property
-    def doc(self) -> NDArray[np.int64]: ...
-    @property
-    def length(self) -> NDArray[np.int32]: ...
-
-
-class Tokens(Protocol):
+class Tokens(Protocol[At]):
     """Where the tokens of windows lie."""
 
     @property
@@ -57,12 +43,12 @@ class Tokens(Protocol):
         """Whether some tokens are no targets."""
         ...
 
-    def window_at(self, row: int) -> RowWindow: ...
-
-    def tables(self, window: RowWindow) -> Tables: ...
+    def window_at(self, row: int) -> tuple[Window[At], Tables]:
+        """The window that a row stands in, and where its documents lie."""
+        ...
 
     def pinned(
-        self, window: RowWindow, rows: NDArray[np.int64]
+        self, window: Window[At], rows: NDArray[np.int64]
     ) -> contextlib.AbstractContextManager[None]:
         """Holds the tokens of the rows in memory."""
         ...
@@ -78,7 +64,7 @@ class Tokens(Protocol):
         """
         ...
 
-    def missing(self, window: RowWindow, piece: int, width: int) -> Exception:
+    def missing(self, window: Window[At], piece: int, width: int) -> Exception:
         """What to raise where a piece of the window is not there."""
         ...
 
@@ -102,7 +88,7 @@ class RowWriter:
     paired: bool = False
 
     def gather(
-        self, tokens: Tokens, rows: NDArray[np.int64], width: int
+        self, tokens: Tokens[At], rows: NDArray[np.int64], width: int
     ) -> dict[str, NDArray[np.int32]]:
         """As RowReader.gather."""
         columns = fresh_columns(AT_REST, len(rows), width)
@@ -112,7 +98,7 @@ class RowWriter:
         return columns | {LOOK_AHEAD: ahead} if self.runs else columns
 
     def batch(
-        self, tokens: Tokens, rows: NDArray[np.int64], width: int
+        self, tokens: Tokens[At], rows: NDArray[np.int64], width: int
     ) -> dict[str, NDArray[np.int32]]:
         """As RowReader.batch."""
         columns = fresh_columns(BATCH_COLUMNS, len(rows), width)
@@ -120,7 +106,7 @@ class RowWriter:
         return columns
 
     def fill(
-        self, tokens: Tokens, rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]]
+        self, tokens: Tokens[At], rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]]
     ) -> None:
         """Writes the rows (Int64[R]) into BATCH_COLUMNS, Int32[R, width] each."""
         _, ahead = self._write(tokens, rows, columns)
@@ -128,7 +114,7 @@ class RowWriter:
             columns[LABELS][:, -1] = ahead
 
     def _write(
-        self, tokens: Tokens, rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]]
+        self, tokens: Tokens[At], rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]]
     ) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
         """Fills the columns; the loss mask, UInt8[0, 0] where no dataset has one, and Int32[R] the
         labels of last slots, of runs.
@@ -145,8 +131,8 @@ class RowWriter:
         left = 0
         while left < len(rows):  # one turn for every window that the rows stand in
             row = int(rows[left])
-            window = tokens.window_at(row if row >= 0 else int(rows.max(initial=0)))
-            layout, tables = window.layout, tokens.tables(window)
+            window, tables = tokens.window_at(row if row >= 0 else int(rows.max(initial=0)))
+            layout = window.layout
             view = (window.first_row, layout.first_piece, layout.table, window.dataset, window.doc)
             with tokens.pinned(window, rows):
                 left, bad, count = write_rows(view, rows, done, tables, *rule, *into)

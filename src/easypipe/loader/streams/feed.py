@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +72,18 @@ class Loaded:
     @property
     def num_docs(self) -> int:
         return self.offsets.shape[0] - 1
+
+
+class Piece(NamedTuple):
+    """Documents `start` to `stop` of a chunk."""
+
+    loaded: Loaded
+    start: int
+    stop: int
+
+    @property
+    def tokens(self) -> int:
+        return int(self.loaded.offsets[self.stop] - self.loaded.offsets[self.start])
 
 
 class Counts(Counter[tuple[str, str]]):
@@ -132,16 +144,17 @@ class Forward(Protocol):
     def load(self, shard: int, start: int, stop: int) -> Loaded: ...
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a stream stands in a dataset: `taken` documents of the chunk (entry position, chunk
-    number); `epoch` counts passes.
+    number); `epoch` counts passes. bad: bad rows of the first pass in front of it, in the chunks
+    that documents were taken of and those before them.
     """
 
     epoch: int = 0
     entry: int = 0
     chunk: int = 0
     taken: int = 0
+    bad: int = 0
 
 
 class Deal:
@@ -360,8 +373,7 @@ class Cursor:
 
     Chunks are read ahead on the pool, as many as the next window is thought to take (`wish`); what
     is read never depends on it.
-    bad: bad rows of the first pass in front of `place`, in the chunks that documents were taken of
-    and those before them.
+    bad: as of Place.
     """
 
     def __init__(
@@ -371,102 +383,69 @@ class Cursor:
         place: Place,
         pool: ReadPool,
         counts: Counts,
-        *,
         passes: int | None,
-        bad: int = 0,
     ) -> None:
         """passes: a new one begins behind the last document, until there were so many (None:
         without end); 0: only where `begin` is called.
         """
-        self._deal, self._stream, self._pool = deal, stream, pool
-        self._counts, self._passes, self.bad = counts, passes, bad
-        counts.add("shares", deal.share(stream, place))
-        counts.add("shares before", deal.share(stream, place, before=True))
+        self._deal, self._stream, self._pool, self._passes = deal, stream, pool, passes
+        self.counts, self.bad = counts, place.bad
+        self.counts.add("shares", deal.share(stream, place))
+        self.counts.add("shares before", deal.share(stream, place, before=True))
         self._bad_chunks: list[Loaded] = []  # those that were counted since `bad_chunks` was asked
         self._held: deque[tuple[Place, Loaded]] = deque()
-        # all chunks that there were since `mark`, and `bad` at it
-        self._mark: tuple[list[tuple[Place, Loaded]], int] | None = None
         self._start = place  # where the pass, or this cursor, began
         self._next = deal.first(stream, place)  # the chunk behind those that are held
         self._ahead: deque[tuple[Place, Future[Loaded]]] = deque()  # that chunk and more
         self._pass_docs = self._empty_passes = 0
-        self._available = 0
+        self.waiting = 0  # documents that are held
+        self._asked = 0  # of those that wait, documents that the window at hand looks at
         self._wish, self._wish_tokens = 0, None
         self._chunk_docs = self._chunk_tokens = 0.0  # of a chunk, as far as is known
 
     @property
     def place(self) -> Place:
         """Behind the document that was taken last."""
-        if self._held:
-            return self._held[0][0]
-        return (
-            Place(self._start.epoch, self._deal.num_entries) if self._next is None else self._next
-        )
+        end = Place(self._start.epoch, self._deal.num_entries)
+        place = self._held[0][0] if self._held else end if self._next is None else self._next
+        return place._replace(bad=self.bad)
 
     def fill(self, count: int) -> int:
         """Reads on until `count` documents wait, or the pass has no more. Returns how many wait."""
-        while self._available < count and self._read():
+        while self.waiting < count and self._read():
             pass
-        return self._available
+        self._asked = max(self._asked, min(count, self.waiting))
+        return self.waiting
 
-    def take(self, count: int) -> list[tuple[Loaded, int, int]]:
-        """The next `count` documents as ranges of what was loaded. They must have been filled."""
-        taken = []
-        self._available -= count
+    def pieces(self, start: int, stop: int) -> list[Piece]:
+        """The documents `start` to `stop` of those that wait."""
+        found, at = list[Piece](), 0
+        for place, loaded in self._held:
+            if at >= stop:
+                break
+            a, b = max(start, at), min(stop, at + loaded.num_docs - place.taken)
+            if a < b:
+                found.append(Piece(loaded, a - at + place.taken, b - at + place.taken))
+            at += loaded.num_docs - place.taken
+        return found
+
+    def take(self, count: int) -> None:
+        """The first `count` documents wait no longer."""
+        self.waiting, self._asked = self.waiting - count, 0
         while count:
             place, loaded = self._held[0]
             if not place.taken:
                 self._enter(place, loaded)
             here = min(count, loaded.num_docs - place.taken)
-            taken.append((loaded, place.taken, place.taken + here))
             count -= here
             if place.taken + here < loaded.num_docs:
-                self._held[0] = (
-                    Place(place.epoch, place.entry, place.chunk, place.taken + here),
-                    loaded,
-                )
-                continue
-            self._held.popleft()
-            self._pass_empty()
-        return taken
-
-    def look(self) -> tuple[Loaded, int, int]:
-        """The next document as `take(1)` gives it, but it goes on waiting. It must have been
-        filled.
-        """
-        place, loaded = self._held[0]
-        return loaded, place.taken, place.taken + 1
-
-    def lengths(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """(tokens, whether it ends with EOS) of the documents `start` to `stop` of those that wait.
-        They must have been filled.
-        """
-        lengths, ends, at = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)], 0
-        for place, loaded in self._held:
-            a, b = max(start, at), min(stop, at + loaded.num_docs - place.taken)
-            if a < b:
-                first, last = a - at + place.taken, b - at + place.taken
-                lengths.append(np.diff(loaded.offsets[first : last + 1]))
-                ends.append(loaded.has_eos[first:last])
-            at += loaded.num_docs - place.taken
-        return np.concatenate(lengths), np.concatenate(ends)
-
-    def mark(self) -> None:
-        """From here on documents may be given back."""
-        self._mark = list(self._held), self.bad
-
-    def give_back(self) -> None:
-        """All documents that were taken since `mark` wait again."""
-        assert self._mark is not None
-        chunks, self.bad = self._mark
-        self._bad_chunks.clear()
-        self._held = deque(chunks)
-        self._available = sum(loaded.num_docs - place.taken for place, loaded in chunks)
-        self._pass_empty()
+                self._held[0] = (place._replace(taken=place.taken + here), loaded)
+            else:
+                self._held.popleft()
+                self._pass_empty()
 
     def bad_chunks(self) -> list[Loaded]:
         """Those with bad rows that came into `bad` since this was asked last."""
-        self._mark = None
         found, self._bad_chunks = self._bad_chunks, []
         return found
 
@@ -477,27 +456,20 @@ class Cursor:
         self._wish, self._wish_tokens = count, tokens
         self._read_ahead()
 
-    def drop(self) -> int:
-        """Forgets the documents that wait. Returns how many there were."""
-        dropped, self._available = self._available, 0
+    def end_epoch(self) -> None:
+        """Forgets the documents that wait."""
+        self.counts.end_epoch(self.waiting)
+        self.waiting = self._asked = 0
         self._held.clear()
-        return dropped
+        self.close()
 
     def begin(self, epoch: int) -> None:
         """Pass `epoch` begins behind what waits."""
         self.close()
         self._start = Place(epoch)
         self._next = self._deal.first(self._stream, self._start)
-        self._counts.add("shares", self._deal.share(self._stream, self._start))
+        self.counts.add("shares", self._deal.share(self._stream, self._start))
         self._pass_docs = 0
-
-    @property
-    def name(self) -> str:
-        return self._deal.source.name
-
-    @property
-    def waiting(self) -> int:
-        return self._available
 
     def close(self) -> None:
         for _, future in self._ahead:
@@ -509,7 +481,7 @@ class Cursor:
         if self._next is None:
             if self._passes is not None and self._start.epoch + 1 >= self._passes:
                 return False
-            nothing = self._start == Place(self._start.epoch) and not self._pass_docs
+            nothing = not (any(self._start[1:4]) or self._pass_docs)
             self._empty_passes = self._empty_passes + 1 if nothing else 0
             if self._empty_passes >= (EMPTY_PASSES if self._deal.shuffled else 1):
                 raise ConfigError(
@@ -524,7 +496,7 @@ class Cursor:
         self._read_ahead()
         place, future = self._ahead.popleft()
         loaded = future.result()
-        self._counts.chunk(
+        self.counts.chunk(
             loaded,
             min(place.taken, loaded.num_docs),
             self._deal.share_of(place, ended=loaded.ended),
@@ -537,9 +509,7 @@ class Cursor:
         self._chunk_tokens = max(1.0, (self._chunk_tokens or num_tokens) * 0.75 + num_tokens * 0.25)
         if loaded.num_docs or loaded.num_bad:
             self._held.append((place, loaded))
-            self._available += loaded.num_docs - place.taken
-            if self._mark is not None:
-                self._mark[0].append((place, loaded))
+            self.waiting += loaded.num_docs - place.taken
             self._pass_empty()
         if loaded.ended and self._deal.entry(place.epoch, place.entry)[2] < 0:
             self.close()  # what was asked for behind it lies behind the end of the file
@@ -572,12 +542,9 @@ class Cursor:
         wanted = FIRST_AHEAD
         if self._chunk_docs:
             wish = self._wish / self._chunk_docs
-            wish = (
-                wish
-                if self._wish_tokens is None
-                else min(wish, self._wish_tokens / self._chunk_tokens)
-            )
-            wanted = math.ceil(wish - self._available / self._chunk_docs)
+            if self._wish_tokens is not None:
+                wish = min(wish, self._wish_tokens / self._chunk_tokens)
+            wanted = math.ceil(wish - (self.waiting - self._asked) / self._chunk_docs)
         wanted = max(1, min(MOST_AHEAD, wanted))
         while len(self._ahead) < wanted:
             if self._ahead:

@@ -61,13 +61,13 @@ def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
     left at an epoch's end; tokens → placed, truncated or dropped; rows made → in batches, waiting
     or left out."""
     ledger = Ledger()
-    stage = "mix" if spec.pack is None else "pack"
+    stage = "mix" if spec.plan.pack is None else "pack"
     for name, counts, line in zip(names, books.datasets, books.table.tolist(), strict=True):
         _add_read(ledger, name, counts)
         _add_drawn(ledger, name, counts, dict(zip(FIELDS, line, strict=True)), stage)
     placed = int(books.table[:, FIELDS.index("tokens_placed")].sum())
-    if spec.pack is not None:
-        slots = books.packed_rows * spec.pack.seq_length
+    if spec.plan.pack is not None:
+        slots = books.packed_rows * spec.plan.pack.seq_length
         out = {"tokens": placed, "padding": slots - placed}
         ledger.add("pack", "stream", "slots", into={"slots": slots}, out=out)
         ledger.facts["pack.stream.fill"] = placed / slots if slots else 1.0

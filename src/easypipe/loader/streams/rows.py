@@ -4,7 +4,7 @@ workers changes.
 stream   one of S canonical streams; while none has ended, each gives as many rows of every batch
 share    the ranges of every dataset that a stream reads (feed.py); they follow from the files, S
          and the seed
-window   documents of a stream that are drawn, shuffled and packed together (windows.py); a row
+window   documents of a stream that are drawn, shuffled and packed together (stream.py); a row
          never holds two
 turn     one row of each stream that has not ended: rows are numbered turn after turn, and stand in
          a batch stream after stream (plan/turns.py)
@@ -18,13 +18,11 @@ to know when the others end, and reads all.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -43,18 +41,19 @@ from easypipe.core.schema import (
 from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns
 from easypipe.loader.placement import gather_bytes
 from easypipe.loader.prefetch import ReadPool
-from easypipe.loader.rows.gather import Tables, eos_ids
+from easypipe.loader.rows.gather import eos_ids
 from easypipe.loader.rows.rows import RowReader, Rows, Share, default_width
-from easypipe.loader.rows.write import AT_REST, RowWindow, RowWriter
+from easypipe.loader.rows.write import AT_REST, RowWriter
 from easypipe.loader.state import LoaderState
-from easypipe.loader.streams.feed import Deal, Forward
+from easypipe.loader.streams.feed import Deal, Forward, Place
 from easypipe.loader.streams.ledger import Books, ledger_of
 from easypipe.loader.streams.spec import StreamSpec
-from easypipe.loader.streams.state import StreamState
-from easypipe.loader.streams.windows import Window, Windows
+from easypipe.loader.streams.state import StreamState, from_text, to_text
+from easypipe.loader.streams.stream import Made, Stream, StreamFeed
 from easypipe.plan import turns
 from easypipe.plan.pack import nothing_fits
 from easypipe.plan.spec import in_words
+from easypipe.plan.window import Window
 
 log = logging.getLogger("easypipe")
 
@@ -67,8 +66,8 @@ class StreamRows(Rows):
 
     Law: row n holds the same for any number of processes, threads and batches, and behind every
     state.
-    sources: the datasets, in the order of `spec.weights`. tokens_identity: digests of sources and
-    tokenizer. workers: threads that read; None: one for each core.
+    sources: the datasets, in the order of the plan's weights. tokens_identity: digests of sources
+    and tokenizer. workers: threads that read; None: one for each core.
     """
 
     lengths_are_free = False
@@ -85,8 +84,8 @@ class StreamRows(Rows):
         name: str = "loader",
     ) -> None:
         self.sources, self.spec, self.pad_token_id = tuple(sources), spec, pad_token_id
-        self.seq_length = None if spec.pack is None else spec.pack.seq_length
-        self.num_epochs = spec.num_epochs
+        self.seq_length = None if spec.plan.pack is None else spec.plan.pack.seq_length
+        self.num_epochs = spec.plan.num_epochs
         self.workers, self.name = workers or _cores(), name
         self._tokens_identity = tokens_identity
 
@@ -117,7 +116,7 @@ class StreamRows(Rows):
         """The rows of the same data in the order of another seed."""
         return StreamRows(
             self.sources,
-            dataclasses.replace(self.spec, seed=seed),
+            dataclasses.replace(self.spec, plan=dataclasses.replace(self.spec.plan, seed=seed)),
             self._tokens_identity,
             pad_token_id=self.pad_token_id,
             workers=self.workers,
@@ -132,7 +131,7 @@ class StreamRows(Rows):
                 problem=f"{len(texts)} streams after batch {batch}",
                 fix="Restore another state.",
             )
-        states = [StreamState.from_text(text, len(self.sources)) for text in texts]
+        states = [from_text(text, len(self.sources)) for text in texts]
         return StreamReader(self, 0 if state is None else state.row, states, share or Share())
 
     def own(self, share: Share) -> list[int]:
@@ -186,9 +185,9 @@ class StreamReader(RowReader):
         self._rows_before = 0
         self._bad: Counter[int] = Counter()  # by dataset
         spec = rows.spec
-        runs = spec.pack is not None and spec.pack.strategy == "stream"
+        runs = spec.plan.pack is not None and spec.plan.pack.strategy == "stream"
         self._writer = RowWriter(
-            eos=eos_ids(spec.eos, len(spec.weights)),
+            eos=eos_ids(spec.eos, len(spec.plan.weights)),
             pad_token_id=rows.pad_token_id,
             hold=not (spec.train_continued or runs),
             seq_length=rows.seq_length,
@@ -219,14 +218,14 @@ class StreamReader(RowReader):
         return rows[np.argsort(self._places(rows)[0], kind="stable")]
 
     def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        def length(window: Window, row: int) -> int:
+        def length(window: Window[Place], row: int) -> int:
             first = window.layout.first_piece
             return int(window.layout.table[4, first[row] : first[row + 1]].sum())
 
         return self._each(rows, length).astype(np.int32)
 
     def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._each(rows, lambda window, row: window.before.epoch)
+        return self._each(rows, lambda window, row: window.state.epoch)
 
     def gather(
         self, rows: NDArray[np.int64], width: int | None = None
@@ -305,8 +304,8 @@ class StreamReader(RowReader):
                 len(self._rows.sources), (stream.books for stream in self._streams.values())
             ),
         )
-        if rows.spec.pack is not None and books.all_dropped:
-            raise nothing_fits(books.all_dropped, rows.spec.pack) from None
+        if rows.spec.plan.pack is not None and books.all_dropped:
+            raise nothing_fits(books.all_dropped, rows.spec.plan.pack) from None
         read = [
             f"{one.dataset!r}: "
             f"{', '.join(f'{count} {what}' for what, count in one.out.items()) or 'no row'}"
@@ -323,18 +322,19 @@ class StreamReader(RowReader):
     def _begin(self) -> None:
         spec = self._rows.spec
         deals = [
-            Deal(source, spec.num_streams, seed=spec.seed, shuffle=spec.shuffle)
+            Deal(source, spec.num_streams, seed=spec.plan.seed, shuffle=spec.shuffle)
             for source in self._rows.sources
         ]
         for state in self._states:
-            self._bad.update(dict(enumerate(state.bad)))
+            self._bad.update({i: place.bad for i, place in enumerate(state.drawn)})
         # Windows of a weight schedule depend on which streams have ended, which is known in the
         # order of their rows alone.
-        ahead = self._windows_ahead and (spec.schedule is None or spec.last_epoch is None)
+        ahead = self._windows_ahead and (spec.plan.schedule is None or spec.last_epoch is None)
         for number in self._own:
             state = self._states[number] if self._states else None
-            windows = Windows(number, spec, deals, self._pool, state, self._ends)
-            stream = self._streams[number] = Stream(windows, self._window_pool if ahead else None)
+            feed = StreamFeed(number, spec, deals, self._ends)
+            windows = self._window_pool if ahead else None
+            stream = self._streams[number] = Stream(feed, self._pool, state, windows)
             self._note_end(stream)
         self._given_before = turns.given_by(self._ends, self._begin_row)
         self._rows_before = sum(
@@ -359,11 +359,11 @@ class StreamReader(RowReader):
         if stream.ended:
             self._ends[stream.number] = stream.state.first_row
 
-    def _charge(self, window: Window) -> None:
+    def _charge(self, made: Made) -> None:
         """Counts the bad rows of a window. Those of streams that other processes read are known up
         to the state that was restored.
         """
-        for i, (source, chunks) in enumerate(zip(self._rows.sources, window.bad, strict=True)):
+        for i, (source, chunks) in enumerate(zip(self._rows.sources, made.bad, strict=True)):
             most = source.max_bad_rows
             for loaded in chunks:
                 self._bad[i] += loaded.num_bad
@@ -391,7 +391,7 @@ class StreamReader(RowReader):
         return np.where(real, streams[at], -1), np.where(real, numbers[at], -1)
 
     def _each(
-        self, rows: NDArray[np.int64], ask: Callable[[Window, int], int]
+        self, rows: NDArray[np.int64], ask: Callable[[Window[Place], int], int]
     ) -> NDArray[np.int64]:
         """What the window of each row says of it, 0 for -1."""
         found = np.zeros(len(rows), np.int64)
@@ -400,7 +400,7 @@ class StreamReader(RowReader):
             zip(*map(np.ndarray.tolist, self._places(rows)), strict=True)
         ):
             if number >= 0:
-                window = self._streams[number].window_at(row)
+                window, _ = self._streams[number].window_at(row)
                 found[i] = ask(window, row - window.first_row)
         return found
 
@@ -445,7 +445,7 @@ class StreamMark(NamedTuple):
 
     def hint(self) -> list[str]:
         """The state of every stream. Collective where several processes read their own."""
-        known = {number: state.to_text() for number, state in self.states.items()}
+        known = {number: to_text(state) for number, state in self.states.items()}
         count, room = self.rows.spec.num_streams, 24 + 48 * len(self.rows.sources)
         if len(known) < count:
             table = b"".join(known.get(i, "").encode().ljust(room) for i in range(count))
@@ -467,77 +467,6 @@ class _Laid(NamedTuple):
     slot: NDArray[np.int64]
     first: NDArray[np.int64]
     stop: NDArray[np.int64]
-
-
-class Stream:
-    """The windows of one canonical stream, made when a row of them is asked for, or one ahead;
-    those that were made and not yet forgotten are kept. Not thread safe. Implements write.Tokens.
-
-    state, ended, books: behind the last of them, whatever was made ahead.
-    """
-
-    unchecked = False  # what was just read is in memory
-
-    def __init__(self, made: Windows, ahead: ReadPool | None = None) -> None:
-        """ahead: makes the next window while rows of this one are taken; None makes each when it is
-        asked for.
-        """
-        self._made, self._ahead = made, ahead
-        self._next: Future[Window] | None = None
-        self.number, self.windows = made.number, list[Window]()
-        self.state, self.ended, self.books = made.state, made.ended, made.books
-
-    def go_on(self) -> Window:
-        """The next window, which may hold no row."""
-        window = self._made.make() if self._ahead is None else self._wait(self._ahead).result()
-        self._next = None
-        if window.layout.num_rows:
-            self.windows.append(window)
-        self.state, self.books = window.after, window.books
-        self.ended = self._made.at_end(window.after)
-        self.begin()
-        return window
-
-    def begin(self) -> None:
-        """Starts on the next window, where windows are made ahead."""
-        if self._ahead is not None and not self.ended:
-            self._wait(self._ahead)
-
-    def state_at(self, row: int) -> StreamState:
-        """The state from which `row` is found again; it must not be forgotten."""
-        return next((window.before for window in self.windows if row < window.stop), self.state)
-
-    def forget(self, row: int) -> None:
-        """Drops windows that hold nothing at `row` or behind it."""
-        while self.windows and self.windows[0].stop <= row:
-            self.windows.pop(0)
-
-    def window_at(self, row: int) -> Window:
-        return next(window for window in self.windows if row < window.stop)
-
-    @property
-    def masked(self) -> bool:
-        return any(int(window.tables.mask[0]) for window in self.windows)
-
-    def tables(self, window: RowWindow) -> Tables:
-        assert isinstance(window, Window)
-        return window.tables
-
-    def pinned(
-        self, window: RowWindow, rows: NDArray[np.int64]
-    ) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def check(self, touched: NDArray[np.int64]) -> None:
-        raise AssertionError("nothing is unchecked")
-
-    def missing(self, window: RowWindow, piece: int, width: int) -> Exception:
-        return AssertionError(f"piece {piece} of a window is not in its tokens")
-
-    def _wait(self, ahead: ReadPool) -> Future[Window]:
-        if self._next is None:
-            self._next = ahead.submit(lambda made: made.make(), self._made)
-        return self._next
 
 
 def _pad(columns: Mapping[str, NDArray[np.int32]], rows: NDArray[np.int64], pad: int) -> None:

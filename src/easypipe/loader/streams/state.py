@@ -1,5 +1,5 @@
-"""What a stream depends on between two windows, and its form in a saved state: at most 48
-characters for each of its datasets.
+"""The state of a stream between two windows, in its saved form: at most 48 characters for each of
+its datasets.
 
 Integers as LEB128 (7 bits a byte, the highest bit says that more follow), deficits zigzag first,
 the whole in base64 without padding: first_row, epoch, then for every dataset: deficit, active, and
@@ -12,74 +12,49 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from easypipe.core.errors import StateError
 from easypipe.loader.streams.feed import Place
+from easypipe.plan.state import WindowState
+
+StreamState = WindowState[Place]
 
 
-@dataclass(frozen=True)
-class StreamState:
-    """first_row: rows of the stream before the window. epoch: of the mixture, 0 first. deficits,
-    active: of the mixture (`plan.mix`).
+def to_text(state: StreamState) -> str:
+    numbers = [state.first_row, state.epoch]
+    for deficit, active, place in zip(state.deficits, state.active, state.drawn, strict=True):
+        zigzag = 2 * deficit if deficit >= 0 else -2 * deficit - 1
+        numbers += [zigzag, int(active), *place[:4]]
+    bad = [place.bad for place in state.drawn]
+    if state.cut is not None or any(bad):
+        numbers += [*bad, *(state.cut or ())]
+    return base64.b64encode(b"".join(map(_leb128, numbers))).decode().rstrip("=")
 
-    bad: bad rows of every dataset before its place, in the first pass; none where it is empty.
-    cut: under pack strategy "stream", the dataset whose next document the window begins with, and
-    how many of its tokens stand before.
-    """
 
-    first_row: int
-    epoch: int
-    deficits: tuple[int, ...]
-    active: tuple[bool, ...]
-    places: tuple[Place, ...]
-    bad: tuple[int, ...] = ()
-    cut: tuple[int, int] | None = None
-
-    def to_text(self) -> str:
-        numbers = [self.first_row, self.epoch]
-        for deficit, active, place in zip(self.deficits, self.active, self.places, strict=True):
-            numbers += [
-                2 * deficit if deficit >= 0 else -2 * deficit - 1,
-                int(active),
-                place.epoch,
-                place.entry,
-                place.chunk,
-                place.taken,
-            ]
-        if self.cut is not None:
-            numbers += [*(self.bad or (0,) * len(self.places)), *self.cut]
-        elif any(self.bad):
-            numbers += self.bad
-        return (
-            base64.b64encode(b"".join(_leb128(number) for number in numbers)).decode().rstrip("=")
-        )
-
-    @classmethod
-    def from_text(cls, text: str, num_datasets: int) -> StreamState:
-        """Raises StateError where `text` is not what `to_text` writes for so many datasets."""
-        try:
-            numbers = list(_numbers(base64.b64decode(text + "=" * (-len(text) % 4), validate=True)))
-            first_row, epoch, *rest = numbers
-            if len(rest) not in (6 * num_datasets, 7 * num_datasets, 7 * num_datasets + 2):
-                raise ValueError(f"{len(rest)} numbers for {num_datasets} datasets")
-            bad, cut = rest[6 * num_datasets : 7 * num_datasets], tuple(rest[7 * num_datasets :])
-            if cut and cut[0] >= num_datasets:
-                raise ValueError(f"a document of dataset {cut[0]} of {num_datasets}")
-        except (binascii.Error, TypeError, ValueError) as error:
-            raise StateError(
-                at="loader state", problem=f"{text!r} is no state of a stream: {error}"
-            ) from None
-        parts = [rest[i : i + 6] for i in range(0, 6 * num_datasets, 6)]
-        return cls(
-            first_row=first_row,
-            epoch=epoch,
-            deficits=tuple(-(part[0] + 1 >> 1) if part[0] & 1 else part[0] >> 1 for part in parts),
-            active=tuple(bool(part[1]) for part in parts),
-            places=tuple(Place(*part[2:]) for part in parts),
-            bad=tuple(bad) if any(bad) else (),
-            cut=(cut[0], cut[1]) if cut else None,
-        )
+def from_text(text: str, num_datasets: int) -> StreamState:
+    """Raises StateError where `text` is not what `to_text` writes for so many datasets."""
+    try:
+        numbers = list(_numbers(base64.b64decode(text + "=" * (-len(text) % 4), validate=True)))
+        first_row, epoch, *rest = numbers
+        if len(rest) not in (6 * num_datasets, 7 * num_datasets, 7 * num_datasets + 2):
+            raise ValueError(f"{len(rest)} numbers for {num_datasets} datasets")
+        bad = rest[6 * num_datasets : 7 * num_datasets] or [0] * num_datasets
+        cut = rest[7 * num_datasets :]
+        if cut and cut[0] >= num_datasets:
+            raise ValueError(f"a document of dataset {cut[0]} of {num_datasets}")
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise StateError(
+            at="loader state", problem=f"{text!r} is no state of a stream: {error}"
+        ) from None
+    parts = [rest[i : i + 6] for i in range(0, 6 * num_datasets, 6)]
+    return WindowState(
+        first_row=first_row,
+        epoch=epoch,
+        deficits=tuple(-(part[0] + 1 >> 1) if part[0] & 1 else part[0] >> 1 for part in parts),
+        active=tuple(bool(part[1]) for part in parts),
+        drawn=tuple(Place(*part[2:6], bad=of) for part, of in zip(parts, bad, strict=True)),
+        cut=(cut[0], cut[1]) if cut else None,
+    )
 
 
 def _leb128(number: int) -> bytes:

@@ -20,9 +20,10 @@ from easypipe.loader.loader import Loader
 from easypipe.loader.rows.planned import PlannedRows
 from easypipe.loader.rows.rows import Rows
 from easypipe.loader.rows.stored import StoredRows
+from easypipe.loader.streams import spec as streams
 from easypipe.loader.streams.rows import StreamRows
-from easypipe.loader.streams.spec import StreamSpec
 from easypipe.plan.buckets import bucket_widths, length_counts
+from easypipe.plan.spec import PlanSpec
 from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.decoding import decoder_of
 from easypipe.stages.load.forward import ForwardDocuments
@@ -70,7 +71,7 @@ class LoadStage(BaseStage):
             return Loader(
                 rows,
                 options,
-                seed=rows.spec.seed,
+                seed=rows.spec.plan.seed,
                 collate=self._collate(name, source, context, None),
                 name=f"loader of {name!r}",
             )
@@ -270,26 +271,30 @@ def _stream_rows(
             schedule,
             batch_sizes=tuple((step, size // num_streams) for step, size in schedule.batch_sizes),
         )
-    shuffle = settings_of(context).order.shuffle
-    pad, eos = mixture.pad_token_id, None
+    shuffle, docs = settings_of(context).order.shuffle, config.shuffle_buffer_size
+    pad, eos, pack = mixture.pad_token_id, None, None
     if packed is not None:
-        pad, eos = packed.pad_token_id, packed.eos_token_ids
+        pad, eos, pack = packed.pad_token_id, packed.eos_token_ids, packed.config.spec()
         eos = packed.eos_token_id if len(set(eos)) < 2 else eos
-    spec = StreamSpec(
+    plan = PlanSpec(
         seed=mixture.seed,
-        num_streams=num_streams,
         weights=mixture.weights if schedule is None else (1,) * len(mixture.parts),
         stop=mixture.stop,
         num_epochs=config.num_epochs,
-        shuffle=shuffle,
-        shuffle_window=shuffle or config.shuffle_buffer_size is not None,
-        window_docs=config.shuffle_buffer_size,
-        pack=None if packed is None else packed.config.spec(),
-        eos=eos,
+        window_docs=streams.WINDOW_DOCS if docs is None else docs,
+        window_tokens=streams.window_tokens(pack) if docs is None else None,
+        pack=pack,
         schedule=schedule,
         unit=mixture.unit,
         block=None if mixture.schedule is None else mixture.schedule.block,
         max_epochs=mixture.max_epochs,
+    )
+    spec = streams.StreamSpec(
+        plan=plan,
+        num_streams=num_streams,
+        shuffle=shuffle,
+        shuffle_window=shuffle or docs is not None,
+        eos=eos,
         joined=packed is not None and packed.joined,
         train_continued=packed is not None and packed.config.train_continued,
     )

@@ -1,0 +1,335 @@
+"""One canonical stream: its documents as windows draw them, and the windows that were made, each
+from the state that the last one left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import ConfigError
+from easypipe.core.random import child, fold
+from easypipe.loader.collate import address
+from easypipe.loader.prefetch import ReadPool
+from easypipe.loader.rows.gather import Tables
+from easypipe.loader.streams.feed import Cursor, Deal, Loaded, Piece, Place
+from easypipe.loader.streams.ledger import Books
+from easypipe.loader.streams.spec import StreamSpec
+from easypipe.loader.streams.state import StreamState
+from easypipe.plan import mix, plan_stats, turns
+from easypipe.plan.pack import nothing_fits
+from easypipe.plan.spec import Stage
+from easypipe.plan.window import Planner, Window
+
+BLOCK_DOCS = 256  # drawn at a time; a window ends between two blocks
+
+
+class StreamFeed:
+    """The documents of one stream, read forward: states have to come in order. Implements Feed.
+
+    Weights that follow the training step look at the rows of all streams: `ends` says where those
+    ended that have, kept by whoever makes the windows in the order of their rows (plan/turns.py).
+    taken: the documents of the window that was made last. counts: one for each dataset.
+    """
+
+    counted, block = False, BLOCK_DOCS
+
+    def __init__(
+        self, number: int, spec: StreamSpec, deals: Sequence[Deal], ends: NDArray[np.int64]
+    ) -> None:
+        self.number, self.spec, self._deals, self._ends = number, spec, deals, ends
+        self.num_docs, self.draws_next = np.ones(len(deals), np.int64), spec.joined
+        self.names = [deal.source.name for deal in deals]
+        seed = spec.plan.seed
+        self._keys = [fold(seed, "stream", number, name) for name in self.names]
+        self._row_key = fold(seed, "stream rows", number)
+        self.books = Books.total(len(deals))
+        self.cursors: list[Cursor] = []
+        self.taken: list[list[Piece]] = []
+
+    def open(self, state: StreamState, pool: ReadPool) -> None:
+        """Starts to read behind `state`."""
+        plan = self.spec.plan
+        most, total = plan.window_docs, sum(plan.weights)
+        for i, deal in enumerate(self._deals):
+            passes = 0 if plan.has_epochs else plan.caps[i]
+            counts = self.books.datasets[i]
+            cursor = Cursor(deal, self.number, state.drawn[i], pool, counts, passes)
+            wish = most * plan.weights[i] // total if state.active[i] else 0
+            cursor.wish(wish, plan.window_tokens)
+            self.cursors.append(cursor)
+
+    def stage(self, state: StreamState) -> Stage:
+        plan, row, streams = self.spec.plan, state.first_row, self.spec.num_streams
+        if plan.schedule is None:
+            return plan.stage(row)
+        # which counts the rows of one stream among streams that all live
+        known = turns.known_before(self._ends, row, self.number)
+        there = turns.rows_before(known, row, self.number) // streams
+        stage = plan.stage(there)
+        if stage.rows is None:
+            return stage
+        rows = int(turns.given_by(known, (there + stage.rows) * streams)[self.number]) - row
+        return Stage(stage.shares, rows, rows + stage.most - stage.rows)
+
+    def size(self, state: StreamState, stage: Stage) -> tuple[int, int | None]:
+        """Documents, or the blocks of them that hold so many tokens."""
+        plan, rows = self.spec.plan, stage.rows
+        docs, tokens = plan.window_docs, plan.window_tokens
+        if rows is not None and plan.pack is None:
+            docs = min(docs, rows)
+        elif rows is not None and plan.pack is not None:
+            runs = plan.pack.strategy == "stream"
+            full = (rows + runs) * plan.pack.seq_length
+            tokens = full if tokens is None else min(full, tokens)
+        return docs, tokens
+
+    def parts(self, state: StreamState, stage: Stage) -> Sequence[Fraction]:
+        return [Fraction(1, len(self.names))] * len(self.names)
+
+    def row_key(self, state: StreamState) -> int:
+        return child(self._row_key, state.first_row)
+
+    def document_keys(self, state: StreamState) -> Sequence[int]:
+        keys = self._keys if self.spec.shuffle_window else ()
+        return [child(key, state.first_row + state.epoch) for key in keys]
+
+    def remaining(self, state: StreamState, enough: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.array(
+            [cursor.fill(n) for cursor, n in zip(self.cursors, enough.tolist(), strict=True)]
+        )
+
+    def look(
+        self, state: StreamState, start: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+        stop = np.minimum(start + counts, self.remaining(state, start + counts))
+        there = np.maximum(stop - start, 0)
+        pieces = [piece for part in self._pieces(start, start + there) for piece in part]
+        lengths = [np.diff(loaded.offsets[a : b + 1]) for loaded, a, b in pieces]
+        if self.spec.eos is not None:
+            ends = (loaded.has_eos[a:b] for loaded, a, b in pieces)
+            lengths = [one + ~has_eos for one, has_eos in zip(lengths, ends, strict=True)]
+        docs = np.arange(there.sum()) + np.repeat(start - (np.cumsum(there) - there), there)
+        return docs, np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int32), there
+
+    def tokens(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> int:
+        return sum(piece.tokens for part in self._pieces(start, stop) for piece in part)
+
+    def advance(
+        self, state: StreamState, draws: mix.Draws, cut: tuple[int, int] | None
+    ) -> tuple[Place, ...]:
+        counts = draws.counts.copy()
+        if state.cut is not None:
+            counts[state.cut[0]] += 1
+        self.taken = self._pieces(np.zeros_like(counts), counts)
+        for i, (cursor, count) in enumerate(zip(self.cursors, counts.tolist(), strict=True)):
+            # the one that is cut goes on waiting
+            cursor.take(count - (cut is not None and cut[0] == i))
+            cursor.wish(0 if draws.ended and cut is None else count)
+        return tuple(cursor.place for cursor in self.cursors)
+
+    def begin(self, epoch: int) -> tuple[Place, ...]:
+        last = self.spec.last_epoch
+        for cursor in self.cursors:
+            cursor.end_epoch()
+            if last is None or epoch < last:
+                cursor.begin(epoch)
+        if not self.cursors:
+            return (Place(epoch),) * len(self.names)
+        return tuple(Place(epoch, bad=cursor.bad) for cursor in self.cursors)
+
+    def name(self, dataset: int, doc: int) -> str:
+        return f"dataset {self.names[dataset]!r}"
+
+    def _pieces(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> list[list[Piece]]:
+        spans = zip(self.cursors, start.tolist(), stop.tolist(), strict=True)
+        return [cursor.pieces(a, b) for cursor, a, b in spans]
+
+
+class Made(NamedTuple):
+    """A window of a stream. chunks: they own the memory that `tables` points to. books: of the
+    stream behind it. bad: for each dataset, chunks with bad rows that count from here on.
+    """
+
+    window: Window[Place]
+    tables: Tables
+    chunks: list[list[Piece]]
+    books: Books
+    bad: list[list[Loaded]]
+
+    @property
+    def stop(self) -> int:
+        return self.window.after.first_row
+
+
+class Stream:
+    """The windows of one canonical stream, made when a row of them is asked for, or one ahead;
+    those that were made and not yet forgotten are kept. Not thread safe. Implements write.Tokens.
+
+    Law: from equal states come equal windows, whatever other streams there are; under weights that
+    follow the training step, where those ended that did before the window's first row.
+    state, ended, books: behind the last window that was asked for, whatever was made ahead.
+    """
+
+    unchecked = False  # what was just read is in memory
+
+    def __init__(
+        self,
+        feed: StreamFeed,
+        pool: ReadPool,
+        state: StreamState | None = None,
+        ahead: ReadPool | None = None,
+    ) -> None:
+        """pool: reads. ahead: makes the next window while rows of this one are taken; None makes
+        each when it is asked for.
+        """
+        self._feed, self._ahead = feed, ahead
+        self._planner = Planner(feed.spec.plan, feed)
+        self._next: Future[Made] | None = None
+        self.number, self.windows = feed.number, list[Made]()
+        self.state = self._last = state or self._planner.epoch_start(0, 0, 0)
+        self.ended = self._planner.ended(self.state)
+        if not self.ended:
+            feed.open(self.state, pool)
+        self.books = self._books()
+        self._first_epoch = self.state.epoch
+        self._end_row = -1  # where the last epoch ended that was seen to
+        # Tokens of the document that is cut where this begins, which whoever saved the state has
+        # placed.
+        self._placed_before = self.state.cut[1] if self.state.cut is not None else 0
+
+    def go_on(self) -> Made:
+        """The next window, which may hold no row."""
+        made = self._make() if self._ahead is None else self._wait(self._ahead).result()
+        self._next = None
+        if made.window.num_rows:
+            self.windows.append(made)
+        self.state, self.books = made.window.after, made.books
+        self.ended = self._planner.ended(self.state)
+        self.begin()
+        return made
+
+    def begin(self) -> None:
+        """Starts on the next window, where windows are made ahead."""
+        if self._ahead is not None and not self.ended:
+            self._wait(self._ahead)
+
+    def state_at(self, row: int) -> StreamState:
+        """The state from which `row` is found again; it must not be forgotten."""
+        return next((made.window.state for made in self.windows if row < made.stop), self.state)
+
+    def forget(self, row: int) -> None:
+        """Drops windows that hold nothing at `row` or behind it."""
+        while self.windows and self.windows[0].stop <= row:
+            self.windows.pop(0)
+
+    def window_at(self, row: int) -> tuple[Window[Place], Tables]:
+        return next((made.window, made.tables) for made in self.windows if row < made.stop)
+
+    @property
+    def masked(self) -> bool:
+        return any(made.tables.mask.any() for made in self.windows)
+
+    def pinned(
+        self, window: Window[Place], rows: NDArray[np.int64]
+    ) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def check(self, touched: NDArray[np.int64]) -> None:
+        raise AssertionError("nothing is unchecked")
+
+    def missing(self, window: Window[Place], piece: int, width: int) -> Exception:
+        return AssertionError(f"piece {piece} of a window is not in its tokens")
+
+    def _wait(self, ahead: ReadPool) -> Future[Made]:
+        if self._next is None:
+            self._next = ahead.submit(Stream._make, self)
+        return self._next
+
+    def _make(self) -> Made:
+        """The window behind the last that was made."""
+        window = self._planner.window(self._last)
+        chunks = self._feed.taken
+        self._enter(window, chunks)
+        if window.after.epoch > window.state.epoch:
+            self._check_some_row(window)
+        self._last = window.after
+        bad = [cursor.bad_chunks() for cursor in self._feed.cursors]
+        return Made(window, _tables(chunks), chunks, self._books(), bad)
+
+    def _books(self) -> Books:
+        """As they stand now."""
+        return Books.total(len(self._feed.names), [self._feed.books])
+
+    def _enter(self, window: Window[Place], chunks: list[list[Piece]]) -> None:
+        """Counts what the window holds: all but a last document of which no token stands there."""
+        spec, books, before = self._feed.spec, self._feed.books, window.state
+        cut, placed, after = before.cut, self._placed_before, window.after.cut
+        docs = slice(window.dataset.size - window.ahead)
+        dataset, doc, lengths = window.dataset[docs], window.doc[docs], window.length[docs].copy()
+        lengths[:1] -= placed
+        start = 0 if cut is None else cut[1]
+        segments = books.table[:, plan_stats.SEGMENTS].copy()
+        pack, layout = spec.plan.pack, window.layout
+        draws = (dataset, lengths)
+        plan_stats.count(draws, layout, layout.num_rows, pack, books.table, start - placed)
+        if spec.joined:  # only the first token of an epoch is nobody's next
+            books.table[:, plan_stats.SEGMENTS] = segments
+            if cut is None and not any(any(place[1:4]) for place in before.drawn):
+                books.table[dataset[np.flatnonzero(lengths)[:1]], plan_stats.SEGMENTS] += 1
+        again = int(start > placed)  # a first document that was counted when it was drawn
+        for i, (counts, part) in enumerate(zip(books.datasets, chunks, strict=True)):
+            if spec.eos is not None and part:
+                has_eos = np.concatenate([loaded.has_eos[a:b] for loaded, a, b in part])
+                mine = doc[again:][dataset[again:] == i]
+                counts["drawn", "EOS"] += int((~has_eos[mine]).sum())
+            # a document that is cut was counted as drawn, and waits to be read again
+            waits = after is not None and after[1] > 0 and after[0] == i
+            counts["drawn", "waiting"] = self._feed.cursors[i].waiting - waits
+        if after is None or window.dataset.size > 1:
+            self._placed_before = 0  # that document is through
+        books.packed_rows += layout.num_rows
+
+    def _check_some_row(self, window: Window[Place]) -> None:
+        """Raises where a whole epoch gave no row, and all others would give none."""
+        end_row, self._end_row = self._end_row, window.after.first_row
+        if end_row != self._end_row or self._planner.last_epoch is not None:
+            return
+        spec, dropped = self._feed.spec, self._feed.books.all_dropped
+        if spec.plan.pack is not None and dropped:
+            raise nothing_fits(dropped // (window.after.epoch - self._first_epoch), spec.plan.pack)
+        raise ConfigError(
+            at="num_streams",
+            problem=f"a whole pass of stream {self.number} of {spec.num_streams} over its share of "
+            f"{', '.join(map(repr, self._feed.names))} gave no row, and another would give none",
+            fix="Use fewer streams, or leave streaming out: the data is small.",
+        )
+
+
+def _tables(chunks: list[list[Piece]]) -> Tables:
+    """Where documents lie: a part for each piece, whose documents are numbered as their dataset's
+    pieces stand.
+    """
+    parts = [piece for part in chunks for piece in part]
+    first_doc = [np.cumsum([0, *(b - a for _, a, b in part)]) for part in chunks]
+    none = np.zeros(len(parts), np.uint64)
+    return Tables(
+        first_part=np.cumsum([0, *map(len, chunks)]).astype(np.int64),
+        first_doc=np.concatenate(first_doc).astype(np.int64),
+        ids=np.array([address(one.loaded.ids) for one in parts], np.uint64),
+        offsets=np.array([address(one.loaded.offsets) + 8 * one.start for one in parts], np.uint64),
+        mask=np.array(
+            [0 if (mask := one.loaded.mask) is None else address(mask) for one in parts], np.uint64
+        ),
+        id_bytes=np.array(
+            [part[0].loaded.ids.itemsize if part else 2 for part in chunks], np.int64
+        ),
+        file=none,
+        checked=none,
+    )

@@ -1,0 +1,215 @@
+"""What windows draw from: the protocol of a mixture's documents in their order, and its form over
+token caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import PlanError
+from easypipe.core.random import child, fold
+from easypipe.plan import mix
+from easypipe.plan.deficit import weights_of
+from easypipe.plan.mix_schedule import normalized
+from easypipe.plan.order import documents
+from easypipe.plan.pack import PackSpec, placed_tokens
+from easypipe.plan.spec import PlanDataset, PlanSpec, Stage
+from easypipe.plan.state import At, WindowState
+
+_LOOK = 1 << 16  # lengths that are asked for together
+_UNIT = 1 << 32  # parts of a token, and of a share
+
+
+class Feed(Protocol[At]):
+    """The datasets of a mixture, each in the order in which its documents are drawn.
+
+    Law: which documents come behind a state follows from the state alone, whatever was looked at
+    before. Documents are counted, for each dataset, from the state on: the one that it cuts is
+    number 0. Arrays are Int64[k] for k datasets unless something else is said.
+    """
+
+    num_docs: NDArray[np.int64]  # of a pass; 1 of a dataset that nobody has counted
+    counted: bool  # whether `remaining` is known without looking
+    block: int  # draws at a time; a window that ends by its tokens ends between two blocks
+    draws_next: bool  # whether a window takes the document behind its last token, of which it holds
+    # none: under "concat", where rows go over the ends of documents
+
+    def stage(self, state: WindowState[At]) -> Stage:
+        """What the window behind `state` is drawn by."""
+        ...
+
+    def size(self, state: WindowState[At], stage: Stage) -> tuple[int, int | None]:
+        """Where that window ends: after so many documents, or where they hold so many tokens."""
+        ...
+
+    def parts(self, state: WindowState[At], stage: Stage) -> Sequence[Fraction]:
+        """About which part of its draws each dataset will have: changes speed, never a draw."""
+        ...
+
+    def row_key(self, state: WindowState[At]) -> int:
+        """Permutes its rows."""
+        ...
+
+    def document_keys(self, state: WindowState[At]) -> Sequence[int]:
+        """Permute its documents, one key for each dataset; none where they are permuted already."""
+        ...
+
+    def remaining(self, state: WindowState[At], enough: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Documents that each dataset still gives in this epoch, behind one that is cut; where they
+        are not counted at most `enough`, with it.
+        """
+        ...
+
+    def look(
+        self, state: WindowState[At], start: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+        """(their numbers; their lengths, with an EOS that is added: Int32; how many there are of
+        each) of the `counts` documents from `start` on, dataset after dataset.
+        """
+        ...
+
+    def tokens(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> int:
+        """Tokens of the documents from `start` to `stop` that were looked at, without added EOS."""
+        ...
+
+    def advance(
+        self, state: WindowState[At], draws: mix.Draws, cut: tuple[int, int] | None
+    ) -> tuple[At, ...]:
+        """Where the datasets stand behind these draws. cut: as in the state behind them."""
+        ...
+
+    def begin(self, epoch: int) -> tuple[At, ...]:
+        """Where they stand when an epoch begins."""
+        ...
+
+    def name(self, dataset: int, doc: int) -> str:
+        """A document, for messages."""
+        ...
+
+
+class CachedFeed:
+    """Documents of token caches, which are counted: arithmetic alone, on any thread. Implements
+    Feed.
+    """
+
+    counted, draws_next = True, False
+    block = mix.MAX_DRAWS
+
+    def __init__(self, datasets: Sequence[PlanDataset], spec: PlanSpec) -> None:
+        self.datasets, self.spec = tuple(datasets), spec
+        self.num_docs = np.array([dataset.num_docs for dataset in datasets], dtype=np.int64)
+        self._order_keys = np.array(
+            [fold(spec.seed, "order", dataset.name) for dataset in datasets], dtype=np.uint64
+        )
+        self._row_key = fold(spec.seed, "rows")
+
+    def stage(self, state: WindowState[int]) -> Stage:
+        return self.spec.stage(state.first_row)
+
+    def size(self, state: WindowState[int], stage: Stage) -> tuple[int, int | None]:
+        """Documents: under a schedule those before its shares change, as the mean lengths tell."""
+        spec, rows = self.spec, stage.rows
+        if rows is None:
+            return spec.window_docs, None
+        if spec.pack is None:
+            return min(spec.window_docs, rows), None
+        longest = spec.pack.seq_length * _UNIT if spec.pack.oversize == "truncate" else 1 << 62
+        mean = sum(  # of a document that is drawn, in 2^-32 tokens
+            int(part * min(longest, d.total_tokens * _UNIT // max(1, d.num_docs)))
+            for part, d in zip(self.parts(state, stage), self.datasets, strict=True)
+        )
+        full = rows * spec.pack.seq_length * _UNIT // max(1, mean)
+        return max(1, min(spec.window_docs, full)), None
+
+    def parts(self, state: WindowState[int], stage: Stage) -> Sequence[Fraction]:
+        """A dataset's share, divided by its mean length where shares are of tokens.
+
+        Where all have left (only the rest of a document is to come, under strategy "concat") all
+        have the same.
+        """
+        if not any(state.active):
+            return normalized([1] * len(self.datasets))
+        shares = normalized(self.spec.weights) if stage.shares is None else stage.shares
+        weights = weights_of(shares, state.active, _UNIT)
+        if self.spec.unit == "tokens":
+            weights = [
+                w * max(1, d.num_docs) * _UNIT // max(1, d.total_tokens)
+                for w, d in zip(weights, self.datasets, strict=True)
+            ]
+        return normalized(weights if any(weights) else [1] * len(weights))
+
+    def row_key(self, state: WindowState[int]) -> int:
+        return child(self._row_key, state.index)
+
+    def document_keys(self, state: WindowState[int]) -> Sequence[int]:
+        return ()
+
+    def remaining(
+        self, state: WindowState[int], enough: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64]:
+        stop: mix.Stop = "all_exhausted" if len(self.datasets) == 1 else self.spec.stop
+        drawn = np.array(state.drawn, dtype=np.int64)
+        return mix.remaining(self.num_docs, drawn, stop, self.spec.caps)
+
+    def look(
+        self, state: WindowState[int], start: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+        place = np.array(state.drawn, dtype=np.int64) + start
+        if state.cut is not None:
+            place[state.cut[0]] -= 1  # that document is drawn
+        docs = documents(
+            self.spec.order, self.num_docs, self._order_keys, state.epoch, place, counts
+        )
+        lengths, at = np.empty(docs.shape[0], dtype=np.int32), 0
+        for dataset, count in zip(self.datasets, counts.tolist(), strict=True):
+            if count:
+                lengths[at : at + count] = _lengths(dataset, docs[at : at + count])
+                at += count
+        return docs, lengths, counts
+
+    def tokens(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> int:
+        raise AssertionError("windows of counted documents end by their number")
+
+    def advance(
+        self, state: WindowState[int], draws: mix.Draws, cut: tuple[int, int] | None
+    ) -> tuple[int, ...]:
+        return tuple(a + b for a, b in zip(state.drawn, draws.counts.tolist(), strict=True))
+
+    def begin(self, epoch: int) -> tuple[int, ...]:
+        return (0,) * len(self.datasets)
+
+    def name(self, dataset: int, doc: int) -> str:
+        return f"dataset {self.datasets[dataset].name!r}, document {doc}"
+
+    def some_document_fits(self, pack: PackSpec) -> bool:
+        """Whether any document of any dataset gets a piece. Looks at lengths until one does."""
+        return any(
+            placed_tokens(_lengths(dataset, docs), pack).any()
+            for dataset in self.datasets
+            for start in range(0, dataset.num_docs, _LOOK)
+            for docs in [np.arange(start, min(start + _LOOK, dataset.num_docs), dtype=np.int64)]
+        )
+
+
+def _lengths(dataset: PlanDataset, docs: NDArray[np.int64]) -> NDArray[np.int32]:
+    lengths = dataset.lengths(docs)
+    if lengths.dtype != np.int32 or lengths.shape != docs.shape:
+        raise PlanError(
+            at=f"dataset {dataset.name!r}",
+            problem=f"lengths of {docs.shape[0]} documents came as "
+            f"{lengths.dtype}{list(lengths.shape)}",
+            fix="PlanDataset.lengths gives Int32[n].",
+        )
+    if (lengths < 0).any():
+        n = int(np.argmax(lengths < 0))
+        raise PlanError(
+            at=f"dataset {dataset.name!r}, document {docs[n]}",
+            problem=f"a length of {lengths[n]} tokens",
+            fix="The token cache is damaged: prepare it again.",
+        )
+    return lengths
