@@ -186,7 +186,7 @@ FAULTS = [
     fault("what stands for null is not part of the identity", "transforms/columns/columns.py", "tests/transforms/test_columns.py -k fingerprints",
           'digest("combine", self.into, self.template, self.null_as)', 'digest("combine", self.into, self.template)'),
     fault("special tokens behind a text are not counted", "transforms/tokenizer/tokenizer.py", "tests/transforms/test_tokenizer.py -k both_sides",
-          "len(column) * (len(self._prefix) + len(self._suffix))", "len(column) * len(self._prefix)"),
+          "before + len(self._suffix), cut", "before, cut"),
     fault("EOS makes a text longer than max_length", "transforms/tokenizer/masked.py", "tests/transforms/test_masked.py",
           "sizes + room < limit", "sizes + room <= limit"),
     fault("a first token alone is a target", "transforms/tokenizer/masked.py", "tests/transforms/test_masked.py -k first_token",

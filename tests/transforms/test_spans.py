@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from chat_support import CHATML, MARKED, REASONING, SHARED, needs_shared
 from easypipe.transforms.chat import spans
-from easypipe.transforms.chat.render import ChatTemplate, Refused, Rendered
+from easypipe.transforms.chat.render import ChatTemplate, Refused
 from easypipe.transforms.chat.sandbox import Template
-from easypipe.transforms.chat.spans import Spans, UnprovenError
+from easypipe.transforms.chat.spans import Rendered, Spans, UnprovenError
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from easypipe.transforms.tokenizer.masked import TRAINED_END
 from strategies import examples

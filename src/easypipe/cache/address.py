@@ -59,6 +59,17 @@ def list_lengths(
 
 
 @jit
+def count_zeros(first_doc: NDArray[np.int64], bytes_address: NDArray[np.uint64]) -> int:
+    """How many documents have a byte of 0."""
+    zeros = 0
+    for part in range(bytes_address.shape[0]):
+        values = uint8_at(bytes_address[part])
+        for local in range(first_doc[part + 1] - first_doc[part]):
+            zeros += values[local] == 0
+    return zeros
+
+
+@jit
 def byte_values(
     docs: NDArray[np.int64],
     first_doc: NDArray[np.int64],

@@ -21,7 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
-from easypipe.cache.address import byte_values, list_lengths
+from easypipe.cache.address import byte_values, count_zeros, list_lengths
 from easypipe.cache.blocks import INDEX, ROOM, BlockChecks, note_documents
 from easypipe.cache.folder import CacheFolder, RemoteFolder
 from easypipe.cache.manifest import Manifest, read_manifest
@@ -32,8 +32,6 @@ from easypipe.core.errors import CacheError, SourceError, place
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import Shard, Source
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, ROW_NUMBER, token_dtype, token_list
-
-DOCS_AT_A_TIME = 1 << 20  # that are looked at where all of them are
 
 _NONE = np.empty(0, np.int64)
 
@@ -248,9 +246,13 @@ class TokenCache(Source):
 
     def count_without_eos(self) -> int:
         """Documents that do not end with the tokenizer's EOS."""
-        edges = range(0, self.num_docs, DOCS_AT_A_TIME)
-        some = (np.arange(a, min(a + DOCS_AT_A_TIME, self.num_docs)) for a in edges)
-        return sum(docs.size - int(np.count_nonzero(self.has_eos(docs))) for docs in some)
+        found = 0
+        for first in range(0, len(self._parts), self._files.most):
+            stop = min(first + self._files.most, len(self._parts))
+            with self._index(np.arange(first, stop)):
+                marks = self._buffers.eos_address[first:stop]
+                found += int(count_zeros(self._first_doc[first : stop + 1], marks))
+        return found
 
     def tokens(self, doc: int) -> NDArray[np.unsignedinteger]:
         """The stored ids of one document; a view of the map where that stays."""

@@ -17,9 +17,9 @@ from easypipe.core.errors import ConfigError, SourceError, require_columns
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.stages.tokenize.text_rows import texts_of
 from easypipe.stages.tokenize.token_rows import encode_texts
-from easypipe.transforms.chat.pool import Rendered
 from easypipe.transforms.chat.render import ChatTemplate, load_chat_template
 from easypipe.transforms.chat.sandbox import Row
+from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.prompt.config import TALKS, PromptConfig
 from easypipe.transforms.prompt.formats import (
     VERDICTS,

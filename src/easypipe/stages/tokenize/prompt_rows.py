@@ -13,10 +13,8 @@ from easypipe.core.protocols import ShardedSource, scan
 from easypipe.stages.tokenize.engine import PromptEngine
 from easypipe.stages.tokenize.text_rows import Texts, row_numbers, texts_of
 from easypipe.transforms.chat.messages import decoded_of, plain_of
-from easypipe.transforms.chat.render import (
-    HostileTemplateError,
-    Rendered,
-)
+from easypipe.transforms.chat.render import HostileTemplateError
+from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.chat.turns import CUT_BY
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from easypipe.core.protocols import Reject, ShardedSource, counted, info_of, lef
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.text import bytes_of, has_text
 from easypipe.transforms.chat.messages import is_text
-from easypipe.transforms.chat.pool import Rendered
+from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.refused import EMPTY, Refused
 
 

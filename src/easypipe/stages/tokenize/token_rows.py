@@ -22,15 +22,9 @@ from easypipe.core.schema import token_dtype
 from easypipe.core.text import bytes_of
 from easypipe.stages.tokenize.text_rows import Texts
 from easypipe.transforms.refused import NOTHING_TO_TRAIN, TOO_LONG, Refused
-from easypipe.transforms.tokenizer.lengths import Lengths, Shaped, Whole, shape
-from easypipe.transforms.tokenizer.masked import (
-    NO_END,
-    EncodedTexts,
-    encode_masked,
-    encode_plain,
-    has_target,
-)
-from easypipe.transforms.tokenizer.ragged import Ids, Mask
+from easypipe.transforms.tokenizer.lengths import Lengths, Shaped, shape
+from easypipe.transforms.tokenizer.masked import NO_END, encode_masked, has_target
+from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Mask
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 AUDITED_SHARE = 1000  # one text in so many is encoded again with the reference
@@ -133,8 +127,7 @@ def _shaped(
 ) -> Shaped:
     """The documents within their length. numbers: of their texts."""
     if lengths is not None:
-        whole = Whole(*made[:5], texts=lambda i: texts.texts[int(numbers[i])].as_py())
-        return shape(whole, lengths, raw=raw)
+        return shape(made, lambda i: texts.texts[int(numbers[i])].as_py(), lengths, raw=raw)
     continued = (made.truncated > 0) & (made.mask is not None)
     same, cut = np.arange(len(numbers)), int(made.truncated.sum())
     return Shaped(made.offsets, made.ids, made.mask, same, made.added, continued, cut, [], [], {})
@@ -168,7 +161,7 @@ def _encoded(
     for first, last in itertools.pairwise(_edges(texts, batch_size)):
         some = texts.texts.slice(first, last - first)
         if texts.spans is None or texts.ends is None:
-            found.append(encode_plain(tokenizer, some, whole=whole))
+            found.append(tokenizer.encode_column(some, whole=whole))
         else:
             spans, ends = texts.spans[first:last], texts.ends[first:last].tolist()
             found.append(encode_masked(tokenizer, some, spans, ends, raw=raw, whole=whole))

@@ -1,15 +1,11 @@
-"""The worker processes of chat templates (chat_worker.py): rows go to those that are idle, and come
-back as texts in their order.
-"""
+"""The worker processes that write prompts by templates: rows go to idle ones, texts come back."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -22,25 +18,14 @@ from typing import NamedTuple
 
 from easypipe.core.errors import StallError
 from easypipe.transforms.chat.sandbox import Json, Row
+from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.refused import Refused
 
 BATCH_ROWS = 64  # conversations of one request
-BATCH_BYTES = 1 << 20  # at most, where it is of more than one conversation
+BATCH_CHARACTERS = 1 << 20  # at most, where it is of more than one conversation
 LARGE_CALL = 1000  # conversations for which a second worker process is worth its start
+WORKER = "easypipe.transforms.chat.worker"
 STALL_SECONDS = 120.0  # without an answer, for a worker that may use one second of processor time
-
-
-class Rendered(NamedTuple):
-    """spans: ascending character ranges that are trained. end: 0 where the template ended the last
-    turn, else the EOS token has to (MASKED_END or TRAINED_END, see chat_spans.py). lost: tokens
-    that were left out before the text was written; fewer than 0 were written twice. goes_on: the
-    conversation does so in another text."""
-
-    text: str
-    spans: list[list[int]]
-    end: int
-    lost: int = 0
-    goes_on: bool = False
 
 
 class Hostile(NamedTuple):
@@ -63,39 +48,29 @@ class WrittenTalk(NamedTuple):
 Asked = Row | WrittenTalk
 
 
-def _answer(text: str, rest: Sequence[Json]) -> Answer:
-    """What a worker says of a row after the size of its text."""
-    if len(rest) == 1:
-        return Hostile(rest[0])
-    return Refused(*rest) if isinstance(rest[0], str) else Rendered(text, *rest)
+def _answer(said: Sequence[Json]) -> Answer:
+    """What a worker says of a row."""
+    kinds = {1: Hostile, 2: Refused, 3: Rendered}
+    return kinds[len(said)](*said)
 
 
-def _requests(spec: Mapping[str, Json], rows: Sequence[Asked]) -> Iterator[tuple[bytes, int]]:
-    """(request, rows in it), for all rows in their order."""
-    head = json.dumps(spec).encode()
-    cells: list[list[bytes]] = []
+def _requests(rows: Sequence[Asked]) -> Iterator[list[list[str]]]:
+    """All rows in their order, as the JSON texts that a worker reads, some for each request."""
+    some: list[list[str]] = []
     size = 0
     for row in rows:
-        own = _cells(row)
+        if isinstance(row, WrittenTalk):
+            own = ["null" if text is None else text for text in row]
+        else:
+            own = [json.dumps(row, default=str)]  # dates and decimals of Arrow become text
         weight = sum(map(len, own))
-        if cells and (len(cells) == BATCH_ROWS or size + weight > BATCH_BYTES):
-            yield _request(head, cells), len(cells)
-            cells, size = [], 0
-        cells.append(own)
+        if some and (len(some) == BATCH_ROWS or size + weight > BATCH_CHARACTERS):
+            yield some
+            some, size = [], 0
+        some.append(own)
         size += weight
-    if cells:
-        yield _request(head, cells), len(cells)
-
-
-def _cells(row: Asked) -> list[bytes]:
-    if isinstance(row, WrittenTalk):
-        return [("null" if one is None else one).encode("utf-8", "surrogatepass") for one in row]
-    return [json.dumps(row, default=str).encode()]  # dates and decimals of Arrow become text
-
-
-def _request(head: bytes, cells: Sequence[Sequence[bytes]]) -> bytes:
-    sizes = json.dumps([[len(cell) for cell in row] for row in cells]).encode()
-    return b"".join([head, b"\n", sizes, b"\n", *itertools.chain.from_iterable(cells)])
+    if some:
+        yield some
 
 
 def asked(spec: Mapping[str, Json], rows: Sequence[Asked]) -> Generator[list[Answer]]:
@@ -106,11 +81,12 @@ def asked(spec: Mapping[str, Json], rows: Sequence[Asked]) -> Generator[list[Ans
     """
     under_way: deque[tuple[_Worker, int]] = deque()
     try:
-        for request, count in _requests(spec, rows):
+        head = json.dumps(spec).encode()
+        for request in _requests(rows):
             while (worker := _take(must=not under_way, start=len(rows) >= LARGE_CALL)) is None:
                 yield _received(under_way)
-            under_way.append((worker, count))
-            worker.send(request)
+            under_way.append((worker, len(request)))
+            worker.send(head, json.dumps(request).encode())
         while under_way:
             yield _received(under_way)
     finally:  # an error, or Ctrl-C: they still have answers to give, which are nobody's
@@ -131,6 +107,8 @@ def _received(under_way: deque[tuple[_Worker, int]]) -> list[Answer]:
 
 class _Worker:
     def __init__(self) -> None:
+        from multiprocessing.connection import Pipe  # imports sockets, for those who render
+
         # holds the number of the row that it works on
         self._number = tempfile.TemporaryFile(prefix="easypipe-chat-")  # noqa: SIM115
         package = str(Path(__file__).parents[3])
@@ -139,67 +117,40 @@ class _Worker:
             for key in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT", "LANG")
             if key in os.environ
         }
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "easypipe.transforms.chat.worker",
-                str(self._number.fileno()),
-            ],
-            pass_fds=(self._number.fileno(),),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={
-                **known,
-                "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")]).rstrip(
-                    os.pathsep
-                ),
-            },
-        )
+        paths = [package, os.environ.get("PYTHONPATH", "")]
+        self._connection, its = Pipe()
+        files = (self._number.fileno(), its.fileno())
+        with its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", WORKER, *map(str, files)],
+                pass_fds=files,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**known, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            )
         self.gone = False
 
-    def send(self, request: bytes) -> None:
-        """Of a worker that has answered all before, and so reads."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is gone, which who reads its answers sees
-            self._process.stdin.write(request)
-            self._process.stdin.flush()
+    def send(self, *frames: bytes) -> None:
+        """To a worker that has answered all before, and so reads."""
+        with contextlib.suppress(ConnectionError):  # it is gone, which who reads its answers sees
+            for frame in frames:
+                self._connection.send_bytes(frame)
 
     def receive(self, count: int) -> list[Answer]:
         """Answers to `count` rows, or to none but the one it ended at."""
         answers: list[Answer] = []
-        held = bytearray()
         while len(answers) < count:
-            while (end := held.find(b"\n")) < 0:
-                if not self._read_on(held):
-                    return [self._end()]
-            some = json.loads(held[:end])
-            stop = end + 1 + sum(answer[0] for answer in some)
-            while len(held) < stop:
-                if not self._read_on(held):
-                    return [self._end()]
-            at = end + 1
-            for size, *rest in some:
-                text = held[at : at + size].decode()
-                at += size
-                answers.append(_answer(text, rest))
-            del held[:stop]
+            try:
+                if not self._connection.poll(STALL_SECONDS):
+                    raise StallError(
+                        at="chat template",
+                        problem=f"a worker process gave no answer for {STALL_SECONDS:.0f} s",
+                        fix="Run again.",
+                    )
+                answers += map(_answer, json.loads(self._connection.recv_bytes()))
+            except (EOFError, ConnectionError):
+                return [self._end()]
         return answers
-
-    def _read_on(self, held: bytearray) -> bool:
-        """False where nothing more will come."""
-        assert self._process.stdout is not None
-        source = self._process.stdout.fileno()
-        if not select.select([source], [], [], STALL_SECONDS)[0]:
-            raise StallError(
-                at="chat template",
-                problem=f"a worker process gave no answer for {STALL_SECONDS:.0f} s",
-                fix="Run again.",
-            )
-        read = os.read(source, 1 << 20)
-        held += read
-        return bool(read)
 
     def _end(self) -> Hostile:
         """Why the worker is gone."""
@@ -215,10 +166,7 @@ class _Worker:
     def close(self) -> None:
         with _lock:
             _alive.discard(self)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        self._connection.close()
         self._process.kill()
         self._process.wait()
         self._number.close()

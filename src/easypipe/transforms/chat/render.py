@@ -20,8 +20,9 @@ from types import MappingProxyType
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, TokenizerError, did_you_mean
 from easypipe.transforms.chat.conversations import MessageReader
-from easypipe.transforms.chat.pool import Asked, Hostile, Rendered, asked
+from easypipe.transforms.chat.pool import Asked, Hostile, asked
 from easypipe.transforms.chat.sandbox import Json
+from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.files import find_chat_template

@@ -45,13 +45,19 @@ _PROBE_TOOL = {
 
 
 class Rendered(NamedTuple):
-    """spans: ascending character ranges that are trained. end: OPEN where the template itself ended
-    the last turn.
+    """A text with the character ranges of it that are trained.
+
+    spans: ascending; lists where they come from a worker process. end: OPEN where the template
+    itself ended the last turn, else the EOS token has to. lost: tokens that were left out before
+    the text was written; fewer than 0 were written twice. goes_on: the conversation does so in
+    another text.
     """
 
     text: str
-    spans: list[tuple[int, int]]
+    spans: Sequence[Sequence[int]]
     end: int
+    lost: int = 0
+    goes_on: bool = False
 
 
 class Stops(NamedTuple):

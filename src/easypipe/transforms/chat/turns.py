@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from easypipe.transforms.chat.pool import Asked, Rendered
+from easypipe.transforms.chat.pool import Asked
 from easypipe.transforms.chat.render import ChatTemplate, HostileTemplateError
 from easypipe.transforms.chat.sandbox import Json, Message
-from easypipe.transforms.chat.spans import FLAG, OPEN, WEIGHT, flag_of
+from easypipe.transforms.chat.spans import FLAG, OPEN, WEIGHT, Rendered, flag_of
 from easypipe.transforms.refused import TOO_LONG, Refused
 from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.masked import encode_masked

@@ -14,9 +14,9 @@ from easypipe.transforms.chat.messages import is_messages, is_text, values_of
 from easypipe.transforms.chat.pool import Asked
 from easypipe.transforms.chat.render import (
     HostileTemplateError,
-    Rendered,
     load_chat_template,
 )
+from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.config import TokenizerConfig

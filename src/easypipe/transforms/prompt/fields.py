@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from easypipe.core.errors import ConfigError, did_you_mean
-from easypipe.transforms.chat.pool import Rendered
 from easypipe.transforms.chat.sandbox import Json, Row
+from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN, Refused
 from easypipe.transforms.tokenizer.masked import TRAINED_END
 

@@ -12,10 +12,10 @@ import pyarrow as pa
 from easypipe.core.errors import ConfigError
 from easypipe.transforms.chat.conversations import MessageReader, cleaned, value_of, wrong_messages
 from easypipe.transforms.chat.messages import is_messages, is_text
-from easypipe.transforms.chat.pool import Rendered, WrittenTalk
+from easypipe.transforms.chat.pool import WrittenTalk
 from easypipe.transforms.chat.render import ChatTemplate, check_whole, is_jinja
 from easypipe.transforms.chat.sandbox import Json, Message, Row
-from easypipe.transforms.chat.spans import FLAG
+from easypipe.transforms.chat.spans import FLAG, Rendered
 from easypipe.transforms.chat.turns import Request, split_at_turns, trimmed
 from easypipe.transforms.prompt.config import ROLES, PromptConfig
 from easypipe.transforms.prompt.few_shot import FewShot

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from easypipe.transforms.chat.pool import Rendered
 from easypipe.transforms.chat.render import ENGINE_VERSION, answers_of, is_unicode
 from easypipe.transforms.chat.sandbox import Row
+from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.prompt.config import PromptConfig
 from easypipe.transforms.prompt.fields import text_of
 from easypipe.transforms.refused import NOTHING_TO_TRAIN, Refused

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
-from easypipe.transforms.tokenizer.ragged import offsets_of
+from easypipe.transforms.tokenizer.ragged import EncodedTexts, offsets_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 Boundary = Literal["sentence", "clause", "word"]
@@ -155,22 +155,6 @@ class Lengths:
         return (text[: int(stops[keep - 1])], len(ids) - keep) if keep else ("", len(ids))
 
 
-class Whole(NamedTuple):
-    """n documents as they were encoded: `ids[offsets[i] : offsets[i + 1]]`.
-
-    mask UInt8[total]: 1 is a target; None: every token is. before, added Int64[n]: special tokens
-    in front of each, and in all.
-    texts: what they were encoded from, for boundaries; one by one, as str.
-    """
-
-    offsets: NDArray[np.int64]
-    ids: NDArray[Any]
-    mask: NDArray[np.uint8] | None
-    before: NDArray[np.int64]
-    added: NDArray[np.int64]
-    texts: Callable[[int], str]
-
-
 class Shaped(NamedTuple):
     """m documents made of n. origin Int64[m]: of which each is. refused: those of n that are too
     long. untrained: those of which nothing is left to train; a piece without a target is no
@@ -196,63 +180,73 @@ class Shaped(NamedTuple):
 
 
 class _Document(NamedTuple):
-    """One of those that are made. tokens Int64[m]: which it has. known: how many at its start an
-    earlier one has. ended: it stops where its text does. continued: its text goes on in another
-    one, or has lost its end."""
+    """One of those that are made of a text. tokens Int64[m]: which it has. known: how many at its
+    start an earlier one has. ended: it stops where its text does. continued: its text goes on in
+    another one, or has lost its end."""
 
-    origin: int
     tokens: NDArray[np.int64]
-    known: int = 0
-    ended: bool = True
-    continued: bool = False
+    known: int
+    ended: bool
+    continued: bool = True
 
 
-def shape(whole: Whole, lengths: Lengths, *, raw: bool) -> Shaped:
-    """Documents of at most max_length tokens. raw: the tokenizer's own special tokens stand around
-    the texts.
+def shape(
+    made: EncodedTexts, text_of: Callable[[int], str], lengths: Lengths, *, raw: bool
+) -> Shaped:
+    """Documents of at most max_length tokens.
+
+    made: the texts, of which nothing was cut. text_of: what each was made of, for boundaries. raw:
+    the tokenizer's own special tokens stand around the texts.
     """
-    offsets, ids, mask = whole.offsets, whole.ids, whole.mask
+    offsets, ids, mask = made.offsets, made.ids, made.mask
     sizes, count = np.diff(offsets), len(offsets) - 1
     if mask is None and lengths.masks:
         mask = np.ones(len(ids), np.uint8)
     over = np.flatnonzero(sizes > lengths.limit).tolist() if lengths.limit is not None else []
     if not over:
         same, none = np.arange(count), np.zeros(count, np.bool_)
-        return Shaped(offsets, ids, mask, same, whole.added, none, 0, [], [], {})
+        return Shaped(offsets, ids, mask, same, made.added, none, 0, [], [], {})
     tail = len(lengths.tokenizer.surrounding[1]) if raw else 0
-    kept = {i: _cut_to_length(whole, mask, lengths, i, tail) for i in over}
-    refused = [i for i in over if kept[i] is None]
-    untrained = [i for i in over if kept[i] == []]
-    made = [
-        one
-        for i in range(count)
-        for one in (
-            kept[i] or () if i in kept else [_Document(i, np.arange(offsets[i], offsets[i + 1]))]
-        )
-    ]
-    new = offsets_of([len(one.tokens) for one in made])
-    at = np.concatenate([np.zeros(0, np.int64), *(one.tokens for one in made)])
+    cut = {i: _cut_to_length(made, mask, text_of, lengths, i, tail) for i in over}
+    refused = [i for i in over if cut[i] is None]
+    untrained = [i for i in over if cut[i] == []]
+    documents = [one for some in cut.values() for one in some or ()]
+    # which tokens are taken, and how many for each document: between two texts that are cut, all
+    taken: list[NDArray[np.int64]] = []
+    times, begin = np.ones(count, np.int64), 0
+    for i in over:
+        some = cut[i] or ()
+        taken += [np.arange(begin, offsets[i]), *(one.tokens for one in some)]
+        times[i], begin = len(some), offsets[i + 1]
+    at = np.concatenate([*taken, np.arange(begin, offsets[-1])])
+    origin = np.repeat(np.arange(count), times)
+    changed = np.flatnonzero((sizes > lengths.limit)[origin])
+    new_sizes, continued = sizes[origin], np.zeros(len(origin), np.bool_)
+    new_sizes[changed] = [len(one.tokens) for one in documents]
+    continued[changed] = [one.continued for one in documents]
+    new = offsets_of(new_sizes)
     new_mask = None if mask is None else mask[at]
     if new_mask is not None:
-        for one, start, stop in zip(made, new[:-1].tolist(), new[1:].tolist(), strict=True):
+        for number, one in zip(changed.tolist(), documents, strict=True):
+            start, stop = new[number], new[number + 1]
             new_mask[start : start + one.known] = 0
             new_mask[stop - (0 if one.ended else tail) : stop] = 0
-    special = _special(whole)
+    special = _special(made)
     uses = np.bincount(at, minlength=len(ids))
     gone = np.isin(np.repeat(np.arange(count), sizes), refused + untrained)
     sums = np.concatenate([[0], np.cumsum(special[at])])
     counts = {
         lengths.policy.policy: len(over),
-        "pieces": len(made) + len(refused) + len(untrained) - count,
+        "pieces": len(origin) + len(refused) + len(untrained) - count,
         "overlap": int((uses[~special] - 1).clip(0).sum()),
     }
     return Shaped(
         offsets=new,
         ids=ids[at],
         mask=new_mask,
-        origin=np.array([one.origin for one in made], np.int64),
+        origin=origin,
         added=sums[new[1:]] - sums[new[:-1]],
-        continued=np.array([one.continued for one in made], np.bool_),
+        continued=continued,
         truncated=int(((uses == 0) & ~special & ~gone).sum()),
         refused=refused,
         untrained=untrained,
@@ -260,29 +254,34 @@ def shape(whole: Whole, lengths: Lengths, *, raw: bool) -> Shaped:
     )
 
 
-def _special(whole: Whole) -> NDArray[np.bool_]:
+def _special(made: EncodedTexts) -> NDArray[np.bool_]:
     """Bool[total]: the special tokens around texts."""
-    special = np.zeros(len(whole.ids), np.bool_)
-    for i in np.flatnonzero(whole.added).tolist():
-        first, stop, before = whole.offsets[i], whole.offsets[i + 1], whole.before[i]
+    special = np.zeros(len(made.ids), np.bool_)
+    for i in np.flatnonzero(made.added).tolist():
+        first, stop, before = made.offsets[i], made.offsets[i + 1], made.before[i]
         special[first : first + before] = True
-        special[stop - (whole.added[i] - before) : stop] = True
+        special[stop - (made.added[i] - before) : stop] = True
     return special
 
 
 def _cut_to_length(
-    whole: Whole, mask: NDArray[np.uint8] | None, lengths: Lengths, i: int, tail: int
+    made: EncodedTexts,
+    mask: NDArray[np.uint8] | None,
+    text_of: Callable[[int], str],
+    lengths: Lengths,
+    i: int,
+    tail: int,
 ) -> list[_Document] | None:
-    """What becomes of document i, which is too long: those with a target; None where it is
+    """What becomes of text i, which is too long: its documents with a target; None where it is
     refused.
     """
     assert lengths.limit is not None
-    first, stop = int(whole.offsets[i]), int(whole.offsets[i + 1])
-    eos = lengths.tokenizer.eos_token_id
+    first, stop = int(made.offsets[i]), int(made.offsets[i + 1])
+    tokenizer = lengths.tokenizer
     # a template may have written that one
-    bos = whole.ids[first] == lengths.tokenizer.bos_token_id and lengths.limit - tail > 1
-    head = int(whole.before[i]) or int(bos)
-    pieces = _pieces(whole, lengths, i, head, tail)
+    bos = made.ids[first] == tokenizer.bos_token_id and lengths.limit - tail > 1
+    head = int(made.before[i]) or int(bos)
+    pieces = _pieces(made, text_of, lengths, i, head, tail)
     if not pieces:
         return None
     found: list[_Document] = []
@@ -293,27 +292,32 @@ def _cut_to_length(
         known = head + lengths.policy.overlap if number else 0
         if mask is None or mask[tokens[max(known, 1) :]].any():
             end = keep[-1][1]
-            found.append(_Document(i, tokens, known, ended=end == stop - tail, continued=True))
-    if found and whole.ids[end : pieces[-1][-1][1]].tolist() in ([], [eos]):
+            found.append(_Document(tokens, known, ended=end == stop - tail))
+    if found and made.ids[end : pieces[-1][-1][1]].tolist() in ([], [tokenizer.eos_token_id]):
         found[-1] = found[-1]._replace(continued=False)  # else the rest has no target
-    if whole.mask is not None and lengths.policy.policy != "split":
+    if made.mask is not None and lengths.policy.policy != "split":
         found = [one._replace(continued=one.continued or not one.ended) for one in found]
     return found
 
 
 def _pieces(
-    whole: Whole, lengths: Lengths, i: int, head: int, tail: int
+    made: EncodedTexts,
+    text_of: Callable[[int], str],
+    lengths: Lengths,
+    i: int,
+    head: int,
+    tail: int,
 ) -> list[list[tuple[int, int]]]:
-    """Of a document that is too long, what each document that is made of it has of the content, as
+    """Of text i, which is too long, what each document that is made of it has of the content, as
     ranges of tokens.
     """
     assert lengths.limit is not None
     policy = lengths.policy
     if policy.policy in ("error", "drop", "trim_oldest_turns"):
         return []
-    low, high = int(whole.offsets[i]) + head, int(whole.offsets[i + 1]) - tail
+    low, high = int(made.offsets[i]) + head, int(made.offsets[i + 1]) - tail
     room = lengths.limit - head - tail
-    edges = _edges(whole, lengths, i)
+    edges = _edges(made, text_of, lengths, i)
     if policy.policy == "keep_end":
         return [[(edges.after(high - room, high - max(1, room // 2)), high)]]
     if policy.policy == "middle":
@@ -321,15 +325,15 @@ def _pieces(
         stop = edges.before(low + front, low + max(1, front // 2))
         return [[(low, stop), (edges.after(high - room // 2, high - max(1, room // 4)), high)]]
     if policy.policy == "split":
-        made = []
+        pieces = []
         while high - low > room:
             stop = edges.before(low + room, low + max(policy.overlap + 1, room // 2))
-            made.append([(low, stop)])
+            pieces.append([(low, stop)])
             low = stop - policy.overlap
-        return [*made, [(low, high)]]
+        return [*pieces, [(low, high)]]
     if policy.policy == "trim_prompt_first":
-        assert whole.mask is not None
-        trained = np.flatnonzero(whole.mask[low:high])
+        assert made.mask is not None
+        trained = np.flatnonzero(made.mask[low:high])
         answer = low + int(trained[0]) if trained.size else high
         if high - answer <= room:
             return [[(edges.after(high - room, answer), high)]]
@@ -337,13 +341,13 @@ def _pieces(
     return [[(low, edges.before(low + room, low + max(1, room // 2)))]]
 
 
-def _edges(whole: Whole, lengths: Lengths, i: int) -> _Edges:
-    """Of the document i, in positions of all tokens."""
+def _edges(made: EncodedTexts, text_of: Callable[[int], str], lengths: Lengths, i: int) -> _Edges:
+    """Of text i, in positions of all tokens."""
     kind = lengths.policy.boundary
     if kind is None:
         return _Edges(())
-    text, start = whole.texts(i), int(whole.offsets[i] + whole.before[i])
-    size = int(whole.offsets[i + 1] - whole.offsets[i] - whole.added[i])
+    text, start = text_of(i), int(made.offsets[i] + made.before[i])
+    size = int(made.offsets[i + 1] - made.offsets[i] - made.added[i])
     escaped = lengths.tokenizer.special.policy == "escape"
     ((ids, _, stops),) = lengths.tokenizer.encode_with_characters([text])
     if len(ids) != size and escaped:

@@ -1,4 +1,4 @@
-"""Texts of which only some characters are trained, to tokens with a loss mask.
+"""Texts of which only some characters are trained, encoded to tokens with a loss mask.
 
 A token is a target where one of the characters it stands for is trained; between the first and the
 last token of a trained range every token is. Which characters those are, `tokenizers` says, or the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -17,71 +16,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from easypipe.core.errors import TokenizerError
-from easypipe.transforms.tokenizer.ragged import Ids, Mask, Tokens, offsets_of
+from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Mask, Tokens, offsets_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 # what follows a text: nothing, EOS unseen by the loss, EOS as a target
 NO_END, MASKED_END, TRAINED_END = 0, 1, 2
-
-
-class EncodedTexts(NamedTuple):
-    """n documents: `ids[offsets[i] : offsets[i + 1]]`, special tokens included.
-
-    offsets Int64[n+1] from 0 · ids unsigned[total] · mask UInt8[total]: 1 is a target; None: every
-    token is · before, added Int64[n]: special tokens that were put in front of each document, and
-    in all · truncated Int64[n]: tokens cut off each · special Int64[n]: special strings in each
-    text, where they were looked for
-    """
-
-    offsets: NDArray[np.int64]
-    ids: Ids
-    mask: Mask | None
-    before: NDArray[np.int64]
-    added: NDArray[np.int64]
-    truncated: NDArray[np.int64]
-    special: NDArray[np.int64]
-
-    @classmethod
-    def joined(cls, parts: Sequence[EncodedTexts], dtype: np.dtype[np.unsignedinteger]) -> Self:
-        """The documents of all parts, of which there is one at least."""
-        offsets, ids, masks, *others = zip(*parts, strict=True)
-        known = [mask for mask in masks if mask is not None]
-        return cls(
-            offsets_of(np.concatenate([np.diff(one) for one in offsets])),
-            np.concatenate(ids).astype(dtype, copy=False),
-            np.concatenate(known) if known else None,
-            *(np.concatenate(one) for one in others),
-        )
-
-    def where(self, kept: NDArray[np.bool_]) -> EncodedTexts:
-        """Those for which `kept` (Bool[n]) is set."""
-        if kept.all():
-            return self
-        sizes = np.diff(self.offsets)
-        tokens = np.repeat(kept, sizes)
-        return EncodedTexts(
-            offsets_of(sizes[kept]),
-            self.ids[tokens],
-            None if self.mask is None else self.mask[tokens],
-            *(one[kept] for one in self[3:]),
-        )
-
-
-def encode_plain(
-    tokenizer: Tokenizer, texts: pa.LargeStringArray, *, whole: bool = False
-) -> EncodedTexts:
-    """Texts of which all is trained. whole: max_length cuts nothing."""
-    made = tokenizer.encode_column(texts, whole=whole)
-    front, added = len(tokenizer.surrounding[0]), tokenizer.specials_per_text
-    return EncodedTexts(
-        offsets=made.offsets,
-        ids=made.ids,
-        mask=None,
-        before=np.full(len(texts), front),
-        added=np.full(len(texts), added),
-        truncated=made.truncated,
-        special=made.special,
-    )
 
 
 def encode_masked(

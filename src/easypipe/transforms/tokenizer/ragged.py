@@ -1,11 +1,9 @@
-"""Lists of token ids, one after the other, with what is trained of them: cut, framed and replaced
-all at once.
-"""
+"""Documents as token ids, one after the other, with a loss mask: cut, framed, replaced, joined."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,6 +83,49 @@ class Tokens(NamedTuple):
             at = int(self.offsets[i + 1])
         mask = None if self.mask is None else np.concatenate([*masks, self.mask[at:]])
         return Tokens(offsets_of(sizes), np.concatenate([*ids, self.ids[at:]]), mask)
+
+
+class EncodedTexts(NamedTuple):
+    """n documents: `ids[offsets[i] : offsets[i + 1]]`, special tokens included.
+
+    offsets Int64[n+1] from 0 · ids unsigned[total] · mask UInt8[total]: 1 is a target; None: every
+    token is · before, added Int64[n]: special tokens that were put in front of each document, and
+    in all · truncated Int64[n]: content tokens cut off each · special Int64[n]: special strings in
+    each text, where they were looked for
+    """
+
+    offsets: NDArray[np.int64]
+    ids: Ids
+    mask: Mask | None
+    before: NDArray[np.int64]
+    added: NDArray[np.int64]
+    truncated: NDArray[np.int64]
+    special: NDArray[np.int64]
+
+    @classmethod
+    def joined(cls, parts: Sequence[EncodedTexts], dtype: np.dtype[np.unsignedinteger]) -> Self:
+        """The documents of all parts, of which there is one at least."""
+        offsets, ids, masks, *others = zip(*parts, strict=True)
+        known = [mask for mask in masks if mask is not None]
+        return cls(
+            offsets_of(np.concatenate([np.diff(one) for one in offsets])),
+            np.concatenate(ids).astype(dtype, copy=False),
+            np.concatenate(known) if known else None,
+            *(np.concatenate(one) for one in others),
+        )
+
+    def where(self, kept: NDArray[np.bool_]) -> EncodedTexts:
+        """Those for which `kept` (Bool[n]) is set."""
+        if kept.all():
+            return self
+        sizes = np.diff(self.offsets)
+        tokens = np.repeat(kept, sizes)
+        return EncodedTexts(
+            offsets_of(sizes[kept]),
+            self.ids[tokens],
+            None if self.mask is None else self.mask[tokens],
+            *(one[kept] for one in self[3:]),
+        )
 
 
 def offsets_of(sizes: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:

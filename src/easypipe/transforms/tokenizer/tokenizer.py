@@ -42,7 +42,7 @@ from easypipe.transforms.tokenizer.files import (
 )
 from easypipe.transforms.tokenizer.lost import LostCharacters
 from easypipe.transforms.tokenizer.proof import Verdict
-from easypipe.transforms.tokenizer.ragged import Tokens, offsets_of
+from easypipe.transforms.tokenizer.ragged import EncodedTexts, Tokens, offsets_of
 from easypipe.transforms.tokenizer.special import SpecialStrings
 from easypipe.transforms.tokenizer.token_bytes import TokenBytes, token_bytes
 
@@ -65,21 +65,6 @@ class Backend(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name} {self.version} ({self.why})"
-
-
-class Encoded(NamedTuple):
-    """n documents: `ids[offsets[i] : offsets[i + 1]]`, special tokens included.
-
-    offsets Int64[n+1] from 0 · ids `token_dtype(vocab_size)`[total] · added: special tokens in all
-    · truncated Int64[n]: content tokens cut off each document · special Int64[n]: special strings
-    in the text of each
-    """
-
-    offsets: NDArray[np.int64]
-    ids: NDArray[np.unsignedinteger]
-    added: int
-    truncated: NDArray[np.int64]
-    special: NDArray[np.int64]
 
 
 def load_tokenizer(config: TokenizerConfig | str | Path) -> Tokenizer:
@@ -193,9 +178,10 @@ class Tokenizer:
             dataclasses.replace(self.config, max_length=max_length, truncation=True), self._files
         )
 
-    def encode_column(self, texts: pa.Array, *, whole: bool = False) -> Encoded:
-        """Token ids of a string column without nulls. whole: max_length cuts nothing. Raises
-        TokenizerError where there are nulls.
+    def encode_column(self, texts: pa.Array, *, whole: bool = False) -> EncodedTexts:
+        """Token ids of a string column without nulls; all of each text is trained.
+
+        whole: max_length cuts nothing. Raises TokenizerError where there are nulls.
         """
         column = _column(texts)
         if column.null_count:
@@ -219,8 +205,8 @@ class Tokenizer:
             cut = np.maximum(tokens.sizes - self._limit, 0)
         every = np.ones(len(column), np.bool_)
         tokens = tokens.shortened(cut).framed(self._prefix, self._suffix, every, every)
-        added = len(column) * (len(self._prefix) + len(self._suffix))
-        return Encoded(tokens.offsets, tokens.ids, added, cut, special)
+        before = np.full(len(column), len(self._prefix))
+        return EncodedTexts(*tokens, before, before + len(self._suffix), cut, special)
 
     def reference_encode(self, text: str, *, whole: bool = False) -> list[int]:
         """One text by `tokenizers` and its own post-processor, whatever backend runs. whole:
