@@ -21,7 +21,6 @@ from easypipe.compat.foreign import (
     Array,
     Batch,
     Collate,
-    Ints,
     Item,
     Row,
     Rows,
@@ -30,6 +29,7 @@ from easypipe.compat.foreign import (
     attribute_of,
     pad_of,
 )
+from easypipe.core.arrays import Ints
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.schema import (
     ATTENTION_MASK,

@@ -19,7 +19,6 @@ from easypipe.compat.foreign import (
     TEXT,
     Collate,
     Dataset,
-    Ints,
     Item,
     TokenizerLike,
     is_own,
@@ -28,6 +27,7 @@ from easypipe.compat.foreign import (
 from easypipe.compat.loaders import DataLoaderConfig, DataLoaderFactory, require_rows, text_loader
 from easypipe.compat.registry import DEFAULT, CollatorRegistry
 from easypipe.compat.vision import IMAGE_COLUMNS
+from easypipe.core.arrays import Ints
 from easypipe.core.errors import ConfigError
 from easypipe.core.random import draw_seed, fold
 from easypipe.core.schema import INPUT_IDS, TaskSpec

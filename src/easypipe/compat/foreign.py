@@ -24,7 +24,6 @@ Rows = Sequence[Row]
 Batch = dict[str, Any]
 Values = Mapping[str, Any]  # of a section of YAML, or of options
 Array = NDArray[Any]
-Ints = NDArray[np.int64]
 
 TEXT = "text"
 MESSAGES = "messages"

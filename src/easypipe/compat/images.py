@@ -16,8 +16,9 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.cache.location import cache_folder
-from easypipe.compat.foreign import Batch, Dataset, Ints
+from easypipe.compat.foreign import Batch, Dataset
 from easypipe.core import storage
+from easypipe.core.arrays import Ints
 from easypipe.core.config import ListOf, config, digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.protocols import ShardedSource, select

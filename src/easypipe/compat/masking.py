@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.compat.collators import Padding, Side, Tensors, integers, token_columns
-from easypipe.compat.foreign import Batch, Ints, Row, Rows
+from easypipe.compat.foreign import Batch, Row, Rows
+from easypipe.core.arrays import Bools, Ints
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.random import fold, mix64
@@ -37,10 +38,10 @@ class MaskedLMCollator:
     padding: Padding
     mask_token_id: int
     vocab_size: int
-    special: NDArray[np.bool_]  # Bool[vocab]: never chosen, never drawn
+    special: Bools  # Bool[vocab]: never chosen, never drawn
     probability: float
     # Bool[vocab]: begins a word; None: tokens are chosen one by one, or rows have word_ids
-    starts: NDArray[np.bool_] | None
+    starts: Bools | None
     whole_word: bool
     seed: int
 
@@ -86,7 +87,7 @@ class MaskedLMCollator:
     def _mask(
         self,
         ids: Ints,
-        attended: NDArray[np.bool_],
+        attended: Bools,
         words: Ints,
         key: int,
     ) -> tuple[Ints, Ints]:
@@ -183,7 +184,7 @@ def create_masked_lm_collate(
     return MaskedLMCollator(Padding(*rule), mask_token_id, vocab_size, *how)
 
 
-def _special(mask_token_id: int, special: Sequence[int], vocab_size: int) -> NDArray[np.bool_]:
+def _special(mask_token_id: int, special: Sequence[int], vocab_size: int) -> Bools:
     """Bool[vocab_size]: the tokens that are never hidden."""
     for name, ids in (("mask_token_id", [mask_token_id]), ("special_token_ids", special)):
         for number in ids:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from easypipe.core.arrays import Ints
 from easypipe.transforms.chat.pool import Asked
 from easypipe.transforms.chat.render import ChatTemplate, HostileTemplateError
 from easypipe.transforms.chat.sandbox import Json, Message
@@ -257,9 +257,7 @@ def _ended(piece: Rendered, trained: str) -> Rendered:
     )
 
 
-def _sizes(
-    answers: Sequence[Answer], tokenizer: Tokenizer, *, row: bool = False
-) -> NDArray[np.int64]:
+def _sizes(answers: Sequence[Answer], tokenizer: Tokenizer, *, row: bool = False) -> Ints:
     """Int64[n] tokens of each; 0 of those that are refused. row: with the EOS that packing puts
     behind one that does not end with it.
     """

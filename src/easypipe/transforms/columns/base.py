@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from easypipe.core.arrays import Bools, Ints
 from easypipe.core.config import digest
 from easypipe.core.errors import (
     ConfigError,
@@ -54,10 +54,10 @@ class Rows:
     """
 
     batch: pa.RecordBatch
-    numbers: NDArray[np.int64]
+    numbers: Ints
     rejects: tuple[Reject, ...] = ()
 
-    def kept(self, keep: NDArray[np.bool_], rejects: Iterable[Reject] = ()) -> Rows:
+    def kept(self, keep: Bools, rejects: Iterable[Reject] = ()) -> Rows:
         """The rows where `keep` (Bool[rows]) is set. rejects: further ones, in any order."""
         every = tuple(sorted((*self.rejects, *rejects), key=lambda reject: reject.row))
         if keep.all():
@@ -426,7 +426,7 @@ class TransformedSource(Source):
     def _left_out(
         self,
         count: int,
-        expected: NDArray[np.int64],
+        expected: Ints,
         after: pa.RecordBatch,
         rejects: Sequence[Reject],
     ) -> Reject:

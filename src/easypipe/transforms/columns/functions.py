@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
+from easypipe.core.arrays import Ints
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place, require_columns
 from easypipe.core.identity import UserFunction, why
@@ -427,7 +427,7 @@ def _require_announced(
             )
 
 
-def _spread(rows: Rows, counts: NDArray[np.int64], most: int) -> Rows:
+def _spread(rows: Rows, counts: Ints, most: int) -> Rows:
     """Each row so many times, with the numbers of the rows that it becomes, of `most` each."""
     if most == 1 and counts.all():
         return rows

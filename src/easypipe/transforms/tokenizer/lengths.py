@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from easypipe.core.arrays import Bools, Ints
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
 from easypipe.transforms.tokenizer.ragged import EncodedTexts, offsets_of
@@ -167,12 +168,12 @@ class Shaped(NamedTuple):
     document.
     """
 
-    offsets: NDArray[np.int64]
+    offsets: Ints
     ids: NDArray[Any]
     mask: NDArray[np.uint8] | None
-    origin: NDArray[np.int64]
-    added: NDArray[np.int64]
-    continued: NDArray[np.bool_]
+    origin: Ints
+    added: Ints
+    continued: Bools
     truncated: int
     refused: list[int]
     untrained: list[int]
@@ -184,7 +185,7 @@ class _Document(NamedTuple):
     start an earlier one has. ended: it stops where its text does. continued: its text goes on in
     another one, or has lost its end."""
 
-    tokens: NDArray[np.int64]
+    tokens: Ints
     known: int
     ended: bool
     continued: bool = True
@@ -212,7 +213,7 @@ def shape(
     untrained = [i for i in over if cut[i] == []]
     documents = [one for some in cut.values() for one in some or ()]
     # which tokens are taken, and how many for each document: between two texts that are cut, all
-    taken: list[NDArray[np.int64]] = []
+    taken: list[Ints] = []
     times, begin = np.ones(count, np.int64), 0
     for i in over:
         some = cut[i] or ()
@@ -254,7 +255,7 @@ def shape(
     )
 
 
-def _special(made: EncodedTexts) -> NDArray[np.bool_]:
+def _special(made: EncodedTexts) -> Bools:
     """Bool[total]: the special tokens around texts."""
     special = np.zeros(len(made.ids), np.bool_)
     for i in np.flatnonzero(made.added).tolist():
@@ -361,17 +362,15 @@ class _Edges:
     wanted kind first.
     """
 
-    def __init__(self, kinds: Sequence[NDArray[np.int64]]) -> None:
+    def __init__(self, kinds: Sequence[Ints]) -> None:
         self._kinds = kinds
 
     @classmethod
-    def of(
-        cls, text: str, stops: NDArray[np.int64], kind: Boundary | None, start: int = 0
-    ) -> _Edges:
+    def of(cls, text: str, stops: Ints, kind: Boundary | None, start: int = 0) -> _Edges:
         """stops Int64[tokens]: the character behind each token. start: the number of the first
         token.
         """
-        found: list[NDArray[np.int64]] = []
+        found: list[Ints] = []
         for pattern in _ENDS.values() if kind is not None else ():
             spans = np.array([match.span() for match in pattern.finditer(text)], np.int64).reshape(
                 -1, 2

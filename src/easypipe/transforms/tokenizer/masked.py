@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
+from easypipe.core.arrays import Bools, Ints
 from easypipe.core.errors import TokenizerError
 from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Mask, Tokens, offsets_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
@@ -80,11 +80,11 @@ def encode_masked(
     )
 
 
-def _none(texts: pa.LargeStringArray) -> NDArray[np.int64]:
+def _none(texts: pa.LargeStringArray) -> Ints:
     return np.zeros(len(texts), np.int64)
 
 
-def _needs_end(tokenizer: Tokenizer, tokens: Tokens, asked: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _needs_end(tokenizer: Tokenizer, tokens: Tokens, asked: Ints) -> Bools:
     """Bool[n]: whether an end is asked for that does not stand there."""
     eos = tokenizer.eos_token_id
     if eos is None:
@@ -92,9 +92,7 @@ def _needs_end(tokenizer: Tokenizer, tokens: Tokens, asked: NDArray[np.int64]) -
     return (asked != NO_END) & ~_stands((eos,), tokens.offsets[1:] - 1, tokens.ids, tokens.sizes)
 
 
-def _stands(
-    tokens: Sequence[int], at: NDArray[np.int64], ids: Ids, sizes: NDArray[np.int64]
-) -> NDArray[np.bool_]:
+def _stands(tokens: Sequence[int], at: Ints, ids: Ids, sizes: Ints) -> Bools:
     """Bool[n]: whether `tokens` stand at these places of documents with these sizes."""
     found = sizes >= len(tokens)
     for k, token in enumerate(tokens):
@@ -154,7 +152,7 @@ def _in_bytes(text: str, spans: Sequence[Sequence[int]]) -> list[list[int]]:
     return [ends[i : i + 2] for i in range(0, len(ends), 2)]
 
 
-def has_target(mask: Mask, offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
+def has_target(mask: Mask, offsets: Ints) -> Bools:
     """Bool[n]: whether a document has a token to train on. Its first one is nobody's next token: it
     alone is none.
     """
@@ -167,9 +165,7 @@ def has_target(mask: Mask, offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
     return found
 
 
-def token_mask(
-    starts: NDArray[np.int64], stops: NDArray[np.int64], spans: Sequence[Sequence[int]]
-) -> Mask:
+def token_mask(starts: Ints, stops: Ints, spans: Sequence[Sequence[int]]) -> Mask:
     """UInt8[tokens]: 1 from the first token that reaches into a range to the last one that does.
 
     starts, stops: Int64[tokens], the first character of each token and the one behind its last,
@@ -179,11 +175,11 @@ def token_mask(
 
 
 def _marked(
-    starts: NDArray[np.int64],
-    stops: NDArray[np.int64],
-    edges: NDArray[np.int64],
-    first: NDArray[np.int64] | int,
-    last: NDArray[np.int64] | int,
+    starts: Ints,
+    stops: Ints,
+    edges: Ints,
+    first: Ints | int,
+    last: Ints | int,
 ) -> Mask:
     """`token_mask` of many texts, one after the other. edges Int64[m, 2]: ranges, each for the
     tokens from `first` to `last`, Int64[m].

@@ -8,6 +8,8 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from easypipe.core.arrays import Bools, Ints
+
 Ids = NDArray[np.unsignedinteger]
 Mask = NDArray[np.uint8]  # 1 is a target
 
@@ -18,15 +20,15 @@ class Tokens(NamedTuple):
     mask UInt8[total]; None: every token is a target.
     """
 
-    offsets: NDArray[np.int64]
+    offsets: Ints
     ids: Ids
     mask: Mask | None = None
 
     @property
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> Ints:
         return np.diff(self.offsets)
 
-    def shortened(self, cut: NDArray[np.int64]) -> Tokens:
+    def shortened(self, cut: Ints) -> Tokens:
         """Without the last `cut` (Int64[n]) tokens of each."""
         if not cut.any():
             return self
@@ -42,9 +44,9 @@ class Tokens(NamedTuple):
         self,
         prefix: Sequence[int],
         suffix: Sequence[int],
-        front: NDArray[np.bool_],
-        behind: NDArray[np.bool_],
-        trained: NDArray[np.bool_] | None = None,
+        front: Bools,
+        behind: Bools,
+        trained: Bools | None = None,
     ) -> Tokens:
         """With `prefix` in front of those where `front` (Bool[n]) is set, `suffix` behind those of
         `behind`. trained Bool[n]: whether the suffix is a target, where there is a mask."""
@@ -94,13 +96,13 @@ class EncodedTexts(NamedTuple):
     each text, where they were looked for
     """
 
-    offsets: NDArray[np.int64]
+    offsets: Ints
     ids: Ids
     mask: Mask | None
-    before: NDArray[np.int64]
-    added: NDArray[np.int64]
-    truncated: NDArray[np.int64]
-    special: NDArray[np.int64]
+    before: Ints
+    added: Ints
+    truncated: Ints
+    special: Ints
 
     @classmethod
     def joined(cls, parts: Sequence[EncodedTexts], dtype: np.dtype[np.unsignedinteger]) -> Self:
@@ -114,7 +116,7 @@ class EncodedTexts(NamedTuple):
             *(np.concatenate(one) for one in others),
         )
 
-    def where(self, kept: NDArray[np.bool_]) -> EncodedTexts:
+    def where(self, kept: Bools) -> EncodedTexts:
         """Those for which `kept` (Bool[n]) is set."""
         if kept.all():
             return self
@@ -128,6 +130,6 @@ class EncodedTexts(NamedTuple):
         )
 
 
-def offsets_of(sizes: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
+def offsets_of(sizes: Ints | Sequence[int]) -> Ints:
     """Int64[n+1] of lists with these sizes."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

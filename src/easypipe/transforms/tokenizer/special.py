@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from easypipe.core.arrays import Bools, Ints
 from easypipe.core.errors import TokenizerError
 from easypipe.transforms.tokenizer.ragged import Ids, Mask, Tokens
 
@@ -88,7 +88,7 @@ class SpecialStrings:
 
     def settle(
         self, texts: pa.LargeStringArray, tokens: Tokens, encode: Encode
-    ) -> tuple[Tokens, NDArray[np.int64]]:
+    ) -> tuple[Tokens, Ints]:
         """(tokens under the policy, Int64[n] special strings in each text).
 
         tokens: of the texts as they come, without what surrounds them. encode: of a text, and its
@@ -112,9 +112,7 @@ class SpecialStrings:
         """The tokens of a text in which special strings are ordinary text."""
         return self.escaped.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def look(
-        self, offsets: NDArray[np.int64], ids: Ids
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def look(self, offsets: Ints, ids: Ids) -> tuple[Ints, Bools]:
         """(Int64[n] special tokens, Bool[n] doubtful) of texts. What the model writes for unknown
         text is doubtful and not counted.
         """
@@ -144,7 +142,7 @@ def _escaping(definition: str) -> Any:
     return reference
 
 
-def _runs(ids: list[int]) -> tuple[list[tuple[int, int]], NDArray[np.bool_] | None]:
+def _runs(ids: list[int]) -> tuple[list[tuple[int, int]], Bools | None]:
     """Ranges of neighbouring ids; a table of all ids where there are many."""
     table = np.zeros(ids[-1] + 1 if ids else 0, np.bool_)
     table[ids] = True
@@ -154,9 +152,7 @@ def _runs(ids: list[int]) -> tuple[list[tuple[int, int]], NDArray[np.bool_] | No
     return [(a, b) for a, b in edges], table if len(edges) > MOST_RUNS else None
 
 
-def _places(
-    ids: Ids, runs: list[tuple[int, int]], table: NDArray[np.bool_] | None
-) -> NDArray[np.int64]:
+def _places(ids: Ids, runs: list[tuple[int, int]], table: Bools | None) -> Ints:
     """Where ids lie in one of the ranges."""
     if not ids.size or not runs:
         return np.zeros(0, np.int64)
@@ -170,7 +166,7 @@ def _places(
     return np.concatenate(places) if places else np.zeros(0, np.int64)
 
 
-def _in_each(offsets: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+def _in_each(offsets: Ints, places: Ints) -> Ints:
     if not places.size:
         return np.zeros(len(offsets) - 1, np.int64)
     return np.bincount(

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from easypipe.core.arrays import Bools, Ints
 from easypipe.core.text import bytes_of
 from easypipe.transforms.tokenizer.ragged import offsets_of
 
@@ -26,10 +27,10 @@ class Ranges(NamedTuple):
     texts were one. known: Bool[n] texts.
     bases: Int64[n+1], where each text begins, and the last one's end."""
 
-    starts: NDArray[np.int64]
-    stops: NDArray[np.int64]
-    known: NDArray[np.bool_]
-    bases: NDArray[np.int64]
+    starts: Ints
+    stops: Ints
+    known: Bools
+    bases: Ints
 
 
 class TokenBytes:
@@ -46,9 +47,7 @@ class TokenBytes:
             [len(piece) - len(piece.rstrip(b" ")) if trims else 0 for piece in pieces], np.int64
         )
 
-    def ranges(
-        self, texts: pa.LargeStringArray, offsets: NDArray[np.int64], ids: NDArray[np.uint32]
-    ) -> Ranges:
+    def ranges(self, texts: pa.LargeStringArray, offsets: Ints, ids: NDArray[np.uint32]) -> Ranges:
         """texts: without nulls; token ids `ids[offsets[i] : offsets[i + 1]]` are those of text
         i.
         """

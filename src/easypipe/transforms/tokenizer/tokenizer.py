@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from easypipe.core.arrays import Ints
 from easypipe.core.config import digest
 from easypipe.core.errors import TokenizerError
 from easypipe.core.schema import token_dtype
@@ -228,7 +229,7 @@ class Tokenizer:
 
     def encode_with_characters(
         self, texts: Sequence[str], *, escaped: bool = False
-    ) -> Iterator[tuple[list[int], NDArray[np.int64], NDArray[np.int64]]]:
+    ) -> Iterator[tuple[list[int], Ints, Ints]]:
         """(ids, first characters, ends of the characters) of each text by `tokenizers`, without
         special tokens; both ascend.
 
@@ -246,7 +247,7 @@ class Tokenizer:
 
     def encode_fast(
         self, column: pa.LargeStringArray
-    ) -> tuple[NDArray[np.int64], NDArray[np.uint32], TokenBytes] | None:
+    ) -> tuple[Ints, NDArray[np.uint32], TokenBytes] | None:
         """(offsets, ids, the bytes of tokens) without special tokens; None where gigatoken, or the
         bytes, are not to be had.
         """
@@ -349,9 +350,7 @@ class Tokenizer:
             for encoding in self._reference.encode_batch_fast(texts, add_special_tokens=False)
         ]
 
-    def _encode_reference(
-        self, column: pa.LargeStringArray
-    ) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    def _encode_reference(self, column: pa.LargeStringArray) -> tuple[Ints, NDArray[np.uint32]]:
         starts, _ = bytes_of(column)
         lengths, pieces, row = np.zeros(len(column), np.int64), [], 0
         while row < len(column):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from easypipe.core.arrays import Bools
 from easypipe.core.errors import TokenizerError
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
@@ -13,7 +13,7 @@ BEGINS = ("▁", "Ġ")  # SentencePiece, and byte-level BPE: a space in front
 BREAKS = ("Ċ", "ĉ", "\n", "\t")  # byte-level newline and tab
 
 
-def word_starts(tokenizer: Tokenizer) -> NDArray[np.bool_]:
+def word_starts(tokenizer: Tokenizer) -> Bools:
     """Bool[vocab]: whether a token begins a word wherever it stands; special tokens do. Raises
     TokenizerError where no mark is known.
     """
