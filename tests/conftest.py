@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -42,44 +41,28 @@ def shared_data() -> Path:
     return SHARED
 
 
-@pytest.fixture(scope="session")
-def shares_programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment of a process that takes what it compiles from the other processes of this run:
-    all workers', and what they start.
+@pytest.fixture(scope="session", autouse=True)
+def _programs_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Every Trainer and every process compiles its own step; mostly they are the same ones. What
+    one compiles, the others of this run take: all workers, and the processes that they start.
 
     Jax names a program by its code, its options, its devices and its compiler. One that is read
     while it is written is compiled again, with a warning.
     """
-    # of this run, or of one of its workers, beside those of the others
-    base = tmp_path_factory.getbasetemp()
-    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(run / "programs"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-
-
-@pytest.fixture(scope="module")
-def compiled_once(shares_programs: dict[str, str]) -> Iterator[None]:
-    """Every Trainer compiles its own step; mostly they are the same ones. `pytestmark =
-    pytest.mark.usefixtures("compiled_once")`.
-    """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    changes = {
-        "jax_compilation_cache_dir": shares_programs["JAX_COMPILATION_CACHE_DIR"],
+    # of this run, or of one of its workers, beside those of the others
+    base = tmp_path_factory.getbasetemp()
+    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    settings = {
+        "jax_compilation_cache_dir": str(run / "programs"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
-    before = {name: getattr(jax.config, name) for name in changes}
-    for name, value in changes.items():
+    for name, value in settings.items():
         jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
     compilation_cache.reset_cache()
 
 

@@ -53,9 +53,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
 )
-def test_python_blocks_run(
-    page: Path, project: Path, tmp_path: Path, shares_programs: dict[str, str]
-) -> None:
+def test_python_blocks_run(page: Path, project: Path, tmp_path: Path) -> None:
     """The blocks of a page run one after the other in one process, as a reader would paste them,
     beside a quickstart folder.
     """
@@ -65,11 +63,7 @@ def test_python_blocks_run(
     )
     script = tmp_path / f"page_{page.stem}.py"  # its line numbers are those of the page
     script.write_text(code, encoding="utf-8")
-    env = (
-        os.environ
-        | {"JAX_PLATFORMS": "cpu", "EASYPIPE_CACHE": str(tmp_path / "cache")}
-        | shares_programs
-    )
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "EASYPIPE_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
         [sys.executable, script.name],
         cwd=tmp_path,

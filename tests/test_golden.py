@@ -10,7 +10,6 @@ from golden.cases import Case, all_cases
 from golden.compare import MISSING, differences, kept, through_json
 
 
-@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: f"{case.group}-{case.name}")
 def test_golden(case: Case, tmp_path) -> None:
     changed = list(

@@ -18,8 +18,6 @@ from easypipe.core.errors import ConfigError, StateError
 from pipelines import texts
 from train.runs import Tiny
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 SMALL = {
     "hidden_size": 16,
     "intermediate_size": 32,

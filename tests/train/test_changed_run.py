@@ -20,8 +20,6 @@ from easypipe.train.metrics.plot import mixture_lines
 from easypipe.train.record import read_changes, read_kept, write_changes, write_kept
 from pipelines import texts
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 # What each part of the run is trained with: to which step, and with what beside the config.
 # what lies on it is planned without it
 MESH = ["train.mesh={data: -1}", "data.load.mesh={data: -1}", "data.load.partition_spec=[data]"]

@@ -22,8 +22,6 @@ from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from pipelines import texts
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 SHAPE = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
 ENDOFTEXT, IM_END = 0, 2
 CHAT: dict[str, Any] = {"content_field": "messages", "chat_template": "chatml"}

@@ -40,8 +40,6 @@ from pipelines import texts
 from train.hf_support import CONFIGS, tensors, token_ids, write_model
 from train.runs import Arithmetic, settings
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 VOCAB = 300
 FAMILY = CONFIGS["qwen2.5"] | {"vocab_size": VOCAB, "tie_word_embeddings": True}
 LORA = LoraConfig(rank=2)
@@ -139,9 +137,7 @@ def test_options_of_a_pretrained_model_are_those_of_its_decoder(
     assert {name: getattr(config, name) for name in changes} == changes
 
 
-def test_a_hub_name_is_trained_at_the_commit_that_it_has_today(
-    model: Path, tmp_path: Path, shares_programs: dict[str, str]
-) -> None:
+def test_a_hub_name_is_trained_at_the_commit_that_it_has_today(model: Path, tmp_path: Path) -> None:
     """From the cache of the Hub's client, in a process of its own: it reads its environment
     once.
     """
@@ -168,7 +164,7 @@ print(Trainer("tiny/one", **options).run().steps)
         "HF_HUB_CACHE": str(tmp_path / "hub"),
         "HF_HUB_OFFLINE": "1",
         "JAX_PLATFORMS": "cpu",
-    } | shares_programs
+    }
     done = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300
     )

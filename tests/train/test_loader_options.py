@@ -21,7 +21,6 @@ from easypipe.train.trainer import Trainer
 from loader_support import MemoryCache, plan_rows, some_docs
 from train.runs import Tiny, numbers, settings
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
 CACHE = MemoryCache(some_docs([9] * 90, vocab_size=32), vocab_size=32)
 OTHER = MemoryCache(some_docs([9] * 90, vocab_size=32, seed=4), vocab_size=32)

@@ -28,8 +28,6 @@ from easypipe.train.trainer import Trainer
 from train.hf_support import CONFIGS, tensors, write_model
 from train.runs import VOCAB, Arithmetic, Tiny, numbers, settings
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 MESH = make_mesh(devices=jax.devices()[:1])
 SHAPE = ModelConfig(
     vocab_size=VOCAB,

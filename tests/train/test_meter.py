@@ -21,7 +21,6 @@ from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.trainer import Trainer
 from train.runs import LENGTH, ROWS, Arithmetic, Tiny, settings
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
 MODEL = ModelConfig(
     vocab_size=32,

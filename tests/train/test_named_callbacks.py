@@ -27,7 +27,6 @@ from easypipe.train.record import read_kept
 from easypipe.train.trainer import Trainer
 from train.runs import Arithmetic, Tiny, settings
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
 
 

@@ -25,8 +25,6 @@ from easypipe.train.parallel.mesh import make_mesh
 from pipelines import jsonl, texts, tokenizer
 from train.runs import Arithmetic, Tiny, settings
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 MESH = make_mesh(devices=jax.devices()[:1])
 
 

@@ -22,8 +22,6 @@ from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.trainer import Trainer
 from train.runs import VOCAB, Arithmetic, settings
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 MESH = make_mesh(devices=jax.devices()[:1])
 
 

@@ -44,8 +44,6 @@ from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.state import layout_of
 from easypipe.train.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 SLOTS, VOCAB = 16, 40
 PAIRS: Any = {"format_type": "prompt_completion", "input_columns": ("prompt",)}
 CONFIG = ModelConfig(

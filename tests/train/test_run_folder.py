@@ -29,7 +29,6 @@ from easypipe.train.trainer import Trainer
 from loader_support import MemoryCache, plan_rows, some_docs
 from train.runs import Tiny, settings
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
 CACHE = MemoryCache(some_docs([9] * 90, vocab_size=32), vocab_size=32)
 
@@ -47,7 +46,7 @@ def loader(num_epochs: int | None = None) -> Loader:
 
 
 @pytest.fixture(scope="module")
-def folder(compiled_once, tmp_path_factory) -> Path:
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run <1>")
     how = {
         "steps": 6,

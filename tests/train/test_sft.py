@@ -35,7 +35,6 @@ ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
 pytestmark = [
     pytest.mark.skipif(not (SHARED / "chat").is_dir(), reason="needs ../shared/data/chat"),
-    pytest.mark.usefixtures("compiled_once"),
 ]
 
 SHAPE = ModelConfig(

@@ -19,8 +19,6 @@ from easypipe.train.metrics.log import read_metrics
 from easypipe.train.trainer import Trainer
 from train.runs import Arithmetic, Tiny, settings
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 def sharded(number):
     place = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("a",)), PartitionSpec("a", None))

@@ -23,7 +23,6 @@ from easypipe.train.signals import Interrupted
 from easypipe.train.trainer import Trainer
 from train.runs import LENGTH, ROWS, Arithmetic, Tiny, numbers, settings
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
 STEPS = 12
 
@@ -35,7 +34,7 @@ def trainer(folder, *, model=Tiny, train=None, evals=None, listener=lambda event
 
 
 @pytest.fixture(scope="module")
-def finished(compiled_once, tmp_path_factory):
+def finished(tmp_path_factory):
     """One whole run, looked at by many tests."""
     folder = tmp_path_factory.mktemp("finished")
     events = []

@@ -24,7 +24,6 @@ from easypipe.train.spike_guard import SpikeGuard
 from easypipe.train.trainer import Trainer
 from train.runs import Arithmetic, Tiny, numbers, settings
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
 
 
@@ -130,7 +129,7 @@ class Stop(Exception):
 
 
 @pytest.fixture(scope="module")
-def rough(compiled_once, tmp_path_factory):
+def rough(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rough")
     events = []
     trainer(folder, Shaken(**ROUGH), steps=30, spikes=SPIKES, listener=events.append).run()
