@@ -57,7 +57,7 @@ def text(**options: Any) -> EpochLoader:
     return factory(PreprocessedDataset(PROSE, engine), **options)
 
 
-def yaml(tmp_path: Path, *, streaming: bool = False) -> DataPipeline:
+def yaml(tmp_path: Path, *, streaming: bool = False, num_epochs: int = 1) -> DataPipeline:
     jsonl(tmp_path / "rows.jsonl", PROSE)
     sections = {
         "type": "data_module",
@@ -65,9 +65,19 @@ def yaml(tmp_path: Path, *, streaming: bool = False) -> DataPipeline:
         "dataset": {"name": str(tmp_path / "rows.jsonl"), "streaming": streaming},
         "tokenizer": {"name_or_path": tokenizer()},
         "prompt_template": {"format_type": "custom", "template": "{text}"},
-        "dataloader": {"batch_size": 4, "seed": 42, "drop_last": not streaming},
+        "dataloader": {
+            "batch_size": 4,
+            "seed": 42,
+            "drop_last": not streaming,
+            "num_epochs": num_epochs,
+        },
     }
     return DataPipeline.from_config(sections).unwrap()
+
+
+def streamed(tmp_path: Path, num_epochs: int = 1) -> EpochLoader:
+    pipeline = yaml(tmp_path, streaming=True, num_epochs=num_epochs)
+    return pipeline.get_dataloader("train", shuffle=True).unwrap()
 
 
 def micro(tmp_path: Path) -> EpochLoader:
@@ -87,9 +97,7 @@ MAKERS: dict[str, Callable[[Path], EpochLoader]] = {
     "module": lambda _: module().train_dataloader(),
     "yaml": lambda tmp_path: yaml(tmp_path).get_dataloader("train", shuffle=True).unwrap(),
     "micro": micro,
-    "stream": lambda tmp_path: (
-        yaml(tmp_path, streaming=True).get_dataloader("train", shuffle=True).unwrap()
-    ),
+    "stream": streamed,
 }
 
 
@@ -145,6 +153,28 @@ def test_law_exact_resume_over_passes(make: Callable[[], EpochLoader]) -> None:
         assert rest == wanted[done : (at // (length + 1) + 1) * length]
         if at < 2 * length:
             assert bits(other) == wanted[done + len(rest) :][:length]
+
+
+def test_passes_of_a_stream_in_one_iteration_are_those_of_single_ones(tmp_path: Path) -> None:
+    single = streamed(tmp_path)
+    wanted = [bits(single) for _ in range(4)]
+    loader, states = streamed(tmp_path, 2), []
+    seen, entered = [], iter(loader)
+    for batch in entered:
+        seen += bits([batch])
+        states.append(loader.state().to_json())
+    assert (seen, bits(loader)) == (wanted[0] + wanted[1], wanted[2] + wanted[3])
+    assert bits(streamed(tmp_path, 2)) == seen  # nobody keeps the loader
+    for number, state in enumerate(states, 1):
+        other = streamed(tmp_path, 2)
+        other.restore(state)
+        assert bits(other) == seen[number:]
+        assert bits(other) == wanted[2] + wanted[3]
+    older = iter(loader)  # another iteration begins before it ends
+    begun = bits([next(older)])
+    newer = bits(loader)
+    assert begun + bits(older) == newer
+    assert bits(loader) != newer
 
 
 def test_iterations_that_run_together_stay_in_their_pass() -> None:

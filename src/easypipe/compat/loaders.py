@@ -252,7 +252,10 @@ def text_stream(
     """The same, read forward."""
     options = options.with_seed(drawing=options.order_is_drawn)
     pipeline = _text_pipeline(dataset, options, columns, streaming=True)
-    return EpochLoader(passes_of_streams(pipeline.load(options.load_options()).build()))
+    load, together = options.load_options(), options.num_epochs or 1
+    if options.num_epochs is not None:
+        load = dataclasses.replace(load, num_epochs=1)  # streams would begin theirs one by one
+    return EpochLoader(passes_of_streams(pipeline.load(load).build()), together)
 
 
 def _text_pipeline(

@@ -7,7 +7,8 @@ pass   from 0; with `num_epochs` N an iteration is N of them, p to p + N - 1
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from typing import Any, Self
 
@@ -38,10 +39,12 @@ class EpochLoader(Loader):
     made of this one (`copy`, `map_rows`, `of_rank`) have passes of their own, from the first one
     on.
     make: the Loader of a pass; those of all passes have one config.
+    together: passes that one iteration chains, each with a last batch of its own: it ends behind
+    every pass whose number counted from 1 is a multiple of it, wherever it began.
     """
 
-    def __init__(self, make: Callable[[int], Loader]) -> None:
-        self._made = make
+    def __init__(self, make: Callable[[int], Loader], together: int = 1) -> None:
+        self._made, self._together = make, together
         self._told: Callable[[int], None] = lambda epoch: None
         first = make(0)
         super().__init__(first.rows, first.config, seed=first.seed, **first._options)
@@ -96,13 +99,20 @@ class EpochLoader(Loader):
             raise
 
     def copy(self, config: LoadStageConfig | None = None) -> EpochLoader:
-        return EpochLoader(lambda epoch: self._made(epoch).copy(config))
+        return self._each(lambda one: one.copy(config))
 
     def map_rows(self, transform: RowTransform, *, version: str) -> EpochLoader:
-        return EpochLoader(lambda epoch: self._made(epoch).map_rows(transform, version=version))
+        return self._each(lambda one: one.map_rows(transform, version=version))
 
     def of_rank(self, rank: int, world_size: int) -> EpochLoader:
-        return EpochLoader(lambda epoch: self._made(epoch).of_rank(rank, world_size))
+        return self._each(lambda one: one.of_rank(rank, world_size))
+
+    def _each(self, change: Callable[[Loader], Loader]) -> EpochLoader:
+        return EpochLoader(lambda epoch: change(self._made(epoch)), self._together)
+
+    def _begin(self, entry: LoaderState | None) -> Iterator[dict[str, Any]]:
+        first = super()._begin(entry)
+        return first if self._together == 1 else _chain(self, first)
 
     def _state(self, after: After) -> LoaderState:
         return dataclasses.replace(super()._state(after), epoch=self.epoch)
@@ -121,6 +131,32 @@ class EpochLoader(Loader):
         self._newest += 1
         for known in ("_settings", "_words", "_components"):
             vars(self).pop(known, None)
+
+
+def _chain(loader: EpochLoader, first: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The batches of `first`, the newest iteration over a pass, and of the passes behind it up to
+    the end of the iteration. It moves the loader while it is the newest, and does not keep it.
+    """
+    kept, make, together = weakref.ref(loader), loader._made, loader._together
+    epoch, number = loader.epoch, loader._newest
+    del loader
+
+    def batches() -> Iterator[dict[str, Any]]:
+        nonlocal epoch, number
+        following = first
+        while True:
+            yield from following
+            epoch += 1
+            if epoch % together == 0:
+                return
+            moved = kept()
+            if moved is not None and (moved.epoch, moved._newest) == (epoch, number + 1):
+                following, number = Loader._begin(moved, None), moved._newest
+            else:
+                following = iter(make(epoch))
+            del moved
+
+    return batches()
 
 
 def passes_over(
