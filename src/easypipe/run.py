@@ -33,6 +33,7 @@ from easypipe.train.parallel.distributed import initialize, shared_seed
 from easypipe.train.parallel.mesh import check_batch_size, check_row_length, checked_mesh, make_mesh
 from easypipe.train.plan.aot import StepPlan, plan_step
 from easypipe.train.record import LEDGER, PLAN, recorded_seed, write_kept
+from easypipe.train.signals import Interrupted
 from easypipe.train.trainer import Engine, TrainResult
 from easypipe.transforms.chat.render import Turns
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -178,20 +179,23 @@ class Inputs:
         folder, data = Path(self.run.train.output_dir).expanduser(), self.run.data
         if writes:
             write_kept(folder / LEDGER, self.prepared.report.ledger.to_json())
-        result = training()
-        if not data.streaming and len(data.datasets) > 1 and writes:
-            # Counted when all is done: a plan is scanned as it is read, and here it has been read
-            # already.
-            drawn = plan_of_run(
-                folder,
-                self.prepared.data.copy().load(host_load(data)),
-                result.steps,
-                prepare=False,
-                by_step=True,
-            )
-            write_kept(folder / PLAN, drawn.to_json())
-            plot_run(folder, ["mixture"])
+        drawn = writes and not data.streaming and len(data.datasets) > 1
+        try:
+            result = training()
+        except Interrupted as stopped:
+            if drawn and stopped.step:
+                self._write_plan(folder, stopped.step)
+            raise
+        if drawn:
+            self._write_plan(folder, result.steps)
         return result
+
+    def _write_plan(self, folder: Path, steps: int) -> None:
+        """What was drawn in `steps`: counted behind them, since a plan is scanned as it is read."""
+        data = self.prepared.data.copy().load(host_load(self.run.data))
+        drawn = plan_of_run(folder, data, steps, prepare=False, by_step=True)
+        write_kept(folder / PLAN, drawn.to_json())
+        plot_run(folder, ["mixture"])
 
 
 def inputs_of(

@@ -20,16 +20,20 @@ from hypothesis import strategies as st
 from easypipe import (
     BaseStage,
     DatasetConfig,
+    LoadStageConfig,
     Pipeline,
+    PipelineConfig,
     Shard,
     ShardedDataSource,
     block_mixture_interleave,
 )
 from easypipe.core.errors import ConfigError, SourceError, StageOrderError
+from easypipe.core.protocols import scan
+from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.external.objects import open_object
 from easypipe.sources.external.own import BLOCK_ROWS
 from laws import assert_conserved, assert_exact_resume, assert_same_batches, assert_stateless_reads
-from pipelines import config, texts
+from pipelines import config, texts, tokenizer
 
 ROWS = 2 * BLOCK_ROWS + 88
 
@@ -434,3 +438,68 @@ def test_version_has_no_effect_on_what_is_known_by_its_content() -> None:
         ConfigError, match="version: has no effect: OwnSource has a fingerprint of its own"
     ):
         open_object(open_object(rows), version="1")
+
+
+class Listed(ShardedDataSource):
+    shard_names = ("one",)
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def open_shard(self, shard_name: str) -> Iterator[Any]:
+        yield from self.rows
+
+
+class ListedAtRow(Listed):
+    def open_shard_at_row(self, shard_name: str, row: int) -> Iterator[Any]:
+        yield from self.rows[row:]
+
+
+class ByNumber:
+    """Rows by number, as torch's datasets have them."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.rows[number]
+
+
+@pytest.mark.parametrize("at", [0, 300, 1300], ids=["first", "early", "later"])
+@pytest.mark.parametrize("bad", [{"text": 5}, 7, {"text": "x", "other": 1}], ids=str)
+@pytest.mark.parametrize("make", [Listed, ListedAtRow, ByNumber])
+def test_a_bad_row_under_skip_is_left_out_and_counted(
+    make: type[Any], bad: Any, at: int, tmp_path: Path
+) -> None:
+    good = [{"text": text} for text in texts(1400)]
+    rows = [*good[:at], bad, *good[at:]]
+    fits = bad == {"text": "x", "other": 1} and at < 1024  # then it is a column
+    source = open_object(make(rows), name="d", version="1", skip=True)
+    parts = [scan(source, 0, start, min(start + 300, 1401)) for start in range(0, 1401, 300)]
+    read = [row for part in parts for row in part.batch.to_pylist()]
+    assert [row["text"] for row in read] == [row["text"] for row in (rows if fits else good)]
+    assert [row[ROW_NUMBER] for row in read] == [n for n in range(1401) if fits or n != at]
+    rejects = [(one.row, one.reason) for part in parts for one in part.rejects]
+    assert rejects == ([] if fits else [(at, "wrong_type")])
+    assert_stateless_reads(source, [at, at + 1, 17])
+    strict: Any = open_object(make([*good[:at], 7, *good[at:]]), name="d", version="1")
+    with pytest.raises(SourceError, match=rf"row {at}: expected a dict"):
+        strict.read(0, 0, strict.shards[0].num_rows)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_bad_row_of_an_own_source_stands_in_the_ledger(streaming: bool, tmp_path: Path) -> None:
+    rows: list[Any] = [{"text": text} for text in texts(30)]
+    dataset = DatasetConfig(
+        name="d", data_files=Listed([*rows, {"text": 5}]), tokenizer=tokenizer(), on_error="skip"
+    )
+    chain = Pipeline(
+        PipelineConfig(datasets=[dataset], seed=1, cache_dir=tmp_path, streaming=streaming)
+    )
+    loader = chain.source().tokenize().load(LoadStageConfig(batch_size=5)).build()
+    assert len(list(loader)) == 6
+    ledger = loader.ledger() if streaming else chain.ledger()
+    assert {"wrong_type": 1}.items() <= ledger.entries[int(streaming)].out.items()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ import yaml
 
 from easypipe import train_bpe
 from easypipe.cli.app import run as command
+from easypipe.run import RunConfig, train
 from easypipe.train.metrics.plot import mixture_lines
 from easypipe.train.record import read_changes, read_kept, write_changes, write_kept
+from easypipe.train.signals import Interrupted
 from pipelines import texts
 
 # What each part of the run is trained with: to which step, and with what beside the config.
@@ -169,6 +173,21 @@ def test_the_plan_counts_what_each_part_read(run: Path, capsys: Any) -> None:
     assert lines["a"]["asked for"] == pytest.approx([0.5] * 9 + [0.9] * 3)
     assert lines["a"]["so far"][-1] == pytest.approx(seen["a"] / seen.total(), abs=1e-6)
     assert told(capsys, ["plan", *given(1, run), "--json", "--steps", "8"])["rows"] == 6 * 4 + 2 * 8
+
+
+def test_a_run_that_was_stopped_has_its_plan(run: Path, tmp_path: Path) -> None:
+    def stop(event: Any) -> None:
+        if event.kind == "step" and event.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    config = RunConfig.load(run / "run.yaml", ["train.steps=9", f"train.output_dir={tmp_path}"])
+    with pytest.raises(Interrupted):
+        train(config, listener=stop)
+    written = read_kept(tmp_path / "plan.json")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert 4 <= written["steps"] == len(lines) < 9
+    placed = sum(one["tokens_placed"] for one in written["datasets"])
+    assert placed == sum(line["num_tokens"] for line in lines)
 
 
 def test_the_report_tells_of_the_changes(copied: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.core.errors import SourceError, place
+from easypipe.core.protocols import Reject, Scan
+from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.schemas import (
     JSON,
     TypeConflict,
@@ -38,21 +41,39 @@ MISFITS = (
 
 def require_row(row: Any, number: int, name: str) -> None:
     """Raises SourceError for what is no dict with names of columns."""
-    if not (isinstance(row, Mapping) and all(isinstance(key, str) for key in row)):
+    if not _is_row(row):
         problem = f"expected a dict with names of columns, got {type(row).__name__}"
         raise SourceError(
             at=place(name, row=number), problem=problem, fix="Map it to rows like {'text': ...}."
         )
 
 
-def columns_of(rows: Iterable[Mapping[str, Any]], name: str) -> pa.Schema:
+def _is_row(row: Any) -> bool:
+    return isinstance(row, Mapping) and all(isinstance(key, str) for key in row)
+
+
+def columns_of(rows: Iterable[Any], name: str, *, skip: bool = False) -> pa.Schema:
     """The columns of the first rows. Raises SourceError where the values of one have no common
     type, or where there are none.
+
+    skip: rows that do not fit are left out: the type that most values have decides.
     """
-    kinds: dict[str, pa.DataType] = {}
-    for row in rows:  # user rows are Python objects: there is no column to work on yet
+    found: dict[str, Counter[pa.DataType]] = {}
+    for row in rows:  # Python objects: there is no column to work on yet
+        if skip and not _is_row(row):
+            continue
         for key, value in row.items():
-            kinds[key] = _merged(key, kinds.get(key, pa.null()), value, name)
+            kind = _kind_of(key, value, name, skip=skip)
+            if kind is not None:
+                found.setdefault(key, Counter())[kind] += 1
+    kinds: dict[str, pa.DataType] = {}
+    for key, counts in found.items():
+        for kind in [kind for kind, _ in counts.most_common()] if skip else counts:
+            try:
+                kinds[key] = _common(kinds.get(key, pa.null()), kind)
+            except TypeConflict as error:
+                if not skip:
+                    raise _no_common_type(key, error, name) from error
     if not kinds:
         raise SourceError(
             at=name,
@@ -87,6 +108,43 @@ def as_arrays(
     ]
 
 
+def as_scan(
+    rows: Sequence[Any], numbers: Sequence[int], columns: pa.Schema, name: str, *, skip: bool
+) -> Scan:
+    """The rows as a batch of `columns`.
+
+    skip: those that do not fit are rejects, and `columns` hold ROW_NUMBER; else SourceError is
+    raised for the first of them.
+    """
+
+    def made(rows: Sequence[Any], numbers: Sequence[int]) -> pa.RecordBatch:
+        for number, row in zip(numbers, rows, strict=True):
+            require_row(row, number, name)
+        data = [field for field in columns if field.name != ROW_NUMBER]
+        arrays = as_arrays(rows, numbers, pa.schema(data), name)
+        if len(data) < len(columns):
+            arrays.append(pa.array(numbers, pa.int64()))
+        return pa.RecordBatch.from_arrays(arrays, schema=columns)
+
+    try:
+        return Scan(made(rows, numbers), ())
+    except SourceError:
+        if not skip:
+            raise
+    good: list[tuple[int, Any]] = []
+    rejects: list[Reject] = []
+    for number, row in zip(numbers, rows, strict=True):  # of the few blocks that hold a bad row
+        try:
+            made([row], [number])
+            good.append((number, row))
+        except SourceError as error:
+            at = error.at.removeprefix(place(name, row=number)).removeprefix(", ")
+            detail = f"{at}: {error.problem}" if at else error.problem
+            rejects.append(Reject(row=number, reason="wrong_type", detail=detail))
+    kept = made([row for _, row in good], [number for number, _ in good])
+    return Scan(kept, tuple(rejects))
+
+
 def as_json(values: Iterable[Any]) -> pa.Array:
     """Lists and objects that no Arrow type holds together, as a column of JSON; None is null.
 
@@ -95,15 +153,21 @@ def as_json(values: Iterable[Any]) -> pa.Array:
     return json_array([None if value is None else json_text(_of_json(value)) for value in values])
 
 
-def _merged(key: str, before: pa.DataType, value: Any, name: str) -> pa.DataType:
+def _no_common_type(key: str, error: Exception, name: str) -> SourceError:
+    return SourceError(
+        at=f"{name}, column {key!r}",
+        problem=f"its values have no common type: {error}",
+        fix="Give every row the same type.",
+    )
+
+
+def _kind_of(key: str, value: Any, name: str, *, skip: bool) -> pa.DataType | None:
     try:
-        return _common(before, _kind(value, name))
-    except (TypeConflict, *MISFITS) as error:
-        raise SourceError(
-            at=f"{name}, column {key!r}",
-            problem=f"its values have no common type: {error}",
-            fix="Give every row the same type.",
-        ) from error
+        return _kind(value, name)
+    except MISFITS as error:
+        if skip:
+            return None
+        raise _no_common_type(key, error, name) from error
 
 
 def _kind(value: Any, name: str) -> pa.DataType:

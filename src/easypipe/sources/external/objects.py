@@ -23,7 +23,7 @@ from easypipe.core.identity import held_by, name_of
 from easypipe.core.protocols import Scan, Shard, ShardedSource, Source, left_out
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.base import READER_VERSION
-from easypipe.sources.external.dicts import FIRST_ROWS, as_arrays, columns_of, require_row
+from easypipe.sources.external.dicts import FIRST_ROWS, as_scan, columns_of, require_row
 from easypipe.sources.external.memory import content_hash
 from easypipe.sources.external.own import as_source, is_complete, is_generator, is_sharded
 from easypipe.sources.schemas import column, plain_schema
@@ -97,8 +97,9 @@ def open_object(
     num_rows: int | None = None,
     counted: bool = True,
     folder: Path | None = None,
+    skip: bool = False,
 ) -> ShardedSource:
-    """The source of an object. version, num_rows, counted, folder: as in `own.as_source`; the rows
+    """The source of an object. The other options are those of `own.as_source`; the rows
     of what has them by number are known by their content, unless `version` says what they are.
 
     Raises ConfigError for a split that is not there, and for what can be read only once.
@@ -124,14 +125,20 @@ def open_object(
     if is_arrow_dataset(data) or (
         is_random_access(data) and not is_complete(data) and not is_sharded(data)
     ):
-        return _opened(data, name, version)
+        return _opened(data, name, version, skip=skip)
     return as_source(
-        data, name=name, version=version, num_rows=num_rows, counted=counted, folder=folder
+        data,
+        name=name,
+        version=version,
+        num_rows=num_rows,
+        counted=counted,
+        folder=folder,
+        skip=skip,
     )
 
 
 def _opened(
-    data: Any, name: str, version: str | int | None
+    data: Any, name: str, version: str | int | None, *, skip: bool
 ) -> ArrowDatasetSource | RandomAccessSource:
     """By its tables, unless its rows are made when they are read (`with_transform`): no table holds
     those.
@@ -146,7 +153,9 @@ def _opened(
         if version is None
         else digest("object", READER_VERSION, name_of(data), held_by(data), str(version))
     )
-    return (RandomAccessSource if made else ArrowDatasetSource)(data, name=name, identity=identity)
+    if made:
+        return RandomAccessSource(data, name=name, identity=identity, skip=skip)
+    return ArrowDatasetSource(data, name=name, identity=identity)
 
 
 class ArrowDatasetSource(Source):
@@ -204,13 +213,16 @@ class RandomAccessSource(Source):
     """Anything with `len()` that gives a dict (or None, for a row that is filtered out) by number.
 
     Values are Python objects or arrays. Columns follow from the first 1,024 rows; a later row that
-    does not fit them raises SourceError, as does one that is no dict. Rows that are None are
+    does not fit them raises SourceError, as does one that is no dict, or both are rejects (`skip`).
+    Rows that are None are
     rejects ("filtered", benign). Thread safe where `data[i]` is.
     """
 
-    def __init__(self, data: Any, *, name: str = "memory", identity: str | None = None) -> None:
+    def __init__(
+        self, data: Any, *, name: str = "memory", identity: str | None = None, skip: bool = False
+    ) -> None:
         """identity: what its rows are known by, in place of their content."""
-        self._identity = identity
+        self._identity, self._skip = identity, skip
         rows = len(data)
         if rows >= ENDLESS:
             raise SourceError(
@@ -229,10 +241,11 @@ class RandomAccessSource(Source):
     def schema(self) -> pa.Schema:
         with self._lock:
             if self._schema is None:
-                rows = [
-                    row for row in self._take(0, min(self._rows, FIRST_ROWS)) if row is not None
-                ]
-                self._schema = columns_of(rows, self._name).append(pa.field(ROW_NUMBER, pa.int64()))
+                rows = self._there(0, min(self._rows, FIRST_ROWS))[1]
+                for i, row in ({} if self._skip else rows).items():
+                    require_row(row, i, self._name)
+                columns = columns_of(rows.values(), self._name, skip=self._skip)
+                self._schema = columns.append(pa.field(ROW_NUMBER, pa.int64()))
             return self._schema
 
     @property
@@ -252,26 +265,17 @@ class RandomAccessSource(Source):
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         require_rows(start, stop, self._rows, self._name)
-        schema, rows = self.schema, self._take(start, stop)
-        numbers = [start + i for i, row in enumerate(rows) if row is not None]
-        arrays = as_arrays(
-            [row for row in rows if row is not None],
-            numbers,
-            schema.remove(schema.get_field_index(ROW_NUMBER)),
-            self._name,
+        none, rows = self._there(start, stop)
+        batch, bad = as_scan(
+            list(rows.values()), list(rows), self.schema, self._name, skip=self._skip
         )
-        rejects = left_out([start + i for i, row in enumerate(rows) if row is None], "filtered")
-        return Scan(
-            pa.RecordBatch.from_arrays([*arrays, pa.array(numbers, pa.int64())], schema=schema),
-            rejects,
-        )
+        return Scan(batch, (*bad, *left_out(none, "filtered")))
 
-    def _take(self, start: int, stop: int) -> list[Mapping[str, Any] | None]:
-        rows = [self._data[i] for i in range(start, stop)]
-        for i, row in enumerate(rows):
-            if row is not None:
-                require_row(row, start + i, self._name)
-        return rows
+    def _there(self, start: int, stop: int) -> tuple[list[int], dict[int, Any]]:
+        """The numbers of rows that are None, and the others by number."""
+        taken = {i: self._data[i] for i in range(start, stop)}
+        rows = {i: row for i, row in taken.items() if row is not None}
+        return [i for i in taken if i not in rows], rows
 
 
 def _fingerprint(source: ArrowDatasetSource | RandomAccessSource, rows: int) -> str:

@@ -17,12 +17,13 @@ import secrets
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from easypipe.core.checked import commit_checked, recall_checked
@@ -35,9 +36,18 @@ from easypipe.core.errors import (
     require_rows,
 )
 from easypipe.core.identity import held_by, name_of
-from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource, Source, SourceInfo
+from easypipe.core.protocols import (
+    Reject,
+    Scan,
+    Shard,
+    ShardedDataSource,
+    ShardedSource,
+    Source,
+    SourceInfo,
+)
+from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.base import READER_VERSION
-from easypipe.sources.external.dicts import FIRST_ROWS, as_arrays, columns_of, require_row
+from easypipe.sources.external.dicts import FIRST_ROWS, as_scan, columns_of, require_row
 
 log = logging.getLogger("easypipe")
 
@@ -84,6 +94,7 @@ def as_source(
     num_rows: int | None = None,
     counted: bool = True,
     folder: Path | None = None,
+    skip: bool = False,
 ) -> ShardedSource:
     """The source that `data` is, or that its rows become.
 
@@ -98,6 +109,7 @@ def as_source(
         counted: Whether the rows of every shard are needed before the first is read; False leaves
         shards whose ends are not known.
         folder: Where the counts of sources with a version are kept between runs; None keeps none.
+        skip: Whether rows that do not fit the columns are rejects, not an error.
 
     Raises:
         ConfigError: It is none of these, or `version` would have no effect.
@@ -132,7 +144,14 @@ def as_source(
     else:
         identity = digest("own rows", READER_VERSION, given.label, given.held, str(version))
     return OwnSource(
-        given, name, identity, version is not None, num_rows, counted=counted, folder=folder
+        given,
+        name,
+        identity,
+        version is not None,
+        num_rows,
+        counted=counted,
+        folder=folder,
+        skip=skip,
     )
 
 
@@ -158,9 +177,10 @@ class OwnSource(Source):
     knows what to make of what.
 
     Columns follow from the first 1,024 rows, lists and objects without a common type inside as
-    JSON; a later row that does not fit them raises SourceError, as does one that is no dict. Rows
-    that can only be read forward are asked for once, in order, on one thread; those of a source
-    with `open_shard_at_row` are asked for where they are needed, on any thread.
+    JSON; a later row that does not fit them raises SourceError, as does one that is no dict, or
+    both are rejects (`skip`). Rows that can only be read forward are asked for once, in order, on
+    one thread; those of a source with `open_shard_at_row` are asked for where they are needed, on
+    any thread.
     """
 
     def __init__(
@@ -173,7 +193,9 @@ class OwnSource(Source):
         *,
         counted: bool,
         folder: Path | None,
+        skip: bool = False,
     ) -> None:
+        self._skip = skip
         self._given, self._name, self._identity, self.cacheable, self._num_rows = (
             given,
             name,
@@ -184,7 +206,7 @@ class OwnSource(Source):
         self._counted = counted or num_rows is not None
         self._columns: tuple[str, ...] | None = None
         self._folder = folder
-        self._kept = _Kept(given, folder)
+        self._kept = _Kept(given, folder, skip)
         self._known: dict[str, Any] = {}  # shared by those that `select` gives: what was found out
         self._lock = threading.RLock()
 
@@ -227,35 +249,40 @@ class OwnSource(Source):
         """The same rows with only `columns`; what is read is read once for both."""
         twin = copy.copy(self)
         require_columns(columns, self.schema.names, self._name)
-        twin._columns = tuple(columns)
+        twin._columns = tuple(dict.fromkeys([*columns, ROW_NUMBER] if self._skip else columns))
         return twin
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        return self.scan(shard, start, stop).batch
+
+    def scan(self, shard: int, start: int, stop: int) -> Scan:
         """Rows `start` to `stop`; of a shard whose end is not known as many of them as there
         are.
         """
         info = self.shards[shard]
         require_rows(start, stop, info.num_rows, self._at(shard))
         if self._given.seeks:
-            batch = self._sought(shard, start, stop)
+            batch, rejects = self._sought(shard, start, stop)
         else:
             limit = None if self._num_rows is None else info.num_rows
-            batch = self._kept.read(shard, start, stop, self._whole, self._at(shard), limit)
-        if info.num_rows is not None and batch.num_rows < stop - start:
-            problem = (
-                f"ended behind {start + batch.num_rows} rows, and {info.num_rows} were counted"
+            batch, rejects = self._kept.read(
+                shard, start, stop, self._whole, self._at(shard), limit
             )
+        taken = batch.num_rows + len(rejects)
+        if info.num_rows is not None and taken < stop - start:
+            problem = f"ended behind {start + taken} rows, and {info.num_rows} were counted"
             raise SourceError(
                 at=self._at(shard),
                 problem=problem,
                 fix="Give it another version whenever its rows change.",
             )
-        return batch if self._columns is None else batch.select(list(self._columns))
+        return Scan(batch if self._columns is None else batch.select(list(self._columns)), rejects)
 
     def at_end(self, shard: int, position: int) -> bool:
         """Whether there is no row `position`, nor one behind it."""
         if self._given.seeks:
-            return not self._sought(shard, position, position + 1).num_rows
+            batch, rejects = self._sought(shard, position, position + 1)
+            return not batch.num_rows and not rejects
         return self._kept.pull(shard, position + 1, self._whole, self._at(shard)) <= position
 
     @property
@@ -265,8 +292,11 @@ class OwnSource(Source):
             if "schema" not in self._known:
                 self._recall()
             if "schema" not in self._known:
-                self._known["schema"] = columns_of(
-                    self._kept.first_rows(FIRST_ROWS, self._at), self._name
+                schema = columns_of(
+                    self._kept.first_rows(FIRST_ROWS, self._at), self._name, skip=self._skip
+                )
+                self._known["schema"] = (
+                    schema.append(pa.field(ROW_NUMBER, pa.int64())) if self._skip else schema
                 )
             return self._known["schema"]
 
@@ -274,16 +304,14 @@ class OwnSource(Source):
         name = self._given.shards[shard].name
         return self._name if name == self._name else f"{self._name}, shard {name!r}"
 
-    def _sought(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+    def _sought(self, shard: int, start: int, stop: int) -> Scan:
         at, columns = self._at(shard), self._whole
         rows = iter(self._given.open(self._given.shards[shard].name, start))
         try:
             taken = _taken(rows, start, stop - start, at)
         finally:
             _close(rows)
-        return pa.RecordBatch.from_arrays(
-            as_arrays(taken, range(start, start + len(taken)), columns, at), schema=columns
-        )
+        return as_scan(taken, range(start, start + len(taken)), columns, at, skip=self._skip)
 
     def _count(self) -> Iterator[Shard]:
         left = self._num_rows
@@ -308,8 +336,9 @@ class OwnSource(Source):
     def _path(self) -> Path | None:
         """What is known of a source with a version outlives the process."""
         keep = self._folder is not None and self.cacheable and self._counted
+        read_as = [READER_VERSION, *(["tolerant"] if self._skip else [])]
         return (
-            self._folder / f"{digest('counted', READER_VERSION, self.fingerprint)}.rows.json"
+            self._folder / f"{digest('counted', *read_as, self.fingerprint)}.rows.json"
             if keep and self._folder
             else None
         )
@@ -357,25 +386,28 @@ class _Kept:
     to a database, belongs to one.
     """
 
-    def __init__(self, given: Given, folder: Path | None) -> None:
-        self._given, self._folder = given, folder
+    def __init__(self, given: Given, folder: Path | None, skip: bool) -> None:
+        self._given, self._folder, self._skip = given, folder, skip
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
         self._file: Any = None
         self._end = 0  # of the file
         self._shards = [_Pulled() for _ in given.shards]
 
-    def first_rows(self, count: int, at: Callable[[int], str]) -> list[Mapping[str, Any]]:
+    def first_rows(self, count: int, at: Callable[[int], str]) -> list[Any]:
         """Of the first shard that has rows."""
 
-        def look() -> list[Mapping[str, Any]]:
+        def look() -> list[Any]:
             for number, shard in enumerate(self._given.shards):
                 rows = iter(self._given.open(shard.name, 0))
                 try:
-                    if taken := _taken(rows, 0, count, at(number)):
-                        return taken
+                    taken = _taken(rows, 0, count, at(number))
                 finally:
                     _close(rows)
+                for row, one in enumerate([] if self._skip else taken):
+                    require_row(one, row, at(number))
+                if taken:
+                    return taken
             return []
 
         return self._on_thread(look)
@@ -401,25 +433,28 @@ class _Kept:
         columns: pa.Schema,
         at: str,
         limit: int | None = None,
-    ) -> pa.RecordBatch:
+    ) -> Scan:
         stop = min(stop, self.pull(shard, stop, columns, at, limit))
         if start >= stop:
-            return pa.RecordBatch.from_arrays(
+            empty = pa.RecordBatch.from_arrays(
                 [pa.nulls(0, field.type) for field in columns], schema=columns
             )
+            return Scan(empty, ())
         pulled = self._shards[shard]
         first, last = start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)
         blocks = [
             pa.ipc.read_record_batch(pa.py_buffer(self._bytes(*place)), columns)
             for place in pulled.places[first:last]
         ]
-        table = (
-            pa.Table.from_batches(blocks, schema=columns)
-            .slice(start - first * BLOCK_ROWS, stop - start)
-            .combine_chunks()
-        )
-        [batch] = table.to_batches()
-        return batch
+        table = pa.Table.from_batches(blocks, schema=columns)
+        begin, count = start - first * BLOCK_ROWS, stop - start
+        if self._skip:
+            numbers = table.column(ROW_NUMBER).to_numpy()
+            begin = int(np.searchsorted(numbers, start))
+            count = int(np.searchsorted(numbers, stop)) - begin
+        table = table.slice(begin, count).combine_chunks()
+        batch = table.to_batches()[0] if table.num_rows else blocks[0].slice(0, 0)
+        return Scan(batch, tuple(one for one in pulled.rejects if start <= one.row < stop))
 
     def num_bytes(self, shard: int) -> int:
         return self._shards[shard].num_bytes
@@ -450,9 +485,7 @@ class _Kept:
                     at,
                 )
                 numbers = range(pulled.rows, pulled.rows + len(taken))
-                batch = pa.RecordBatch.from_arrays(
-                    as_arrays(taken, numbers, columns, at), schema=columns
-                )
+                batch, rejects = as_scan(taken, numbers, columns, at, skip=self._skip)
             except BaseException:
                 _close(pulled.iterator)
                 # an iterator that raised looks as if it had ended: another one is begun behind what
@@ -461,6 +494,7 @@ class _Kept:
                 raise
             data = memoryview(batch.serialize())
             pulled.places.append((self._append(data), len(data)))
+            pulled.rejects += rejects
             pulled.num_bytes += batch.nbytes
             pulled.rows += len(taken)
             if pulled.rows // MANY_ROWS > (pulled.rows - len(taken)) // MANY_ROWS and rows is None:
@@ -497,6 +531,7 @@ class _Pulled:
     """What was taken of a shard. places: (offset, bytes) of each block of the file."""
 
     def __init__(self) -> None:
+        self.rejects: list[Reject] = []
         self.iterator: Iterator[Any] | None = None
         self.places: list[tuple[int, int]] = []
         self.rows = self.num_bytes = 0
@@ -581,11 +616,11 @@ def _behind(rows: Iterator[Any], row: int) -> Iterator[Any]:
     return rows
 
 
-def _taken(rows: Iterator[Any], start: int, count: int, at: str) -> list[Mapping[str, Any]]:
+def _taken(rows: Iterator[Any], start: int, count: int, at: str) -> list[Any]:
     """The next `count` rows, fewer where it ends. What the user's code raises is passed on with the
     place.
     """
-    taken: list[Mapping[str, Any]] = []
+    taken: list[Any] = []
     for _ in range(count):
         try:
             row = next(rows)
@@ -594,7 +629,6 @@ def _taken(rows: Iterator[Any], start: int, count: int, at: str) -> list[Mapping
         except Exception as error:
             error.add_note(f"while reading {place(at, row=start + len(taken))}")
             raise
-        require_row(row, start + len(taken), at)
         taken.append(row)
     return taken
 

@@ -39,6 +39,7 @@ def open_input(
             num_rows=num_rows if part is None else None,
             counted=counted or part is not None,
             folder=index_dir,
+            skip=dataset.on_error != "error",
         )
     if is_hub(dataset):
         return HuggingFaceShardedSource(
