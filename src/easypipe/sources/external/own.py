@@ -335,13 +335,10 @@ class OwnSource(Source):
 
     def _path(self) -> Path | None:
         """What is known of a source with a version outlives the process."""
-        keep = self._folder is not None and self.cacheable and self._counted
+        if self._folder is None or not (self.cacheable and self._counted):
+            return None
         read_as = [READER_VERSION, *(["tolerant"] if self._skip else [])]
-        return (
-            self._folder / f"{digest('counted', *read_as, self.fingerprint)}.rows.json"
-            if keep and self._folder
-            else None
-        )
+        return self._folder / f"{digest('counted', *read_as, self.fingerprint)}.rows.json"
 
     def _remember(self) -> None:
         path = self._path()
