@@ -129,7 +129,7 @@ FAULTS = [
           "piece[max(0, start - at) : stop - at]", "piece[: stop - at]"),
     fault("a key that stands twice in YAML is taken", "core/config.py", "tests/core/test_config.py", "if key in seen:", "if False:"),
     fault("a function named inside of a list is called", "core/config.py", "tests/stages/test_formats.py -k need_the_flag",
-          'require_no_code(value, f"{at}[{i}]")', "continue"),
+          'require_harmless(value, f"{at}[{i}]")', "continue"),
     fault("books with too much on the right side close", "core/ledger.py", "tests/core/test_ledger.py",
           "if entry.leak:", "if entry.leak > 0:"),
     fault("the facts of a ledger are lost when it is joined", "core/ledger.py", "tests/core/test_ledger.py",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from easypipe.core.config import allowing_code, from_dict, load_yaml, require_no_code
+from easypipe.core.config import allowing_code, from_dict, load_yaml, require_harmless
 from easypipe.core.errors import EasypipeError, StateError
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.jobs import chain
@@ -65,7 +65,7 @@ class Span:
             raise StateError(
                 at=RECORD, problem=problem, fix="Only a run that records its changes can tell."
             )
-        require_no_code(self.config["data"], "data")
+        require_harmless(self.config["data"], "data")
         data = from_dict(PipelineConfig, self.config["data"], "data")
         pipeline = chain(data, save=False, progress=progress).load(host_load(data))
         apart = self.differs(_components(pipeline))

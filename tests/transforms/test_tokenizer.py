@@ -518,7 +518,7 @@ def test_answers_of_the_hub(error: str, message: str, monkeypatch: pytest.Monkey
     import huggingface_hub
     from huggingface_hub import errors
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         # of whichever HTTP library the Hub client uses
         answer = SimpleNamespace(headers={}, request=None, status_code=404)
         raise getattr(errors, error)("bad hf_abcdefghijkl", response=answer)
@@ -533,7 +533,9 @@ def test_a_hub_name_is_downloaded_with_its_config(monkeypatch: pytest.MonkeyPatc
     import huggingface_hub
 
     monkeypatch.setattr(
-        huggingface_hub, "hf_hub_download", lambda name, file: str(small_tokenizer_folder() / file)
+        huggingface_hub,
+        "hf_hub_download",
+        lambda name, file, **_: str(small_tokenizer_folder() / file),
     )
     tokenizer = load_tokenizer("someone/small")
     assert (tokenizer.name, tokenizer.origin, tokenizer.eos_token_id) == (

@@ -25,7 +25,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, DamagedFileError
 from easypipe.core.ledger import Ledger
 from easypipe.core.remote import StorageOptions
-from easypipe.core.storage import commit_bytes, read_bytes
+from easypipe.core.storage import commit_bytes, is_inside, read_bytes
 
 FORMAT = 1
 
@@ -204,6 +204,9 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
     try:
         values = parse_checked(data, path, older=_KEYS)
         check_format(values, path)
+        for part in values["parts"]:
+            if part.get("file") and not is_inside(part["file"]):
+                raise TypeError(f"{part['file']!r} is not a file of this cache")
         return Manifest(
             **{
                 **values,

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.logging import RichHandler
 
 from easypipe import __version__
@@ -25,9 +24,10 @@ from easypipe.cli.prepare import prepare
 from easypipe.cli.preview import preview
 from easypipe.cli.quickstart import quickstart
 from easypipe.cli.report import report
-from easypipe.cli.show import console
+from easypipe.cli.show import Terminal, console
 from easypipe.cli.train import train
 from easypipe.cli.verify import verify
+from easypipe.core import trust
 from easypipe.core.config import allowing_code
 from easypipe.core.errors import EasypipeError
 
@@ -66,6 +66,14 @@ def options(
             "too.",
         ),
     ] = False,
+    trust_endpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trust-endpoint",
+            metavar="URL",
+            help="A server that a config may name to receive HF_TOKEN or cloud credentials.",
+        ),
+    ] = None,
     version: Annotated[
         bool,
         typer.Option(
@@ -74,6 +82,8 @@ def options(
     ] = False,
 ) -> None:
     _log(logging.DEBUG if debug else logging.INFO)
+    for url in trust_endpoint or ():
+        trust.trust_endpoint(url)
     if allow_code:
         context.with_resource(allowing_code())
         if "" not in sys.path:
@@ -83,8 +93,13 @@ def options(
 def run(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     # accepted anywhere, so that they can be put behind a command that failed
-    anywhere = [flag for flag in ("--allow-code", "--debug") if flag in given]
-    given = [*anywhere, *(argument for argument in given if argument not in anywhere)]
+    anywhere: list[str] = []
+    for flag, values in (("--allow-code", 0), ("--debug", 0), ("--trust-endpoint", 1)):
+        while flag in given:
+            at = given.index(flag)
+            anywhere += given[at : at + 1 + values]
+            del given[at : at + 1 + values]
+    given = [*anywhere, *given]
     debug = "--debug" in anywhere
     try:
         code = app(given, standalone_mode=False)
@@ -115,14 +130,14 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 def _say(text: str) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"easypipe: {text}", markup=False)
+    Terminal(stderr=True, soft_wrap=True).print(f"easypipe: {text}")
 
 
 def _log(level: int) -> None:
     logger = logging.getLogger("easypipe")
     logger.setLevel(level)
     # the one that draws progress bars, or they tear
-    terminal = console if console.is_terminal else Console(stderr=True)
+    terminal = console if console.is_terminal else Terminal(stderr=True)
     handler = RichHandler(level, terminal, show_time=False, show_path=False, markup=False)
     logger.handlers = [handler]
     logger.propagate = False  # some libraries give the root logger a handler of their own

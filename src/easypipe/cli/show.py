@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,21 +18,38 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from easypipe.core.ledger import Ledger
 from easypipe.core.progress import Pace
 from easypipe.core.protocols import ProgressEvent, ProgressListener
+from easypipe.core.visible import visible
 from easypipe.save.stage import SaveReport
 from easypipe.train.events import TrainEvent, TrainListener
 
-console = Console()
+
+class Terminal(Console):
+    """A console on which text of others is only text: it is no markup, and what would steer a
+    terminal is spelled out. Everything that commands print goes through one.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render(self, renderable: RenderableType, options: Any = None) -> Iterator[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else visible(text, keep=_KEPT), style, control)
+
+
+_KEPT = "\n\t\u200c\u200d"  # joiners are part of how words and emoji are written
+console = Terminal()
 
 
 def say(text: str | Text, style: str | None = None) -> None:
     """Prints text as it stands: nothing is coloured by guess, no line is cut or wrapped."""
-    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+    console.print(text, style=style, soft_wrap=True)
 
 
 @contextmanager
@@ -42,7 +59,7 @@ def progress() -> Iterator[ProgressListener]:
     """
     bars = Progress(
         SpinnerColumn(finished_text="[green]✓"),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
         TextColumn("{task.fields[unit]}"),

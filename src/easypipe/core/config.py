@@ -38,7 +38,8 @@ import pydantic
 import yaml
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, did_you_mean, place
+from easypipe.core.trust import require_trusted_storage
 
 T = TypeVar("T")
 
@@ -57,6 +58,8 @@ else:
 
 # the names of the options that a config was made with, by its id, while it lives
 _made_with: dict[int, frozenset[str]] = {}
+# Of a YAML file: how deep it may be nested, and how many values its aliases may repeat
+DEEPEST, MOST_REPEATED = 100, 100_000
 CODE_KEYS = ("format_callback",)  # keys whose values are called
 _code_allowed = contextvars.ContextVar("easypipe_code_allowed", default=False)
 
@@ -246,13 +249,22 @@ def digest(*parts: Any) -> str:
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML mapping, read safely: no tags, no duplicate keys, and 1e-4 is a number."""
     path = Path(path)
-    if not path.is_file():
-        raise ConfigError(at=str(path), problem="no such file", fix="Give the path of a YAML file.")
     try:
-        text = path.read_text(encoding="utf-8")
+        if not path.is_file():
+            raise ConfigError(
+                at=str(path), problem="no such file", fix="Give the path of a YAML file."
+            )
+        text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            at=str(path), problem=f"not UTF-8 at byte {error.start}", fix="Write the file anew."
+            at=place(str(path), line=line),
+            problem=f"not UTF-8 at byte {error.start}",
+            fix="Write the file anew.",
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            at=str(path), problem=f"cannot be read: {error.strerror}", fix="Check the path."
         ) from None
     return parse_yaml(text, at=str(path))
 
@@ -261,6 +273,8 @@ def parse_yaml(text: str, at: str) -> dict[str, Any]:
     try:
         values = _read_yaml(text)
     except yaml.YAMLError as error:
+        if isinstance(error, yaml.reader.ReaderError):  # which tells no line
+            at = place(at, line=text.count("\n", 0, error.position) + 1)
         raise ConfigError(
             at=at, problem=f"not valid YAML: {error}", fix="Correct the line that it names."
         ) from None
@@ -268,7 +282,7 @@ def parse_yaml(text: str, at: str) -> dict[str, Any]:
         raise ConfigError(
             at=at, problem=f"expected a mapping at the top, got {type(values).__name__}"
         )
-    require_no_code(values, "")
+    require_harmless(values, "")
     return values
 
 
@@ -282,25 +296,25 @@ def allowing_code() -> Generator[None]:
         _code_allowed.reset(token)
 
 
-def require_no_code(values: Any, at: str) -> None:
-    """Raises ConfigError where plain values that came as text name a function: to read a config is
-    not to run what it names.
+def require_harmless(values: Any, at: str) -> None:
+    """Raises ConfigError where plain values that came as text name a function, or a server that is
+    not trusted: to read a config is not to run what it names, nor to send what it asks for.
     """
-    if _code_allowed.get():
-        return
     if isinstance(values, dict):
         for key, value in values.items():
             here = f"{at}.{key}".lstrip(".")
-            if key in CODE_KEYS and value is not None:
+            if key == "storage_options" and isinstance(value, dict):
+                require_trusted_storage(value, here)
+            if key in CODE_KEYS and value is not None and not _code_allowed.get():
                 fix = (
                     "If you trust this file, pass --allow-code; in Python: `with "
                     "easypipe.core.config.allowing_code():`."
                 )
                 raise ConfigError(at=here, problem=f"runs code, {value!r}", fix=fix)
-            require_no_code(value, here)
+            require_harmless(value, here)
     elif isinstance(values, list):
         for i, value in enumerate(values):
-            require_no_code(value, f"{at}[{i}]")
+            require_harmless(value, f"{at}[{i}]")
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -339,7 +353,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
                 if isinstance(node, dict) and node.get(index) is None:
                     node[index] = {}
                 node = node[index]
-    require_no_code(result, "")
+    require_harmless(result, "")
     return result
 
 
@@ -504,7 +518,48 @@ def _read_yaml(text: str) -> Any:
 
 
 class _SafeLoader(yaml.SafeLoader):
-    pass
+    """Every complaint is a YAMLError that names its line, and no small file grows into a large
+    one."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.depth = self.composed = self.repeated = 0  # in nodes
+        self.sizes: dict[int, int] = {}  # by the id of a node, which the document keeps alive
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        before, self.depth = self.composed + self.repeated, self.depth + 1
+        if self.depth > DEEPEST:
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(
+                problem=f"nested more than {DEEPEST} deep", problem_mark=mark
+            )
+        node: Any = super().compose_node(parent, index)
+        self.depth -= 1
+        if id(node) in self.sizes:  # an alias
+            self.repeated += self.sizes[id(node)]
+        else:
+            self.composed += 1
+            self.sizes[id(node)] = self.composed + self.repeated - before
+        if self.repeated > MOST_REPEATED:
+            raise yaml.MarkedYAMLError(
+                problem=f"its aliases repeat more than {MOST_REPEATED:,} values",
+                problem_mark=node.start_mark,
+            )
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            made: Any = super().construct_object(node, deep)  # pyright: ignore[reportUnknownMemberType]
+            if isinstance(made, int) and made.bit_length() > 128:
+                raise ValueError("it has more than 128 bits")
+            return made
+        except yaml.YAMLError:
+            raise
+        except Exception as error:  # noqa: BLE001  (int() and date() raise what they like)
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.MarkedYAMLError(
+                problem=f"no {kind}: {error or type(error).__name__}", problem_mark=node.start_mark
+            ) from None
 
 
 def _mapping(loader: _SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -513,9 +568,11 @@ def _mapping(loader: _SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         # <<: what it brings in, keys beside it go before
         if key_node.tag == "tag:yaml.org,2002:merge":
             continue
-        key: Any = loader.construct_object(key_node)  # pyright: ignore[reportUnknownMemberType]
+        key: Any = loader.construct_object(key_node)
+        mark = key_node.start_mark
+        if not isinstance(key, str | int | float | None):
+            raise yaml.MarkedYAMLError(problem="a key is no text", problem_mark=mark)
         if key in seen:
-            mark = key_node.start_mark
             raise yaml.MarkedYAMLError(problem=f"key {key!r} stands twice", problem_mark=mark)
         seen.add(key)
     loader.flatten_mapping(node)

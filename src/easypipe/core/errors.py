@@ -27,6 +27,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+from easypipe.core.visible import visible
+
 
 class EasypipeError(Exception):
     """`at: problem (have: a, b). fix`; every part is also an attribute."""
@@ -49,7 +51,7 @@ class EasypipeError(Exception):
         text = f"{self.at}: {self.problem}" if self.at else self.problem
         if self.have is not None:
             text += f" (have: {', '.join(self.have) or 'none'})"
-        return f"{text}. {self.fix}" if self.fix else text
+        return visible(f"{text}. {self.fix}" if self.fix else text, keep="\n\t")
 
 
 def _remade(

@@ -12,6 +12,7 @@ from collections import deque
 from typing import TextIO
 
 from easypipe.core.protocols import ProgressEvent
+from easypipe.core.visible import visible
 
 log = logging.getLogger("easypipe")
 
@@ -78,6 +79,7 @@ class ProgressLine:
             line = f"{event.stage} {event.dataset}: {event.done:,}{of} {event.unit}" + (
                 f", {pace}" if pace else ""
             )
+            line = visible(line)
             if live:
                 self._stream.write(f"\r\x1b[2K{line}" + ("\n" if ended else ""))
                 self._stream.flush()

@@ -26,6 +26,7 @@ from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem, sync
 
 from easypipe.core.errors import EasypipeError, MissingFileError, StorageError
+from easypipe.core.trust import require_private
 
 T = TypeVar("T")
 # What is passed to fsspec: credentials, an endpoint. Never logged, saved or part of an identity.
@@ -74,6 +75,7 @@ _SECRET_OPTION = re.compile(
     r"token|secret|pass|key|cred|auth|sign|sas|header|cookie|session|conn", re.IGNORECASE
 )
 _RANGE = re.compile(r"bytes (\d+)-", re.IGNORECASE)  # the head of Content-Range
+_FOLLOWING = {"range", "accept", "accept-encoding", "user-agent"}  # headers of every client
 # words that gcsfs takes for a token
 _NO_SECRETS = ("anon", "cloud", "cache", "google_default", "browser")
 
@@ -265,6 +267,35 @@ def remote_call(
 
 def is_http(url: str) -> bool:
     return url.startswith(("http://", "https://"))
+
+
+def http_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`options` for fsspec's client of web servers, which then keeps secrets to the server of
+    `url`. Raises ConfigError where they would go over plain http to another machine.
+    """
+    headers = options.get("headers") or {}
+    telling = {name: value for name, value in headers.items() if name.lower() not in _FOLLOWING}
+    if any(_secrets_of({**options, "headers": telling})):
+        require_private(url, "storage_options")
+    return {"get_client": _client, **options}
+
+
+async def _client(**options: Any) -> Any:
+    """fsspec's own client, but headers do not follow a redirect to another origin."""
+    import aiohttp
+
+    async def redirected(_session: Any, _context: Any, asked: Any) -> None:
+        here = asked.response.url
+        there = here.join(type(here)(asked.response.headers.get("Location", "")))
+        if there.origin() != here.origin():
+            for name in {name.lower() for name in asked.headers} - _FOLLOWING:
+                asked.headers.popall(name, None)
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(redirected)
+    return aiohttp.ClientSession(
+        trace_configs=[trace, *options.pop("trace_configs", ())], **options
+    )
 
 
 @dataclass(frozen=True)

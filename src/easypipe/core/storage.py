@@ -36,6 +36,7 @@ from easypipe.core.remote import (
     ShortReadError,
     StorageOptions,
     http_facts,
+    http_options,
     http_range,
     is_http,
     public_url,
@@ -43,6 +44,7 @@ from easypipe.core.remote import (
     retrying,
     tell,
 )
+from easypipe.core.trust import hub_token
 
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 22
@@ -85,8 +87,13 @@ def filesystem(
     """The fsspec filesystem of `path`, and the path as that filesystem spells it. Raises
     StorageError where the protocol is unknown.
     """
+    options = dict(storage_options or {})
+    if str(path).startswith("hf://"):
+        options["token"] = hub_token(options.get("endpoint"), options.get("token"))
+    elif is_http(str(path)):
+        options = http_options(str(path), options)
     try:
-        return url_to_fs(str(path), **(storage_options or {}))
+        return url_to_fs(str(path), **options)
     except (ValueError, ImportError) as error:
         at, protocol = public_url(str(path)), str(path).partition("://")[0]
         extra = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}.get(protocol)
@@ -98,6 +105,16 @@ def filesystem(
         problem = f"cannot open {protocol}:// paths: {tell(error, str(path), storage_options)}"
     # not from the library's error, which may show credentials
     raise StorageError(at=at, problem=problem, fix=fix)
+
+
+def is_inside(name: object) -> bool:
+    """Whether a file may be called `name` by another of its folder: it is in there, or below."""
+    return (
+        isinstance(name, str)
+        and "\0" not in name
+        and "://" not in name
+        and not {"", ".", ".."} & {*name.replace("\\", "/").split("/")}
+    )
 
 
 def exists(path: str | Path, storage_options: StorageOptions = None) -> bool:

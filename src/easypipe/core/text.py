@@ -1,8 +1,7 @@
-"""Text of others: shown to people, and told from white space."""
+"""Text of others in columns: told from white space, seen as bytes."""
 
 from __future__ import annotations
 
-import unicodedata
 from typing import Any
 
 import numpy as np
@@ -10,20 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-# control, format and surrogate characters; separators of lines and paragraphs
-_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 _BLANK = r"\A[\s\x0b\x1c-\x1f\x{85}\pZ]*\z"  # what `str.strip` takes away; RE2's \s is ASCII alone
-
-
-def visible(text: str, *, keep: str = "") -> str:
-    """The text with every character spelled out (`\\u{1b}`) that is not seen, that would steer a
-    terminal, or that would turn the order of the rest. keep: characters that stay."""
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c in keep or unicodedata.category(c) not in _UNSEEN else f"\\u{{{ord(c):x}}}"
-        for c in text
-    )
 
 
 def has_text(column: pa.Array) -> NDArray[np.bool_]:

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from easypipe.core.errors import ConfigError, did_you_mean
-from easypipe.core.text import visible
+from easypipe.core.visible import visible
 from easypipe.discovery.proposal import Proposal, propose
 from easypipe.discovery.trial import Fields, Row, try_rows
 from easypipe.transforms.columns.kinds import Kind

@@ -22,6 +22,7 @@ from easypipe.core import storage
 from easypipe.core.errors import ConfigError, StorageError
 from easypipe.core.protocols import ProgressEvent, ProgressListener, silent
 from easypipe.core.publication import Publication, PublishedFile, Pushed
+from easypipe.core.trust import hub_token
 
 log = logging.getLogger("easypipe")
 T = TypeVar("T")
@@ -121,7 +122,8 @@ class _Repository:
 
         self.repo_id, self.token, self.revision = repo_id, token, revision
         # the client reads the environment once, at its import
-        self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
+        access = hub_token(own=token, at="HF_ENDPOINT")
+        self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=access)
         self.where: Where = {"repo_id": repo_id, "repo_type": "dataset"}
         self.branch: Where = {**self.where, "revision": revision}
 

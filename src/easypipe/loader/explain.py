@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, PlanError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
-from easypipe.core.text import visible
+from easypipe.core.visible import visible
 from easypipe.loader.rows.planned import PlannedRows
 from easypipe.loader.rows.ranks import innermost
 from easypipe.loader.rows.rows import Rows

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from easypipe.core.text import visible
+from easypipe.core.visible import visible
 from easypipe.loader.explain import ExplainedRow, Segment
 
 

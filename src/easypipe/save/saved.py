@@ -144,6 +144,9 @@ def read_manifest(folder: str | Path, storage_options: StorageOptions = None) ->
             fix="Save the data again.",
         )
     try:
+        outside = [s["name"] for s in text["shards"] if not storage.is_inside(s["name"])]
+        if outside:
+            raise ValueError(f"{outside[0]!r} is not a file of this folder")
         return SavedManifest(
             fingerprint=text["fingerprint"],
             format=text["format"],

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, did_you_mean
+from easypipe.core.storage import is_inside
 
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 
@@ -26,7 +28,7 @@ def saved_splits(path: str | os.PathLike[str]) -> tuple[list[str], bool]:
     """
     folder = Path(os.path.expanduser(str(path).removeprefix("file://")))
     if (folder / SPLITS).is_file():
-        return [str(name) for name in _read(folder / SPLITS).get("splits", [])], True
+        return _splits(folder), True
     return [str(_read(folder / STATE).get("_split") or "train")], False
 
 
@@ -36,7 +38,7 @@ def saved_dataset_files(path: str | os.PathLike[str], split: str | None = None) 
     """
     folder = Path(os.path.expanduser(str(path).removeprefix("file://")))
     if (folder / SPLITS).is_file():
-        splits = [str(name) for name in _read(folder / SPLITS).get("splits", [])]
+        splits = _splits(folder)
         chosen = split or (splits[0] if len(splits) == 1 else None)
         if chosen not in splits:
             problem = (
@@ -64,7 +66,12 @@ def saved_dataset_files(path: str | os.PathLike[str], split: str | None = None) 
             problem="rows behind a list of indices",
             fix="Write it with dataset.flatten_indices().save_to_disk().",
         )
-    files = [str(folder / entry["filename"]) for entry in state.get("_data_files") or ()]
+    listed = state.get("_data_files") or ()
+    names = [
+        entry.get("filename") if isinstance(entry, dict) else None
+        for entry in (listed if isinstance(listed, list | tuple) else [listed])
+    ]
+    files = [str(folder / name) for name in _inside(names, folder / STATE)]
     if not files:
         raise SourceError(
             at=str(folder / STATE), problem="names no data file", fix="Save the dataset again."
@@ -79,6 +86,23 @@ def saved_dataset_files(path: str | os.PathLike[str], split: str | None = None) 
     return files
 
 
+def _splits(folder: Path) -> list[str]:
+    names = _read(folder / SPLITS).get("splits")
+    return _inside(names if isinstance(names, list) else [names], folder / SPLITS)
+
+
+def _inside(names: Sequence[Any], at: Path) -> list[str]:
+    """Raises SourceError where one of them is no name of something in the folder."""
+    for name in names:
+        if not is_inside(name):
+            raise SourceError(
+                at=str(at),
+                problem=f"{name!r} does not name a file or folder beside it",
+                fix="Save the dataset again.",
+            )
+    return list(names)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
@@ -86,7 +110,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise MissingFileError(
             at=str(path), problem="no such file", fix="Copy or save the dataset again."
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SourceError(
             at=str(path), problem=f"not JSON: {error}", fix="Save the dataset again."
         ) from None

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from easypipe.core import remote
+from easypipe.core import remote, trust
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
 from easypipe.core.remote import StorageOptions
 from easypipe.sources.refs import FileRef, format_of
@@ -50,17 +50,15 @@ class Listing(NamedTuple):
 
 
 class HubRepo:
-    """storage_options: `token` (None: HF_TOKEN, or the login of the Hub's client) and `endpoint`
-    (None: HF_ENDPOINT).
+    """storage_options: `token` (None: HF_TOKEN, or the login of the Hub's client, where the
+    endpoint is trusted) and `endpoint` (None: HF_ENDPOINT).
     """
 
     def __init__(self, repo: str, storage_options: StorageOptions = None) -> None:
         access = dict(storage_options or {})
         self.repo = repo
-        self._token, self._endpoint = (
-            access.pop("token", None),
-            access.pop("endpoint", None) or os.environ.get("HF_ENDPOINT"),
-        )
+        self._endpoint = access.pop("endpoint", None) or os.environ.get("HF_ENDPOINT")
+        self._token = trust.hub_token(self._endpoint, access.pop("token", None))
         if access:
             problem = f"{sorted(access)} mean nothing to the Hub"
             raise ConfigError(
@@ -98,7 +96,7 @@ class HubRepo:
         from huggingface_hub import get_token, hf_hub_url
 
         num_bytes, content = listing.sizes[name]
-        token = self._token or get_token()
+        token = get_token() if self._token is None else self._token
         options = {"headers": {"Authorization": f"Bearer {token}"}} if token else None
         url = hf_hub_url(
             self.repo, name, repo_type="dataset", revision=listing.commit, endpoint=self._endpoint
@@ -202,7 +200,7 @@ class HubRepo:
             raise refused
 
         try:
-            return remote.retrying(self.at, attempt, options={"token": self._token})
+            return remote.retrying(self.at, attempt, options={"token": self._token or None})
         except StorageError as error:
             raise SourceError(at=self.at, problem=error.problem, fix=error.fix) from None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from easypipe.core.errors import TokenizerError, did_you_mean
+from easypipe.core.trust import hub_token
 
 logger = logging.getLogger("easypipe")
 
@@ -276,7 +277,7 @@ def _from_hub(name: str) -> TokenizerFiles:
         ),
     }
     try:
-        path = Path(hf_hub_download(name, "tokenizer.json"))
+        path = Path(hf_hub_download(name, "tokenizer.json", token=hub_token()))
     except (OSError, ValueError, EntryNotFoundError) as error:
         problem, fix = next(said for kind, said in told.items() if isinstance(error, kind))
         problem = problem.replace("{why}", _root(error))
@@ -293,7 +294,7 @@ def _optional_from_hub(name: str, file: str) -> Path | None:
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(name, file))
+        return Path(hf_hub_download(name, file, token=hub_token()))
     except (OSError, ValueError, EntryNotFoundError) as error:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None

@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from easypipe.core.errors import MissingFileError, SourceError, StateError
+from easypipe.core.trust import hub_token
 
 WEIGHTS, INDEX, CONFIG, GENERATION = (
     "model.safetensors",
@@ -74,7 +75,10 @@ def model_folder(
     try:
         return Path(
             snapshot_download(
-                name, revision=revision, allow_patterns=[*_SMALL, *(_LARGE if weights else ())]
+                name,
+                revision=revision,
+                allow_patterns=[*_SMALL, *(_LARGE if weights else ())],
+                token=hub_token(),
             )
         )
     except GatedRepoError as error:
