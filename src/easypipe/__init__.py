@@ -1,5 +1,4 @@
-"""easypipe: raw text in, trained model out; a data pipeline and trainer for JAX in which order is
-arithmetic.
+"""easypipe makes raw text into a trained model, in JAX; the order of its data is arithmetic.
 
 Names are loaded when first used, so that `import easypipe` stays quick and does not load jax;
 `__init__.pyi` lists them with their modules.

@@ -1,5 +1,4 @@
-"""A run whose data was changed under way, as its folder records it: which configuration stood at
-which step.
+"""The history of a run whose data was changed: which configuration stood at which step.
 
 span  the steps of a run that read the data of one configuration. A run that was never changed is
 one span

@@ -1,6 +1,4 @@
-"""Whole chains: one dataset tokenized and saved, or what a config describes, prepared here or in
-parts on several machines.
-"""
+"""Whole jobs: tokenize_and_save(), and preparing what a config describes, whole or in parts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A whole run in one config: data, model, training. What the command line does is these functions,
-and nothing else.
-"""
+"""A whole run in one config: data, model, training; the command line calls these functions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Reading mapped memory by address inside numba kernels, so that a gather over thousands of files
-needs no list of arrays.
+"""Numba kernels read mapped token files by address.
+
+A gather over thousands of files then needs no list of arrays.
 
 Callers own the memory: an address is only good while the object it came from lives.
 """

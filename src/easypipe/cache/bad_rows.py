@@ -1,6 +1,4 @@
-"""Rows that become no document: the budget that they are charged to, and the file that keeps them
-(`on_error="quarantine"`).
-"""
+"""Bad rows of a preparation: the error budget, and the quarantine file that keeps them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Checksums of token files, block by block, so that a damaged one is found before its tokens reach
-a batch.
+"""Block checksums of token files, checked at first touch, before a token reaches a batch.
 
 block   BLOCK bytes of a token file, the last one fewer
 index   blocks with anything but tokens or masks: Arrow's own words, lengths, EOS flags, row numbers

@@ -1,5 +1,6 @@
-"""Where a token cache lies: a folder of this machine, or one at a URL with a folder here for what
-is of this machine alone.
+"""The folder of a token cache, on this machine or at a URL.
+
+What is of this machine alone has a folder here in both cases.
 
 What is committed (manifests, records of ranges, tokens; cache/manifest.py has the layout) goes
 through `CacheFolder`, wherever it lies. Locks, indexes, plans and verdicts on fast tokenizers are

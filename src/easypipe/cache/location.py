@@ -1,6 +1,4 @@
-"""Which folder keeps the tokens of a dataset: the pipeline's, its own, or one that goes with the
-process.
-"""
+"""Chooses the cache folder of a dataset: the pipeline's, the dataset's own, or a temporary one."""
 
 from __future__ import annotations
 

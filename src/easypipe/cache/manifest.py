@@ -1,5 +1,4 @@
-"""What a token cache holds, as one JSON file: the commit of a prepared dataset, written after
-everything that it names.
+"""The manifest of a token cache: one JSON file, written last, that commits a prepared dataset.
 
 cache_dir/
   manifests/<key>.json                 this file; key = digest of the range keys

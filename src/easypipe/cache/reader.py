@@ -1,5 +1,6 @@
-"""The reader of the token cache: documents as token ids in memory-mapped Arrow files, each length
-known before a token is touched.
+"""TokenCache, the reader: documents as token ids in memory-mapped Arrow files.
+
+The length of every document is known before a token is touched.
 
 doc     a document, counted over the whole cache: the rows that were kept, in the order of the source
 part    the file of one range of rows (cache/manifest.py)

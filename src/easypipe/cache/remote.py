@@ -1,5 +1,4 @@
-"""Token files of a bucket, as memory that kernels can read: a sparse file on this machine into
-which their bytes come when asked for.
+"""Token files in a bucket: kernels read a sparse local file that is filled as bytes are asked for.
 
 part     a token file (cache/manifest.py), laid into the sparse file from a page on; its map is there from the start, its tokens are not
 index    what a part has beside tokens and masks: lengths, EOS flags, row numbers and Arrow's own words; fetched when the part is opened

@@ -1,5 +1,6 @@
-"""What cache/verify.py found broken is made again from the source, and nothing else; what is whole
-stays as it is, byte for byte.
+"""Repair of a token cache: what verify.py found broken is made again from the source.
+
+What is whole stays as it is, byte for byte.
 
 A broken file is set aside, not deleted, until there is a new one: a repair that fails leaves
 everything as it was.

@@ -1,5 +1,4 @@
-"""Whether a token cache holds what was committed: files byte by byte, what the manifest says of
-them and of itself, and the records of ranges.
+"""Verification of a token cache: files byte by byte, the manifest, and the records of ranges.
 
 Nothing is changed here; cache/repair.py makes good what is found.
 """

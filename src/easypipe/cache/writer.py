@@ -1,5 +1,6 @@
-"""Filling the token cache: ranges of rows are read, tokenized and committed by threads; the
-manifest is written last.
+"""CacheWriter fills a token cache: threads read, tokenize and commit ranges of rows.
+
+The manifest is written last.
 
 Whatever was committed is used again: a range whose file did not change is not read, one whose text
 did not change is not tokenized. A process that is killed leaves committed ranges behind, and the

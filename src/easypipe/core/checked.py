@@ -1,6 +1,5 @@
 # pyright: strict
-"""Small files that easypipe writes and reads back: JSON objects that carry a checksum of
-themselves.
+"""JSON files that carry a checksum of themselves, written and read back by easypipe.
 
 `commit_checked` writes one and `read_checked` reads it; `recall_checked` is for files that can be
 made again. No other code should parse JSON that easypipe wrote for itself: a changed digit is JSON

@@ -1,5 +1,4 @@
-"""How kernels are compiled: on first call, without the GIL, kept on disk where a folder for it can
-be written.
+"""How numba kernels are compiled: at the first call, without the GIL, kept on disk where possible.
 
 Numba is imported by the first kernel that is called: whoever tokenizes, or only looks at a config,
 does not wait for it.

@@ -1,6 +1,7 @@
 # pyright: strict
-"""Who is at work in a cache folder, told by locks of the operating system: a process that dies,
-however it dies, lets go of its own.
+"""Locks of the operating system that say who works in a cache folder.
+
+A process that dies, however it dies, lets go of its own.
 
 cache_dir/locks/
   work.lock             shared by whoever prepares or repairs; exclusive for whoever clears

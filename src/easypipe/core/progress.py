@@ -1,6 +1,4 @@
-"""How fast work goes and how long it will take, told from progress events; and the listener that
-says so where nobody else listens.
-"""
+"""Rates and remaining times from progress events, and the listener that logs them by default."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""The few shapes that everything else is made of. Laws stand in the docstrings; tests/laws.py
-checks every implementation.
+"""The protocols that everything is made of: sources, stages, rows, tokenizers.
+
+Laws stand in the docstrings; tests/laws.py checks every implementation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What is to be published, and what became of it: the words between the stage that saves and the
-client that uploads.
-"""
+"""What is to be published, and what became of it: shared by save and the uploading client."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Randomness as arithmetic: seeds folded by name, and permutations that are computed one index at a
-time.
+"""Randomness as arithmetic: seeds folded by name, permutations computed one index at a time.
 
 Nothing here depends on jax.random or NumPy's Generator, whose streams may change between versions.
 """

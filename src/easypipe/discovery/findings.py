@@ -1,6 +1,4 @@
-"""What `discover` found out about a dataset: its parts, and for each of them what its rows are and
-how a config would read them.
-"""
+"""What `discover` found in a dataset: its parts, what their rows are, how a config reads them."""
 
 from __future__ import annotations
 

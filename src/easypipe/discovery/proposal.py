@@ -1,6 +1,4 @@
-"""A config for rows that nobody has described yet: what each column is taken for, and why, to be
-read, corrected and pasted.
-"""
+"""A proposed config for unknown rows: what each column is taken for, and why."""
 
 from __future__ import annotations
 

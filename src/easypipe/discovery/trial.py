@@ -1,5 +1,6 @@
-"""A proposal tried on the first rows: which of them it could read, and why not the others. Needs no
-tokenizer.
+"""Tries a proposal on the first rows: which of them it can read, and why not the others.
+
+Needs no tokenizer.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Ranges of rows tokenized by the workers of a Ray cluster, into the cache folder that all of its
-machines see.
+"""Preparing on a Ray cluster: its workers tokenize ranges into a cache folder that all see.
 
 A task is some ranges of one dataset. What it commits is what this machine would have committed: the
 token cache is finished here, from the records that the workers left, so its bytes do not tell who

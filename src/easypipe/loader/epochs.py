@@ -1,5 +1,4 @@
-"""A loop over epochs: every iteration behind a finished one is the next pass over the data, in an
-order of its own.
+"""A loop over epochs: each iteration after a finished one is the next pass, in its own order.
 
 pass   from 0; with `num_epochs` N an iteration is N of them, p to p + N - 1
 """

@@ -1,5 +1,4 @@
-"""Which documents stand in a batch, found again from its number alone. Nothing that was trained has
-to be kept for this.
+"""Finds the documents of a batch again from its number alone, without a log of what was trained.
 
 step     a batch, counted from 0
 row      of the batch, from 0; `number` is the row of the run

@@ -1,5 +1,4 @@
-"""The loader: global batch `t` is rows `t * batch_size` onward, made ahead by threads, laid out on
-the mesh.
+"""The Loader: global batch t is rows t * batch_size onward, made ahead, laid out on the mesh.
 
 batch    global, the same whoever reads it; a process makes only its rows of it. Steps (steps.py) says which rows
 row      counted over the whole run (rows.py)

@@ -1,5 +1,6 @@
-"""Host batches → `jax.Array`s on a mesh. The one file of the data path that imports jax, and only
-when a mesh is asked for.
+"""Places host batches as `jax.Array`s on a mesh.
+
+The one file of the data path that imports jax, and only when a mesh is asked for.
 
 B rows of the global batch · T slots of a row · A micro-batches.  Every column is Int32[B, T] and
 gets the same PartitionSpec; where gradients are accumulated it is Int32[A, B/A, T], the axis in

@@ -1,6 +1,4 @@
-"""The documents of a window that a batch needs, pinned in their token caches before kernels
-read.
-"""
+"""Pins the documents that a batch needs in their token caches before kernels read them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Mix with weights that change, or that count tokens: every draw goes to the dataset that is owed
-most.
+"""Mixing with changing weights or by tokens: the largest deficit is drawn from.
 
 Deficits are integers, `sum over draws of weight * size of the draw` less `total * sizes of what was
 drawn`, where the weights of the datasets in the mixture always sum to `total`, and a draw has size

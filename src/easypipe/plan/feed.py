@@ -1,6 +1,4 @@
-"""What windows draw from: the protocol of a mixture's documents in their order, and its form over
-token caches.
-"""
+"""DocumentFeed, what windows draw documents from, and its form over token caches."""
 
 from __future__ import annotations
 

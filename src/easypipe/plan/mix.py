@@ -1,5 +1,4 @@
-"""Mix: which dataset the n-th draw of the mixture comes from (Tijdeman's chairman assignment, in
-integers).
+"""Mixing with fixed weights: the dataset of the n-th draw (Tijdeman's chairman assignment).
 
 Every dataset's count stays within 1 - 1/(2k - 2) of its share at every prefix, for k datasets
 however small their weights; docs/mixing.md has the proof. `assign` in tests/plan_oracle.py is the

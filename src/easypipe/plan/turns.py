@@ -1,5 +1,4 @@
-"""Whose row comes when, of several streams that end at different rows: arithmetic over where they
-end.
+"""Which of several streams gives the next row, where they end at different rows.
 
 stream  a sequence of rows; `ends[s]` is how many stream s has, NEVER where it has not ended yet (or
 never does) turn    one row of each stream that has not ended, lowest number first: turn r holds the rows with number r

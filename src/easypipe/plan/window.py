@@ -1,5 +1,6 @@
-"""One window: from a state to the documents that are drawn, to the rows they stand in, and on to
-the next state. The one place that makes windows, of counted data and of streams.
+"""One window: from a state to the documents drawn, their rows, and the next state.
+
+The one place that makes windows, of counted data and of streams.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The dataset card of a saved folder: what people want to know, and the YAML that the Hub and
-`datasets` read.
+"""The dataset card of a saved folder, with the YAML that the Hub and `datasets` read.
 
 In the folder it stands in files that readers of whole folders pass over, since their names begin
 with `_` or `.`: pandas and pyarrow take every other file for data. Only a repository on the Hub has

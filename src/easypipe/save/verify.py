@@ -1,5 +1,4 @@
-"""Whether what stands on disk is what was committed: token caches, saved folders and checkpoints,
-byte by byte, and what their manifests say of them.
+"""Verifies token caches, saved folders and checkpoints on disk, byte by byte.
 
 Nothing is changed here; stages/repair.py makes good what is found.
 """

@@ -1,6 +1,4 @@
-"""One dataset into one folder: planned, written by several threads, each shard committed as it
-ends, the manifest last.
-"""
+"""Writes one dataset into one folder: several threads write shards, the manifest comes last."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A source over files: everything that formats share, so that a format only has to count rows and
-read a range of them.
+"""FileSource: what all file formats share, so that a format only counts rows and reads ranges.
 
 Law (stateless reads): schema and rows follow from the files alone. What a read opened or remembered
 only makes the next one quicker.

@@ -1,5 +1,4 @@
-"""Which files a source reads: paths, lists, globs, folders and URLs become an ordered list of
-FileRef.
+"""The files of a source: paths, lists, globs, folders and URLs become an ordered list of FileRef.
 
 Nothing here guesses: a path that does not exist is a MissingFileError, never a name to look up on
 the Hub.

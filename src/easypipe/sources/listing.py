@@ -1,6 +1,4 @@
-"""Which files a URL names: one object, a pattern, a folder of a bucket, or one file of a web
-server.
-"""
+"""Lists the files that a URL names: an object, a pattern, a folder or a served file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Folders that name values (`year=2024/lang=en/`, as Hive and Spark write them): columns of the
-rows below them.
-"""
+"""Hive partitions: folders such as `year=2024/lang=en/` become columns of the rows below them."""
 
 from __future__ import annotations
 

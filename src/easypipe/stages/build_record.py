@@ -1,5 +1,4 @@
-"""What a token cache or a saved folder was made by, kept in the cache folder, so that it can be
-made again without being told how.
+"""The build record: what a cache or saved folder was made by, kept so that it can be made again.
 
 configs/<name>.json   name: the key of a manifest of that cache, or the fingerprint of a saved
 folder {"config": a PipelineConfig without its stages, "stages": [[name, config], ...] behind

@@ -1,6 +1,4 @@
-"""The config of a whole pipeline: every dataset and every stage, and what has to be right between
-them.
-"""
+"""PipelineConfig: every dataset and stage of a pipeline, and the checks between them."""
 
 from __future__ import annotations
 

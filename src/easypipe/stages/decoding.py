@@ -1,6 +1,4 @@
-"""Tokens back to text, for people who look at batches: the tokenizer of each dataset, loaded when
-it is first asked for.
-"""
+"""Decodes tokens of batches to text for people, with the tokenizer of each dataset."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What verifying found broken is made again by the pipeline that made it: token caches, and what
-its save() stages wrote.
-"""
+"""Repairs what verification found broken in token caches and in what save() wrote."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Whole documents, one after the other, from mapped token caches: what is saved of a mixture that
-is not packed.
-"""
+"""Reads whole documents from token caches, for saving a mixture that is not packed."""
 
 from __future__ import annotations
 

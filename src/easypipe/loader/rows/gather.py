@@ -1,5 +1,4 @@
-"""The gather: tokens of many documents, straight from mapped files into the rows of one batch, in
-one compiled pass without the GIL.
+"""The gather kernel: tokens of many documents into the rows of one batch, without the GIL.
 
 piece    a run of tokens of one document that stands in one row
 part     a mapped file of one dataset's token cache (cache/reader.py)

@@ -1,5 +1,4 @@
-"""The one token behind a row of strategy "stream": the label of the row's last slot, so that a
-document that goes on in the next row loses no target where it is cut.
+"""The label of a row's last slot where its document goes on in the next row (strategy concat).
 
 joined   a row is one segment: the token behind a document is the first of the next
 """

@@ -1,6 +1,4 @@
-"""How many labels of a plan are trained: its loss masks counted where they lie, in one compiled
-pass over a byte a token.
-"""
+"""Counts the trained labels of a plan: one compiled pass over its loss masks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rows of windows become columns of tokens: the one place where batches are filled, whether their
-documents lie in token caches or were just read.
-"""
+"""Writes the rows of windows into token columns: the one place where batches are filled."""
 
 from __future__ import annotations
 

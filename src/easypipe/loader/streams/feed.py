@@ -1,5 +1,4 @@
-"""Documents of one dataset, read forward by one stream: which ranges are its share, and where it
-stands in them.
+"""The streaming feed: one stream's share of a dataset, read forward, and its place in it.
 
 entry   a range of rows of one shard, or a whole file whose rows can only be found by reading on;
 every pass permutes the entries anew chunk   what is read and tokenized at a time: a range, or the

@@ -1,6 +1,4 @@
-"""The ledger of a streaming loader, from the counters of what this process has read since its
-iteration began.
-"""
+"""The ledger of a streaming loader, from what this process has read since its iteration began."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Streaming: rows of data that nobody has counted or cached, in an order that no number of hosts or
-workers changes.
+"""Streaming rows: uncounted, uncached data, in an order that no number of hosts changes.
 
 stream   one of S canonical streams; while none has ended, each gives as many rows of every batch
 share    the ranges of every dataset that a stream reads (feed.py); they follow from the files, S

@@ -1,5 +1,4 @@
-"""The state of a stream between two windows, in its saved form: at most 48 characters for each of
-its datasets.
+"""The saved state of a stream between two windows: at most 48 characters for each dataset.
 
 Integers as LEB128 (7 bits a byte, the highest bit says that more follow), deficits zigzag first,
 the whole in base64 without padding: first_row, epoch, then for every dataset: deficit, active, and

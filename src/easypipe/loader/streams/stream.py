@@ -1,6 +1,4 @@
-"""One canonical stream: its documents as windows draw them, and the windows that were made, each
-from the state that the last one left.
-"""
+"""One canonical stream: its documents as windows draw them, and the windows that it made."""
 
 from __future__ import annotations
 

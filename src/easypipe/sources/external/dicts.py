@@ -1,6 +1,4 @@
-"""Rows that are Python dicts, as sources of users' own give them: their columns, and the dicts as
-Arrow batches.
-"""
+"""Rows given as Python dicts by users' own sources, as Arrow batches."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Megatron's indexed datasets: `name.bin` holds tokens one after the other, `name.idx` says where
-sequences and documents lie.
+"""Megatron's indexed datasets: `name.bin` with tokens, `name.idx` with where documents lie.
 
 name.idx, little-endian (after Megatron-LM, core/datasets/indexed_dataset.py):
-  9 bytes "MMIDIDX\\0\\0" · uint64 version 1 · uint8 dtype code · uint64 sequences · uint64 length
+  9 bytes "MMIDIDX\0\0" · uint64 version 1 · uint8 dtype code · uint64 sequences · uint64 length
   of doc_idx int32[sequences] tokens of each · int64[sequences] byte of .bin at which each begins ·
   int64[documents + 1] each document's first sequence
 """

@@ -1,5 +1,4 @@
-"""Objects as sources: `datasets.Dataset`, `grain.MapDataset`, whatever has `len()` and gives dicts
-by number, and users' own (own.py).
+"""Objects as sources: `datasets.Dataset`, `grain.MapDataset`, and sequences of dicts.
 
 They are known by what they can do, so none of those libraries is imported here. Rows stay where
 they are: a read takes its own.

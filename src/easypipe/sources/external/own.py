@@ -1,5 +1,4 @@
-"""Sources of users' own: whatever gives rows as dicts, shard by shard from the start, becomes a
-source that is read anywhere.
+"""Users' own sources: whatever gives rows as dicts, shard by shard from the start.
 
 Law (stateless reads): rows that can only be read forward are read once and kept in a temporary file
 of this process, from which every read takes its own.

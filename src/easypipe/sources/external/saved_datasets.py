@@ -1,6 +1,4 @@
-"""Folders that `datasets` wrote with `save_to_disk`: a Dataset (state.json and Arrow shards), or a
-DatasetDict with a folder per split.
-"""
+"""Folders that `datasets` wrote with `save_to_disk`: a Dataset, or a DatasetDict with splits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""ArrayRecord files: records of bytes by number. A record is text (UTF-8) or, where a layout says
-so, a document of tokens.
+"""ArrayRecord files: records by number, as UTF-8 text or as documents of tokens.
 
 Needs the package `array-record` (extra `arrayrecord`), which reads local files only.
 """

@@ -1,6 +1,4 @@
-"""Arrow IPC: the file format (also called feather, version 2) and the stream format, told apart by
-content, memory-mapped where local.
-"""
+"""Arrow IPC files and streams (feather version 2 too), told apart by content."""
 
 from __future__ import annotations
 

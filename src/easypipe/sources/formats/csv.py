@@ -1,5 +1,4 @@
-"""CSV (and TSV, by extension): a header, then records; quoted fields may hold line breaks. Plain,
-.gz or .zst.
+"""CSV and TSV files, plain or compressed; quoted fields may hold line breaks.
 
 Every column is text as it stands in the file: a type guessed from some rows would not hold for the
 others.

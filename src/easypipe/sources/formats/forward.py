@@ -1,5 +1,4 @@
-"""Line files read forward, without counting their rows first: what streaming opens in place of the
-indexed readers.
+"""Line files read forward for streaming, without counting their rows first.
 
 A row is known by the plain byte at which its line begins: that is its `__row_number__`, and "rows"
 a to b are the lines that begin in those bytes. So a range can be read before anything is known of

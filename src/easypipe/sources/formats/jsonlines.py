@@ -1,5 +1,4 @@
-"""JSON rows: one object a line, or one array of objects; a file's content says which it is. Plain,
-.gz, .bz2 or .zst.
+"""JSON files, plain or compressed: one object a line, or one array of objects.
 
 Elements of an array are found by a scanner, and parsed as lines are, with line breaks inside them
 turned to spaces. A range is parsed by pyarrow at once. Where that refuses a block, it is halved

@@ -1,5 +1,4 @@
-"""Column types of JSON rows, found while a file is indexed, so that the schema is the file's and
-not that of the range that is read.
+"""Column types of JSON rows: one schema for a whole file, whatever range is read.
 
 Rules: null gives way to any type; numbers are int64, float64 where one of them is not an integer or
 does not fit. Where a column holds several kinds, it has that of lists or objects where these came

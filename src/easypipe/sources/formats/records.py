@@ -1,5 +1,4 @@
-"""Text files as sequences of records (lines, array elements, CSV records): a sparse index of where
-they begin, and ranges of them.
+"""Text files as sequences of records (lines, array elements, CSV records), and ranges of them.
 
 The index has an entry (row, plain offset) every 1,024 records or 1 MiB, whichever comes first, so
 that finding a row costs at most that much reading. It is kept beside other indexes as

@@ -1,6 +1,4 @@
-"""Plain text: lines, paragraphs or whole files are rows with one column, `text`. Plain, .gz or
-.zst.
-"""
+"""Text files, plain or compressed: lines, paragraphs or whole files as rows of column `text`."""
 
 from __future__ import annotations
 

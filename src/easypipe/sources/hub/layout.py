@@ -1,5 +1,4 @@
-"""Which files of a Hub dataset make up a subset and a split: what its card says, else what folders
-and file names say.
+"""Finds the files of a Hub dataset's subset and split from its card, folders and file names.
 
 The rules are those that the Hub documents (huggingface.co/docs/hub, "Data files configuration" and
 "File names and splits").

@@ -1,5 +1,4 @@
-"""A dataset on the Hub as its client sees it: which files it has at a commit, and how each of them
-is read.
+"""A dataset repository on the Hub: its files at a commit, and how each is read.
 
 Failures are told in words: what is gated, private, or not there.
 """

@@ -1,6 +1,4 @@
-"""The ledger of a pipeline, put together from what the token caches recorded and what the plan
-says; and what saving asks of a source.
-"""
+"""The ledger of a pipeline, from what the caches recorded and what the plan says."""
 
 from __future__ import annotations
 

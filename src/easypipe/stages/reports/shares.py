@@ -1,5 +1,4 @@
-"""What a run draws of each dataset, step by step and stage by stage: index arithmetic over the
-plan's windows, no token is read.
+"""What a run draws of each dataset, by step and by stage of a schedule; no token is read.
 
 stage  the steps between two points of a weight schedule; without one the whole run
 """

@@ -1,6 +1,4 @@
-"""What a DatasetConfig says about columns: renamed, passed through a function, kept beside the
-tokens.
-"""
+"""Columns of a DatasetConfig: renamed, passed through a function, kept beside the tokens."""
 
 from __future__ import annotations
 

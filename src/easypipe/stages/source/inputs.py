@@ -1,6 +1,4 @@
-"""Which kind of input a dataset names, beside plain files: the Hub, files of tokens, a folder of
-`datasets`, an object.
-"""
+"""Tells the kinds of input apart: the Hub, token files, folders of `datasets`, objects, files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rows of several sources as one source, in proportions that hold at every prefix: a mixture of
-whatever rows they have, text included.
-"""
+"""Interleaves rows of several sources into one source, in proportions that hold at every prefix."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Which unit of text files looks like a document: told from how the first lines of the first files
-lie.
-"""
+"""Guesses whether a line, a paragraph or a file is a document, from how the first lines lie."""
 
 from __future__ import annotations
 

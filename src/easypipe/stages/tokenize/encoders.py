@@ -1,6 +1,4 @@
-"""What a dataset's rows are before they are tokens: a column of text, or what a PromptConfig writes
-of them.
-"""
+"""Encoders: what a dataset's rows are before they are tokens (text, or what a prompt writes)."""
 
 from __future__ import annotations
 

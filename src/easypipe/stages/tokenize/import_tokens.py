@@ -1,6 +1,4 @@
-"""Tokens that others made, or that were saved and read again, become a token cache: then they are
-mixed and packed like any others.
-"""
+"""Imports tokens that others made, or that were saved, into a token cache."""
 
 from __future__ import annotations
 

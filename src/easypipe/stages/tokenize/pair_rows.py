@@ -1,5 +1,4 @@
-"""Rows with two answers to one prompt, of which one was preferred: a document of both, the chosen
-one first.
+"""Encodes preference pairs: one document of both answers, the chosen one first.
 
 Where the second begins, the loss mask is SEGMENT_BREAK (loader/rows/pairs.py makes two segments of
 it). An answer that is left out takes the other one with it.

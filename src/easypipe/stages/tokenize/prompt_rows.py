@@ -1,6 +1,4 @@
-"""Conversations, prompts with completions, and rows through templates, as rows to tokenize: read,
-written, with what is trained.
-"""
+"""Encodes conversations, prompts with completions, and templates, with what is trained of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The tokenize stage: sources of text become sources of token documents, tokenized when they are
-read or, once, into the token cache.
-"""
+"""The tokenize stage: text sources become token sources, through the token cache or on the fly."""
 
 from __future__ import annotations
 

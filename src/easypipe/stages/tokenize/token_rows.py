@@ -1,6 +1,4 @@
-"""Texts to token documents: the one place where a text becomes what the cache stores, whether it is
-stored or not.
-"""
+"""Tokenizes texts into documents: the one place where a text becomes what the cache stores."""
 
 from __future__ import annotations
 
