@@ -12,8 +12,8 @@ import easypipe
 from easypipe.core.errors import SourceError
 from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource
 from easypipe.sources.external.memory import InMemoryShardedSource
-from easypipe.sources.limit import LimitedSource
 from easypipe.sources.open import open_files
+from easypipe.sources.splits import limited
 
 
 def test_shards_by_name(tmp_path: Path) -> None:
@@ -36,8 +36,7 @@ def test_shards_by_name(tmp_path: Path) -> None:
     ):
         source.open_shard_at_row(names[1], 5)
     assert [
-        row["n"]
-        for row in LimitedSource(InMemoryShardedSource({"n": range(10)}), 3).open_shard("memory")
+        row["n"] for row in limited(InMemoryShardedSource({"n": range(10)}), 3).open_shard("memory")
     ] == [0, 1, 2]
 
 

@@ -55,8 +55,8 @@ from easypipe.loader.streams import feed, spec
 from easypipe.loader.streams.feed import Place
 from easypipe.loader.streams.state import StreamState, from_text, to_text
 from easypipe.sources.formats.forward import ForwardSource, open_forward
-from easypipe.sources.limit import LimitedSource
 from easypipe.sources.open import open_files
+from easypipe.sources.splits import limited
 from easypipe.stages.load.forward import ForwardDocuments
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.transforms.tokenizer.config import TokenizerConfig
@@ -720,7 +720,7 @@ def test_num_rows_are_the_first_lines(
         for i in range(len(source.shards))
         for text in source.read(i, 0, 1 << 20)["text"].to_pylist()
     ]
-    counted = LimitedSource(open_files(str(folder)), num_rows)
+    counted = limited(open_files(str(folder)), num_rows)
     assert texts == [
         t
         for i, s in enumerate(counted.shards)

@@ -27,8 +27,8 @@ from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.formats import parquet, records, streams
 from easypipe.sources.formats.arrow import ArrowShardedSource
-from easypipe.sources.limit import LimitedSource
 from easypipe.sources.open import open_files
+from easypipe.sources.splits import limited
 from laws import assert_stateless_reads
 from pipelines import config
 from strategies import examples, row_cuts, text_tables
@@ -245,7 +245,7 @@ def test_a_column_that_is_not_read_spoils_no_row(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="row 0, line 1"):
         source.read(0, 0, 3)
     assert source.select(["text"]).read(0, 0, 3).column("text").to_pylist() == ["a", "b", "c"]
-    assert LimitedSource(source, 2).select(["text"]).read(0, 0, 2).column("text").to_pylist() == [
+    assert limited(source, 2).select(["text"]).read(0, 0, 2).column("text").to_pylist() == [
         "a",
         "b",
     ]
@@ -263,7 +263,7 @@ def test_limited(tmp_path: Path, tables: list[pa.Table], limit: int, cuts: list[
         files.append(tmp_path / f"{i}.jsonl")
         files[-1].write_bytes(_jsonl(table))
     whole = open_files(files)
-    source = LimitedSource(whole, limit)
+    source = limited(whole, limit)
     assert_stateless_reads(source, cuts)
     rows = [
         row
@@ -271,7 +271,7 @@ def test_limited(tmp_path: Path, tables: list[pa.Table], limit: int, cuts: list[
         for row in source.read(s, 0, shard.num_rows).column("text").to_pylist()
     ]
     assert rows == [text for table in tables for text in table.column("text").to_pylist()][:limit]
-    assert source.fingerprint != LimitedSource(whole, limit + 1).fingerprint != whole.fingerprint
+    assert source.fingerprint != limited(whole, limit + 1).fingerprint != whole.fingerprint
     assert source.shard_identity(0) == whole.shard_identity(0)
 
 

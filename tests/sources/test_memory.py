@@ -10,7 +10,7 @@ import pytest
 
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.sources.external.memory import InMemoryShardedSource
-from easypipe.sources.limit import LimitedSource
+from easypipe.sources.splits import limited
 
 
 def test_shapes_of_rows() -> None:
@@ -86,15 +86,15 @@ def test_missing_column() -> None:
 
 def test_limits() -> None:
     source = InMemoryShardedSource({"n": range(10)})
-    assert LimitedSource(source, 100).shards[0].num_rows == 10
-    limited = LimitedSource(source, 4)
-    assert limited.read(0, 2, 4).to_pylist() == [{"n": 2}, {"n": 3}]
+    assert limited(source, 100).shards[0].num_rows == 10
+    first = limited(source, 4)
+    assert first.read(0, 2, 4).to_pylist() == [{"n": 2}, {"n": 3}]
     with pytest.raises(
         SourceError, match=re.escape("memory: row 4 was asked for. num_rows leaves rows 0:4 of it.")
     ):
-        limited.read(0, 2, 5)
+        first.read(0, 2, 5)
     with pytest.raises(
         ConfigError,
         match=re.escape("num_rows: 0 rows are no dataset. Give at least 1, or None for all rows."),
     ):
-        LimitedSource(source, 0)
+        limited(source, 0)

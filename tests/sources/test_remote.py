@@ -57,6 +57,12 @@ FILES = {
 
 
 @pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is small enough to be read whole."""
+    monkeypatch.setattr(sources_files, "SMALL_BYTES", 0)
+
+
+@pytest.fixture
 def web() -> Iterator[WebServer]:
     with web_server() as server:
         server.files.update({f"/data/{name}": data for name, data in FILES.items()})
@@ -108,6 +114,7 @@ def test_passing_failures_are_tried_again(web: WebServer, name: str, fault: obje
     ]
 
 
+@pytest.mark.usefixtures("large")
 def test_giving_up_names_the_url_the_attempts_and_the_cause(web: WebServer) -> None:
     source = open_files(f"{web.url}/data/c.jsonl")
     web.faults.extend([503] * 100)
@@ -164,6 +171,7 @@ def test_no_one_there() -> None:
         open_files("http://127.0.0.1:9/a.jsonl")
 
 
+@pytest.mark.usefixtures("large")
 def test_a_file_that_changed(web: WebServer) -> None:
     source = open_files(f"{web.url}/data/c.jsonl")
     assert source.shards
@@ -190,6 +198,7 @@ def test_an_outage_is_no_conflict_of_columns(
     assert len(web.seen) == 1 + 3
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("told", ["bytes 0-{last}/{size}", "bytes 7-{stop}/{size}", "", "nonsense"])
 def test_another_range_than_was_asked_for_is_not_believed(
     web: WebServer, told: str, tmp_path: Path
@@ -235,6 +244,7 @@ def test_web_servers_list_nothing(web: WebServer) -> None:
         source.shards  # noqa: B018
 
 
+@pytest.mark.usefixtures("large")
 def test_only_what_is_needed_is_transferred(web: WebServer) -> None:
     big = pa.table({"text": ["x"] * 20_000, "ballast": [str(i) * 40 for i in range(20_000)]})
     out = io.BytesIO()

@@ -10,7 +10,10 @@ import glob
 import io
 import logging
 import os
+import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from typing import Any
 
 from easypipe.core import remote
@@ -29,6 +32,11 @@ from easypipe.sources.refs import natural as natural
 from easypipe.sources.refs import reading as reading
 
 log = logging.getLogger("easypipe")
+
+ASKED = 16  # patterns of data_files that are listed at a time
+SMALL_BYTES = 4 << 20  # a remote file up to this size is read whole
+KEPT_SMALL = 16  # such files of a process
+_small = tuple(threading.Lock() for _ in range(64))
 
 DataFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | FileRef]
 
@@ -58,26 +66,11 @@ def resolve(
             fix="Give a path, a glob, a folder, a URL, or a list of them.",
         )
     kinds = tuple(EXTENSIONS) if extensions is None else tuple(extensions)
+    with ThreadPoolExecutor(ASKED, thread_name_prefix="easypipe-list") as pool:
+        listed = list(pool.map(partial(_listed, storage_options, kinds), patterns))
     found: list[FileRef] = []
     known: dict[tuple[int, int] | str, str] = {}  # what tells files apart → path
-    for pattern in patterns:
-        if not isinstance(pattern, str | os.PathLike | FileRef) or (
-            isinstance(pattern, str) and not pattern
-        ):
-            raise ConfigError(
-                at="data_files",
-                problem=f"{pattern!r} is not a path",
-                fix="Give a path, a glob, a folder or a URL.",
-            )
-        text = pattern.path if isinstance(pattern, FileRef) else os.fspath(pattern)
-        if isinstance(pattern, FileRef):
-            files = [pattern]
-        else:
-            files = (
-                resolve_remote(text, storage_options, kinds)
-                if is_remote(text)
-                else _resolve_local(text, kinds)
-            )
+    for text, files in listed:
         again: list[tuple[str, str]] = []  # (name, the name under which it is read)
         mine: dict[tuple[int, int] | str, str] = {}
         for file in files:
@@ -107,18 +100,48 @@ def resolve(
     return found
 
 
+def _listed(
+    storage_options: StorageOptions, kinds: tuple[str, ...], pattern: Any
+) -> tuple[str, list[FileRef]]:
+    if isinstance(pattern, FileRef):
+        return pattern.path, [pattern]
+    if not isinstance(pattern, str | os.PathLike) or pattern == "":
+        raise ConfigError(
+            at="data_files",
+            problem=f"{pattern!r} is not a path",
+            fix="Give a path, a glob, a folder or a URL.",
+        )
+    text = os.fspath(pattern)
+    if is_remote(text):
+        return text, resolve_remote(text, storage_options, kinds)
+    return text, _resolve_local(text, kinds)
+
+
 def read_range(file: FileRef, start: int, stop: int) -> bytes:
     """Bytes `start` to `stop` of the file at rest. Raises SourceError where it has changed or
     cannot be read. Thread safe.
 
     The one place at which data files are read remotely: what fails for a passing reason is tried
-    again (core/remote.py).
+    again (core/remote.py). A small file is asked for once and kept: its bytes take no longer to
+    come than the answer to a request.
     """
     if not file.remote:
         with LocalFile(file) as local:
             return local.pread(start, stop)
     if start >= stop:
         return b""
+    if file.num_bytes > SMALL_BYTES:
+        return _requested(file, start, stop)
+    with _small[hash(file) % len(_small)]:  # for those who ask for it at the same time
+        return _whole(file)[start:stop]
+
+
+@lru_cache(maxsize=KEPT_SMALL)
+def _whole(file: FileRef) -> bytes:
+    return _requested(file, 0, file.num_bytes)
+
+
+def _requested(file: FileRef, start: int, stop: int) -> bytes:
     url, options = file.address, file.storage_options
 
     def attempt(timeout_s: float) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -31,11 +31,14 @@ _WORDS = re.compile(r"(?P<name>[^\[\]+]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+
 class Part:
     """Rows `start` to `stop` of a split, over its files in order. Bounds are rows, or percent of
     all rows (`10%`), from the end where they are negative; percent are rounded to the nearest row.
+
+    limits: they are the first rows, fewer where there are fewer; nothing behind them is counted.
     """
 
     text: str
     start: str | None
     stop: str | None
+    limits: bool = False
 
     @property
     def first_rows(self) -> int | None:
@@ -111,7 +114,10 @@ class PartialSource(Source):
 
     @property
     def fingerprint(self) -> str:
-        return digest("part", self.part.start, self.part.stop, self.source.fingerprint)
+        below = self.source.fingerprint
+        if self.part.limits:
+            return digest("limit", self.part.first_rows, below)
+        return digest("part", self.part.start, self.part.stop, below)
 
     @property
     def info(self) -> SourceInfo:
@@ -151,10 +157,11 @@ class PartialSource(Source):
     def _place(self, shard: int, stop: int) -> tuple[int, int]:
         here, inner, first = self._pieces[shard]
         if stop > (here.num_rows or 0):
+            told = "num_rows leaves" if self.part.limits else "The part of the split has"
             raise SourceError(
                 at=here.name,
                 problem=f"row {stop - 1} was asked for",
-                fix=f"The part of the split has rows 0:{here.num_rows}.",
+                fix=f"{told} rows 0:{here.num_rows}{' of it' if self.part.limits else ''}.",
             )
         return inner, first
 
@@ -174,36 +181,44 @@ def _counted_from(batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
     return batch.set_column(at, batch.schema.field(at), numbers)
 
 
-def _cut(shards: Sequence[Shard], part: Part) -> list[tuple[Shard, int, int]]:
-    unknown = next((shard for shard in shards if shard.num_rows is None), None)
-    if unknown is not None:
-        fix = "Take the first rows by num_rows, or leave streaming out."
-        raise SourceError(
-            at=unknown.name,
-            problem=f"its rows are not counted, so nobody knows which {part.text!r} is",
-            fix=fix,
+def limited(source: ShardedSource, num_rows: int) -> PartialSource:
+    """The first `num_rows` physical rows of a source, counted before any are refused; fewer where
+    it has fewer. Raises ConfigError for a limit below 1.
+    """
+    if num_rows < 1:
+        raise ConfigError(
+            at="num_rows",
+            problem=f"{num_rows} rows are no dataset",
+            fix="Give at least 1, or None for all rows.",
         )
-    counts = [shard.num_rows or 0 for shard in shards]
-    start, stop = part.rows(sum(counts))
-    pieces, before = [], 0
-    for number, (shard, count) in enumerate(zip(shards, counts, strict=True)):
+    return PartialSource(source, Part(f"[:{num_rows}]", None, str(num_rows), limits=True))
+
+
+def _cut(shards: Sequence[Shard], part: Part) -> Iterator[tuple[Shard, int, int]]:
+    start, stop = 0, part.first_rows or 0
+    if not part.limits:
+        start, stop = part.rows(sum(_counted(shard, part) for shard in shards))
+    before = 0
+    for number, shard in enumerate(shards):
+        if before >= stop:
+            break
+        count = _counted(shard, part)
         a, b = max(start - before, 0), min(stop - before, count)
         before += count
-        if a >= b:
+        if a >= b and not part.limits:
             continue
         name = f"{shard.name}[{a}:{b}]" if a else shard.name
         cuts = (0, *(cut - a for cut in shard.cuts if a < cut < b))
-        pieces.append(
-            (
-                replace(
-                    shard,
-                    name=name,
-                    num_rows=b - a,
-                    cuts=cuts,
-                    num_bytes=shard.num_bytes * (b - a) // count,
-                ),
-                number,
-                a,
-            )
-        )
-    return pieces
+        size = shard.num_bytes * (b - a) // max(1, count)
+        yield replace(shard, name=name, num_rows=b - a, cuts=cuts, num_bytes=size), number, a
+
+
+def _counted(shard: Shard, part: Part) -> int:
+    if shard.num_rows is not None:
+        return shard.num_rows
+    if part.limits:
+        problem, fix = "cannot be counted, so num_rows cannot be kept", "Leave num_rows out."
+    else:
+        problem = f"are not counted, so nobody knows which {part.text!r} is"
+        fix = "Take the first rows by num_rows, or leave streaming out."
+    raise SourceError(at=shard.name, problem=f"its rows {problem}", fix=fix)

@@ -16,9 +16,8 @@ from easypipe.sources.external.own import OwnSource
 from easypipe.sources.formats.forward import ForwardSource, open_forward
 from easypipe.sources.formats.records import MAX_RECORD_BYTES
 from easypipe.sources.hub.source import HuggingFaceShardedSource
-from easypipe.sources.limit import LimitedSource
 from easypipe.sources.open import open_files, require_text_files
-from easypipe.sources.splits import PartialSource
+from easypipe.sources.splits import PartialSource, limited
 from easypipe.stages.config import datasets_of
 from easypipe.stages.source.columns import formatted, read_columns, template_columns
 from easypipe.stages.source.config import (
@@ -132,7 +131,7 @@ def open_dataset(
             if isinstance(source, FileSource | HuggingFaceShardedSource)
             else source
         )
-        return formatted(LimitedSource(_without_conflicts(head, dataset), most), dataset)
+        return formatted(limited(_without_conflicts(head, dataset), most), dataset)
     source = _without_conflicts(source, dataset)
     part = split_of(dataset)[1]
     if part is not None:
@@ -140,7 +139,7 @@ def open_dataset(
     if dataset.num_rows is not None and (
         part is not None or not isinstance(source, ForwardSource | OwnSource)
     ):
-        source = LimitedSource(source, dataset.num_rows)
+        source = limited(source, dataset.num_rows)
     return formatted(source, dataset)
 
 

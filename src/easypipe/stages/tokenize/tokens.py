@@ -11,7 +11,7 @@ from easypipe.cache.reader import TokenCache
 from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.core.protocols import PipelineContext, ShardedSource, TokenInfo, info_of
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
-from easypipe.sources.limit import LimitedSource
+from easypipe.sources.splits import PartialSource
 from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.tokenize.import_tokens import ImportedTokens
 from easypipe.stages.tokenize.stage import TokenizedShardedSource, tokens_of
@@ -115,7 +115,7 @@ def trained_turns(source: ShardedSource) -> Turns | None:
     Of several templates the first is told, with all the tokens that end turns. Raises
     HostileTemplateError.
     """
-    if isinstance(source, LimitedSource):
+    if isinstance(source, PartialSource):
         return trained_turns(source.source)
     mixture = getattr(source, "mixture", None)
     found: dict[str, Turns] = {}
