@@ -162,7 +162,7 @@ def plan_rows(
         else PackSpec(seq_length=seq_length, strategy=strategy, shuffle_rows=shuffle_packed),
         window_docs=window,
     )
-    options = {"seq_length": seq_length, "joined": joined, "train_continued": train_continued}
+    options = {"joined": joined, "train_continued": train_continued}
     return PlannedRows(Plan(datasets, spec), caches, eos_token_id=eos, pad_token_id=PAD, **options)
 
 

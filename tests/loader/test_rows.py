@@ -208,7 +208,7 @@ def test_a_cache_that_does_not_hold_what_was_planned_is_named():
     planned = MemoryCache([np.arange(2, 12), np.arange(2, 8)], parts=1)
     rows = plan_rows([planned], seq_length=32, shuffle=False)
     short = MemoryCache([np.arange(2, 12), np.arange(2, 5)], parts=1)
-    other = PlannedRows(rows.plan, [short], eos_token_id=EOS, pad_token_id=PAD, seq_length=32)
+    other = PlannedRows(rows.plan, [short], eos_token_id=EOS, pad_token_id=PAD)
     with pytest.raises(CacheError) as caught:
         other.batch(np.arange(1), 32)
     assert str(caught.value) == (
@@ -216,9 +216,7 @@ def test_a_cache_that_does_not_hold_what_was_planned_is_named():
         "3 are stored. "
         "Plan and cache do not belong together: make the plan anew from this cache."
     )
-    without_eos = PlannedRows(
-        rows.plan, [planned], eos_token_id=None, pad_token_id=PAD, seq_length=32
-    )
+    without_eos = PlannedRows(rows.plan, [planned], eos_token_id=None, pad_token_id=PAD)
     with pytest.raises(CacheError, match="tokens 0:11 at slot 0 of 32 were planned, 10 are stored"):
         without_eos.batch(np.arange(1), 32)
 
@@ -227,15 +225,13 @@ def test_plans_and_caches_that_do_not_belong_together_are_refused():
     cache = MemoryCache(some_docs([5, 6]))
     rows = plan_rows([cache])
     with pytest.raises(PlanError, match="1 datasets, but 2 token caches"):
-        PlannedRows(rows.plan, [cache, cache], EOS, PAD, 64)
+        PlannedRows(rows.plan, [cache, cache], EOS, PAD)
     with pytest.raises(
         PlanError,
         match=r"plan\.d0: planned over 2 documents, the token cache has 1\. Make the plan from "
         r"this cache",
     ):
-        PlannedRows(rows.plan, [MemoryCache(some_docs([5]))], EOS, PAD, 64)
-    with pytest.raises(PlanError, match=r"seq_length: 128, but the plan lays rows of 64\. Give 64"):
-        PlannedRows(rows.plan, [cache], EOS, PAD, 128)
+        PlannedRows(rows.plan, [MemoryCache(some_docs([5]))], EOS, PAD)
 
 
 def test_the_end_is_met_without_counting_all_rows_first():
@@ -251,7 +247,7 @@ def test_the_end_is_met_without_counting_all_rows_first():
 def test_a_plan_over_fewer_documents_than_the_cache_has_is_refused():
     rows = plan_rows([MemoryCache(some_docs([5, 6]))])
     with pytest.raises(PlanError, match=r"planned over 2 documents, the token cache has 3"):
-        PlannedRows(rows.plan, [MemoryCache(some_docs([5, 6, 7]))], EOS, PAD, 64)
+        PlannedRows(rows.plan, [MemoryCache(some_docs([5, 6, 7]))], EOS, PAD)
 
 
 def test_rows_over_the_ends_of_documents_have_an_identity_of_their_own():
@@ -266,6 +262,6 @@ def test_rows_over_the_ends_of_documents_have_an_identity_of_their_own():
 def test_what_pads_rows_is_part_of_their_identity():
     cache = MemoryCache(some_docs([5, 6]))
     rows = plan_rows([cache])
-    other = PlannedRows(rows.plan, [cache], EOS, PAD + 3, 64)
+    other = PlannedRows(rows.plan, [cache], EOS, PAD + 3)
     assert other.identity["tokenizer"] != rows.identity["tokenizer"]
     assert {**other.identity, "tokenizer": ""} == {**rows.identity, "tokenizer": ""}

@@ -65,7 +65,7 @@ def batches(cache: TokenCache, strategy: str) -> list[dict[str, np.ndarray]]:
     plan = Plan(
         [dataset], PlanSpec(seed=1, weights=(1,), stop="all_exhausted", window_docs=DOCS, pack=pack)
     )
-    rows = PlannedRows(plan, [cache], eos_token_id=None, pad_token_id=0, seq_length=256)
+    rows = PlannedRows(plan, [cache], eos_token_id=None, pad_token_id=0)
     return [rows.batch(np.array([r]), 256) for r in range(plan.num_rows or 0)]
 
 

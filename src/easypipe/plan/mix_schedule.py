@@ -33,7 +33,8 @@ class Schedule:
     points: (step, weights), steps ascending; weights are integers of at least 0, not all 0, one for
     each dataset. kind: between two points the weights stay ("step") or go over, along a line or
     along half a cosine wave. batch_sizes: (step, rows of a batch from there on), the first from
-    step 0. before: the weights until the first point; None takes the first point's.
+    step 0; () where nobody has said them yet. before: the weights until the first point; None takes
+    the first point's.
     """
 
     points: tuple[tuple[int, tuple[int, ...]], ...]
@@ -46,9 +47,9 @@ class Schedule:
         assert self.kind in KINDS, f"no kind {self.kind!r}"
         assert steps, "no point"
         assert _ascend([-1, *steps]), f"{steps} are no ascending steps"
-        assert sizes[:1] == [0], f"{sizes} do not begin at step 0"
+        assert sizes[:1] in ([0], []), f"{sizes} do not begin at step 0"
         assert _ascend(sizes), f"{sizes} are no ascending steps"
-        assert min(size for _, size in self.batch_sizes) > 0, "a batch without rows"
+        assert all(size > 0 for _, size in self.batch_sizes), "a batch without rows"
         assert len({len(weights) for weights in self.all_weights}) == 1, "points of other datasets"
         assert all(min(w) >= 0 and any(w) for w in self.all_weights), "weights below 0, or all 0"
 
@@ -74,6 +75,15 @@ class Schedule:
         return tuple(
             a + (b - a) * way for a, b in zip(normalized(weights), normalized(target), strict=True)
         )
+
+    def mean_shares(self, rows: int) -> tuple[Fraction, ...]:
+        """The shares that the first `rows` rows are asked to have, the mean over at most 1,024 of
+        their steps.
+        """
+        steps = max(1, self.step_of(max(0, rows - 1)) + 1)
+        looks = min(steps, 1024)
+        shares = [self.shares((2 * i + 1) * steps // (2 * looks)) for i in range(looks)]
+        return tuple(sum(column, Fraction(0)) / looks for column in zip(*shares, strict=True))
 
     def rows_left(self, row: int) -> int | None:
         """Rows from `row` to the end of its stage; None where the weights stay from here on."""

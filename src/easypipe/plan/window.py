@@ -307,8 +307,9 @@ class _Mixing(Generic[At]):
         the middle of, then the draws.
         """
         self._look(self._cut + draws.counts)
-        cut = () if self._state.cut is None else self._state.cut[:1]
-        dataset = np.concatenate([np.array(cut, np.int32), draws.dataset])
+        dataset = draws.dataset
+        if self._state.cut is not None:
+            dataset = np.concatenate([np.array(self._state.cut[:1], np.int32), dataset])
         doc, length = np.empty(dataset.size, np.int64), np.empty(dataset.size, np.int32)
         first = np.cumsum(self._known) - self._known
         _to_draw_order(dataset, first, self._docs, self._lengths, doc, length)

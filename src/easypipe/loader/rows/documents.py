@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.cache.address import int64_at, uint8_at, uint16_at, uint32_at
+from easypipe.cache.address import uint8_at, uint16_at, uint32_at
 from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.jit import jit
-from easypipe.loader.rows.gather import copy, part_of, tables
+from easypipe.loader.rows.gather import NO_CHECKS, copy, find, tables
 
 
 class Documents(NamedTuple):
@@ -47,25 +47,21 @@ def gather_documents(
     ids = np.empty(total, np.int32)
     mask = np.empty(total if with_mask else 0, np.uint8)
     with pin(caches, dataset, docs):
-        _copy(dataset, docs, *where[:6], offsets, ids, mask)
+        _copy(dataset, docs, where, NO_CHECKS, offsets, ids, mask)
     return Documents(offsets, ids, mask)
 
 
 @jit
-def _copy(
-    dataset, docs, first_part, first_doc, ids_at, offsets_at, mask_at, id_bytes, offsets, ids, mask
-):
+def _copy(dataset, docs, tables, todo, offsets, ids, mask):
     for n in range(docs.shape[0]):
-        d, doc = dataset[n], docs[n]
-        part, before = part_of(first_part, first_doc, d, doc)
-        begin = int64_at(offsets_at[part])[doc - before]
-        start, stop = offsets[n], offsets[n + 1]
-        if id_bytes[d] == 2:
-            copy(uint16_at(ids_at[part]), begin, ids[start:stop])
+        d, start, stop = dataset[n], offsets[n], offsets[n + 1]
+        part, begin, _, _ = find(tables, d, docs[n], todo, 0)
+        if tables.id_bytes[d] == 2:
+            copy(uint16_at(tables.ids[part]), begin, ids[start:stop])
         else:
-            copy(uint32_at(ids_at[part]), begin, ids[start:stop])
+            copy(uint32_at(tables.ids[part]), begin, ids[start:stop])
         if mask.shape[0] > 0:
-            if mask_at[part] != 0:
-                copy(uint8_at(mask_at[part]), begin, mask[start:stop])
+            if tables.mask[part] != 0:
+                copy(uint8_at(tables.mask[part]), begin, mask[start:stop])
             else:
                 mask[start:stop] = 1

@@ -18,7 +18,10 @@ from numpy.typing import NDArray
 from easypipe.cache.address import int64_at, uint8_at, uint16_at, uint32_at
 from easypipe.cache.blocks import INDEX, note
 from easypipe.core.jit import jit
+from easypipe.core.schema import IGNORE, SEGMENT_BREAK
 from easypipe.loader.collate import shift_labels
+from easypipe.plan.state import At
+from easypipe.plan.window import Window
 
 NO_CHECKS = np.empty((2, 0), np.int64)  # `todo` where everything was checked
 CACHE_LINE = 64  # bytes that memory is read by
@@ -85,46 +88,76 @@ def eos_ids(eos: int | Sequence[int] | None, datasets: int) -> NDArray[np.int64]
     return np.full(datasets, -1 if eos is None else eos, np.int64)
 
 
+class View(NamedTuple):
+    """A window as kernels take it: the row that it begins with, and columns of its layout and of
+    its draws (plan/window.py).
+    """
+
+    first_row: int
+    first_piece: NDArray[np.int64]
+    table: NDArray[np.int32]
+    dataset: NDArray[np.int32]
+    doc: NDArray[np.int64]
+    length: NDArray[np.int32]
+
+
+def view(window: Window[At]) -> View:
+    layout = window.layout
+    at = (window.first_row, layout.first_piece, layout.table)
+    return View(*at, window.dataset, window.doc, window.length)
+
+
 @jit
-def part_of(first_part, first_doc, dataset, doc):
-    """The part that document `doc` of `dataset` lies in, the last that starts at or before it; and
-    the documents before that part.
+def find(tables, dataset, doc, todo, unchecked):
+    """The part that document `doc` of `dataset` lies in, the last that starts at or before it; its
+    first token there, and the one behind its last.
+
+    The part is -1 where nothing of it may be believed before its index is checked, which is noted
+    in `todo`. Last come the blocks that are noted there by now.
     """
     # of first_doc: see Tables
-    low, high = first_part[dataset] + dataset, first_part[dataset + 1] + dataset
+    low, high = tables.first_part[dataset] + dataset, tables.first_part[dataset + 1] + dataset
     while high - low > 1:
         middle = (low + high) // 2
-        if first_doc[middle] <= doc:
+        if tables.first_doc[middle] <= doc:
             low = middle
         else:
             high = middle
-    return low - dataset, first_doc[low]
+    part, local = low - dataset, doc - tables.first_doc[low]
+    checked = tables.checked[part]
+    if todo.shape[1] > 0 and checked != 0 and uint8_at(checked)[0] == 0:
+        if unchecked < todo.shape[1]:
+            todo[0, unchecked], todo[1, unchecked] = part, INDEX
+            unchecked += 1
+        return np.int64(-1), np.int64(0), np.int64(0), unchecked
+    offsets = int64_at(tables.offsets[part])
+    return part, offsets[local], offsets[local + 1], unchecked
 
 
 @jit
-def write_rows(
-    window,
-    rows,
-    done,
-    tables,
-    eos,
-    pad,
-    hold,
-    want_labels,
-    ids,
-    labels,
-    segments,
-    positions,
-    mask,
-    todo,
-):
+def touch(tables, part, span, todo, unchecked):
+    """Notes in `todo` the blocks of tokens, and of their flags, that have to be checked first.
+    span: the first token, how many, and the bytes of one. Returns how many are noted by now.
+    """
+    checked, file = tables.checked[part], tables.file[part]
+    if todo.shape[1] > 0 and checked != 0:
+        begin, count, width = span
+        here = np.int64(tables.ids[part]) + begin * width
+        unchecked = note(checked, file, here, count * width, part, todo, unchecked)
+        if tables.mask[part] != 0:
+            here = np.int64(tables.mask[part]) + begin
+            unchecked = note(checked, file, here, count, part, todo, unchecked)
+    return unchecked
+
+
+@jit
+def write_rows(view, rows, done, tables, rule, columns, todo):
     """Writes those rows of the window that are not done. A row of -1 is all padding.
 
-    Into Int32[R, T] `ids`, `segments`, `positions`, into `labels` if they are wanted, and into
-    UInt8[R, T] `mask` unless it is [0, 0].
+    columns: Int32[R, T] ids, labels if they are wanted, segments, positions, and UInt8[R, T] mask
+    unless it is [0, 0].
 
-    window: its first row, then first_piece, table, dataset, doc (plan/window.py). rows: Int64[R],
-    done: Bool[R], set for what is written.
+    rows: Int64[R], done: Bool[R], set for what is written. rule: (eos, pad, hold, want_labels).
     eos: Int64[D], of each dataset the id that follows the stored tokens where a piece is one longer
     than they are; -1 where there is none. An added EOS is a target where the token before it is
     one. hold: held pieces have no targets. Returns the first of `rows` that is not done (R: none),
@@ -133,66 +166,50 @@ def write_rows(
     is written. todo: Int64[2, n] for those, their parts and their numbers (cache/blocks.py); n =
     0 asks for no checks.
     """
-    first_row, first_piece, table, dataset_of, doc_of = window
-    _, _, ids_at, _, mask_at, id_bytes, _, _ = tables
-    masked = mask.shape[0] > 0
-    found, bad, unchecked = _find(
-        first_row,
-        first_piece,
-        table,
-        dataset_of,
-        doc_of,
-        rows,
-        done,
-        tables,
-        eos,
-        ids.shape[1],
-        todo,
-    )
-    left = rows.shape[0]
+    eos, pad, hold, want_labels = rule
+    ids, labels, segments, positions, mask = columns
+    masked, left = mask.shape[0] > 0, rows.shape[0]
+    found, bad, unchecked = _find_pieces(view, rows, done, tables, eos, ids.shape[1], todo)
     if bad >= 0 or unchecked > 0:
         return left, bad, unchecked
     at = 0
     for r in range(rows.shape[0]):
         if done[r]:
             continue
-        row, piece, last_piece = rows[r] - first_row, np.int64(0), np.int64(0)
+        row, piece, last_piece = rows[r] - view.first_row, np.int64(0), np.int64(0)
         if rows[r] >= 0:
-            if row < 0 or row >= first_piece.shape[0] - 1:
+            if row < 0 or row >= view.first_piece.shape[0] - 1:
                 left = min(left, r)
                 continue
-            piece, last_piece = first_piece[row], first_piece[row + 1]
+            piece, last_piece = view.first_piece[row], view.first_piece[row + 1]
         filled = np.int64(0)
         for n in range(piece, last_piece):
-            slot, length = np.int64(table[1, n]), np.int64(table[4, n])
+            slot, length = np.int64(view.table[1, n]), np.int64(view.table[4, n])
+            d, stop = view.dataset[view.table[2, n]], slot + length
             part, begin, copied = found[0, at], found[1, at], found[2, at]
-            at += 1
             _pad(ids[r, filled:slot], segments[r, filled:slot], positions[r, filled:slot], pad)
-            if id_bytes[dataset_of[table[2, n]]] == 2:
-                copy(uint16_at(ids_at[part]), begin, ids[r, slot : slot + copied])
+            if tables.id_bytes[d] == 2:
+                copy(uint16_at(tables.ids[part]), begin, ids[r, slot : slot + copied])
             else:
-                copy(uint32_at(ids_at[part]), begin, ids[r, slot : slot + copied])
+                copy(uint32_at(tables.ids[part]), begin, ids[r, slot : slot + copied])
             if length > copied:
-                ids[r, slot + copied] = eos[dataset_of[table[2, n]]]
-            _place(
-                segments[r, slot : slot + length],
-                positions[r, slot : slot + length],
-                np.int32(n - piece + 1),
-            )
+                ids[r, slot + copied] = eos[d]
+            _place(segments[r, slot:stop], positions[r, slot:stop], np.int32(n - piece + 1))
             if masked:
                 mask[r, filled:slot] = 0
-                if hold and found[4, at - 1] > 0:
-                    mask[r, slot : slot + length] = 0
-                elif mask_at[part] != 0:
-                    flags = uint8_at(mask_at[part])
+                if hold and found[4, at] > 0:
+                    mask[r, slot:stop] = 0
+                elif tables.mask[part] != 0:
+                    flags = uint8_at(tables.mask[part])
                     copy(flags, begin, mask[r, slot : slot + copied])
                     if length > copied:
                         mask[r, slot + copied] = (
-                            flags[begin + copied - 1] if found[3, at - 1] > 0 else 1
+                            flags[begin + copied - 1] if found[3, at] > 0 else 1
                         )
                 else:
-                    mask[r, slot : slot + length] = 1
-            filled = slot + length
+                    mask[r, slot:stop] = 1
+            filled = stop
+            at += 1
         _pad(ids[r, filled:], segments[r, filled:], positions[r, filled:], pad)
         if masked:
             mask[r, filled:] = 0
@@ -203,9 +220,7 @@ def write_rows(
 
 
 @jit
-def _find(
-    first_row, first_piece, table, dataset_of, doc_of, rows, done, tables, eos, num_slots, todo
-):
+def _find_pieces(view, rows, done, tables, eos, num_slots, todo):
     """Where the pieces of `rows` lie, Int64[5, n]: the part, the first token in it, how many are
     stored, whether any of the document stands before the end of the piece, and whether it is held;
     the first piece that is not there, or -1; and how many blocks of `todo` have to be checked
@@ -215,83 +230,133 @@ def _find(
     otherwise be waited for in turn; these reads do not depend on one another, so that the processor
     has many under way at once.
     """
-    first_part, first_doc, ids_at, offsets_at, mask_at, id_bytes, file_at, checked_at = tables
-    count, unchecked, checking = 0, np.int64(0), todo.shape[1] > 0
+    count, unchecked, last_row = 0, np.int64(0), view.first_piece.shape[0] - 1
     for r in range(rows.shape[0]):
-        row = rows[r] - first_row
-        if not done[r] and rows[r] >= 0 and 0 <= row < first_piece.shape[0] - 1:
-            count += first_piece[row + 1] - first_piece[row]
+        row = rows[r] - view.first_row
+        if not done[r] and rows[r] >= 0 and 0 <= row < last_row:
+            count += view.first_piece[row + 1] - view.first_piece[row]
     found = np.empty((5, count + 1), np.int64)
     at, touched = 0, np.int64(0)
     for r in range(rows.shape[0]):
-        row = rows[r] - first_row
-        if done[r] or rows[r] < 0 or row < 0 or row >= first_piece.shape[0] - 1:
+        row = rows[r] - view.first_row
+        if done[r] or rows[r] < 0 or row < 0 or row >= last_row:
             continue
         filled = np.int64(0)
-        for n in range(first_piece[row], first_piece[row + 1]):
-            slot, start, length = (
-                np.int64(table[1, n]),
-                np.int64(table[3, n]),
-                np.int64(table[4, n]),
-            )
-            d, doc = dataset_of[table[2, n]], doc_of[table[2, n]]
-            if doc < 0 or doc >= first_doc[first_part[d + 1] + d]:
+        for n in range(view.first_piece[row], view.first_piece[row + 1]):
+            slot, start = np.int64(view.table[1, n]), np.int64(view.table[3, n])
+            length, draw = np.int64(view.table[4, n]), view.table[2, n]
+            d, doc = view.dataset[draw], view.doc[draw]
+            if doc < 0 or doc >= tables.first_doc[tables.first_part[d + 1] + d]:
                 return found, n, unchecked
-            part, before = part_of(first_part, first_doc, d, doc)
-            # nothing of the part may be believed yet
-            if checking and checked_at[part] != 0 and uint8_at(checked_at[part])[0] == 0:
-                if unchecked < todo.shape[1]:
-                    todo[0, unchecked], todo[1, unchecked] = part, INDEX
-                    unchecked += 1
-                filled = slot + length
-                continue
-            offsets = int64_at(offsets_at[part])
-            local = doc - before
-            begin = offsets[local] + start
-            copied = min(length, offsets[local + 1] - begin)
-            if (
-                start < 0
-                or length < 0
-                or copied < 0
-                or slot < filled
-                or slot + length > num_slots
-                or length - copied > (eos[d] >= 0)
-            ):
-                return found, n, unchecked
-            if checking and checked_at[part] != 0:
-                ids = np.int64(ids_at[part]) + begin * id_bytes[d]
-                unchecked = note(
-                    checked_at[part],
-                    file_at[part],
-                    ids,
-                    copied * id_bytes[d],
-                    part,
-                    todo,
-                    unchecked,
-                )
-                if mask_at[part] != 0:
-                    flags = np.int64(mask_at[part]) + begin
-                    unchecked = note(
-                        checked_at[part], file_at[part], flags, copied, part, todo, unchecked
-                    )
-                    if start > 0:
-                        unchecked = note(
-                            checked_at[part], file_at[part], flags - start, 1, part, todo, unchecked
-                        )
-            found[4, at] = goes_on_masked(mask_at[part], offsets[local], start)
-            found[0, at], found[1, at], found[2, at], found[3, at] = (
-                part,
-                begin,
-                copied,
-                start + copied,
-            )
-            at += 1
+            part, first, end, unchecked = find(tables, d, doc, todo, unchecked)
+            if part >= 0:
+                begin, width = first + start, tables.id_bytes[d]
+                copied = min(length, end - begin)
+                if (
+                    min(start, length, copied) < 0
+                    or slot < filled
+                    or slot + length > num_slots
+                    or length - copied > (eos[d] >= 0)
+                ):
+                    return found, n, unchecked
+                unchecked = touch(tables, part, (begin, copied, width), todo, unchecked)
+                masked = tables.mask[part] != 0
+                if masked and start > 0:  # its flag says whether the piece is held
+                    unchecked = touch(tables, part, (first, 1, 0), todo, unchecked)
+                found[0, at], found[1, at], found[2, at] = part, begin, copied
+                found[3, at] = start + copied
+                found[4, at] = goes_on_masked(tables.mask[part], first, start)
+                at += 1
+                lines = uint8_at(tables.ids[part])
+                for byte in range(begin * width, (begin + copied) * width, CACHE_LINE):
+                    touched += lines[byte]
             filled = slot + length
-            lines = uint8_at(ids_at[part])
-            for byte in range(begin * id_bytes[d], (begin + copied) * id_bytes[d], CACHE_LINE):
-                touched += lines[byte]
     found[0, count] = touched  # so that the reads are not optimised away
     return found, np.int64(-1), unchecked
+
+
+@jit
+def last_labels(view, rows, tables, rule, out, todo):
+    """Writes Int32[R] `out`, the label of the last slot, for those of `rows` (Int64[R]) that stand
+    in the window: the one token behind the row, so that a document that goes on in the next row
+    loses no target where it is cut.
+
+    -100 where the row is not full, nothing follows, or what follows is no target. rule: (eos, as in
+    write_rows; whether a row is one segment, so that the token behind a document is the first of
+    the next; slots of a row). Returns how many blocks of `todo` have to be checked first, as
+    `write_rows` does; where there is one, the call is to be repeated.
+    """
+    eos, joined, num_slots = rule
+    unchecked, draws = np.int64(0), view.length.shape[0]
+    for r in range(rows.shape[0]):
+        row = rows[r] - view.first_row
+        if rows[r] < 0 or row < 0 or row >= view.first_piece.shape[0] - 1:
+            continue
+        out[r] = IGNORE
+        last = view.first_piece[row + 1] - 1
+        draw, length = np.int64(view.table[2, last]), np.int64(view.table[4, last])
+        at = np.int64(view.table[3, last]) + length
+        if view.table[1, last] + length < num_slots:
+            continue
+        if at >= view.length[draw]:
+            at = 0
+            draw += 1
+            while joined and draw < draws and view.length[draw] == 0:
+                draw += 1
+            if not joined or draw == draws:
+                continue
+        d = view.dataset[draw]
+        part, first, end, unchecked = find(tables, d, view.doc[draw], todo, unchecked)
+        if part < 0:
+            continue
+        place, width = first + at, tables.id_bytes[d]
+        stored = place < end  # else it is the EOS that was added
+        token = place if stored else end - 1
+        if end > first:
+            unchecked = touch(tables, part, (token, 1, width), todo, unchecked)
+            if tables.mask[part] != 0 and uint8_at(tables.mask[part])[token] == 0:
+                continue
+        if not stored:
+            out[r] = eos[d]
+        elif width == 2:
+            out[r] = uint16_at(tables.ids[part])[place]
+        else:
+            out[r] = uint32_at(tables.ids[part])[place]
+    return unchecked
+
+
+@jit
+def join_segments(segments, positions):
+    """Makes one segment of each row of Int32[R, T] `segments` and counts its `positions`
+    through.
+    """
+    for r in range(segments.shape[0]):
+        for t in range(segments.shape[1]):
+            if segments[r, t] > 0:
+                segments[r, t] = 1
+                positions[r, t] = t
+
+
+@jit
+def open_pairs(segments, positions, mask):
+    """Parts documents that are two, one behind the other: an answer that was preferred and one that
+    was not. They are drawn, mixed and packed as one, so that both stand in one row. Where the
+    second begins, UInt8[R, T] `mask` is SEGMENT_BREAK, which is cleared; Int32[R, T] `segments` and
+    `positions` are counted anew, so that neither sees the other.
+    """
+    for r in range(segments.shape[0]):
+        before, opened, origin = 0, 0, 0
+        for t in range(segments.shape[1]):
+            if segments[r, t] == 0:
+                continue
+            if segments[r, t] != before:
+                before, origin = segments[r, t], 0
+            if mask[r, t] == SEGMENT_BREAK:
+                opened += 1
+                origin = positions[r, t]
+                mask[r, t] = 0
+            segments[r, t] += opened
+            positions[r, t] -= origin
 
 
 @jit

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.cache.reader import TokenCache
+from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, PlanError, place
 from easypipe.core.schema import LOSS_MASK
 from easypipe.loader.rows.gather import Tables, eos_ids, tables
 from easypipe.loader.rows.rows import NumberedRows, RowReader, Share, default_width
 from easypipe.loader.rows.write import RowWriter
-from easypipe.loader.staged import staged_rows
 from easypipe.loader.state import MAX_DATASETS, SHORT, LoaderState
 from easypipe.plan.spec import choices, in_words
 from easypipe.plan.windows import Plan, Window, WindowState
@@ -31,7 +30,7 @@ class PlannedRows(NumberedRows):
 
     plan: over the datasets of `caches`, in that order. eos_token_id: follows a document whose piece
     in the plan is one longer than its stored tokens, one id for all or one for each dataset; None
-    where nothing is added. seq_length: the plan's, None where every document is a row of its own.
+    where nothing is added.
     joined: rows of a stream are one segment each, over the ends of documents. train_continued:
     pieces that go on with a document of another row keep the targets that its mask says; else those
     of a document that begins with a prompt have none, but in a stream. Thread safe. Raises
@@ -45,7 +44,6 @@ class PlannedRows(NumberedRows):
         caches: Sequence[TokenCache],
         eos_token_id: int | Sequence[int] | None,
         pad_token_id: int,
-        seq_length: int | None,
         *,
         joined: bool = False,
         train_continued: bool = False,
@@ -62,13 +60,6 @@ class PlannedRows(NumberedRows):
                     f"{cache.num_docs}",
                     fix="Make the plan from this cache.",
                 )
-        planned = None if plan.spec.pack is None else plan.spec.pack.seq_length
-        if planned != seq_length:
-            raise PlanError(
-                at="seq_length",
-                problem=f"{seq_length}, but the plan lays rows of {planned}",
-                fix=f"Give {planned}.",
-            )
         runs = plan.spec.pack is not None and plan.spec.pack.strategy == "stream"
         if joined and not runs:
             raise PlanError(
@@ -80,7 +71,7 @@ class PlannedRows(NumberedRows):
         self._asked = train_continued
         self.hold = not (train_continued or runs)
         self.plan = plan
-        self.seq_length = seq_length
+        self.seq_length = None if plan.spec.pack is None else plan.spec.pack.seq_length
         self.pad_token_id = pad_token_id
         self.num_epochs = plan.spec.num_epochs
         self._caches = tuple(caches)  # they own the memory that the tables point to
@@ -89,7 +80,7 @@ class PlannedRows(NumberedRows):
             eos=eos_ids(eos_token_id, len(caches)),
             pad_token_id=pad_token_id,
             hold=self.hold,
-            seq_length=seq_length,
+            seq_length=self.seq_length,
             runs=runs,
             joined=joined,
             paired=any(cache.pairs for cache in caches),
@@ -185,7 +176,18 @@ class PlannedRows(NumberedRows):
     def pinned(
         self, window: Window[int], rows: NDArray[np.int64]
     ) -> contextlib.AbstractContextManager[None]:
-        return staged_rows(self._caches, window, rows)
+        """Their documents, and the one behind each, whose first token may be a label."""
+        if not any(cache.comes_and_goes for cache in self._caches):
+            return contextlib.nullcontext()
+        layout, here = window.layout, rows - window.first_row
+        here = here[(here >= 0) & (here < window.num_rows)]
+        spans = zip(layout.first_piece[here], layout.first_piece[here + 1], strict=True)
+        pieces = [np.empty(0, np.int32), *(layout.draw[a:b] for a, b in spans)]
+        draws = np.unique(np.concatenate(pieces))
+        full = np.flatnonzero(window.length > 0)
+        behind = np.searchsorted(full, draws, side="right")
+        draws = np.union1d(draws, full[behind[behind < full.size]])
+        return pin(self._caches, window.dataset[draws], window.doc[draws])
 
     @property
     def unchecked(self) -> bool:

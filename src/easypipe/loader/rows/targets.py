@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.cache.address import int64_at, uint8_at
+from easypipe.cache.address import uint8_at
 from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.jit import jit
 from easypipe.core.schema import LOSS_MASK
-from easypipe.loader.rows.gather import goes_on_masked, part_of, tables
+from easypipe.loader.rows.gather import NO_CHECKS, find, goes_on_masked, tables, view
 from easypipe.plan.windows import Plan, Window
 
 
@@ -41,18 +41,7 @@ def count_targets(
         last = window.layout.first_piece[min(num_rows - window.first_row, window.num_rows)]
         begins = _first_draw(window) if joined and row == 0 else -1
         with pin(masked, window.dataset, window.doc):
-            _count(
-                last,
-                window.layout.table,
-                window.dataset,
-                window.doc,
-                goes_on,
-                joined,
-                begins,
-                hold,
-                *where[:5],
-                found,
-            )
+            _count(last, view(window), where, (goes_on, joined, begins, hold), NO_CHECKS, found)
         row = window.after.first_row
     return found
 
@@ -68,38 +57,26 @@ def _first_draw(window: Window) -> int:
 
 
 @jit
-def _count(
-    pieces,
-    table,
-    dataset_of,
-    doc_of,
-    goes_on,
-    joined,
-    begins,
-    hold,
-    first_part,
-    first_doc,
-    ids_at,
-    offsets_at,
-    mask_at,
-    found,
-):
+def _count(pieces, view, tables, rule, todo, found):
+    goes_on, joined, begins, hold = rule
     for n in range(pieces):
-        draw, start, length = table[2, n], np.int64(table[3, n]), np.int64(table[4, n])
-        d, doc = dataset_of[draw], doc_of[draw]
-        part, before = part_of(first_part, first_doc, d, doc)
+        draw, start, length = (
+            view.table[2, n],
+            np.int64(view.table[3, n]),
+            np.int64(view.table[4, n]),
+        )
+        d = view.dataset[draw]
+        part, first, end, _ = find(tables, d, view.doc[draw], todo, 0)
         # The first token of a piece is nobody's next, unless it is that of a row before.
         skipped = 0 if goes_on and (start > 0 or (joined and draw != begins)) else 1
-        if mask_at[part] == 0:  # every token is a target
+        if tables.mask[part] == 0:  # every token is a target
             found[0, d] += length - skipped
             continue
-        offsets, local = int64_at(offsets_at[part]), doc - before
-        begin, end = offsets[local] + start, offsets[local + 1]
-        flags = uint8_at(mask_at[part])
+        begin, flags = first + start, uint8_at(tables.mask[part])
         count = np.int64(0)
         for t in range(begin + skipped, min(begin + length, end)):
             count += flags[t] == 1
         # an added EOS is a target where the token before it is one
         if begin + length > end and length > skipped:
-            count += flags[end - 1] if end > offsets[local] else 1
-        found[1 if hold and goes_on_masked(mask_at[part], offsets[local], start) else 0, d] += count
+            count += flags[end - 1] if end > first else 1
+        found[1 if hold and goes_on_masked(tables.mask[part], first, start) else 0, d] += count

@@ -21,9 +21,15 @@ from easypipe.core.schema import (
     SEGMENT_IDS,
 )
 from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, shift_labels
-from easypipe.loader.rows.gather import NO_CHECKS, Tables, write_rows
-from easypipe.loader.rows.look_ahead import join_segments, last_labels
-from easypipe.loader.rows.pairs import open_pairs
+from easypipe.loader.rows.gather import (
+    NO_CHECKS,
+    Tables,
+    join_segments,
+    last_labels,
+    open_pairs,
+    view,
+    write_rows,
+)
 from easypipe.plan.state import At
 from easypipe.plan.window import Window
 
@@ -125,23 +131,22 @@ class RowWriter:
         shift = LABELS in columns and not (self.joined or self.paired)
         todo = np.empty((2, ROOM), np.int64) if tokens.unchecked else NO_CHECKS
         rule = (self.eos, self.pad_token_id, self.hold, shift)
-        into = (ids, labels, segments, positions, mask, todo)
+        into = (ids, labels, segments, positions, mask)
         left = 0
         while left < len(rows):  # one turn for every window that the rows stand in
             row = int(rows[left])
             window, tables = tokens.window_at(row if row >= 0 else int(rows.max(initial=0)))
-            layout = window.layout
-            view = (window.first_row, layout.first_piece, layout.table, window.dataset, window.doc)
+            seen = view(window)
             with tokens.pinned(window, rows):
-                left, bad, count = write_rows(view, rows, done, tables, *rule, *into)
+                left, bad, count = write_rows(seen, rows, done, tables, rule, into, todo)
                 while count and bad < 0:
                     tokens.check(todo[:, :count])
-                    left, bad, count = write_rows(view, rows, done, tables, *rule, *into)
+                    left, bad, count = write_rows(seen, rows, done, tables, rule, into, todo)
                 if bad >= 0:
                     raise tokens.missing(window, int(bad), ids.shape[1])
                 if self.runs:
-                    behind = (tables, self.eos, self.joined, self.seq_length, ahead, todo)
-                    while count := last_labels(view, window.length, rows, *behind):
+                    behind = (self.eos, self.joined, self.seq_length)
+                    while count := last_labels(seen, rows, tables, behind, ahead, todo):
                         tokens.check(todo[:, :count])
         if self.joined:
             join_segments(segments, positions)

@@ -27,7 +27,6 @@ from easypipe.plan.spec import PlanSpec
 from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.decoding import decoder_of
 from easypipe.stages.load.forward import ForwardDocuments
-from easypipe.stages.mix.mixture import Mixture
 from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.stage import PackedShardedSource, mixture_of
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
@@ -79,7 +78,7 @@ class LoadStage(BaseStage):
         require_a_batch(name, rows, options)
         remember = None
         if isinstance(rows, PlannedRows):
-            mixture, plan = _mixture(name, source, context), rows.plan
+            mixture, plan = mixture_of(name, source, context, stage="load"), rows.plan
             remember = lambda: mixture.remember(plan)  # noqa: E731
             if (
                 plan.spec.pack is not None
@@ -141,8 +140,7 @@ class LoadStage(BaseStage):
                 num_epochs=num_epochs,
                 tokenizer_fingerprint="" if info is None else info.tokenizer_fingerprint,
             )
-        mixture = _mixture(name, source, context)
-        return mixture.documents(num_epochs)
+        return mixture_of(name, source, context, stage="load").documents(num_epochs)
 
     def _collate(
         self, name: str, source: ShardedSource, context: PipelineContext, rows: Rows | None
@@ -243,12 +241,6 @@ def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
         )
 
 
-def _mixture(name: str, source: ShardedSource, context: PipelineContext) -> Mixture:
-    if isinstance(source, MixedShardedSource | PackedShardedSource):
-        return source.mixture
-    return mixture_of(name, source, context, stage="load")
-
-
 def _stream_rows(
     name: str, source: ShardedSource, context: PipelineContext, config: LoadStageConfig
 ) -> StreamRows:
@@ -261,11 +253,11 @@ def _stream_rows(
             fix="Leave streaming out.",
         )
     packed = source if isinstance(source, PackedShardedSource) else None
-    mixture = _mixture(name, source, context)
+    mixture = mixture_of(name, source, context, stage="load")
     sizes = [config.batch_size, *(size for _, size in config.batch_size_schedule)]
     num_streams = settings_of(context).num_streams or default_streams(*sizes)
     check_streams(num_streams, config)
-    schedule = None if mixture.schedule is None else mixture.schedule.spec()
+    schedule = mixture.steps
     if schedule is not None:  # its steps are those of every stream
         schedule = dataclasses.replace(
             schedule,
@@ -286,7 +278,7 @@ def _stream_rows(
         pack=pack,
         schedule=schedule,
         unit=mixture.unit,
-        block=None if mixture.schedule is None else mixture.schedule.block,
+        block=mixture.block,
         max_epochs=mixture.max_epochs,
     )
     spec = streams.StreamSpec(

@@ -25,11 +25,12 @@ from easypipe.loader.rows.documents import Documents as Tokens
 from easypipe.loader.rows.documents import gather_documents
 from easypipe.loader.rows.planned import PlannedRows
 from easypipe.plan.mix import Stop
+from easypipe.plan.mix_schedule import Schedule
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.spec import Unit
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec, WindowState, window_docs
 from easypipe.stages.config import settings_of
-from easypipe.stages.mix.schedule import MixSchedule
+from easypipe.stages.mix.schedule import batch_sizes_of
 from easypipe.stages.tokenize.tokens import Documents, is_paired, token_info
 
 
@@ -43,8 +44,9 @@ class _Choice(NamedTuple):
 class Mixture:
     """Datasets and how often each is drawn; a dataset on its own is a mixture of one.
 
-    schedule, unit, max_epochs (one for each dataset): as in MixStageConfig. provenance: packed rows
-    tell the dataset of every segment.
+    schedule: of weights; block: documents that its shares are rounded to; batch_size: of its steps,
+    where mix.batch_size says it. unit, max_epochs (one for each dataset): as in MixStageConfig.
+    provenance: packed rows tell the dataset of every segment.
     """
 
     parts: Mapping[str, Documents]
@@ -52,7 +54,9 @@ class Mixture:
     stop: Stop
     seed: int
     context: PipelineContext
-    schedule: MixSchedule | None = None
+    schedule: Schedule | None = None
+    block: int | None = None
+    batch_size: int | None = None
     unit: Unit = "rows"
     max_epochs: tuple[int | None, ...] | None = None
     provenance: bool = False
@@ -67,21 +71,40 @@ class Mixture:
         return self.restarts and (self.max_epochs is None or None in self.max_epochs)
 
     def for_load(self, load: LoadStageConfig) -> Mixture:
-        """Under a schedule, the mixture that knows how many rows a training step has; else
-        itself.
+        """Under a schedule, the mixture that knows how many rows a training step has; else itself.
+        Raises ConfigError where mix.batch_size is another.
         """
-        return (
-            self
-            if self.schedule is None
-            else dataclasses.replace(self, schedule=self.schedule.for_load(load))
-        )
+        if self.schedule is None:
+            return self
+        sizes = batch_sizes_of(load)
+        if self.batch_size is not None and sizes != ((0, self.batch_size),):
+            raise ConfigError(
+                at="mix.batch_size",
+                problem=f"{self.batch_size}, but load() makes batches of "
+                f"{', then '.join(str(size) for _, size in sizes)} rows",
+                fix="Leave mix.batch_size out, or give load.batch_size the same.",
+            )
+        schedule = dataclasses.replace(self.schedule, batch_sizes=sizes)
+        return dataclasses.replace(self, schedule=schedule)
+
+    @property
+    def steps(self) -> Schedule | None:
+        """The schedule. Raises ConfigError where nobody has said how many rows a step has."""
+        if self.schedule is not None and not self.schedule.batch_sizes:
+            raise ConfigError(
+                at="mix.weight_schedule",
+                problem="its steps are training steps, and nobody has said how many rows one has",
+                fix="Set load.batch_size in the pipeline's config or call load() first, or set "
+                "mix.batch_size.",
+            )
+        return self.schedule
 
     def requested(self, rows: int) -> dict[str, float]:
         """The share that each dataset is asked to have of the first `rows` rows, in the mixture's
         unit.
         """
-        if self.schedule is not None:
-            return dict(zip(self.parts, map(float, self.schedule.mean_shares(rows)), strict=True))
+        if (schedule := self.steps) is not None:
+            return dict(zip(self.parts, map(float, schedule.mean_shares(rows)), strict=True))
         return {
             name: weight / sum(self.weights)
             for name, weight in zip(self.parts, self.weights, strict=True)
@@ -146,7 +169,6 @@ class Mixture:
             self.caches,
             eos_token_id=None,
             pad_token_id=self.pad_token_id,
-            seq_length=None,
         )
 
     def gather(self, dataset: NDArray[np.int32], docs: NDArray[np.int64]) -> Tokens:
@@ -180,7 +202,7 @@ class Mixture:
 
     def _make(self, choice: _Choice) -> Plan:
         datasets = [self._dataset(i, name, choice.eos) for i, name in enumerate(self.parts)]
-        schedule = None if self.schedule is None else self.schedule.spec()
+        schedule = self.steps
         length = None if choice.pack is None else choice.pack.seq_length
         spec = PlanSpec(
             seed=self.seed,
@@ -195,7 +217,7 @@ class Mixture:
             ),
             schedule=schedule,
             unit=self.unit,
-            block=None if self.schedule is None else self.schedule.block,
+            block=self.block,
             max_epochs=self.max_epochs,
         )
         plan = Plan(datasets, spec)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from easypipe.core.config import from_dict
@@ -18,8 +15,6 @@ from easypipe.stages.mix.config import (
     check_points,
     exact_weights,
 )
-
-BatchSizes = tuple[tuple[int, int], ...]
 
 
 class WeightScheduler:
@@ -64,58 +59,7 @@ def exact_points(
     return tuple((point.step, exact_weights(point.weights, names)) for point in points)
 
 
-def batch_sizes_of(load: LoadStageConfig) -> BatchSizes:
+def batch_sizes_of(load: LoadStageConfig) -> tuple[tuple[int, int], ...]:
     """(step, rows of a batch from there on), the first from step 0."""
     later = tuple(load.batch_size_schedule)
     return later if later and later[0][0] == 0 else ((0, load.batch_size), *later)
-
-
-@dataclass(frozen=True)
-class MixSchedule:
-    """A schedule that may not know yet how many rows a training step has.
-
-    points, kind, before: as in plan.Schedule. block: documents that shares are rounded to.
-    batch_sizes: None where nobody has said.
-    given: they are mix.batch_size, which load() may not contradict.
-    """
-
-    points: tuple[tuple[int, tuple[int, ...]], ...]
-    kind: ScheduleType
-    before: tuple[int, ...] | None
-    block: int | None
-    batch_sizes: BatchSizes | None
-    given: bool
-
-    def spec(self) -> Schedule:
-        """Raises ConfigError where no batch size is known."""
-        if self.batch_sizes is None:
-            raise ConfigError(
-                at="mix.weight_schedule",
-                problem="its steps are training steps, and nobody has said how many rows one has",
-                fix="Set load.batch_size in the pipeline's config or call load() first, or set "
-                "mix.batch_size.",
-            )
-        return Schedule(self.points, self.kind, self.batch_sizes, self.before)
-
-    def for_load(self, load: LoadStageConfig) -> MixSchedule:
-        """With the batch sizes of a loader. Raises ConfigError where mix.batch_size is another."""
-        sizes = batch_sizes_of(load)
-        if self.given and sizes != self.batch_sizes:
-            assert self.batch_sizes is not None
-            raise ConfigError(
-                at="mix.batch_size",
-                problem=f"{self.batch_sizes[0][1]}, but load() makes batches of "
-                f"{', then '.join(str(size) for _, size in sizes)} rows",
-                fix="Leave mix.batch_size out, or give load.batch_size the same.",
-            )
-        return dataclasses.replace(self, batch_sizes=sizes)
-
-    def mean_shares(self, rows: int) -> tuple[Fraction, ...]:
-        """The shares that the first `rows` rows are asked to have, the mean over at most 1,024 of
-        their steps.
-        """
-        schedule = self.spec()
-        steps = max(1, schedule.step_of(max(0, rows - 1)) + 1)
-        looks = min(steps, 1024)
-        shares = [schedule.shares((2 * i + 1) * steps // (2 * looks)) for i in range(looks)]
-        return tuple(sum(column, Fraction(0)) / looks for column in zip(*shares, strict=True))

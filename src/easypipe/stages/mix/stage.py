@@ -24,6 +24,7 @@ from easypipe.core.protocols import (
 )
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SOURCE, token_dtype, token_list
 from easypipe.plan.mix import integer_weights
+from easypipe.plan.mix_schedule import Schedule
 from easypipe.plan.order import OrderConfig
 from easypipe.stages.config import PipelineConfig, settings_of
 from easypipe.stages.mix.config import (
@@ -32,7 +33,7 @@ from easypipe.stages.mix.config import (
     exact_weights,
 )
 from easypipe.stages.mix.mixture import Mixture
-from easypipe.stages.mix.schedule import MixSchedule, batch_sizes_of, exact_points
+from easypipe.stages.mix.schedule import exact_points
 from easypipe.stages.tokenize.tokens import require_documents, same_kind, same_tokenizer, token_info
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
@@ -76,16 +77,19 @@ class MixStage(BaseStage):
             stop=config.stop_strategy,
             seed=context.seed if config.seed is None else config.seed,
             context=context,
-            schedule=self._schedule(names, context),
+            schedule=self._schedule(names),
+            block=None if config.weight_schedule is None else config.block_size,
+            batch_size=config.batch_size,
             unit=config.unit,
             max_epochs=None
             if not config.max_epochs
             else tuple(config.max_epochs.get(name) for name in names),
             provenance=config.provenance,
         )
-        return {"mixed": MixedShardedSource(mixture)}
+        load = settings_of(context).load
+        return {"mixed": MixedShardedSource(mixture if load is None else mixture.for_load(load))}
 
-    def _schedule(self, names: list[str], context: PipelineContext) -> MixSchedule | None:
+    def _schedule(self, names: list[str]) -> Schedule | None:
         config, points = self.config, self.config.weight_schedule
         if points is None:
             return None
@@ -96,19 +100,9 @@ class MixStage(BaseStage):
             if config.weights is None or points[0].step == 0
             else exact_weights(config.weights, names)
         )
-        load = settings_of(context).load
-        sizes = None if load is None else batch_sizes_of(load)
-        if config.batch_size is not None:
-            sizes = ((0, config.batch_size),)
-        made = MixSchedule(
-            exact_points(points, names),
-            config.weight_schedule_type,
-            before,
-            config.block_size,
-            sizes,
-            config.batch_size is not None,
-        )
-        return made if load is None else made.for_load(load)
+        sizes = () if config.batch_size is None else ((0, config.batch_size),)
+        kind = config.weight_schedule_type
+        return Schedule(exact_points(points, names), kind, sizes, before)
 
 
 class MixedShardedSource(Source):

@@ -209,7 +209,6 @@ class PackedShardedSource(Source):
                 self.mixture.caches,
                 eos_token_id=self.eos_token_ids or None,
                 pad_token_id=self.pad_token_id,
-                seq_length=self.config.seq_length,
                 joined=self.joined,
                 train_continued=self.config.train_continued,
             )

@@ -177,10 +177,10 @@ def warning_of_weights(source: ShardedSource) -> str | None:
     ):
         return None
     mixture, schedule = source.mixture, source.mixture.schedule
-    if schedule is not None and schedule.batch_sizes is None:
+    if schedule is not None and not schedule.batch_sizes:
         return None
     plan = source.plan() if isinstance(source, PackedShardedSource) else mixture.plan(None)
-    weights = [mixture.weights] if schedule is None else schedule.spec().all_weights
+    weights = [mixture.weights] if schedule is None else schedule.all_weights
     for each in weights:
         asked = {name: weight / sum(each) for name, weight in zip(mixture.parts, each, strict=True)}
         if (said := unlike_weights(mixture, plan, asked)) is not None:

@@ -1,6 +1,6 @@
 """Encodes preference pairs: one document of both answers, the chosen one first.
 
-Where the second begins, the loss mask is SEGMENT_BREAK (loader/rows/pairs.py makes two segments of
+Where the second begins, the loss mask is SEGMENT_BREAK (loader/rows/gather.py makes two segments of
 it). An answer that is left out takes the other one with it.
 """
 
