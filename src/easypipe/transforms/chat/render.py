@@ -1,5 +1,4 @@
-"""Conversations to text with the characters that are trained: chat templates, run in processes that
-may not take long nor much.
+"""Conversations to texts, with what is trained of them, by chat templates in worker processes.
 
 A template is a program of strangers, and a thread that runs one cannot be stopped. So templates run
 in a few worker processes (chat_pool.py), whose processor time and memory the system limits; one
@@ -9,11 +8,10 @@ that goes too far ends alone, and is an error that names the row.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -59,16 +57,12 @@ class ChatTemplate:
     @property
     def fingerprint(self) -> str:
         """Of everything that decides text and spans but the rows."""
-        values = (
-            self.source,
-            self.tool_use,
-            self.names,
-            list(self.closers),
-            self.train_on,
-            self.date,
-            self.train_empty_thinking,
-        )
-        return digest("chat", ENGINE_VERSION, *values)
+        return digest("chat", ENGINE_VERSION, *self._spec.values())
+
+    @property
+    def _spec(self) -> dict[str, Json]:
+        """What workers write with; its order is part of the fingerprint."""
+        return {name: value for name, value in asdict(self).items() if name != "origin"}
 
     def render(
         self, rows: Sequence[Asked | Refused], reader: MessageReader | None = None
@@ -80,16 +74,7 @@ class ChatTemplate:
         Raises HostileTemplateError for a template that goes beyond its limits or does not compile,
         StallError where a worker hangs.
         """
-        spec = {
-            "source": self.source,
-            "tool_use": self.tool_use,
-            "names": dict(self.names),
-            "closers": self.closers,
-            "train_on": self.train_on,
-            "date": self.date,
-            "train_empty_thinking": self.train_empty_thinking,
-            "reader": dataclasses.asdict(reader or MessageReader()),
-        }
+        spec = {**self._spec, "reader": asdict(reader or MessageReader())}
         return answers_of(spec, rows, self.origin)
 
 
@@ -112,9 +97,7 @@ def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
     """
     question, answer = "easypipeQuestionProbe", "easypipeAnswerProbe"
     talk = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    (seen,) = dataclasses.replace(template, train_on="assistant").render(
-        [{"messages": talk, "tools": None}]
-    )
+    (seen,) = replace(template, train_on="assistant").render([{"messages": talk, "tools": None}])
     if isinstance(seen, Refused) or not seen.spans or answer not in seen.text:
         return Turns(template.source, ())
     written = seen.text[seen.text.rindex(answer) + len(answer) : seen.spans[-1][1]]
@@ -262,8 +245,8 @@ def without_mark(template: str) -> str:
 def is_unicode(value: object) -> bool:
     """Whether a value can be written as UTF-8, as far as it is text."""
     try:
-        return not isinstance(value, bytes) and (
-            not isinstance(value, str) or value.encode() is not None
-        )
+        if isinstance(value, str):
+            value.encode()
     except UnicodeEncodeError:
         return False
+    return not isinstance(value, bytes)

@@ -1,12 +1,10 @@
-"""What kind of rows a dataset holds, told from the names and types of its columns and from its
-first rows.
-"""
+"""What kind of rows a dataset holds, told from names and types of columns and the first rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 import pyarrow as pa
 
@@ -154,11 +152,8 @@ def guess_kind(
     for name in ("messages", "sharegpt", "text"):
         sure = name != "text" or len(names) == 1 or kind == "text"
         if name in kinds and sure and len(only := fitting[name][SLOTS[name][0].name]) == 1:
-            return _kind(
-                name,
-                Match((Choice(slot=SLOTS[name][0].name, column=only[0], how="only"),), ()),
-                rows,
-            )
+            choice = Choice(slot=SLOTS[name][0].name, column=only[0], how="only")
+            return _kind(name, ((choice,), ()), rows)
     return Kind(name="unknown")
 
 
@@ -185,31 +180,24 @@ def _holding(columns: Mapping[str, str], kinds: list[str], names: list[str]) -> 
 
 
 def _kind(name: str, found: Match, rows: Sequence[Mapping[str, Any]]) -> Kind:
-    known: dict[str, KindName] = {key: key for key in get_args(KindName)}
-    kind = Kind(name=known[name], choices=found.choices, ties=found.ties)
+    choices, ties = found
+    kind = Kind(name=cast(KindName, name), choices=choices, ties=ties)
     if name not in ("messages", "sharegpt", "preference"):
         return kind
-    talks = [
-        talk
-        for choice in found.choices
+    messages = [
+        message
+        for choice in choices
         if choice.slot != "tools"
         for talk in _talks(rows, choice.column)
+        for message in talk
+        if isinstance(message, Mapping)
     ]
-    speaker = "from" if name == "sharegpt" else "role"
-    messages = [message for talk in talks for message in talk if isinstance(message, Mapping)]
-    roles = dict.fromkeys(
-        str(message[speaker]) for message in messages if message.get(speaker) is not None
-    )
+    said = [message.get("from" if name == "sharegpt" else "role") for message in messages]
+    roles = dict.fromkeys(str(role) for role in said if role is not None)
     tools = kind.column("tools")
-    named = any(row.get(tools) for row in rows) if tools is not None else False
+    named = tools is not None and any(row.get(tools) for row in rows)
     called = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
-    return Kind(
-        name=known[name],
-        choices=found.choices,
-        ties=found.ties,
-        roles=tuple(roles),
-        tools=named or called,
-    )
+    return replace(kind, roles=tuple(roles), tools=named or called)
 
 
 def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Mapping[str, Any]]) -> bool:

@@ -1,5 +1,4 @@
-"""Which column is which: names of columns matched with what a kind of rows needs, exactly, by known
-other names, or by likeness.
+"""Which column is which: names of columns matched with what rows of a kind need, at best exactly.
 
 A match is a proposal with its reason. Where two columns fit equally well there is none: nobody but
 the user knows which is meant.
@@ -85,14 +84,7 @@ class Tie:
         )
 
 
-@dataclass(frozen=True)
-class Match:
-    """What was found for the slots of a kind; None where a required one has no column. `ties` are
-    undecided.
-    """
-
-    choices: tuple[Choice, ...]
-    ties: tuple[Tie, ...]
+Match = tuple[tuple[Choice, ...], tuple[Tie, ...]]  # what was found, and what is undecided
 
 
 def match_columns(
@@ -102,9 +94,14 @@ def match_columns(
     fuzzy: bool,
     given: Mapping[str, str] | None = None,
 ) -> Match | None:
-    """Columns for `slots`. fitting: of each slot the columns whose type it could have. given: what
-    the user has decided. fuzzy: names that are merely alike count too. A column is used once, and
-    better reasons choose first, over all slots.
+    """Columns for `slots`; None where one that is required has no column.
+
+    A column is used once, and better reasons choose first, over all slots.
+
+    Args:
+        fitting: Of each slot the columns whose type it could have.
+        fuzzy: Names that are merely alike count too.
+        given: What the user has decided.
     """
     chosen = {
         slot: Choice(slot=slot, column=column, how="given")
@@ -113,56 +110,37 @@ def match_columns(
     ties: dict[str, Tie] = {}
     for how in ("exact", "alias", "fuzzy") if fuzzy else ("exact", "alias"):
         for slot in slots:
-            if slot.name in chosen or slot.name in ties:
+            name = slot.name
+            if name in chosen or name in ties:
                 continue
             used = {choice.column for choice in chosen.values()}
-            found = _candidates(
-                slot, [column for column in fitting[slot.name] if column not in used], how
-            )
+            found = _candidates(slot, [one for one in fitting[name] if one not in used], how)
             if len(found) == 1:
-                chosen[slot.name] = found[0]
+                chosen[name] = found[0]
             elif found:
-                why = (
-                    "both are " + found[0].reason
-                    if how != "fuzzy"
-                    else " and ".join(f"{c.column!r} is {c.reason}" for c in found)
-                )
-                ties[slot.name] = Tie(
-                    slot=slot.name, columns=tuple(choice.column for choice in found), why=why
-                )
-    if any(slot.required and slot.name not in chosen and slot.name not in ties for slot in slots):
+                each = [f"{one.column!r} is {one.reason}" for one in found]
+                why = " and ".join(each) if how == "fuzzy" else f"both are {found[0].reason}"
+                ties[name] = Tie(slot=name, columns=tuple(one.column for one in found), why=why)
+    if any(slot.required and slot.name not in {*chosen, *ties} for slot in slots):
         return None
-    order = [slot.name for slot in slots]
-    return Match(tuple(chosen[name] for name in order if name in chosen), tuple(ties.values()))
+    return tuple(chosen[one.name] for one in slots if one.name in chosen), tuple(ties.values())
 
 
 def _candidates(
     slot: Slot, columns: Sequence[str], how: Literal["exact", "alias", "fuzzy"]
 ) -> list[Choice]:
-    if how == "exact":
-        return [
-            Choice(slot=slot.name, column=column, how=how)
-            for column in columns
-            if column == slot.name
-        ]
     known = {plain(name): name for name in (*slot.aliases, slot.name)}
-    if how == "alias":
-        return [
-            Choice(slot=slot.name, column=column, how=how)
-            for column in columns
-            if plain(column) in known
+    if how != "fuzzy":
+        same = [
+            one for one in columns if (one == slot.name if how == "exact" else plain(one) in known)
         ]
-    scored = [
-        (score, column, name)
-        for column in columns
-        for score, name in [_best(plain(column), known)]
-        if score >= LIKE
-    ]
-    best = max((score for score, _, _ in scored), default=0.0)
+        return [Choice(slot=slot.name, column=one, how=how) for one in same]
+    scored = {one: _best(plain(one), known) for one in columns}
+    best = max((score for score, _ in scored.values()), default=0.0)
     return [
-        Choice(slot=slot.name, column=column, how=how, known=name, score=score)
-        for score, column, name in scored
-        if best - score < NEAR
+        Choice(slot=slot.name, column=one, how=how, known=name, score=score)
+        for one, (score, name) in scored.items()
+        if score >= LIKE and best - score < NEAR
     ]
 
 

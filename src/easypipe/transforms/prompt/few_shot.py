@@ -1,4 +1,4 @@
-"""Solved examples in front of rows: the same for all, or some drawn for each from a file."""
+"""Solved examples in front of every row: the same for all rows, or some drawn for each row."""
 
 from __future__ import annotations
 
@@ -15,42 +15,52 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.core.random import fold, permute
 from easypipe.core.storage import read_bytes
-from easypipe.transforms.chat.sandbox import Row
+from easypipe.transforms.chat.sandbox import Json, Row
 from easypipe.transforms.prompt.config import FewShotConfig
+from easypipe.transforms.refused import Refused
 
 MOST_BYTES = 256 << 20
 
 
 class FewShot:
-    """Examples of rows. columns: of which every example has all. plain: a row as it is compared.
-    Thread safe.
-
-    Raises ConfigError where an example has not all columns, or there are too few; SourceError for a
-    file of other things than rows.
-    """
+    """Examples for rows. Thread safe."""
 
     def __init__(
         self,
         config: FewShotConfig,
         columns: Sequence[str],
         plain: Callable[[Row], Row],
+        write: Callable[[Sequence[Row]], Sequence[Json | Refused]],
+        fix: str,
     ) -> None:
-        self._config = config
-        self.pool: Sequence[Row] = config.examples
+        """Reads and writes the examples.
+
+        Args:
+            columns: Of which every example has all.
+            plain: Gives a row as it is compared.
+            write: Gives examples as they stand in front of rows.
+            fix: What helps where an example is refused.
+
+        Raises:
+            ConfigError: An example is no sample or has not all columns, or there are too few.
+            SourceError: The file holds other things than rows.
+        """
+        self.separator, self._count, self._seed = config.separator, config.count, config.seed
+        pool: Sequence[Row] = config.examples
         if config.data_files is not None:
-            self.pool = _read(str(config.data_files), tuple(columns))
+            pool = _read(str(config.data_files), tuple(columns))
             assert config.count is not None
-            if len(self.pool) <= config.count:
+            if len(pool) <= config.count:
                 problem = (
-                    f"{config.data_files} has {len(self.pool)} rows, and {config.count} are "
+                    f"{config.data_files} has {len(pool)} rows, and {config.count} are "
                     "drawn that are not the row at hand"
                 )
                 raise ConfigError(
                     at="few_shot.count",
                     problem=problem,
-                    fix=f"Give at most {max(1, len(self.pool) - 1)}.",
+                    fix=f"Give at most {max(1, len(pool) - 1)}.",
                 )
-        for i, example in enumerate(self.pool):
+        for i, example in enumerate(pool):
             missing = [name for name in columns if name not in example]
             if missing:
                 at = (
@@ -65,36 +75,31 @@ class FewShot:
                     fix="Give every column of the format.",
                 )
         self._plain = plain
-        self.pool = [plain(example) for example in self.pool]
-        self._keys = [digest(example) for example in self.pool]
-        self._pool_digest = digest(self._keys)
+        pool = [plain(example) for example in pool]
+        self._keys = [digest(example) for example in pool]
+        # what decides which examples a row has, but the row
+        self.identity = [digest(self._keys), config.count, config.seed, config.separator]
+        self._examples = write(pool)
+        for i, one in enumerate(self._examples):
+            if isinstance(one, Refused):
+                problem = f"{one.reason}: {one.detail}"
+                raise ConfigError(at=f"few_shot, example {i}", problem=problem, fix=fix)
 
-    @property
-    def identity(self) -> list[object]:
-        """What decides which examples a row has, but the row."""
-        return [self._pool_digest, self._config.count, self._config.seed, self._config.separator]
-
-    @property
-    def separator(self) -> str:
-        return self._config.separator
-
-    def of(self, row: Row) -> list[int]:
-        """Numbers of the examples in the pool, in their order; of drawn ones never that of a row
-        that equals this one.
+    def of(self, row: Row) -> list[Json]:
+        """The examples as they were written, in their order; of drawn ones never one of a row that
+        equals this one.
         """
-        if self._config.count is None:
-            return list(range(len(self.pool)))
+        if self._count is None:
+            return list(self._examples)
         own = digest(self._plain(row))
         found: list[int] = []
-        size = len(self.pool)
+        size = len(self._keys)
         for at in range(0, size, 64):  # the first few are enough, unless many rows are alike
-            numbers = permute(
-                np.arange(at, min(size, at + 64)), size, fold(self._config.seed, "few_shot", own)
-            )
-            found += [i for i in numbers.tolist() if self._keys[i] != own]
-            if len(found) >= self._config.count:
+            some, key = np.arange(at, min(size, at + 64)), fold(self._seed, "few_shot", own)
+            found += [i for i in permute(some, size, key).tolist() if self._keys[i] != own]
+            if len(found) >= self._count:
                 break
-        return found[: self._config.count]
+        return [self._examples[i] for i in found[: self._count]]
 
 
 def _read(path: str, columns: tuple[str, ...]) -> list[Row]:

@@ -1,6 +1,4 @@
-"""Texts with `{column}` in them, and nothing else: no attributes, no indexes, no formats. What
-braces are to print is written in Jinja.
-"""
+"""Prompt templates that know `{column}` and nothing else; whatever needs more is written in Jinja."""
 
 from __future__ import annotations
 
@@ -110,7 +108,12 @@ class FieldTemplate:
             if name == self._label and not self._everything:
                 begin, said = sum(map(len, texts[:i])), text
             texts[i] = text
-        return rendered("".join(texts), begin, said, self._label)
+        text = "".join(texts)
+        if not text.strip():
+            return Refused(EMPTY, "no text in any column")
+        if said == "":
+            return Refused(NOTHING_TO_TRAIN, f"the {self._label} is empty")
+        return Rendered(text, [[begin, len(text)]], TRAINED_END)
 
 
 class AlpacaTemplate:
@@ -129,17 +132,6 @@ class AlpacaTemplate:
             (self._without if row[name] is None or row[name] == "" else self._with).write([row])[0]
             for row in rows
         ]
-
-
-def rendered(text: str, begin: int, said: str | None, label: str | None) -> Rendered | Refused:
-    """`text`, of which is trained what stands from `begin` on. said: the label's text, None where
-    it does not matter.
-    """
-    if not text.strip():
-        return Refused(EMPTY, "no text in any column")
-    if said == "":
-        return Refused(NOTHING_TO_TRAIN, f"the {label} is empty")
-    return Rendered(text, [[begin, len(text)]], TRAINED_END)
 
 
 def text_of(value: Json, name: str) -> str | Refused:

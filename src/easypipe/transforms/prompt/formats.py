@@ -1,6 +1,4 @@
-"""The formats of PromptConfig: what reads a row, and writes it as text with the characters that are
-trained.
-"""
+"""The formats of PromptConfig: each writes rows as texts, and says which characters are trained."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from easypipe.transforms.chat.messages import is_messages, is_text
 from easypipe.transforms.chat.pool import WrittenTalk
 from easypipe.transforms.chat.render import ChatTemplate, check_whole, is_jinja
 from easypipe.transforms.chat.sandbox import Json, Message, Row
-from easypipe.transforms.chat.spans import FLAG, Rendered
+from easypipe.transforms.chat.spans import FLAG, OPEN, Rendered
 from easypipe.transforms.chat.turns import Request, split_at_turns, trimmed
 from easypipe.transforms.prompt.config import ROLES, PromptConfig
 from easypipe.transforms.prompt.few_shot import FewShot
@@ -101,11 +99,12 @@ class ChatFormat:
         self._few_shot = None
         if config.few_shot is not None:
             self._few_shot = FewShot(
-                config.few_shot, self.columns[:1], lambda row: {self._messages: self._talk(row)}
+                config.few_shot,
+                self.columns[:1],
+                lambda row: {self._messages: self._talk(row)},
+                lambda pool: [self._example(row[self._messages]) for row in pool],
+                "Give messages as rows have them.",
             )
-            self._examples = [
-                self._example(i, row[self._messages]) for i, row in enumerate(self._few_shot.pool)
-            ]
 
     @property
     def identity(self) -> list[object]:
@@ -170,24 +169,18 @@ class ChatFormat:
                 f"column {SYSTEM!r} and the first message both hold one, and they differ",
             )
         drawn = [] if self._few_shot is None else self._few_shot.of({self._messages: talk})
-        return self._reader.whole(
-            talk, tools, [message for i in drawn for message in self._examples[i]], system
-        )
+        return self._reader.whole(talk, tools, [one for some in drawn for one in some], system)
 
     def _talk(self, row: Row) -> Json:
         return self._reader.translated(value_of(row[self._messages], keep=("role", "content")))
 
-    def _example(self, i: int, talk: Json) -> list[Message]:
+    def _example(self, talk: Json) -> list[Message] | Refused:
         """The messages of an example, none of them trained; its system message stays away, as the
         row has one.
         """
         wrong = wrong_messages(talk) or self._reader.wrong_flags(talk)
         if wrong is not None:
-            raise ConfigError(
-                at=f"few_shot, example {i}",
-                problem=f"{wrong[0]}: {wrong[1]}",
-                fix="Give messages as rows have them.",
-            )
+            return Refused(*wrong)
         return [{**message, FLAG: False} for message in talk if message["role"] != "system"]
 
 
@@ -226,12 +219,10 @@ class TemplateFormat:
             self._few_shot = FewShot(
                 config.few_shot,
                 self.columns,
-                lambda row: {name: cleaned(row[name]) for name in self.columns},
+                self._read,
+                self._examples,
+                "Give rows that are samples.",
             )
-            pool = [self._within(row)[0] for row in self._few_shot.pool]
-            self._examples = [
-                self._example(i, made) for i, made in enumerate(self._writer.write(pool))
-            ]
 
     @property
     def identity(self) -> list[object]:
@@ -249,18 +240,26 @@ class TemplateFormat:
 
     def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
         systems = [_system_of(row, self._system) for row in rows]
-        rows = [{name: cleaned(row[name]) for name in self.columns} for row in rows]
+        rows = [self._read(row) for row in rows]
         cut = [self._within(row) for row in rows]
-        found = self._writer.write([row for row, _ in cut])
-        made: list[Rendered | Refused] = []
-        for one, row, (_, lost), system in zip(found, rows, cut, systems, strict=True):
-            if isinstance(one, Rendered) and not isinstance(system, Refused):
-                front = self._front if system is None else f"{system}\n\n"
-                one = self._behind(one._replace(lost=lost), row, front)
-            made.append(
-                system if isinstance(system, Refused) and not isinstance(one, Refused) else one
-            )
+        made = self._writer.write([row for row, _ in cut])
+        for i, (one, system) in enumerate(zip(made, systems, strict=True)):
+            if isinstance(one, Rendered):
+                made[i] = (
+                    system
+                    if isinstance(system, Refused)
+                    else self._behind(one._replace(lost=cut[i][1]), rows[i], system)
+                )
         return made
+
+    def _read(self, row: Row) -> Row:
+        return {name: cleaned(row[name]) for name in self.columns}
+
+    def _examples(self, pool: Sequence[Row]) -> list[str | Refused]:
+        made = self._writer.write([self._within(row)[0] for row in pool])
+        return [
+            one if isinstance(one, Refused) else one.text.removeprefix(self._bos) for one in made
+        ]
 
     def _within(self, row: Row) -> tuple[Row, int]:
         """The row with its columns cut to their budgets, and how many tokens they lost."""
@@ -273,35 +272,22 @@ class TemplateFormat:
                 lost += gone
         return changed, lost
 
-    def _behind(self, one: Rendered, row: Row, front: str) -> Rendered:
+    def _behind(self, one: Rendered, row: Row, system: str | None) -> Rendered:
         """The text with what stands in front; of examples nothing is trained, of the system prompt
         what `all` asks for.
 
         The BOS that a template writes in front of each of them stands once, in front of all.
         """
+        front = self._front if system is None else f"{system}\n\n"
         if self._few_shot is not None:
-            front += "".join(
-                self._examples[i] + self._few_shot.separator for i in self._few_shot.of(row)
-            )
+            front += "".join(text + self._few_shot.separator for text in self._few_shot.of(row))
         if not front:
             return one
-        size, known = (
-            len(front),
-            len(self._bos) if self._bos and one.text.startswith(self._bos) else 0,
-        )
+        size, known = len(front), len(self._bos) if one.text.startswith(self._bos) else 0
         spans = [[max(a, known) + size, b + size] for a, b in one.spans if b > known]
         if self._everything and self._few_shot is None and spans and spans[0][0] == size + known:
             spans[0][0] = 0
         return one._replace(text=one.text[:known] + front + one.text[known:], spans=spans)
-
-    def _example(self, i: int, made: Rendered | Refused) -> str:
-        if isinstance(made, Refused):
-            raise ConfigError(
-                at=f"few_shot, example {i}",
-                problem=f"{made.reason}: {made.detail}",
-                fix="Give rows that are samples.",
-            )
-        return made.text.removeprefix(self._bos)
 
 
 class TextFormat:
@@ -320,16 +306,14 @@ class TextFormat:
         return [self._written(row[self.columns[0]]) for row in rows]
 
     def _written(self, value: Json) -> Rendered | Refused:
-        if isinstance(value, str):
-            return (
-                Rendered(value, [[0, len(value)]], 0)
-                if value.strip()
-                else Refused(EMPTY, "an empty text")
-            )
         text = text_of(value, self.columns[0])
-        return (
-            text if isinstance(text, Refused) else Refused("not_a_string", f"{text!r} is no text")
-        )
+        if isinstance(text, Refused):
+            return text
+        if not isinstance(value, str):
+            return Refused("not_a_string", f"{text!r} is no text")
+        if not text.strip():
+            return Refused(EMPTY, "an empty text")
+        return Rendered(text, [[0, len(text)]], OPEN)
 
 
 def _writer(config: PromptConfig, names: Mapping[str, str], *, everything: bool) -> Writer:
