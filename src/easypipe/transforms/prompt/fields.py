@@ -1,4 +1,4 @@
-"""Prompt templates that know `{column}` and nothing else; whatever needs more is written in Jinja."""
+"""Prompt templates that know `{column}` and nothing else; Jinja writes what needs more."""
 
 from __future__ import annotations
 
