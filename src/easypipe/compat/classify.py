@@ -52,8 +52,9 @@ class ClassifyConfig:
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> ClassifyConfig:
-        """A YAML file, with `key.path=value` overrides. Raises ConfigError naming the key path of
-        what is wrong.
+        """A YAML file, with `key.path=value` overrides.
+
+        Raises ConfigError naming the key path of what is wrong.
         """
         return from_dict(cls, apply_overrides(load_yaml(path), overrides))
 
@@ -103,8 +104,9 @@ class ClassifyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a config comes to once its data is read. run: with seed, classes, num_classes and
-    image_shape.
+    """What a config comes to once its data is read.
+
+    run: with seed, classes, num_classes and image_shape.
     """
 
     run: ClassifyConfig
@@ -116,8 +118,9 @@ class Inputs:
 
 
 def inputs_of(run: ClassifyConfig) -> Inputs:
-    """Opens the data and makes its loaders. Raises ConfigError and SourceError for data that does
-    not fit the rest.
+    """Opens the data and makes its loaders.
+
+    Raises ConfigError and SourceError for data that does not fit the rest.
     """
     data, model = run.data, run.model
     seed = recorded_seed(run.train.output_dir) if data.seed is None else data.seed
@@ -242,8 +245,9 @@ class ClassifyPlan:
 
 
 def plan(run: ClassifyConfig, steps: int | None = None) -> ClassifyPlan:
-    """Reads labels and the first batch; trains nothing. steps: in place of train.steps. Raises what
-    inputs_of raises.
+    """Reads labels and the first batch; trains nothing.
+
+    steps: in place of train.steps. Raises what inputs_of raises.
     """
     inputs = inputs_of(run)
     asked = run.train if steps is None else dataclasses.replace(run.train, steps=steps, epochs=None)

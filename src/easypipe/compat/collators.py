@@ -237,6 +237,7 @@ def create_collate_fn(
     schema: OutputSchema | None = None,
 ) -> PaddingCollator:
     """Rows to one rectangle, labels where the tokens are: for models that shift themselves.
+
     `create_causal_lm_collate` shifts.
 
     label_pad_token_id: label of what is not trained: padding, tokens with attention_mask 0, with
@@ -376,8 +377,9 @@ def require_some(rows: Sequence[Item]) -> None:
 
 
 def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Ints]]:
-    """input_ids, attention_mask, labels (unshifted), loss_mask and segment_ids of every row. Raises
-    SourceError naming row and column.
+    """input_ids, attention_mask, labels (unshifted), loss_mask and segment_ids of every row.
+
+    Raises SourceError naming row and column.
 
     next_token: labels, where a row has them, are its own tokens or -100; else any, and one for the
     whole row is passed over.

@@ -41,8 +41,9 @@ log = logging.getLogger("easypipe")
 
 @runtime_checkable
 class DataModuleProtocol(Protocol):
-    """What has a loader to train on and one to validate on. Any class with these two methods is
-    one; none is a base of it.
+    """What has a loader to train on and one to validate on.
+
+    Any class with these two methods is one; none is a base of it.
     """
 
     def train_dataloader(self) -> Any: ...

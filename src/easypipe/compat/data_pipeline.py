@@ -66,8 +66,9 @@ class DatasetSection:
                 )
 
     def rows(self, split: str) -> dict[str, Any]:
-        """The fields of DatasetConfig that say where a split's rows are. Raises ConfigError for a
-        split that data_files does not name.
+        """The fields of DatasetConfig that say where a split's rows are.
+
+        Raises ConfigError for a split that data_files does not name.
         """
         return {
             "num_rows": self.num_rows,
@@ -222,8 +223,9 @@ class DataPipeline:
 
     @staticmethod
     def validate(config: DataPipelineConfig | Values | str | Path) -> list[str]:
-        """Everything that is wrong with a config, [] where it is right. Opens no dataset and no
-        tokenizer.
+        """Everything that is wrong with a config, [] where it is right.
+
+        Opens no dataset and no tokenizer.
         """
         made = attempt(_read, config)
         return (

@@ -1,6 +1,4 @@
-"""Document 001: PreprocessedDataset, StreamingPreprocessedDataset: rows encoded, by number or
-not.
-"""
+"""Document 001: PreprocessedDataset and StreamingPreprocessedDataset, whose rows are encoded."""
 
 from __future__ import annotations
 

@@ -76,8 +76,9 @@ def is_own(tokenizer: TokenizerLike) -> bool:
 
 
 class OwnTokenizer:
-    """A user's `encode(text)`, which gives ids, or a dict with `input_ids`, for collators. It is
-    not known by content, but by its class.
+    """A user's `encode(text)`, which gives ids, or a dict with `input_ids`, for collators.
+
+    It is not known by content, but by its class.
     """
 
     def __init__(self, tokenizer: TokenizerLike, max_length: int | None) -> None:

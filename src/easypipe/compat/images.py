@@ -108,8 +108,9 @@ class ImagesConfig:
 
 
 class ImageRows:
-    """Map-style: `rows[i]` is {"image": ..., "label": int}. Thread safe. `fingerprint` is that of
-    what they were read from.
+    """Map-style: `rows[i]` is {"image": ..., "label": int}.
+
+    Thread safe. `fingerprint` is that of what they were read from.
 
     Reading raises SourceError naming the row where an image is missing.
     """
@@ -168,8 +169,9 @@ class Images:
 
     @property
     def names(self) -> list[str] | None:
-        """The names among the labels, sorted; None where they are numbers. Raises SourceError for
-        what is neither, and for nulls.
+        """The names among the labels, sorted; None where they are numbers.
+
+        Raises SourceError for what is neither, and for nulls.
         """
         if not pa.types.is_large_string(self._labels.type):
             return None

@@ -31,8 +31,9 @@ MASKED, REPLACED = 0.8, 0.9
 
 @dataclass(frozen=True, eq=False)
 class MaskedLMCollator:
-    """See create_masked_lm_collate. Law: what a row becomes depends on the row and its key
-    alone.
+    """See create_masked_lm_collate.
+
+    Law: what a row becomes depends on the row and its key alone.
     """
 
     padding: Padding

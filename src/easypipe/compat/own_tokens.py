@@ -30,8 +30,10 @@ ANY_IDS = 1 << 32  # the vocabulary of an object that does not say how large its
 
 
 class EncodeTexts(ColumnTransform):
-    """The column `column` of text becomes `input_ids`. Texts of white space alone are left out and
-    counted; null is a bad row, and so is a text that `encode` fails on.
+    """The column `column` of text becomes `input_ids`.
+
+    Texts of white space alone are left out and counted; null is a bad row, and so is a text
+    that `encode` fails on.
 
     tokenizer: its `encode(text)` gives ids, or a dict with `input_ids`. Where it has them,
     `eos_token_id` and `pad_token_id` end documents and fill rows, its vocabulary (`vocab_size`,

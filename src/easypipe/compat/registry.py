@@ -64,8 +64,10 @@ class Registered:
 
 
 class CollatorRegistry:
-    """Which collators there are. `CollatorRegistry.get_instance()` is the one of this process;
-    `CollatorRegistry()` is one of its own.
+    """Which collators there are.
+
+    `CollatorRegistry.get_instance()` is the one of this process; `CollatorRegistry()` is one of
+    its own.
 
     A task finds the collator that is registered for its modality and task type; else the one that
     has the modality's name; else the only one of the modality; else "default", with a warning.
@@ -96,8 +98,9 @@ class CollatorRegistry:
         description: str = "",
         replace: bool = False,
     ) -> Callable[[Factory], Factory]:
-        """A decorator of a factory. modality: any word. task_type: registers it for tasks of that
-        type alone.
+        """A decorator of a factory.
+
+        modality: any word. task_type: registers it for tasks of that type alone.
 
         A built-in of that name is replaced, which is logged; so is the same function registered
         again, as by a notebook's cell. Raises ConfigError where somebody else's has the name,
@@ -132,8 +135,9 @@ class CollatorRegistry:
     def get_collator(
         self, task_spec: TaskSpec | None = None, collator_name: str | None = None, **options: Any
     ) -> Collate:
-        """The collator of that name, else of that task, else the default one. Options lie over
-        those of the task.
+        """The collator of that name, else of that task, else the default one.
+
+        Options lie over those of the task.
 
         Raises ConfigError for a name that is not there, a task that several collators fit, and an
         option that the collator does not know.

@@ -248,8 +248,9 @@ def stream(
     *,
     shuffle_seed: int | None = None,
 ) -> Pipeline:
-    """The Pipeline that this module is short for. shuffle_seed: of the order of rows; None leaves
-    them as the stream has them.
+    """The Pipeline that this module is short for.
+
+    shuffle_seed: of the order of rows; None leaves them as the stream has them.
     """
     own = encoder if isinstance(encoder, EncodeStage) else None
     pack = PackStageConfig(

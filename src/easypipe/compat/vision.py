@@ -209,8 +209,9 @@ def create_vision_collate(
 
 @dataclass(frozen=True, kw_only=True)
 class MultimodalCollator:
-    """Rows with an image and tokens: each part by a collator of its own, in one batch. `labels` are
-    those of the text.
+    """Rows with an image and tokens: each part by a collator of its own, in one batch.
+
+    `labels` are those of the text.
     """
 
     vision: VisionDataCollator

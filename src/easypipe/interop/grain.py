@@ -1,5 +1,4 @@
-"""Grain's faces of a loader: an IterDataset of its batches, and a MapDataset of rows or batches by
-number.
+"""A loader for Grain: an IterDataset of its batches, and a MapDataset of rows or batches.
 
 Grain is the interface here and not the engine: the plan, the threads and the state are easypipe's.
 docs/grain.md says why.

@@ -1,6 +1,4 @@
-"""Loaders and streams of rows as torch IterableDatasets, for training loops and libraries that want
-those. Needs the extra `[torch]`.
-"""
+"""Loaders and streams of rows as torch IterableDatasets; needs the extra `[torch]`."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ from easypipe.loader.explain import ExplainedRow, Segment
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Text that is all trained, or all masked, and of one speaker. role: who begins to speak here;
-    None where the last one goes on.
+    """Text that is all trained, or all masked, and of one speaker.
+
+    role: who begins to speak here; None where the last one goes on.
     """
 
     text: str
@@ -58,8 +59,9 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """Samples as they would be trained. notes: how they were made, and what became of rows that are
-    not among them.
+    """Samples as they would be trained.
+
+    notes: how they were made, and what became of rows that are not among them.
     """
 
     samples: tuple[Sample, ...]

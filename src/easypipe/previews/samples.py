@@ -1,5 +1,4 @@
-"""The first samples of a config as the model will see them: text, what is trained of it, who
-speaks, where segments and cuts are.
+"""The first samples of a config as the model will see them, with what is trained and what is cut.
 
 They are made by the pipeline itself from the first rows of each dataset, and explained by
 `Loader.explain`. Nothing is kept.

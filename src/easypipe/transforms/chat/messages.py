@@ -1,5 +1,6 @@
-"""Columns of conversations and texts, as Python values: lists of objects with role and content, or
-JSON text of that.
+"""Columns of conversations and texts as Python values, whatever Arrow type they have.
+
+Conversations are lists of objects with role and content, or JSON text of that.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ OTHER_FILES = ("include", "import", "from", "extends")  # statements of Jinja th
 
 
 class HostileTemplateError(TokenizerError):
-    """A template that took too long or too much, or reached for what it must not have. `row` counts
-    within the call.
+    """A template that took too long or too much, or reached for what it must not have.
+
+    `row` counts within the call.
     """
 
     row: int = 0
@@ -80,8 +81,9 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Turns:
-    """How conversations were written for training. template: its text, as `transformers` takes
-    it.
+    """How conversations were written for training.
+
+    template: its text, as `transformers` takes it.
     """
 
     template: str
@@ -110,8 +112,9 @@ def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
 def answers_of(
     spec: Mapping[str, Json], rows: Sequence[Asked | Refused], origin: str
 ) -> list[Rendered | Refused]:
-    """What worker processes make of rows with the template of `spec` (see chat_worker.py). origin:
-    what errors call the template.
+    """What worker processes make of rows with the template of `spec` (see chat_worker.py).
+
+    origin: what errors call the template.
     """
     asking = {i: row for i, row in enumerate(rows) if not isinstance(row, Refused)}
     numbers = list(asking)

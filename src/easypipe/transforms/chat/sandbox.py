@@ -87,8 +87,9 @@ class Template:
         *,
         prompt: bool = False,
     ) -> tuple[str, list[Span]]:
-        """(text, spans between `{% generation %}` markers as character positions). prompt: open an
-        assistant turn at the end.
+        """(text, spans between `{% generation %}` markers as character positions).
+
+        prompt: open an assistant turn at the end.
         """
         return self.write(
             {

@@ -1,5 +1,4 @@
-"""Where a template prints the texts of a conversation: proven by printing other words in their
-place.
+"""Where a template prints the texts of a conversation, proven by printing other words instead.
 
 sentinel  a word that stands nowhere in the conversation, put in place of a message's text
 
@@ -59,8 +58,9 @@ class Sentinels:
         return word
 
     def replace(self, i: int, message: Message) -> Message:
-        """The message with a word in place of each text in it. Empty texts stay, for templates ask
-        whether there is any.
+        """The message with a word in place of each text in it.
+
+        Empty texts stay, for templates ask whether there is any.
         """
         said = message.get("content")
         thinks = not KEYS_OF_REASONING.isdisjoint(message) and any(

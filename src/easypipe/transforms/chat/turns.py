@@ -1,5 +1,4 @@
-"""Conversations that are too long: without their oldest turns, or in several documents that are
-conversations too.
+"""Conversations that are too long: their oldest turns left out, or several conversations made.
 
 question   a message of the user's that an answer follows; what is cut begins at one
 exchange   a question, and all that follows it up to the next one: answers, calls of tools, results

@@ -1,5 +1,6 @@
-"""What transforms share: rows keep their numbers, `>>` chains them, and a transform of a source is
-a source.
+"""The base of all transforms, chains of them by `>>`, and the source that a transform makes.
+
+Rows keep their numbers on the way through.
 
 clean = Rename({"body": "text"}) >> FilterNonEmpty("text") >> Select("text")
 clean(batch)      # a RecordBatch
@@ -49,8 +50,9 @@ OnError = Literal["error", "skip", "quarantine"]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows on their way through a transform. `numbers` Int64[rows] are their row numbers; `batch`
-    has no column of them.
+    """Rows on their way through a transform.
+
+    `numbers` Int64[rows] are their row numbers; `batch` has no column of them.
     """
 
     batch: pa.RecordBatch
@@ -71,8 +73,9 @@ class Rows:
 
 
 class ColumnTransform(ABC):
-    """The base of this package's transforms; implements Transform. A subclass says what becomes of
-    a schema and of rows.
+    """The base of this package's transforms; implements Transform.
+
+    A subclass says what becomes of a schema and of rows.
 
     Equal fingerprints mean equal rows: a subclass puts all its options into `fingerprint`.
     reads: the columns that it needs beside those that are wanted of it; None: it may read any.
@@ -92,14 +95,17 @@ class ColumnTransform(ABC):
 
     @abstractmethod
     def columns(self, before: pa.Schema) -> pa.Schema:
-        """The schema after. Neither has ROW_NUMBER. Raises SourceError for a column that is not
-        there or cannot be used so.
+        """The schema after.
+
+        Neither has ROW_NUMBER. Raises SourceError for a column that is not there or cannot
+        be used so.
         """
 
     @abstractmethod
     def rows(self, rows: Rows) -> Rows:
-        """What becomes of rows. Only rows on which it failed are rejects; what it drops on purpose
-        is in neither.
+        """What becomes of rows.
+
+        Only rows on which it failed are rejects; what it drops on purpose is in neither.
         """
 
     def narrow(
@@ -113,8 +119,9 @@ class ColumnTransform(ABC):
         return self, list(dict.fromkeys([*(n for n in columns if n != self.makes), *self.reads]))
 
     def schema(self, before: pa.Schema) -> pa.Schema:
-        """The schema after, ROW_NUMBER last where `before` has it. Reads no rows; raises
-        SourceError naming a column that is missing.
+        """The schema after, ROW_NUMBER last where `before` has it.
+
+        Reads no rows; raises SourceError naming a column that is missing.
         """
         after = self.columns(
             pa.schema([pa.field(f.name, f.type) for f in before if f.name != ROW_NUMBER])
@@ -164,8 +171,9 @@ class ColumnTransform(ABC):
 
 
 class Chain(ColumnTransform):
-    """One transform after the other; what `a >> b >> c` makes. `(a >> b) >> c` and `a >> (b >> c)`
-    are one and the same.
+    """One transform after the other; what `a >> b >> c` makes.
+
+    `(a >> b) >> c` and `a >> (b >> c)` are one and the same.
     """
 
     def __init__(self, steps: Sequence[Transform]) -> None:
@@ -261,8 +269,9 @@ class _Adapted(ColumnTransform):
 
 
 class TransformedSource(Source):
-    """The rows of a source after a transform. No function is called
-    before rows are asked for.
+    """The rows of a source after a transform.
+
+    No function is called before rows are asked for.
 
     Row numbers stay those of the source: a filter leaves gaps (benign rejects, `filtered`), and
     `num_rows` counts before it. After Expand the rows of row r are r * most to r * most + most - 1;
@@ -451,8 +460,9 @@ class TransformedSource(Source):
 
 
 def as_transform(value: Transform | Sequence[Transform]) -> ColumnTransform:
-    """A transform with all that the protocol leaves open, a list of them as a chain. Raises
-    ConfigError for anything else.
+    """A transform with all that the protocol leaves open, a list of them as a chain.
+
+    Raises ConfigError for anything else.
     """
     if isinstance(value, list | tuple):
         return Chain(value)

@@ -325,8 +325,9 @@ class FilterNonEmpty(ColumnTransform):
 
 
 def column_names(names: tuple[str | Sequence[str], ...], of: str) -> tuple[str, ...]:
-    """`("a", "b")` or `(["a", "b"],)` as names. Raises ConfigError where there is none, or one
-    stands twice.
+    """`("a", "b")` or `(["a", "b"],)` as names.
+
+    Raises ConfigError where there is none, or one stands twice.
     """
     flat = tuple(names[0]) if len(names) == 1 and not isinstance(names[0], str) else names
     if (

@@ -16,9 +16,10 @@ from easypipe.transforms.columns.base import ColumnTransform, Rows
 
 @config
 class HoldOutConfig:
-    """Which rows of a dataset are read: those that are held out, or the others. What a row holds
-    decides it, so equal rows fall together, and files that are added, renamed or written in another
-    format move no row from one side to the other.
+    """Which rows of a dataset are read: those that are held out, or the others.
+
+    What a row holds decides it, so equal rows fall together, and files that are added, renamed
+    or written in another format move no row from one side to the other.
 
     fraction: of the rows that are held out, about. seed: another one holds out others. held: True
     reads these, False all others.
@@ -42,8 +43,9 @@ class HoldOutConfig:
 
 
 class HoldOut(ColumnTransform):
-    """The rows of one side of a hold-out. names: the columns that decide it, which are those that
-    are read.
+    """The rows of one side of a hold-out.
+
+    names: the columns that decide it, which are those that are read.
     """
 
     drops = True

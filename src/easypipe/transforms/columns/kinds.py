@@ -85,8 +85,10 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A guess. choices: which column is what, and why. ties: what two columns could be. roles: who
-    speaks, in the order of the first rows.
+    """A guess.
+
+    choices: which column is what, and why. ties: what two columns could be. roles: who speaks,
+    in the order of the first rows.
 
     tools: whether the first rows name or call tools.
     """
@@ -119,8 +121,9 @@ def guess_kind(
     kind: str | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Kind:
-    """What rows with this schema are. rows: some of the first, which tell who speaks, and what
-    lists in JSON text hold.
+    """What rows with this schema are.
+
+    rows: some of the first, which tell who speaks, and what lists in JSON text hold.
 
     kind, columns (slot -> column): what the user has decided; the guess is then of the rest. Raises
     ConfigError for a kind, a slot or a column that is not there.

@@ -46,8 +46,11 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Column `column` is proposed for `slot`. how: `given` by the user, `exact` name, `alias`,
-    `fuzzy` likeness (score, of 100, to `known`), or the `only` column that could be."""
+    """Column `column` is proposed for `slot`.
+
+    how: `given` by the user, `exact` name, `alias`, `fuzzy` likeness (score, of 100, to
+    `known`), or the `only` column that could be.
+    """
 
     slot: str
     column: str

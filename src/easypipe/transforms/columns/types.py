@@ -1,6 +1,4 @@
-"""Types of columns, written as text: `string`, `int64`, `list<string>`, `list<struct<role: string,
-content: string>>`.
-"""
+"""Types of columns written as text, such as `string` and `list<struct<role: string>>`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a row becomes text by: PromptConfig, which DatasetConfig(prompt=...) and PromptEngine take
-alike.
-"""
+"""PromptConfig and FewShotConfig: how a row becomes a text, and which part of it is trained."""
 
 from __future__ import annotations
 
@@ -244,8 +242,9 @@ class PromptConfig:
         return self.inputs[0] if self.format_type in TALKS else self.label
 
     def source(self) -> tuple[str, str]:
-        """(text, origin) of a custom template. Raises ConfigError for a file that cannot be
-        read.
+        """(text, origin) of a custom template.
+
+        Raises ConfigError for a file that cannot be read.
         """
         text = str(self.template)
         return (

@@ -17,8 +17,9 @@ _FIELD = re.compile(r"\{([^{}]*)\}")
 
 
 class Writer(Protocol):
-    """Writes rows as texts. columns: those that it reads. identity: JSON of what decides the texts
-    beside rows.
+    """Writes rows as texts.
+
+    columns: those that it reads. identity: JSON of what decides the texts beside rows.
     """
 
     columns: tuple[str, ...]
@@ -28,8 +29,9 @@ class Writer(Protocol):
 
 
 def pieces_of(template: str, at: str = "template") -> list[str]:
-    """Text, column, text, column, ..., text. Raises ConfigError for a brace that belongs to no
-    field.
+    """Text, column, text, column, ..., text.
+
+    Raises ConfigError for a brace that belongs to no field.
     """
     pieces = _FIELD.split(template)
     for piece in pieces[::2]:
@@ -45,8 +47,10 @@ def pieces_of(template: str, at: str = "template") -> list[str]:
 
 
 class FieldTemplate:
-    """Rows written into a text. pieces: see `pieces_of`. inputs, label: the columns that it has to
-    name; no inputs: those that it names.
+    """Rows written into a text.
+
+    pieces: see `pieces_of`. inputs, label: the columns that it has to name; no inputs: those
+    that it names.
 
     everything: train all of it, not the label alone. Raises ConfigError where it names other
     columns, not all, or the label twice.
@@ -117,8 +121,9 @@ class FieldTemplate:
 
 
 class AlpacaTemplate:
-    """One template for rows with an input, one for those without (null or empty). columns:
-    instruction, input, output.
+    """One template for rows with an input, one for those without (null or empty).
+
+    columns: instruction, input, output.
     """
 
     def __init__(self, without: FieldTemplate, with_input: FieldTemplate) -> None:

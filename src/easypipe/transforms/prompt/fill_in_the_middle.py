@@ -1,6 +1,4 @@
-"""Documents of code turned about, so that a model learns to fill a gap between what stands before
-and behind it.
-"""
+"""Documents of code turned about, so that a model learns to fill a gap in the middle."""
 
 from __future__ import annotations
 

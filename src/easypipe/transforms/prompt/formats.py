@@ -62,8 +62,9 @@ class Format(Protocol):
 
 
 class ChatFormat:
-    """Messages through a chat template. refuse: strings that no message may hold: the template
-    writes the special tokens.
+    """Messages through a chat template.
+
+    refuse: strings that no message may hold: the template writes the special tokens.
     """
 
     kind, raw = "chat", False

@@ -1,5 +1,4 @@
-"""Where a template of columns prints the one that is trained: proven by printing another word in
-its place, or refused.
+"""Where a prompt template prints the trained column, proven by printing another word, or refused.
 
 Runs in the worker process, as chat_spans.py does for conversations.
 """

@@ -1,5 +1,6 @@
-"""Chat templates by name, and the text of Alpaca's prompts. Each marks what the assistant says, so
-spans need no proof.
+"""The built-in chat templates by name, and the text of Alpaca's prompts.
+
+Each marks what the assistant says, so spans need no proof.
 
 A stop that a tokenizer has no token for is text like any other; what ends turns is always written,
 and always trained.

@@ -1,6 +1,4 @@
-"""gigatoken behind Arrow columns. Only transforms/tokenizer/proof.py decides whether it may be
-used.
-"""
+"""gigatoken, the fast tokenizer, behind Arrow columns; proof.py decides whether it may be used."""
 
 from __future__ import annotations
 
@@ -46,8 +44,9 @@ class _Engine:
 
 
 class FastEngine:
-    """Token ids of whole columns, without special tokens. Thread safe; the GIL is released while it
-    works.
+    """Token ids of whole columns, without special tokens.
+
+    Thread safe; the GIL is released while it works.
 
     Each caller at work has a tokenizer of its own: calls to one wait for each other, two threads on
     it are no faster than one. Raises RuntimeError or ValueError where gigatoken does not support
@@ -120,8 +119,9 @@ _keeping = threading.Lock()
 
 
 def engine_of(definition: str) -> FastEngine:
-    """The engine of a tokenizer.json. The last one is kept: a run loads its tokenizer for every
-    dataset and every held-out set.
+    """The engine of a tokenizer.json.
+
+    The last one is kept: a run loads its tokenizer for every dataset and every held-out set.
     """
     global _kept
     with _keeping:

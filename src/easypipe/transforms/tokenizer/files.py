@@ -1,5 +1,4 @@
-"""Where a tokenizer's files are: a tokenizer.json, a folder that holds one, or a repository on the
-Hugging Face Hub.
+"""Where a tokenizer's files are: a tokenizer.json, a folder with one, or a Hub repository.
 
 A name that looks like a path is a path: it is never looked up on the Hub, and a missing one is an
 error.
@@ -41,8 +40,9 @@ Options = Mapping[str, Json]
 
 
 class DeclaredToken(NamedTuple):
-    """A token that tokenizer_config.json knows. number: its id, where that is said. flags: of
-    `tokenizers.AddedToken`.
+    """A token that tokenizer_config.json knows.
+
+    number: its id, where that is said. flags: of `tokenizers.AddedToken`.
     """
 
     content: str

@@ -1,5 +1,6 @@
-"""What becomes of samples with more than max_length tokens. Masks are made of whole texts; they are
-cut with their tokens.
+"""LengthPolicy, what becomes of samples with more than max_length tokens, and its carrying out.
+
+Masks are made of whole texts; they are cut with their tokens.
 
 content   a sample without the special tokens in front of it (BOS) and behind it, which stay
 whatever is cut room      most tokens of content: max_length less those special tokens
@@ -96,8 +97,9 @@ class LengthPolicy:
 
 
 class Lengths:
-    """A LengthPolicy with the tokenizer whose tokens it counts. Raises ConfigError where max_length
-    is missing or too small for it.
+    """A LengthPolicy with the tokenizer whose tokens it counts.
+
+    Raises ConfigError where max_length is missing or too small for it.
     """
 
     def __init__(self, policy: LengthPolicy, tokenizer: Tokenizer) -> None:
@@ -157,9 +159,10 @@ class Lengths:
 
 
 class Shaped(NamedTuple):
-    """m documents made of n. origin Int64[m]: of which each is. refused: those of n that are too
-    long. untrained: those of which nothing is left to train; a piece without a target is no
-    document.
+    """m documents made of n.
+
+    origin Int64[m]: of which each is. refused: those of n that are too long. untrained: those
+    of which nothing is left to train; a piece without a target is no document.
 
     added Int64[m]: special tokens of each. continued Bool[m]: pieces behind which their text goes
     on in the next one, and documents with a mask of their own that have lost their end. truncated:

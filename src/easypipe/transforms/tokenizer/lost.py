@@ -1,5 +1,6 @@
-"""Characters that a tokenizer drops without a word: those for which its model has no piece, no
-unknown token and no bytes.
+"""Characters that a tokenizer drops without a word, which are counted and warned of.
+
+Those are the characters for which its model has no piece, no unknown token and no bytes.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _EVERY_BYTE = "".join(
 
 
 class LostCharacters:
-    """Counts them, and warns at the first. Thread safe: what two threads find out twice is the
-    same.
+    """Counts them, and warns at the first.
+
+    Thread safe: what two threads find out twice is the same.
 
     Only BPE drops characters; the other models of `tokenizers` raise. A character is lost if what
     the normalizer and the pre-tokenizer make of it holds one that the vocabulary lacks.

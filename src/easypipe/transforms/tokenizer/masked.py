@@ -33,8 +33,10 @@ def encode_masked(
     reference: bool = False,
     whole: bool = False,
 ) -> EncodedTexts:
-    """texts: without nulls. spans: of each, ascending character ranges that are trained. ends: of
-    each, NO_END, MASKED_END or TRAINED_END.
+    """texts: without nulls.
+
+    spans: of each, ascending character ranges that are trained. ends: of each, NO_END,
+    MASKED_END or TRAINED_END.
 
     raw: no template wrote the texts: the tokenizer's own special tokens are put around each, where
     they do not stand there already, and its special_strings is obeyed. Masks are made of the whole
@@ -153,8 +155,9 @@ def _in_bytes(text: str, spans: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def has_target(mask: Mask, offsets: Ints) -> Bools:
-    """Bool[n]: whether a document has a token to train on. Its first one is nobody's next token: it
-    alone is none.
+    """Bool[n]: whether a document has a token to train on.
+
+    Its first one is nobody's next token: it alone is none.
     """
     starts, found = offsets[:-1], np.zeros(len(offsets) - 1, np.bool_)
     filled = offsets[1:] > starts

@@ -1,6 +1,4 @@
-"""Options of a tokenizer that a dataset sets for itself, in the names of TokenizerConfig and of
-other libraries.
-"""
+"""Options of a tokenizer that a dataset sets for itself, in our words or those of transformers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Whether gigatoken gives the very ids that `tokenizers` gives, seen on text that has broken
-tokenizers before and on the data itself.
+"""The check that gigatoken gives the ids of `tokenizers`, on hostile texts and on the data itself.
 
 A verdict is remembered per tokenizer and versions. One that was refuted stays refuted: see
 Tokenizer.refute.

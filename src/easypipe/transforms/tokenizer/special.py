@@ -1,5 +1,4 @@
-"""Strings of special tokens that stand in raw text, such as "<|endoftext|>" on a page about
-language models.
+"""What becomes of strings of special tokens, such as "<|endoftext|>", in raw text.
 
 special    a token that tokenizer.json marks so. Its string in a text becomes its id, which then ends documents or separates turns
 unknown    the special token that the model itself writes for text that it has no piece for: its id alone tells nothing about the text
@@ -113,8 +112,9 @@ class SpecialStrings:
         return self.escaped.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def look(self, offsets: Ints, ids: Ids) -> tuple[Ints, Bools]:
-        """(Int64[n] special tokens, Bool[n] doubtful) of texts. What the model writes for unknown
-        text is doubtful and not counted.
+        """(Int64[n] special tokens, Bool[n] doubtful) of texts.
+
+        What the model writes for unknown text is doubtful and not counted.
         """
         found = _in_each(offsets, _places(ids, self._runs, self._table))
         if self.policy == "allow" or not self._unknown:

@@ -1,5 +1,4 @@
-"""Which bytes of a text each token stands for, without asking `tokenizers`: the tokens of a
-byte-level BPE say it themselves.
+"""Which bytes of a text each token of a byte-level BPE stands for, told by the tokens themselves.
 
 gigatoken gives ids only. Where the bytes of a text's tokens, one after the other, are that text,
 their lengths tell where each stands. Spaces at the ends of a token are left out where `tokenizers`

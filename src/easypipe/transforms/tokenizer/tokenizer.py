@@ -1,5 +1,4 @@
-"""Text columns to token ids. `tokenizers` is the reference; gigatoken is used where it was seen to
-give the same ids.
+"""Tokenizer: text columns to token ids, by `tokenizers` or by gigatoken where both were seen equal.
 
 content   the tokens of the text itself
 special   the tokens that the tokenizer's own post-processor puts before and after a text
@@ -210,8 +209,9 @@ class Tokenizer:
         return EncodedTexts(*tokens, before, before + len(self._suffix), cut, special)
 
     def reference_encode(self, text: str, *, whole: bool = False) -> list[int]:
-        """One text by `tokenizers` and its own post-processor, whatever backend runs. whole:
-        max_length cuts nothing.
+        """One text by `tokenizers` and its own post-processor, whatever backend runs.
+
+        whole: max_length cuts nothing.
         """
         reference = self.special.escaped if self.special.policy == "escape" else self._reference
         # asks for no offsets

@@ -14,8 +14,9 @@ BREAKS = ("Ċ", "ĉ", "\n", "\t")  # byte-level newline and tab
 
 
 def word_starts(tokenizer: Tokenizer) -> Bools:
-    """Bool[vocab]: whether a token begins a word wherever it stands; special tokens do. Raises
-    TokenizerError where no mark is known.
+    """Bool[vocab]: whether a token begins a word wherever it stands; special tokens do.
+
+    Raises TokenizerError where no mark is known.
     """
     tokens = [tokenizer.token(i) or "" for i in range(tokenizer.vocab_size)]
     special = set(tokenizer.special_tokens)
