@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -164,7 +163,6 @@ class StreamingPreprocessedDataset:
         self.buffer_size, self.skip_errors, self.seed = buffer_size, skip_errors, seed
         self.rank, self.world_size, self.epoch = rank, world_size, 0
         self.skipped: Counter[str] = Counter()  # of the newest iteration
-        self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[Encoded]:
         worker, workers = torch_worker()
@@ -201,15 +199,8 @@ class StreamingPreprocessedDataset:
 
     def sharded(self, rank: int, world_size: int) -> StreamingPreprocessedDataset:
         """The same for another rank."""
-        return StreamingPreprocessedDataset(
-            self._data,
-            self._engine,
-            self.buffer_size,
-            self.skip_errors,
-            self.seed,
-            rank,
-            world_size,
-        )
+        options = (self.buffer_size, self.skip_errors, self.seed, rank, world_size)
+        return StreamingPreprocessedDataset(self._data, self._engine, *options)
 
     @property
     def fingerprint(self) -> str:

@@ -25,6 +25,7 @@ from easypipe.stages.tokenize.tokens import require_documents
 from easypipe.transforms.chat.messages import is_text
 from easypipe.transforms.columns.base import ColumnTransform, Rows, TransformedSource
 from easypipe.transforms.refused import EMPTY
+from easypipe.transforms.tokenizer.ragged import offsets_of
 
 ANY_IDS = 1 << 32  # the vocabulary of an object that does not say how large its own is
 
@@ -93,9 +94,7 @@ class EncodeTexts(ColumnTransform):
                         else f"{type(error).__name__}: {error}"
                     )
                     bad.append(Reject(row=number, reason="encode failed", detail=said))
-        offsets = np.concatenate(
-            [[0], np.cumsum([len(one) for one in ids], dtype=np.int64)]
-        ).astype(np.int64)
+        offsets = offsets_of([len(one) for one in ids])
         flat = np.concatenate([np.zeros(0, np.int64), *ids])
         batch = pa.RecordBatch.from_arrays(
             [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat))],

@@ -15,6 +15,7 @@ from easypipe.transforms.chat.render import HostileTemplateError
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.chat.turns import CUT_BY
 from easypipe.transforms.refused import Refused
+from easypipe.transforms.tokenizer.config import length_limit
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 ROWS_AT_A_TIME = 1000  # that are Python objects: Python looks through all there are again and again
@@ -33,7 +34,7 @@ class PromptRows:
         cut between turns; None cuts none."""
         self.engine = engine
         # whether a room has an effect
-        self.splits = engine.splits and _length(engine.tokenizer) is None
+        self.splits = engine.splits and length_limit(engine.tokenizer.config) is None
         self.room = room if self.splits else None
         format = engine.format
         rejected = engine.config.rejected_column
@@ -68,7 +69,7 @@ class PromptRows:
         format = self.engine.format
         open_end = (
             ["cut ends are open"]
-            if format.kind != "text" and _length(tokenizer) is not None
+            if format.kind != "text" and length_limit(tokenizer.config) is not None
             else []
         )
         what = (
@@ -76,7 +77,7 @@ class PromptRows:
             refuted,
             BLANK_TEXTS,
             tokenizer.fingerprint,
-            _length(tokenizer),
+            length_limit(tokenizer.config),
             list(self.columns),
             format.identity,
         )
@@ -122,7 +123,3 @@ class PromptRows:
             of += of_some
         cut_by = CUT_BY if self.room is not None else "trim_oldest_turns" if chat else "budgets"
         return texts_of(rendered, of, rejects, cut_by)
-
-
-def _length(tokenizer: Tokenizer) -> int | None:
-    return tokenizer.config.max_length if tokenizer.config.truncation else None

@@ -108,9 +108,7 @@ class ColumnTransform(ABC):
         Only rows on which it failed are rejects; what it drops on purpose is in neither.
         """
 
-    def narrow(
-        self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[ColumnTransform, Sequence[str] | None]:
+    def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
         """A transform with the same rows that needs to give only `columns`, and what it reads; None
         where that is everything.
         """
@@ -170,6 +168,9 @@ class ColumnTransform(ABC):
         return Chain([other, self]) if isinstance(other, Transform) else NotImplemented
 
 
+Narrowed = tuple[ColumnTransform, Sequence[str] | None]
+
+
 class Chain(ColumnTransform):
     """One transform after the other; what `a >> b >> c` makes.
 
@@ -205,9 +206,7 @@ class Chain(ColumnTransform):
             rejects = [*_spread(rejects, step.fan_out), *rows.rejects]
         return Rows(rows.batch, rows.numbers, tuple(sorted(rejects, key=lambda reject: reject.row)))
 
-    def narrow(
-        self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[ColumnTransform, Sequence[str] | None]:
+    def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
         schemas = [before]
         for step in self.steps[:-1]:
             schemas.append(step.schema(schemas[-1]))
@@ -255,9 +254,7 @@ class _Adapted(ColumnTransform):
         numbers = batch.column(ROW_NUMBER).to_numpy()
         return Rows(batch.drop_columns([ROW_NUMBER]), numbers, tuple(rejects))
 
-    def narrow(
-        self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[ColumnTransform, Sequence[str] | None]:
+    def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
         narrow = getattr(self.own, "narrow", None)
         if narrow is None:
             return self, None

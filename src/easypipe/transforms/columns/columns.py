@@ -19,7 +19,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require_columns
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.text import has_text
-from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid
+from easypipe.transforms.columns.base import ColumnTransform, Narrowed, Rows, overlaid
 
 _TEXT = pa.large_string()
 
@@ -64,9 +64,7 @@ class Rename(ColumnTransform):
         names = [self.names.get(name, name) for name in rows.batch.schema.names]
         return Rows(rows.batch.rename_columns(names), rows.numbers)
 
-    def narrow(
-        self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[ColumnTransform, Sequence[str] | None]:
+    def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
         old = {new: old for old, new in self.names.items()}
         kept = {old[name]: name for name in columns if name in old}
         needs = [old.get(name, name) for name in columns]
@@ -93,9 +91,7 @@ class Select(ColumnTransform):
     def rows(self, rows: Rows) -> Rows:
         return Rows(rows.batch.select(list(self.names)), rows.numbers)
 
-    def narrow(
-        self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[ColumnTransform, Sequence[str] | None]:
+    def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
         return Select(columns), columns
 
     def __repr__(self) -> str:
@@ -126,9 +122,7 @@ class Drop(ColumnTransform):
     def rows(self, rows: Rows) -> Rows:
         return Rows(rows.batch.drop_columns(list(self.names)), rows.numbers)
 
-    def narrow(
-        self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[ColumnTransform, Sequence[str] | None]:
+    def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
         return Select(columns), columns
 
     def __repr__(self) -> str:
@@ -153,36 +147,37 @@ class Extract(ColumnTransform):
         return digest("extract", list(self.paths.items()))
 
     def columns(self, before: pa.Schema) -> pa.Schema:
-        return overlaid(
-            before, {name: self._type(path, before) for name, path in self.paths.items()}
-        )
+        made = self._extracted(pa.RecordBatch.from_pylist([], schema=before))
+        return overlaid(before, {name: array.type for name, array in made.items()})
 
     def rows(self, rows: Rows) -> Rows:
-        made = {name: self._values(path, rows.batch) for name, path in self.paths.items()}
-        return rows.laid_over(self.columns(rows.batch.schema), made)
+        return rows.laid_over(self.columns(rows.batch.schema), self._extracted(rows.batch))
 
-    def narrow(
-        self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[ColumnTransform, Sequence[str] | None]:
+    def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
         kept = {name: path for name, path in self.paths.items() if name in columns}
         needs = [name for name in columns if name not in kept]
         needs += [_split(path, before, str(self))[0] for path in kept.values()]
         needs = list(dict.fromkeys(needs))
         return (Extract(kept) if kept else Select(needs)), needs
 
-    def _type(self, path: str, schema: pa.Schema) -> pa.DataType:
-        name, steps = _split(path, schema, str(self))
-        kind = schema.field(name).type
+    def _extracted(self, batch: pa.RecordBatch) -> dict[str, pa.Array]:
+        return {name: self._values(path, batch) for name, path in self.paths.items()}
+
+    def _values(self, path: str, batch: pa.RecordBatch) -> pa.Array:
+        name, steps = _split(path, batch.schema, str(self))
+        array = batch.column(name)
         for step in steps:
+            kind = array.type
             if _is_list(kind):
-                if _position(step) is None:
+                position = _position(step)
+                if position is None:
                     fix = f"Give a position, as in {path.replace(step, '0', 1)!r}."
                     raise SourceError(
                         at=str(self),
                         problem=f"{path!r}: {step!r} is no position in a list",
                         fix=fix,
                     )
-                kind = kind.value_type
+                array = _item(array, position)
             elif pa.types.is_struct(kind):
                 keys = [kind.field(i).name for i in range(kind.num_fields)]
                 if step not in keys:
@@ -192,24 +187,13 @@ class Extract(ColumnTransform):
                         have=keys,
                         fix=did_you_mean(step, keys),
                     )
-                kind = kind.field(step).type
+                array = pc.struct_field(array, step)
             else:
                 raise SourceError(
                     at=str(self),
                     problem=f"{path!r}: {kind} has nothing inside",
                     fix=f"End the path before {step!r}.",
                 )
-        return kind
-
-    def _values(self, path: str, batch: pa.RecordBatch) -> pa.Array:
-        name, steps = _split(path, batch.schema, str(self))
-        array = batch.column(name)
-        for step in steps:
-            array = (
-                _item(array, _position(step) or 0)
-                if _is_list(array.type)
-                else pc.struct_field(array, step)
-            )
         return array
 
     def __repr__(self) -> str:
@@ -272,9 +256,7 @@ class Combine(ColumnTransform):
         joined = pc.binary_join_element_wise(*parts, separator)
         return rows.laid_over(self.columns(rows.batch.schema), {self.into: joined})
 
-    def narrow(
-        self, columns: Sequence[str], before: pa.Schema
-    ) -> tuple[ColumnTransform, Sequence[str] | None]:
+    def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
         if self.into not in columns:
             return Select(columns), columns
         return super().narrow(columns, before)

@@ -9,22 +9,8 @@ import pyarrow as pa
 
 from easypipe.core.errors import ConfigError, did_you_mean
 
-_SCALARS: dict[str, pa.DataType] = {
-    "string": pa.large_string(),
-    "binary": pa.large_binary(),
-    "bool": pa.bool_(),
-    "int8": pa.int8(),
-    "int16": pa.int16(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "uint8": pa.uint8(),
-    "uint16": pa.uint16(),
-    "uint32": pa.uint32(),
-    "uint64": pa.uint64(),
-    "float32": pa.float32(),
-    "float64": pa.float64(),
-    "double": pa.float64(),
-}
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_SCALARS = ("string", "binary", "bool", *_INTEGERS, "float32", "float64", "double")
 _KNOWN = [*_SCALARS, "list", "struct"]
 _NESTED = re.compile(r"(list|struct)\s*<(.*)>", re.DOTALL)
 _FIELD = re.compile(r"\s*(\w[\w ]*?)\s*:(.*)", re.DOTALL)
@@ -45,7 +31,7 @@ def parse_type(kind: str | pa.DataType, at: str = "type") -> pa.DataType:
         return _large(kind)
     text = kind.strip() if isinstance(kind, str) else ""
     if text in _SCALARS:
-        return _SCALARS[text]
+        return _large(pa.type_for_alias(text))
     nested = _NESTED.fullmatch(text)
     if nested is None:
         raise ConfigError(

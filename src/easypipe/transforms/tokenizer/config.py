@@ -66,6 +66,11 @@ def check_padding(rule: Padding) -> None:
         )
 
 
+def length_limit(config: TokenizerConfig) -> int | None:
+    """Most tokens of a document, special tokens included; None cuts none."""
+    return config.max_length if config.truncation else None
+
+
 @config
 class TokenizerConfig:
     """Which tokenizer, and what it does to a text.

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from easypipe.core.arrays import Bools, Ints
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
+from easypipe.transforms.tokenizer.config import length_limit
 from easypipe.transforms.tokenizer.ragged import EncodedTexts, offsets_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
@@ -105,7 +106,7 @@ class Lengths:
     def __init__(self, policy: LengthPolicy, tokenizer: Tokenizer) -> None:
         self.policy = policy
         self.tokenizer = tokenizer
-        self.limit = tokenizer.config.max_length if tokenizer.config.truncation else None
+        self.limit = length_limit(tokenizer.config)
         if self.limit is None and (policy.policy != "keep_start" or not policy.budgets):
             fix = "Set it on the tokenizer, or tokenize.max_length."
             raise ConfigError(

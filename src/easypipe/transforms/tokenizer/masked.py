@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from easypipe.core.arrays import Bools, Ints
 from easypipe.core.errors import TokenizerError
+from easypipe.transforms.tokenizer.config import length_limit
 from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Mask, Tokens, offsets_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
@@ -44,7 +45,7 @@ def encode_masked(
     reference: ask `tokenizers`, whatever backend runs. whole: max_length cuts nothing.
     """
     before, after = tokenizer.surrounding if raw else ((), ())
-    limit = tokenizer.config.max_length if tokenizer.config.truncation and not whole else None
+    limit = None if whole else length_limit(tokenizer.config)
     eos = tokenizer.eos_token_id
     tokens, special = _encoded(tokenizer, texts, spans, reference=reference), _none(texts)
     if raw:

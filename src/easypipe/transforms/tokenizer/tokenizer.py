@@ -14,7 +14,8 @@ import logging
 import re
 import threading
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,13 +29,12 @@ from easypipe.core.errors import TokenizerError
 from easypipe.core.schema import token_dtype
 from easypipe.core.text import bytes_of
 from easypipe.transforms.tokenizer import proof
-from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.config import TokenizerConfig, length_limit
 from easypipe.transforms.tokenizer.fast import FastEngine, engine_of
 from easypipe.transforms.tokenizer.fast import version as fast_version
 from easypipe.transforms.tokenizer.files import (
     SPECIAL_NAMES,
     DeclaredToken,
-    Options,
     TokenizerFiles,
     content_of,
     declared_tokens,
@@ -93,32 +93,23 @@ class Tokenizer:
         self._reference, self._definition, self.vocab_size = _load_reference(
             files.definition, files.origin, declared_tokens(files.options)
         )
-        named = {
-            kind: self._named(kind, files.options)
-            for kind in ("bos_token", "eos_token", "pad_token")
-        }
-        self.bos_token_id, self.pad_token_id = named["bos_token"], named["pad_token"]
-        self.eos_token_id = (
-            named["eos_token"]
-            if named["eos_token"] is not None
-            else self._likely_eos(files.options)
+        self._options = files.options
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = map(
+            self._named, ("bos_token", "eos_token", "pad_token")
         )
+        if self.eos_token_id is None:
+            self.eos_token_id = self._likely_eos()
         self._prefix, self._suffix = (
             _specials(self._reference, self.name) if config.add_special_tokens else ((), ())
         )
-        room = len(self._prefix) + len(self._suffix)
-        if config.truncation and config.max_length is not None and config.max_length <= room:
+        limit = length_limit(config)
+        self._limit = None if limit is None else limit - self.specials_per_text
+        if self._limit is not None and self._limit <= 0:
             raise TokenizerError(
                 at=self.name,
-                problem=f"max_length {config.max_length} is filled by {room} special tokens",
+                problem=f"max_length {limit} is filled by {self.specials_per_text} special tokens",
                 fix="Give a larger max_length.",
             )
-        self._limit = (
-            config.max_length - room
-            if config.truncation and config.max_length is not None
-            else None
-        )
-        self._options = files.options
         self.special = SpecialStrings(
             self._reference, self._definition, config.special_strings, self.name
         )
@@ -218,12 +209,9 @@ class Tokenizer:
         ids = reference.encode_batch_fast(
             [text], add_special_tokens=self.config.add_special_tokens
         )[0].ids
-        if (
-            not whole
-            and self._limit is not None
-            and len(ids) > self._limit + len(self._prefix) + len(self._suffix)
-        ):
-            content = reference.encode(text, add_special_tokens=False).ids[: self._limit]
+        limit = None if whole else self._limit
+        if limit is not None and len(ids) > limit + self.specials_per_text:
+            content = reference.encode(text, add_special_tokens=False).ids[:limit]
             return [*self._prefix, *content, *self._suffix]
         return ids
 
@@ -354,10 +342,8 @@ class Tokenizer:
         starts, _ = bytes_of(column)
         lengths, pieces, row = np.zeros(len(column), np.int64), [], 0
         while row < len(column):
-            stop = max(
-                row + 1,
-                int(np.searchsorted(starts, starts[row] + _REFERENCE_BYTES, side="right")) - 1,
-            )
+            full = int(np.searchsorted(starts, starts[row] + _REFERENCE_BYTES, side="right")) - 1
+            stop = max(row + 1, full)
             encoded = self._plain(column.slice(row, stop - row).to_pylist())
             lengths[row:stop] = [len(ids) for ids in encoded]
             # a third faster than NumPy takes lists in
@@ -365,8 +351,8 @@ class Tokenizer:
             row = stop
         return offsets_of(lengths), np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
 
-    def _named(self, kind: str, options: Options) -> int | None:
-        token = content_of(options.get(kind))
+    def _named(self, kind: str) -> int | None:
+        token = content_of(self._options.get(kind))
         if not token:
             return None
         found = self._reference.token_to_id(token)
@@ -379,11 +365,11 @@ class Tokenizer:
             )
         return found
 
-    def _likely_eos(self, options: Options) -> int | None:
+    def _likely_eos(self) -> int | None:
         """A tokenizer.json does not say which token ends a document; where exactly one bears a name
         that always means it, take that.
         """
-        if options.get("eos_token"):
+        if self._options.get("eos_token"):
             return None
         added = {
             token.content: i for i, token in self._reference.get_added_tokens_decoder().items()
@@ -438,10 +424,21 @@ def _load_reference(
             problem=f"its dropout of {reference.model.dropout} makes tokens random",
             fix="Set model.dropout to null in the file.",
         )
-    vocabulary = reference.get_vocab(with_added_tokens=True)
+    return reference, definition, _vocab_size(reference, definition, origin)
+
+
+def _vocab_size(reference: Any, definition: str, origin: str) -> int:
+    """The highest id + 1; warns of ids that several tokens have: they cannot be told apart."""
+    vocabulary: dict[str, int] = reference.get_vocab(with_added_tokens=True)
     vocab_size = max(vocabulary.values(), default=-1) + 1
-    if len(set(vocabulary.values())) < len(vocabulary):
-        _warn_of_twins(vocabulary, origin)
+    if twins := [i for i, count in Counter(vocabulary.values()).items() if count > 1]:
+        logger.warning(
+            "tokenizer %s: token %d stands for each of %s, and so do %d ids in all",
+            origin,
+            first := min(twins),
+            sorted(token for token, i in vocabulary.items() if i == first),
+            len(twins),
+        )
     # `tokenizers` gives added tokens other ids than such; the fast encoder takes these.
     highest = (
         max(map(int, _ADDED_IDS.findall(definition)), default=0)
@@ -466,23 +463,7 @@ def _load_reference(
             problem="the vocabulary is empty",
             fix="Train it first: easypipe.transforms.tokenizer.bpe.train_bpe.",
         )
-    return reference, definition, vocab_size
-
-
-def _warn_of_twins(vocabulary: Mapping[str, int], origin: str) -> None:
-    """Says which tokens have an id that others have too: ids cannot be told apart, nor decoded."""
-    owners: dict[int, list[str]] = {}
-    for token, number in vocabulary.items():
-        owners.setdefault(number, []).append(token)
-    twins = {number: sorted(tokens) for number, tokens in owners.items() if len(tokens) > 1}
-    first = min(twins)
-    logger.warning(
-        "tokenizer %s: token %d stands for each of %s, and so do %d ids in all",
-        origin,
-        first,
-        twins[first],
-        len(twins),
-    )
+    return vocab_size
 
 
 def _declare(reference: Any, declared: Sequence[DeclaredToken], origin: str) -> bool:
