@@ -227,10 +227,9 @@ class _Adapted(ColumnTransform):
 
     def __init__(self, own: Transform) -> None:
         self.own = own
-        self.drops = getattr(own, "drops", True)
-        self.fan_out = getattr(own, "fan_out", 1)
-        self.cacheable = getattr(own, "cacheable", True)
-        self.tokens = getattr(own, "tokens", None)
+        lacking = {"drops": True, "fan_out": 1, "cacheable": True, "tokens": None}
+        for name, value in lacking.items():
+            setattr(self, name, getattr(own, name, value))
 
     @property
     def fingerprint(self) -> str:

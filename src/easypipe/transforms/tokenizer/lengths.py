@@ -10,7 +10,7 @@ edge      a place between two tokens at which a sentence, a clause or a word end
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -216,15 +216,7 @@ def shape(
     refused = [i for i in over if cut[i] is None]
     untrained = [i for i in over if cut[i] == []]
     documents = [one for some in cut.values() for one in some or ()]
-    # which tokens are taken, and how many for each document: between two texts that are cut, all
-    taken: list[Ints] = []
-    times, begin = np.ones(count, np.int64), 0
-    for i in over:
-        some = cut[i] or ()
-        taken += [np.arange(begin, offsets[i]), *(one.tokens for one in some)]
-        times[i], begin = len(some), offsets[i + 1]
-    at = np.concatenate([*taken, np.arange(begin, offsets[-1])])
-    origin = np.repeat(np.arange(count), times)
+    origin, at = _taken(offsets, cut)
     changed = np.flatnonzero((sizes > lengths.limit)[origin])
     new_sizes, continued = sizes[origin], np.zeros(len(origin), np.bool_)
     new_sizes[changed] = [len(one.tokens) for one in documents]
@@ -257,6 +249,18 @@ def shape(
         untrained=untrained,
         counts={name: number for name, number in counts.items() if number},
     )
+
+
+def _taken(offsets: Ints, cut: Mapping[int, Sequence[_Document] | None]) -> tuple[Ints, Ints]:
+    """(of which text each document is made, which tokens they have): all of texts not in `cut`."""
+    taken: list[Ints] = []
+    times, begin = np.ones(len(offsets) - 1, np.int64), 0
+    for i, documents in cut.items():
+        some = documents or ()
+        taken += [np.arange(begin, offsets[i]), *(one.tokens for one in some)]
+        times[i], begin = len(some), offsets[i + 1]
+    at = np.concatenate([*taken, np.arange(begin, offsets[-1])])
+    return np.repeat(np.arange(len(times)), times), at
 
 
 def _special(made: EncodedTexts) -> Bools:
