@@ -40,7 +40,9 @@ VAL = "val"  # what the held-out rows are called in metrics
 
 @config
 class ClassifyConfig:
-    """task: which collator makes batches, and its options (`channels`, `image_size`, `preset`,
+    """A run on images: task, data, model and training.
+
+    task: which collator makes batches, and its options (`channels`, `image_size`, `preset`,
     `mean`, `std`, ...); of modality `vision` and task_type `classification`. data: the images.
     model: the network; what it leaves out is the data's. train: as for text.
     """
@@ -193,8 +195,9 @@ def _num_classes(model: ClassifierConfig, count: int, held_out: ImageRows | None
 def train(
     run: ClassifyConfig, inputs: Inputs | None = None, *, listener: TrainListener = null_listener
 ) -> TrainResult:
-    """Trains to the last step, from the newest checkpoint in `train.output_dir` where there is one;
-    evaluates on what is held out as "val".
+    """Trains to the last step, from the newest checkpoint in `train.output_dir` if there is one.
+
+    Evaluates on what is held out as "val".
 
     inputs: what `inputs_of(run)` gave. Raises what that raises, and what `Trainer.run` raises.
     """

@@ -258,8 +258,9 @@ def create_causal_lm_collate(
     *,
     schema: OutputSchema | None = None,
 ) -> CausalLMCollator:
-    """Rows to the batch that a Pipeline's loader makes of them: `labels[t]` is the token at t + 1
-    where that is a target, else -100.
+    """Rows to the batch that a Pipeline's loader makes of them.
+
+    `labels[t]` is the token at t + 1 where that is a target, else -100.
 
     `input_ids`, `labels`, `segment_ids`, `position_ids`, `attention_mask`, Int32[B, T]. Options as
     create_collate_fn has them.
@@ -280,8 +281,7 @@ def create_seq2seq_collate(
     max_target_length: int | None = None,
     schema: OutputSchema | None = None,
 ) -> Seq2SeqCollator:
-    """Rows of `input_ids` (what is read) and `labels` (what is to be said) for an encoder and a
-    decoder.
+    """Rows of `input_ids` (read) and `labels` (to be said) for an encoder and a decoder.
 
     `decoder_input_ids[t]` is the label at t - 1, `decoder_start_token_id` at 0; so decoders need no
     shift of their own. Int32: `input_ids`, `attention_mask` [B, T], `decoder_input_ids`,
@@ -307,8 +307,10 @@ def create_seq2seq_collate(
 
 
 def default_collate(rows: Sequence[Item]) -> Any:
-    """Rows of any one kind: mappings to a dict of stacked arrays, tuples to a tuple of them, arrays
-    and numbers to one under `"data"`.
+    """Rows of any one kind, stacked as they are.
+
+    Mappings become a dict of arrays, tuples a tuple of them, arrays and numbers one under
+    `"data"`.
 
     Text, and whatever NumPy makes no numbers of, becomes a list. Raises SourceError naming row and
     column for shapes that differ.

@@ -58,8 +58,10 @@ class Splits(NamedTuple):
 
 
 class UniversalDataModule:
-    """Loaders over any map-style dataset: of `datasets`, torch's (known by what they do), tuples, a
-    list of integer arrays, or PreprocessedDataset.
+    """Loaders over any map-style dataset, for training and for validation.
+
+    It may be one of `datasets`, torch's (known by what they do), tuples, a list of integer
+    arrays, or a PreprocessedDataset.
 
     train_data, val_data: the rows. val_split: the share of train_data that is validated on, drawn
     by the seed, disjoint from what is trained on; it says nothing where val_data is given, which a
@@ -162,9 +164,7 @@ class UniversalDataModule:
         return Splits(train=np.sort(order[held_out:]), val=np.sort(order[:held_out]))
 
     def train_dataloader(self) -> EpochLoader:
-        """A loader that begins at the pass behind the last one that a loader of this method has
-        finished.
-        """
+        """A loader that begins at the pass behind the last one finished by a loader of this method."""
         train = (
             self._train
             if len(self.splits.train) == len(self._train)
@@ -185,8 +185,9 @@ class UniversalDataModule:
         ).loader(0)
 
     def dataset_config(self, data: Dataset, name: str) -> DatasetConfig | None:
-        """How a Pipeline reads these rows, where they are text to be trained on and a tokenizer is
-        known; else None.
+        """How a Pipeline reads these rows; None where it does not.
+
+        It reads text to be trained on, where a tokenizer is known.
         """
         if not self._is_plain_text:
             return None

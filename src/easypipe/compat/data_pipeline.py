@@ -200,8 +200,10 @@ class DataPipelineConfig:
 
 
 class DataPipeline:
-    """`DataPipeline.from_config("pipeline_config.yaml").unwrap().get_dataloader("train",
-    shuffle=True).unwrap()`.
+    """The loaders of the splits that a YAML file describes, every failure a Result.
+
+    `DataPipeline.from_config("pipeline_config.yaml").unwrap().get_dataloader("train",
+    shuffle=True).unwrap()`
 
     The constructor raises what `from_config` gives as Err, and `validate` lists it: three views of
     one check.
@@ -237,8 +239,10 @@ class DataPipeline:
     def get_dataloader(
         self, split: str, shuffle: bool | None = None
     ) -> Result[EpochLoader, EasypipeError]:
-        """The Loader of a split: `input_ids`, `labels`, `attention_mask`, `segment_ids`,
-        `position_ids`, Int32[B, T].
+        """The Loader of a split.
+
+        Batches have `input_ids`, `labels`, `attention_mask`, `segment_ids`, `position_ids`,
+        Int32[B, T].
 
         Every iteration is the next pass, in an order of its own where rows are shuffled; a loader
         begins at the pass behind the last one that a loader of this split has finished.

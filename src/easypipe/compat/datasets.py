@@ -39,8 +39,9 @@ Encoded = dict[str, Array]
 
 
 class PreprocessedDataset:
-    """The rows of a map-style dataset as tokens: `dataset[i]` is what `prompt_engine.encode` makes
-    of row i, kept once it was made.
+    """The rows of a map-style dataset as tokens, kept once they were made.
+
+    `dataset[i]` is what `prompt_engine.encode` makes of row i.
 
     hf_dataset: a `datasets.Dataset`, a list of dicts, or anything that gives dicts by number.
     cache_enabled: keep encoded rows in memory; False encodes a row each time it is asked for. A
@@ -83,8 +84,9 @@ class PreprocessedDataset:
         return (self[i] for i in range(len(self)))
 
     def select(self, indices: Iterable[int]) -> PreprocessedDataset:
-        """Some of the rows, in that order, as a dataset of their own; those that were encoded stay
-        so.
+        """Some of the rows, in that order, as a dataset of their own.
+
+        Those that were encoded stay so.
         """
         chosen = [int(i) for i in indices]
         made = PreprocessedDataset(
@@ -102,8 +104,9 @@ class PreprocessedDataset:
 
     @property
     def collate_fn(self) -> Collate:
-        """What makes batches of its rows where no other collator is given: those of a Pipeline's
-        loader.
+        """What makes batches of its rows where no other collator is given.
+
+        They are those of a Pipeline's loader.
         """
         return _collator_of(self._engine)
 
@@ -121,8 +124,9 @@ class PreprocessedDataset:
 
 
 class StreamingPreprocessedDataset:
-    """The rows of an iterable as tokens, encoded while they are read; every iteration begins at its
-    start.
+    """The rows of an iterable as tokens, encoded while they are read.
+
+    Every iteration begins at its start.
 
     buffer_size: rows that are shuffled together, block by block, keyed by the seed (0 keeps the
     order); they are held in memory.
@@ -190,8 +194,9 @@ class StreamingPreprocessedDataset:
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes later iterations those of pass `epoch`, in an order of its own; loaders call it,
-        and a torch DataLoader's user does.
+        """Makes later iterations those of pass `epoch`, in an order of its own.
+
+        Loaders call it, and a torch DataLoader's user does.
         """
         self.epoch = epoch
         if (passed_on := attribute_of(self._data, "set_epoch")) is not None:
@@ -216,8 +221,9 @@ class StreamingPreprocessedDataset:
 def create_preprocessed_dataset(
     hf_dataset: Dataset, prompt_engine: PromptEngine, streaming: bool = False, **options: Any
 ) -> PreprocessedDataset | StreamingPreprocessedDataset:
-    """A StreamingPreprocessedDataset where streaming is asked for, else a PreprocessedDataset;
-    `options` are those of the class.
+    """A PreprocessedDataset, or with `streaming` a StreamingPreprocessedDataset.
+
+    options: those of the class.
     """
     kind = StreamingPreprocessedDataset if streaming else PreprocessedDataset
     return kind(hf_dataset, prompt_engine, **options)

@@ -39,8 +39,10 @@ def attribute_of(thing: object, *names: str) -> Any:
 
 
 def tokenizer_config(tokenizer: TokenizerLike, **changes: Any) -> TokenizerConfig:
-    """The config of a Tokenizer, a TokenizerConfig, a name, or another library's tokenizer with
-    `name_or_path`; with `changes`.
+    """The config that a tokenizer has, is, or names, with `changes`.
+
+    tokenizer: a Tokenizer, a TokenizerConfig, a name, or another library's tokenizer with
+    `name_or_path`.
     """
     if isinstance(tokenizer, Tokenizer):
         tokenizer = tokenizer.config
@@ -108,8 +110,10 @@ class OwnTokenizer:
 def as_tokenizer(
     tokenizer: TokenizerLike, *, max_length: int | None = None
 ) -> Tokenizer | OwnTokenizer:
-    """A Tokenizer as it is, unless it has to cut at another length; any other way to name one,
-    loaded; an OwnTokenizer of what has none.
+    """A tokenizer that encodes, of whatever names one.
+
+    A Tokenizer stays as it is, unless it has to cut at another length; any other way to name
+    one is loaded; what has none becomes an OwnTokenizer.
     """
     if isinstance(tokenizer, OwnTokenizer):
         return tokenizer

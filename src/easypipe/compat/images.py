@@ -137,8 +137,9 @@ class ImageRows:
 
 
 class Images:
-    """`data_files` or `val_files` of an ImagesConfig, opened: columns known and copied, labels
-    read.
+    """`data_files` or `val_files` of an ImagesConfig, opened.
+
+    Columns are known and copied, labels read.
     """
 
     def __init__(self, config: ImagesConfig, name: str) -> None:

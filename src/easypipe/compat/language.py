@@ -16,8 +16,9 @@ from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 
 class LanguageModelingDataCollator:
-    """What CollatorRegistry chooses for text: `create_causal_lm_collate`, or with mlm
-    `create_masked_lm_collate`, for rows of `text` too.
+    """The collator of text that CollatorRegistry chooses, for rows of `text` or of tokens.
+
+    It is `create_causal_lm_collate`, or with mlm `create_masked_lm_collate`.
 
     tokenizer: encodes rows that have `text` in place of `input_ids`, and says which token pads.
     max_length: the width of every batch, at which texts are cut. options: of the function that is

@@ -46,8 +46,9 @@ class TextDataset(Protocol):
 
 @config
 class DataLoaderConfig:
-    """How a dataset becomes batches: the options that PyTorch's DataLoader has, as far as they mean
-    something here (docs/faces.md).
+    """How a dataset becomes batches, in the options of PyTorch's DataLoader.
+
+    They are there as far as they mean something here (docs/faces.md).
 
     batch_size: rows of a batch, of each rank. shuffle: a new order every pass, keyed by the seed.
     num_workers: threads that make batches ahead; 0 makes each when it is asked for. None: half of
@@ -172,15 +173,18 @@ class DataLoaderConfig:
 
 
 class DataLoaderFactory:
-    """`DataLoaderFactory().create_dataloader(dataset, DataLoaderConfig(...))`: a Loader, whose
-    `state()` and `restore()` resume exactly, and of which every iteration is the next pass
+    """Makes a Loader of any dataset: `create_dataloader(dataset, DataLoaderConfig(...))`.
+
+    Its `state()` and `restore()` resume exactly, and every iteration is the next pass
     (EpochLoader).
     """
 
     def create_dataloader(
         self, dataset: Dataset, config: DataLoaderConfig | None = None, *, name: str = "dataset1"
     ) -> EpochLoader:
-        """dataset: one of easypipe's, anything with `len()` and rows by number, or (read in its
+        """A Loader over a dataset.
+
+        dataset: one of easypipe's, anything with `len()` and rows by number, or (read in its
         order) anything to iterate over.
 
         name: decides the order, with the seed, as a Pipeline's dataset does by its name. Raises
@@ -278,8 +282,9 @@ def _text_pipeline(
 
 
 class DataLoaderBuilder:
-    """The same, option by option:
-    `DataLoaderBuilder().with_dataset(ds).with_batch_size(32).with_workers(4).build()`.
+    """Makes a Loader, option by option.
+
+    `DataLoaderBuilder().with_dataset(ds).with_batch_size(32).with_workers(4).build()`
     """
 
     def __init__(self) -> None:
@@ -313,7 +318,9 @@ class DataLoaderBuilder:
         return self
 
     def build(self) -> EpochLoader:
-        """Raises ConfigError where there is no dataset, and what DataLoaderConfig and the factory
+        """The Loader that the options describe.
+
+        Raises ConfigError where there is no dataset, and what DataLoaderConfig and the factory
         raise.
         """
         if self._dataset is None:

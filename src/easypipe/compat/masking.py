@@ -142,8 +142,9 @@ def create_masked_lm_collate(
     return_tensors: Tensors = True,
     schema: OutputSchema | None = None,
 ) -> MaskedLMCollator:
-    """Rows of tokens with some of them hidden: `input_ids`, `attention_mask` and `labels`, Int32[B,
-    T].
+    """Rows of tokens to batches with some of them hidden.
+
+    They have `input_ids`, `attention_mask` and `labels`, Int32[B, T].
 
     labels: the token where it was chosen, else -100; not shifted. Each token is chosen with
     `probability`; with whole_word each word, of which each token then goes by 80/10/10. Special

@@ -112,8 +112,9 @@ class EncodeTexts(ColumnTransform):
 
 
 class EncodeStage(BaseStage):
-    """Texts become documents by EncodeTexts, once for all pipelines that have this very stage:
-    those of every pass, for one.
+    """Texts become documents by EncodeTexts.
+
+    They do so once for all pipelines that have this very stage: those of every pass, for one.
     """
 
     def __init__(self, tokenizer: TokenizerLike, column: str) -> None:

@@ -45,8 +45,9 @@ class Registered:
 
     @property
     def options(self) -> tuple[dict[str, bool], bool]:
-        """What the factory takes beside the task, and whether each has to be given; and whether it
-        takes anything else.
+        """What the factory takes beside the task, and whether it takes anything else.
+
+        Each option is given with whether it has to be there.
         """
         named: dict[str, bool] = {}
         anything = False

@@ -43,8 +43,9 @@ ROWS_AT_A_TIME = 1024
 
 
 class BPETokenizer:
-    """A byte-level BPE in a folder, as `train_tokenizer` writes it; any other tokenizer folder or
-    Hub name does too.
+    """A byte-level BPE in a folder, as `train_tokenizer` writes it.
+
+    Any other tokenizer folder or Hub name does too.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -64,8 +65,10 @@ class BPETokenizer:
         return self.tokenizer.vocab_size
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> dict[str, list[int]]:
-        """`input_ids`, `token_type_ids` (all 0: one text) and `attention_mask` (all 1: no padding),
-        equally long.
+        """The tokens of a text, as BERT's models take them.
+
+        `input_ids`, `token_type_ids` (all 0: one text) and `attention_mask` (all 1: no
+        padding), equally long.
 
         add_special_tokens: [CLS] in front and [SEP] behind. Raises TokenizerError where the
         tokenizer has none.
@@ -126,8 +129,9 @@ def train_tokenizer(
 
 
 class TransformerDataset:
-    """Sequences of a continuous stream of tokens, and what follows each token: `dataset[i]` begins
-    at token `i * stride`.
+    """Sequences of a continuous stream of tokens, and what follows each token.
+
+    `dataset[i]` begins at token `i * stride`.
 
     data_path: JSON lines or plain text, or anything else that DatasetConfig.data_files takes.
     tokenizer: a BPETokenizer, a folder, a Hub name, or an object of your own with `encode(text)`,
@@ -199,8 +203,9 @@ def create_dataloaders(
     rank: int = 0,
     world_size: int = 1,
 ) -> tuple[EpochLoader, Loader]:
-    """A training and a validation loader over streams of tokens: batches with `input_ids` and
-    `labels`, Int32[batch_size, seq_length].
+    """A training and a validation loader over streams of tokens.
+
+    Batches have `input_ids` and `labels`, Int32[batch_size, seq_length].
 
     Rows follow each other in the stream without overlap, and labels are the tokens behind them,
     -100 where there is none. Training: the rows shuffled, another order every pass, a last batch

@@ -100,8 +100,9 @@ class VisionDataCollator:
 
     @property
     def statistics(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """(mean, standard deviation) of each channel; of grey images, the preset's weighted as grey
-        is made of colours.
+        """(mean, standard deviation) of each channel.
+
+        Of grey images, the preset's weighted as grey is made of colours.
         """
         mean, std = (
             PRESETS[self.preset] if self.mean is None or self.std is None else (self.mean, self.std)
@@ -185,8 +186,10 @@ def create_vision_collate(
     return_tensors: Tensors = True,
     schema: OutputSchema | None = None,
 ) -> VisionDataCollator:
-    """Rows with an image (`pixel_values`, `image` or `img`) and maybe a label (`labels` or
-    `label`), as dicts or (image, label) tuples.
+    """Rows with an image, and maybe a label, to batches of pixels.
+
+    The image is called `pixel_values`, `image` or `img`, the label `labels` or `label`; or rows
+    are (image, label) tuples.
 
     Images: encoded bytes, paths, Pillow images, what `datasets` gives ({"bytes", "path"}), or
     arrays [H, W], [H, W, C] or [C, H, W]: whole numbers from 0 to 255, or floats that are taken as

@@ -28,8 +28,9 @@ State = dict[str, Any]  # JSON
 
 
 class LoaderDataset(grain.IterDataset):
-    """The batches of a loader as a `grain.IterDataset`, to iterate over or to put Grain's
-    transformations on.
+    """The batches of a loader as a `grain.IterDataset`.
+
+    It can be iterated over, or get Grain's transformations.
 
     Every iterator is one of its own, from the loader's first batch.
     """
@@ -46,8 +47,9 @@ class LoaderDataset(grain.IterDataset):
 
 
 class LoaderIterator(grain.DatasetIterator):
-    """A loader's iterator as a `grain.DatasetIterator`: what Orbax and training loops written for
-    Grain save and restore.
+    """A loader's iterator as a `grain.DatasetIterator`.
+
+    Orbax and training loops written for Grain save and restore it.
 
     Law (exact resume): after `set_state(state)`, with the state that `get_state` gave behind batch
     n, the next batch is n + 1, for another number of processes and workers too.
@@ -116,8 +118,9 @@ class LoaderIterator(grain.DatasetIterator):
 
 
 class RowsByNumber:
-    """A random access source of single rows: `{column: Int32[slots]}` with labels, in the order of
-    the plan.
+    """A random access source of single rows, in the order of the plan.
+
+    A row is `{column: Int32[slots]}` with labels.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -175,8 +178,9 @@ class BatchesByNumber:
 
 
 def map_dataset(source: RowsByNumber | BatchesByNumber) -> Any:
-    """A `grain.MapDataset` over it: `ds[i]`, `len(ds)`, `.map()`, `.batch()`, `.to_iter_dataset()`
-    and so on.
+    """A `grain.MapDataset` over single rows.
+
+    `ds[i]`, `len(ds)`, `.map()`, `.batch()`, `.to_iter_dataset()` and so on.
 
     Use Grain's read threads, not its worker processes: mapped files do not travel between
     processes, and need not.

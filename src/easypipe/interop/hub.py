@@ -54,8 +54,9 @@ def push(
     revision: str | None = None,
     progress: ProgressListener = silent,
 ) -> Pushed:
-    """Makes branch `revision` (None: main) of the dataset repository hold `publication`; creates
-    both where they are missing.
+    """Makes a branch of the dataset repository hold `publication`.
+
+    revision: the branch; None: main. Branch and repository are created where they are missing.
 
     Files of other names stay, except shards of an earlier publication. token: None takes HF_TOKEN,
     else that of the last login. Raises ConfigError where the repository is public and `private`

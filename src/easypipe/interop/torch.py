@@ -30,8 +30,9 @@ Tensors = Any  # a tensor, or a dict or tuple of them: types are checked without
 
 
 class TorchBatches(data.IterableDataset):
-    """The batches of a loader as torch tensors: `DataLoader(TorchBatches(loader),
-    batch_size=None)`.
+    """The batches of a loader as torch tensors.
+
+    `DataLoader(TorchBatches(loader), batch_size=None)`
 
     Whole numbers become int64, which torch's embeddings and losses want; floats stay as they are.
     The loader's own threads make batches ahead, so `num_workers=0` is right.
@@ -91,8 +92,9 @@ class TorchBatches(data.IterableDataset):
         return len(self._loader)
 
     def state_dict(self) -> State:
-        """The state behind the batch that was last given by this process; JSON and plain
-        numbers.
+        """The state behind the batch that was last given by this process.
+
+        JSON and plain numbers.
         """
         if torch_worker()[1] == 1:
             return {STATE_KEY: self._loader.state().to_json()}
@@ -130,8 +132,9 @@ class TorchBatches(data.IterableDataset):
 
 
 class TorchRows(data.IterableDataset):
-    """The rows of an iterable as torch tensors:
-    `DataLoader(TorchRows(StreamingPreprocessedDataset(...)), num_workers=4)`.
+    """The rows of an iterable as torch tensors.
+
+    `DataLoader(TorchRows(StreamingPreprocessedDataset(...)), num_workers=4)`
 
     A StreamingPreprocessedDataset shares its rows over the workers by itself; any other iterable is
     read by one (num_workers=0), as each worker would read all of it: then iterating raises

@@ -12,15 +12,14 @@ def _torch_data() -> Any:
 
 
 def known_to_torch(kind: type) -> None:
-    """Objects of `kind` are iterable datasets to torch's DataLoader, where somebody has loaded
-    it.
-    """
+    """Makes objects of `kind` iterable datasets to torch's DataLoader, where torch is loaded."""
     if (data := _torch_data()) is not None:
         data.IterableDataset.register(kind)
 
 
 def torch_worker() -> tuple[int, int]:
-    """Which of a DataLoader's workers this process is: (number of this worker, how many there are);
+    """(number of this DataLoader worker, how many there are).
+
     (0, 1) in any process that is none.
     """
     info = None if (data := _torch_data()) is None else data.get_worker_info()
@@ -28,7 +27,8 @@ def torch_worker() -> tuple[int, int]:
 
 
 def shares_rows(rows: object) -> bool:
-    """Whether it gives each of a DataLoader's workers rows of its own, as torch asks of its
-    iterable datasets: those of `datasets` do.
+    """Whether it gives each of a DataLoader's workers rows of its own.
+
+    torch asks that of its iterable datasets: those of `datasets` do.
     """
     return (data := _torch_data()) is not None and isinstance(rows, data.IterableDataset)

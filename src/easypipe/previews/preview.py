@@ -71,8 +71,10 @@ class Preview:
         return dataclasses.asdict(self)
 
     def to_html(self, title: str = "easypipe preview") -> str:
-        """One page that needs nothing else, and in which samples are text whatever they hold: no
-        script, nothing loaded from elsewhere, what would not be seen spelled out.
+        """One page that needs nothing else, and in which samples are text whatever they hold.
+
+        It has no script, nothing is loaded from elsewhere, and what would not be seen is
+        spelled out.
         """
         import jinja2  # only where a page is made
 

@@ -42,8 +42,9 @@ def preview(
     first_rows: int = FIRST_ROWS,
     progress: ProgressListener = silent,
 ) -> Preview:
-    """The first `n` samples of a config (a PipelineConfig, a dict, a YAML file, also that of a
-    run), or of a Pipeline with its own stages.
+    """The first `n` samples of a config, or of a Pipeline with its own stages.
+
+    config: a PipelineConfig, a dict, a YAML file, also that of a run.
 
     first_rows: of each dataset so many rows are read, tokenized, mixed and packed as the config
     says; no file is read through for it, and nothing is kept, so the samples are those of a run

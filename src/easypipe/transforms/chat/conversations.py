@@ -1,6 +1,6 @@
 """Conversations as values: read from JSON, told apart from what is none, put into OpenAI's keys.
 
-Imports no Arrow: what stands as JSON in a row is read in the worker process of chat_worker.py, and
+Imports no Arrow: what stands as JSON in a row is read in the worker process of worker.py, and
 everything else by its parent.
 """
 
@@ -179,8 +179,9 @@ def wrong_messages(value: Json) -> Wrong | None:
 
 
 def cleaned(value: Json, keep: Sequence[str] = ()) -> Json:
-    """A value without the keys that Arrow fills up with null because other rows have them; `keep`
-    names some that stay, outermost.
+    """A value without the keys that Arrow fills up with null because other rows have them.
+
+    keep: names of outermost keys that stay.
     """
     if isinstance(value, dict):
         return {

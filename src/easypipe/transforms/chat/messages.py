@@ -39,8 +39,10 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def values_of(column: pa.Array, *, keep: Sequence[str]) -> list[Any]:
-    """Python values; of structs without the keys that Arrow filled up with nulls, but for those in
-    `keep` of the outermost.
+    """Python values.
+
+    Of structs without the keys that Arrow filled up with nulls, but for those in `keep` of the
+    outermost.
     """
     return [value_of(value, keep=keep) for value in plain_of(column)]
 

@@ -37,8 +37,9 @@ Answer = Rendered | Refused | Hostile
 
 
 class WrittenTalk(NamedTuple):
-    """A row whose messages, and tools if it has any, are JSON that a worker process reads: this one
-    would only hand the values on.
+    """A row whose messages, and tools if it has any, are JSON that a worker process reads.
+
+    This process would only hand the values on.
     """
 
     messages: str

@@ -1,7 +1,7 @@
 """Conversations to texts, with what is trained of them, by chat templates in worker processes.
 
 A template is a program of strangers, and a thread that runs one cannot be stopped. So templates run
-in a few worker processes (chat_pool.py), whose processor time and memory the system limits; one
+in a few worker processes (pool.py), whose processor time and memory the system limits; one
 that goes too far ends alone, and is an error that names the row.
 """
 
@@ -41,8 +41,9 @@ class HostileTemplateError(TokenizerError):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """One chat template with what it is rendered with; `tool_use` is another one for rows that have
-    tools, where the tokenizer has it.
+    """One chat template with what it is rendered with.
+
+    `tool_use` is another one for rows that have tools, where the tokenizer has it.
     """
 
     source: str
@@ -68,7 +69,9 @@ class ChatTemplate:
     def render(
         self, rows: Sequence[Asked | Refused], reader: MessageReader | None = None
     ) -> list[Rendered | Refused]:
-        """rows: `messages`, a list of dicts, and `tools`, a list or None; or JSON of these, which
+        """Conversations as texts, with what is trained of each.
+
+        rows: `messages`, a list of dicts, and `tools`, a list or None; or JSON of these, which
         `reader` says how to read and to refuse. What is refused already stays so. Thread safe; a
         thread waits for worker processes.
 
@@ -112,7 +115,7 @@ def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
 def answers_of(
     spec: Mapping[str, Json], rows: Sequence[Asked | Refused], origin: str
 ) -> list[Rendered | Refused]:
-    """What worker processes make of rows with the template of `spec` (see chat_worker.py).
+    """What worker processes make of rows with the template of `spec` (see worker.py).
 
     origin: what errors call the template.
     """
@@ -143,8 +146,7 @@ def load_chat_template(
     date: str | None,
     train_empty_thinking: bool = True,
 ) -> ChatTemplate:
-    """The tokenizer's own template, or the given one: a file, the text itself, or the name of a
-    built-in one.
+    """The tokenizer's own template, or the given one: a file, its text, or a built-in one's name.
 
     Raises TokenizerError where there is none, ConfigError for a file that is not there, a date that
     is none, and what `check_whole` raises.
@@ -212,9 +214,7 @@ def check_whole(template: object, at: str, origin: str | None = None) -> None:
 def given_template(
     template: str | Path, *, at: str, names: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[str, str]:
-    """(source, origin) of a Jinja template that is given as its text, by a name of `names`, or as a
-    file.
-    """
+    """(source, origin) of a Jinja template given as its text, by a name of `names`, or as a file."""
     text = str(template)
     if isinstance(template, str) and is_jinja(text):
         return without_mark(text), at
@@ -239,8 +239,9 @@ def given_template(
 
 
 def without_mark(template: str) -> str:
-    """A template without the byte-order mark that editors put in front of files, which every row
-    would begin with.
+    """A template without the byte-order mark that editors put in front of files.
+
+    Every row would begin with it.
     """
     return template.removeprefix("\ufeff")
 

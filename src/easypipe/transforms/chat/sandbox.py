@@ -1,6 +1,6 @@
 """Chat templates rendered as `transformers.apply_chat_template` renders them, without it.
 
-Imports nothing but jinja2: this file runs in the worker process of chat_worker.py, which is what
+Imports nothing but jinja2: this file runs in the worker process of worker.py, which is what
 limits time and memory. The sandbox here keeps templates from attributes and from changing what they
 are given.
 """
@@ -101,9 +101,7 @@ class Template:
         )
 
     def write(self, variables: Mapping[str, Json]) -> tuple[str, list[Span]]:
-        """`render` of a template that sees these variables, and its names unless they are among
-        them.
-        """
+        """`render` of a template that sees these variables, and those of its names not among them."""
         pieces: list[str] = []
         found: list[tuple[int, str]] = []
         size = 0
@@ -163,8 +161,11 @@ class Template:
 
 
 def as_given(messages: Sequence[Message]) -> list[Message]:
-    """Messages as transformers hands them to templates: without keys of null, which many would
-    print as the word None, and with reasoning under every name that templates read it by."""
+    """Messages as transformers hands them to templates.
+
+    They have no keys of null, which many templates would print as the word None, and their
+    reasoning stands under every name that templates read it by.
+    """
     result: list[Message] = []
     for message in messages:
         if None in message.values():

@@ -129,8 +129,9 @@ def unused_stem(text: str, values: Json) -> str:
 
 
 def align(text: str, other: str, words: Sentinels) -> list[Place]:
-    """Where the texts behind the words stand in `text`, so that putting them back into `other`
-    gives `text` exactly.
+    """Where the texts behind the words stand in `text`.
+
+    Putting them back into `other` gives `text` exactly.
     """
     gaps, found = words.pattern.split(other), words.pattern.findall(other)
     if not text.startswith(gaps[0]):

@@ -5,7 +5,7 @@ stop  what the template writes to end a turn
 lead  what the template writes between its generation prompt and the words of a turn, which the
 model has to write
 
-The conversation is rendered twice: as it is, and with sentinels (chat_sentinels.py), so that it is
+The conversation is rendered twice: as it is, and with sentinels (sentinels.py), so that it is
 known where each text stands. What ends and begins turns is seen on a probe, and on renderings of
 parts of the conversation. Runs in the worker process, as light as can be.
 """
@@ -61,8 +61,9 @@ class Rendered(NamedTuple):
 
 
 class Stops(NamedTuple):
-    """What ends a turn of the assistant that another follows, and the last one; None where nothing
-    does, or nobody can tell.
+    """What ends a turn of the assistant that another follows, and what ends the last one.
+
+    None where nothing does, or nobody can tell.
 
     opening: the assistant's header as the generation prompt has it, empty where there is none.
     leads: what the template writes between that and the words of a turn, longest first: the model
@@ -104,7 +105,9 @@ class Spans:
     def find(
         self, messages: Sequence[Message], tools: Sequence[object] | None, train_on: str
     ) -> Rendered:
-        """train_on: which turns are trained where their own `train` or `weight` does not say;
+        """The text of a conversation, with the characters that are trained.
+
+        train_on: which turns are trained where their own `train` or `weight` does not say;
         templates are not told of those keys.
 
         Raises RenderError where the template refuses, UnprovenError where it cannot be told what is
@@ -175,9 +178,7 @@ class Spans:
 
     @functools.cached_property
     def stops(self) -> Stops:
-        """What ends an assistant's turns, seen on a conversation of two questions and two
-        answers.
-        """
+        """What ends the assistant's turns, seen on two questions and their answers."""
         unknown = Stops(None, None)
         words = [f"easypipe{name}probe" for name in ("One", "Two", "Three", "Four")]
         roles = ("user", "assistant", "user", "assistant")

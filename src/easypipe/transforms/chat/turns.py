@@ -35,8 +35,9 @@ def trimmed(
     answers: Sequence[Answer],
     lengths: Lengths,
 ) -> list[Answer]:
-    """The answers, those that are too long rendered anew with as few turns left out as possible;
-    the system prompt and the last turn of the assistant stay, with the question before it.
+    """The answers, those that are too long rendered anew with as few turns left out as possible.
+
+    The system prompt and the last turn of the assistant stay, with the question before it.
     `Rendered.lost` is how many tokens went. Refused where that is still too long.
     """
     assert lengths.limit is not None
@@ -86,8 +87,9 @@ def split_at_turns(
     tokenizer: Tokenizer,
     room: int,
 ) -> list[list[Answer]]:
-    """Of each answer its pieces of at most `room` tokens, in order; an exchange that has more is a
-    piece.
+    """Of each answer its pieces of at most `room` tokens, in order.
+
+    An exchange that has more is a piece.
 
     The last pieces hold the most exchanges. A piece trains what the whole does, and one without a
     target is left out. What the template refuses in pieces stays whole, as does what fits.

@@ -109,8 +109,9 @@ class ColumnTransform(ABC):
         """
 
     def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
-        """A transform with the same rows that needs to give only `columns`, and what it reads; None
-        where that is everything.
+        """A transform with the same rows that needs to give only `columns`, and what it reads.
+
+        None in place of what it reads: everything.
         """
         if self.reads is None:
             return self, None
@@ -347,9 +348,7 @@ class TransformedSource(Source):
         return self.source
 
     def shard_identity(self, shard: int) -> str:
-        """Of one shard below and the transform, so that new shards leave the old ones what they
-        are.
-        """
+        """Of one shard below and the transform: new shards leave the old ones what they are."""
         own = identity_of(self.source, shard)
         return digest("transformed", self.transform.fingerprint, own, self._columns)
 
@@ -370,8 +369,10 @@ class TransformedSource(Source):
         return self.scan(shard, start, stop).batch
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        """Rows `start` to `stop`, and those refused: by the source, by the transform, and, in one,
-        those that it left out.
+        """Rows `start` to `stop`, and those that were refused or left out.
+
+        The source and the transform refuse rows one by one; those that a filter left out
+        are one reject.
         """
         k, info = self._factor, self.shards[shard]
         require_rows(start, stop, info.num_rows, info.name)
@@ -403,8 +404,9 @@ class TransformedSource(Source):
         )
 
     def raw(self, shard: int, row: int) -> str | None:
-        """A row as it stands in its file, before any transform; None where the source cannot
-        tell.
+        """A row as it stands in its file, before any transform.
+
+        None where the source cannot tell.
         """
         return raw_of(self.source, shard, row // self._factor)
 

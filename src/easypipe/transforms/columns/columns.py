@@ -130,8 +130,9 @@ class Drop(ColumnTransform):
 
 
 class Extract(ColumnTransform):
-    """Columns out of nested ones: `Extract({"answer": "choices.0.message.content", "last":
-    "turns.-1"})`.
+    """Columns out of nested ones.
+
+    `Extract({"answer": "choices.0.message.content", "last": "turns.-1"})`
 
     A path goes through keys of structs and positions in lists, from the end where they are
     negative. A list that is too short gives null, as does anything inside of a null. A new name
@@ -266,8 +267,9 @@ class Combine(ColumnTransform):
 
 
 class FilterNonEmpty(ColumnTransform):
-    """Only rows in which every one of these columns holds something: `FilterNonEmpty("prompt",
-    "answer")`.
+    """Only rows in which every one of these columns holds something.
+
+    `FilterNonEmpty("prompt", "answer")`
 
     Null, text of nothing but white space and an empty list hold nothing; a number always holds
     something.

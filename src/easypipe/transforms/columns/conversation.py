@@ -24,8 +24,9 @@ from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
 
 class Chat(ColumnTransform):
-    """Conversations written out as text by a chat template: `Chat("my-tokenizer") >>
-    FilterNonEmpty("text")`.
+    """Conversations written out as text by a chat template.
+
+    `Chat("my-tokenizer") >> FilterNonEmpty("text")`
 
     tokenizer: whose template, and whose special tokens. chat_template: another one, as a file or
     its text. template_date: the day that

@@ -38,8 +38,9 @@ _CANNOT = (pa.ArrowException, ValueError, TypeError, OverflowError)
 
 
 class Map(ColumnTransform):
-    """What a function returns is laid over its row: `Map(lambda row: {"text": row["a"].upper()},
-    columns={"text": "string"}, version="1")`.
+    """What a function returns is laid over its row.
+
+    `Map(lambda row: {"text": row["a"].upper()}, columns={"text": "string"}, version="1")`
 
     function: takes a row as a dict and returns a mapping, or "module:function". Columns that it
     does not return stay as they are.
@@ -169,8 +170,9 @@ class Map(ColumnTransform):
 
 
 class Filter(ColumnTransform):
-    """Only the rows for which a test holds: `Filter(pc.field("score") > 0.5)`, or `Filter(lambda
-    row: row["score"] > 0.5, version="1")`.
+    """Only the rows for which a test holds.
+
+    `Filter(pc.field("score") > 0.5)`, or `Filter(lambda row: row["score"] > 0.5, version="1")`
 
     test: a pyarrow.compute expression, which Arrow computes by columns (null does not hold), or a
     function of a row that returns a bool, or

@@ -35,8 +35,9 @@ OTHERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Something that rows of a kind have: its own name is the exact one, `aliases` are other names
-    that people give it.
+    """Something that rows of a kind have, with the names that people give its column.
+
+    name: the exact one. aliases: others.
     """
 
     name: str

@@ -19,8 +19,9 @@ _FIELD = re.compile(r"\s*(\w[\w ]*?)\s*:(.*)", re.DOTALL)
 def column_types(
     columns: Mapping[str, str | pa.DataType] | None, at: str
 ) -> dict[str, pa.DataType]:
-    """{name: type} with every type in the form in which columns are kept: large strings, large
-    lists. Raises ConfigError at the name.
+    """{name: type}, every type in the form in which columns are kept: large strings, large lists.
+
+    Raises ConfigError at the name.
     """
     return {name: parse_type(kind, f"{at}.{name}") for name, kind in (columns or {}).items()}
 

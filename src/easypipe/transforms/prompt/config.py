@@ -255,8 +255,9 @@ class PromptConfig:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Those that every row has to have; of a custom template without input_columns those that
-        it names.
+        """Those that every row has to have.
+
+        Of a custom template without input_columns those that it names.
         """
         named = self.inputs
         if self.format_type == "custom" and not named:

@@ -86,8 +86,9 @@ class FewShot:
                 raise ConfigError(at=f"few_shot, example {i}", problem=problem, fix=fix)
 
     def of(self, row: Row) -> list[Json]:
-        """The examples as they were written, in their order; of drawn ones never one of a row that
-        equals this one.
+        """The examples of a row as they were written, in their order.
+
+        Of drawn ones none is of a row that equals this one.
         """
         if self._count is None:
             return list(self._examples)

@@ -96,8 +96,9 @@ class FieldTemplate:
         self.identity: object = [list(pieces), label, everything]
 
     def write(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
-        """Trained is what stands from the label to the end: what follows it there is how an answer
-        ends.
+        """The rows as texts, trained from the label to the end.
+
+        What follows the label there is how an answer ends.
         """
         return [self._written(row) for row in rows]
 
@@ -140,8 +141,9 @@ class AlpacaTemplate:
 
 
 def text_of(value: Json, name: str) -> str | Refused:
-    """A value as people would write it: text as it is, numbers in digits, what has parts and truth
-    as JSON.
+    """A value as people would write it.
+
+    Text stays as it is, numbers are digits, what has parts and truth are JSON.
     """
     if isinstance(value, str):
         return value

@@ -26,8 +26,9 @@ KNOWN = (
 
 
 class FillInTheMiddle(ColumnTransform):
-    """A share of documents as prefix, suffix and middle: `FillInTheMiddle("my-tokenizer",
-    rate=0.5)`, for a column of text.
+    """A share of documents written as prefix, suffix and middle, for a column of text.
+
+    `FillInTheMiddle("my-tokenizer", rate=0.5)`
 
     PSM writes PRE prefix SUF suffix MID middle, SPM writes PRE SUF suffix MID prefix middle
     (Bavarian et al., Efficient Training of Language Models to Fill in the Middle, 2022, the second

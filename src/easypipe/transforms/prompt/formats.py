@@ -135,9 +135,7 @@ class ChatFormat:
         tokenizer: Tokenizer,
         room: int,
     ) -> list[list[Rendered | Refused]]:
-        """What `render` made of the rows, those of more than `room` tokens cut between their
-        turns.
-        """
+        """What `render` made of rows, those of more than `room` tokens cut between their turns."""
         return split_at_turns(
             self.template, found, lambda i: self._request(rows[i]), tokenizer, room
         )
@@ -194,8 +192,9 @@ def _system_of(row: Row, column: str | None) -> str | Refused | None:
 
 
 class TemplateFormat:
-    """Rows through one template of columns, `{column}` or Jinja2, with what stands in front of all
-    of them.
+    """Rows through one template of columns, with what stands in front of all of them.
+
+    The template has `{column}`s, or is in Jinja2.
     """
 
     raw = True

@@ -1,6 +1,6 @@
 """Where a prompt template prints the trained column, proven by printing another word, or refused.
 
-Runs in the worker process, as chat_spans.py does for conversations.
+Runs in the worker process, as spans.py does for conversations.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from easypipe.transforms.chat.spans import MASKED_END, TRAINED_END, Rendered
 
 
 def find_label(template: Template, fields: Message, label: str | None, train_on: str) -> Rendered:
-    """Trained is what `{% generation %}` marks, else all from the label to the end, else (no label,
-    or train_on="all") all.
+    """A text of a template of columns, with what is trained of it.
+
+    Trained is what `{% generation %}` marks, else all from the label to the end, else (no
+    label, or train_on="all") all.
 
     Raises RenderError where the template refuses, UnprovenError where it cannot be told what is
     trained.

@@ -24,8 +24,9 @@ def train_bpe(
     *,
     named: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes `tokenizer.json` and `tokenizer_config.json` (eos and bos "<|endoftext|>") into the
-    folder `path`; returns the folder.
+    """Trains a byte-level BPE and writes it into the folder `path`, which it returns.
+
+    The files are `tokenizer.json` and `tokenizer_config.json` (eos and bos "<|endoftext|>").
 
     special_tokens: further tokens that are never split; "<|endoftext|>" is always the first.
     vocab_size counts them and the 256 bytes; with little text fewer tokens come out. named: what

@@ -141,8 +141,9 @@ def _trim() -> None:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs; 0 where the system does not tell (then only the
-    amount of text counts).
+    """Memory of this process that no file backs.
+
+    0 where the system does not tell (then only the amount of text counts).
     """
     try:
         with open("/proc/self/statm", "rb") as file:

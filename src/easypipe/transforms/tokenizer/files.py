@@ -52,9 +52,7 @@ class DeclaredToken(NamedTuple):
 
 
 class TokenizerFiles(NamedTuple):
-    """The definition as it was read, the named special tokens beside it, and where both were
-    found.
-    """
+    """The definition as it was read, the named special tokens beside it, and where both were."""
 
     definition: str
     options: Options
@@ -117,8 +115,9 @@ def _declared(token: Json, number: int | None) -> DeclaredToken | None:
 
 
 def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
-    """(template, another one for rows with tools or None, where it was found): chat_template.jinja,
-    else what tokenizer_config.json holds.
+    """(template, another one for rows with tools or None, where it was found).
+
+    It is chat_template.jinja, else what tokenizer_config.json holds.
 
     Raises TokenizerError where the tokenizer has none.
     """

@@ -125,8 +125,11 @@ class Lengths:
 
     @property
     def masks(self) -> bool:
-        """Whether texts of which all is trained get a mask: for an overlap, and for the tokenizer's
-        own EOS, which stands behind pieces whose text goes on too."""
+        """Whether texts of which all is trained get a mask.
+
+        They do for an overlap, and for the tokenizer's own EOS, which stands behind pieces
+        whose text goes on too.
+        """
         return self.policy.overlap > 0 or (
             self.policy.policy == "split" and bool(self.tokenizer.surrounding[1])
         )

@@ -43,7 +43,9 @@ _PIECES = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """after_use: gigatoken had already written tokens of this tokenizer when it was found to be
+    """Whether gigatoken was seen equal to the reference, and on what.
+
+    after_use: gigatoken had already written tokens of this tokenizer when it was found to be
     wrong.
     """
 
@@ -53,7 +55,9 @@ class Verdict:
 
 
 def torture(special_strings: Sequence[str]) -> pa.LargeStringArray:
-    """Every piece alone, pieces side by side in an order that never changes, and the tokenizer's
+    """Texts that have broken tokenizers before.
+
+    Every piece alone, pieces side by side in an order that never changes, and the tokenizer's
     own special strings in running text.
     """
     texts = list(_PIECES)

@@ -48,8 +48,11 @@ class Tokens(NamedTuple):
         behind: Bools,
         trained: Bools | None = None,
     ) -> Tokens:
-        """With `prefix` in front of those where `front` (Bool[n]) is set, `suffix` behind those of
-        `behind`. trained Bool[n]: whether the suffix is a target, where there is a mask."""
+        """With `prefix` in front of some documents and `suffix` behind some.
+
+        front, behind Bool[n]: of which. trained Bool[n]: whether the suffix is a target,
+        where there is a mask.
+        """
         added = front * len(prefix) + behind * len(suffix)
         if not added.any():
             return self

@@ -22,9 +22,11 @@ from easypipe.transforms.tokenizer.ragged import offsets_of
 
 
 class Ranges(NamedTuple):
-    """Of all tokens of some texts, one after the other: Int64[total] first byte and end, as if the
-    texts were one. known: Bool[n] texts.
-    bases: Int64[n+1], where each text begins, and the last one's end."""
+    """Where the tokens of some texts stand in them, as if the texts were one.
+
+    starts, stops Int64[total]: the first byte of each token and the one behind its last. known:
+    Bool[n] texts. bases: Int64[n+1], where each text begins, and the last one's end.
+    """
 
     starts: Ints
     stops: Ints
@@ -47,7 +49,9 @@ class TokenBytes:
         )
 
     def ranges(self, texts: pa.LargeStringArray, offsets: Ints, ids: NDArray[np.uint32]) -> Ranges:
-        """texts: without nulls; token ids `ids[offsets[i] : offsets[i + 1]]` are those of text
+        """Where the tokens of texts stand in them.
+
+        texts: without nulls; token ids `ids[offsets[i] : offsets[i + 1]]` are those of text
         i.
         """
         lengths = self._lengths[ids]

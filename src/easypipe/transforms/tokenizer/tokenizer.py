@@ -131,7 +131,9 @@ class Tokenizer:
         return self._decide()[0]
 
     def prove(self, sample: pa.Array, *, of: str, memo: Path | None) -> Backend:
-        """Decides on a backend: gigatoken where it agrees with the reference on hostile text and on
+        """Decides on a backend: gigatoken where it agrees with the reference, also on `sample`.
+
+        Decides on a backend: gigatoken where it agrees with the reference on hostile text and on
         `sample`.
 
         of: what the sample is from, for the message. memo: the cache folder where verdicts are
@@ -150,16 +152,15 @@ class Tokenizer:
         return self._decide()[0]
 
     def refute(self, why: str) -> None:
-        """Remembers that gigatoken wrote wrong tokens: from now on the reference encodes, and
-        nothing that gigatoken wrote is used.
+        """Remembers that gigatoken wrote wrong tokens.
+
+        From now on the reference encodes, and nothing that gigatoken wrote is used.
         """
         with self._lock:
             proof.remember(self._memo, self.fingerprint, Verdict(False, why, after_use=True))
 
     def refuted(self, memo: Path) -> bool:
-        """Whether gigatoken was found to be wrong after it had written tokens into the cache folder
-        `memo`.
-        """
+        """Whether gigatoken was found wrong after it had written tokens into the folder `memo`."""
         verdict = proof.recall(memo, self.fingerprint)
         return verdict is not None and verdict.after_use
 
@@ -218,8 +219,9 @@ class Tokenizer:
     def encode_with_characters(
         self, texts: Sequence[str], *, escaped: bool = False
     ) -> Iterator[tuple[list[int], Ints, Ints]]:
-        """(ids, first characters, ends of the characters) of each text by `tokenizers`, without
-        special tokens; both ascend.
+        """(ids, first characters, ends of the characters) of each text by `tokenizers`.
+
+        No special tokens are added; characters ascend.
 
         escaped: take special strings for ordinary text.
         """
@@ -236,8 +238,9 @@ class Tokenizer:
     def encode_fast(
         self, column: pa.LargeStringArray
     ) -> tuple[Ints, NDArray[np.uint32], TokenBytes] | None:
-        """(offsets, ids, the bytes of tokens) without special tokens; None where gigatoken, or the
-        bytes, are not to be had.
+        """(offsets, ids, the bytes of tokens) without special tokens.
+
+        None where gigatoken, or the bytes, are not to be had.
         """
         _, engine = self._decide()
         pieces = None if engine is None else token_bytes(self._definition)
