@@ -164,7 +164,7 @@ class UniversalDataModule:
         return Splits(train=np.sort(order[held_out:]), val=np.sort(order[:held_out]))
 
     def train_dataloader(self) -> EpochLoader:
-        """A loader that begins at the pass behind the last one finished by a loader of this method."""
+        """A loader that begins behind the last pass that a loader of this method has finished."""
         train = (
             self._train
             if len(self.splits.train) == len(self._train)

@@ -214,7 +214,7 @@ def check_whole(template: object, at: str, origin: str | None = None) -> None:
 def given_template(
     template: str | Path, *, at: str, names: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[str, str]:
-    """(source, origin) of a Jinja template given as its text, by a name of `names`, or as a file."""
+    """(source, origin) of a Jinja template: its text, a name among `names`, or a file."""
     text = str(template)
     if isinstance(template, str) and is_jinja(text):
         return without_mark(text), at

@@ -101,7 +101,7 @@ class Template:
         )
 
     def write(self, variables: Mapping[str, Json]) -> tuple[str, list[Span]]:
-        """`render` of a template that sees these variables, and those of its names not among them."""
+        """`render` of a template that sees these variables, and further names of its own."""
         pieces: list[str] = []
         found: list[tuple[int, str]] = []
         size = 0
