@@ -175,7 +175,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             "KEPT_BLOCKS": 2,
             "RESTART_BYTES": 30,
         },
-        parquet: {"SMALL_GROUP_BYTES": 0, "STREAMED_BYTES": 64, "KEPT_STREAMS": 2, "CUT_BYTES": 64},
+        parquet: {"SMALL_GROUP_BYTES": 0, "STREAMED_BYTES": 64, "KEPT_PLACES": 2, "CUT_BYTES": 64},
     }.items():
         for name, value in sizes.items():
             monkeypatch.setattr(module, name, value)

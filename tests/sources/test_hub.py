@@ -20,6 +20,7 @@ from easypipe import DatasetConfig, Pipeline, PipelineConfig
 from easypipe.core import remote
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.core.protocols import ShardedSource
+from easypipe.sources import files
 from easypipe.sources.hub.layout import choose_files
 from easypipe.sources.hub.source import HuggingFaceShardedSource, parse_hub_name
 from easypipe.sources.open import open_files
@@ -238,7 +239,10 @@ def test_gated(hub: WebServer) -> None:
     } == {f"Bearer {TOKEN}"}
 
 
-def test_the_token_is_shown_nowhere(hub: WebServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_token_is_shown_nowhere(
+    hub: WebServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "SMALL_BYTES", 0)
     with caplog.at_level(logging.DEBUG, "easypipe"):
         source = HuggingFaceShardedSource("org/stories", storage_options={"token": TOKEN})
         assert source.shards

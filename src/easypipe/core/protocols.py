@@ -207,6 +207,7 @@ class SourceInfo:
     pairs: every row is a pair of answers, which must stay in one row of a batch.
     cacheable: the next process knows these rows by the same fingerprint.
     rows_are_bytes: a row's number is the byte at which it begins, and `num_rows` counts bytes.
+    uncounted: it takes `num_rows` itself, and `at_end` says where a shard ends that has none.
     checks_text: every string that it returns is UTF-8.
     bytes_per_row: of a row's values, where all rows have the same.
     """
@@ -215,6 +216,7 @@ class SourceInfo:
     pairs: bool = False
     cacheable: bool = True
     rows_are_bytes: bool = False
+    uncounted: bool = False
     checks_text: bool = False
     bytes_per_row: int | None = None
 
@@ -251,6 +253,16 @@ class Source(ShardedDataSource):
         nulls that an Arrow type would lose.
         """
         return self
+
+    def head(self: Any, num_bytes: int, files: int | None = None) -> ShardedSource:
+        """The source for a first look: of the first `files` of its files, where they are records,
+        those that end within so many bytes.
+        """
+        return self
+
+    def at_end(self: Any, shard: int, position: int) -> bool:
+        """Whether no row stands at `position` or behind it."""
+        return position >= self.shards[shard].num_rows
 
     def raw(self, shard: int, row: int) -> str | None:
         """A row as it stands in its file; None where that is no text."""

@@ -6,15 +6,18 @@ the Hub.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import io
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
+
+import pyarrow as pa
 
 from easypipe.core import remote
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, did_you_mean
@@ -169,6 +172,19 @@ def open_binary(file: FileRef, ahead_bytes: int = 1 << 22) -> Any:
         with LocalFile(file):
             return open(file.here.path, "rb")
     return io.BufferedReader(_RemoteFile(file), ahead_bytes)
+
+
+@contextlib.contextmanager
+def library_errors(at: str, what: str) -> Iterator[None]:
+    """Failures of the library that reads a file, as SourceErrors that name it."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, SourceError):
+            raise
+        raise SourceError(
+            at=at, problem=f"damaged {what}: {error}", fix="Copy or write the file again."
+        ) from error
 
 
 class _RemoteFile(io.RawIOBase):

@@ -75,27 +75,17 @@ def open_files(
                 "own.",
             )
         type = str(next(iter(by_format)))
-    layouts: dict[str, Any] = {
-        "tokens": TokenShardedSource,
-        "arrayrecord": ArrayRecordShardedSource,
-    }
-    if token_files is not None and type not in layouts:
+    more: dict[str, Any] = {}
+    if type in TOKEN_EXTENSIONS:
+        more["layout"] = token_files
+    elif token_files is not None:
         raise ConfigError(
             at="token_files", problem=f"has no effect on {type} files", fix="Leave it out."
         )
     require_text_files(text_unit, type)
-    if type in layouts:
-        return layouts[type](
-            data_files,
-            layout=token_files,
-            columns=columns,
-            on_error=on_error,
-            storage_options=storage_options,
-            index_dir=index_dir,
-        )
-    source: Any = FORMATS[type]
-    more = {} if text_unit is None else {"text_unit": text_unit}
-    return source(
+    if text_unit is not None:
+        more["text_unit"] = text_unit
+    return FORMATS[type](
         data_files,
         columns=columns,
         on_error=on_error,

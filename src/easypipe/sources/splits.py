@@ -121,7 +121,7 @@ class PartialSource(Source):
 
     @property
     def info(self) -> SourceInfo:
-        return info_of(self.source)
+        return replace(info_of(self.source), uncounted=False)
 
     @property
     def below(self) -> ShardedSource:

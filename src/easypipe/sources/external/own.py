@@ -233,7 +233,7 @@ class OwnSource(Source):
 
     @property
     def info(self) -> SourceInfo:
-        return SourceInfo(cacheable=self.cacheable)
+        return SourceInfo(cacheable=self.cacheable, uncounted=True)
 
     @property
     def fingerprint(self) -> str:

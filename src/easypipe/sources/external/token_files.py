@@ -131,7 +131,7 @@ class TokenFormat(Format):
         separator = self._options.separator_id
         layout = Layout(
             key=["tokens", dtype.str, separator, start],
-            split=partial(_split, dtype.itemsize, separator),
+            split=partial(split_tokens, dtype.itemsize, separator),
             start=start,
             schema=lambda facts: _schema(dtype),
             parse=partial(_separated, dtype),
@@ -282,14 +282,3 @@ def _index_beside(file: FileRef) -> FileRef | None:
         return resolve(file.address[: -len(".bin")] + ".idx", file.storage_options)[0]
     except MissingFileError:
         return None
-
-
-def _split(
-    itemsize: int,
-    separator: int,
-    data: np.ndarray,
-    final: bool,
-    starts: np.ndarray,
-    ends: np.ndarray,
-) -> tuple[int, int, int]:
-    return split_tokens(data, itemsize, separator, final, starts, ends)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError
 from easypipe.sources.base import FileSource, Format, Rows, Survey
-from easypipe.sources.files import FileRef, LocalFile, open_binary, read_range
+from easypipe.sources.files import FileRef, LocalFile, library_errors, open_binary, read_range
 from easypipe.sources.schemas import plain_schema
 
 log = logging.getLogger("easypipe")
@@ -41,7 +41,7 @@ class ArrowFormat(Format):
         self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
     ) -> Survey:
         head = read_range(file, 0, min(8, file.num_bytes))
-        with _arrow_errors(file), _open(file) as opened:
+        with library_errors(file.path, "Arrow data"), _open(file) as opened:
             if head.startswith(FILE_MAGIC):
                 tail = read_range(file, file.num_bytes - len(FILE_MAGIC), file.num_bytes)
                 if tail != FILE_MAGIC or file.num_bytes < 20:
@@ -90,7 +90,7 @@ class ArrowFormat(Format):
         batches: _Batches = survey.detail
         first = int(np.searchsorted(batches.first_row, start, side="right")) - 1
         last = int(np.searchsorted(batches.first_row, stop, side="left"))
-        with _arrow_errors(file), _open(file) as opened:
+        with library_errors(file.path, "Arrow data"), _open(file) as opened:
             parts = _read(opened, batches, fields.names, first, last)
         table = pa.Table.from_batches(parts)
         return Rows(table.slice(start - int(batches.first_row[first]), stop - start))
@@ -187,19 +187,3 @@ def _open(file: FileRef) -> pa.NativeFile:
     # refuses a file that changed; the map below must never meet a shorter one
     with LocalFile(file):
         return pa.memory_map(file.here.path, "r")
-
-
-class _arrow_errors:
-    def __init__(self, file: FileRef) -> None:
-        self._path = file.path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (pa.ArrowException, OSError)) and not isinstance(error, SourceError):
-            raise SourceError(
-                at=self._path,
-                problem=f"damaged Arrow data: {error}",
-                fix="Copy or write the file again.",
-            ) from error

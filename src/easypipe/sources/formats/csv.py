@@ -36,7 +36,7 @@ HEADER_BYTES = 1 << 20  # a header is looked for in so many first bytes
 def csv_format() -> RecordFormat:
     def lay_out(file: FileRef, plain: PlainBytes, columns: tuple[str, ...] | None) -> Layout:
         delimiter = _delimiter(file.path)
-        split = partial(_split, ord(delimiter))
+        split = partial(split_csv, ord(delimiter))
         header, start = _header(file, delimiter, split, plain)
         schema = pa.schema([pa.field(name, pa.large_string()) for name in header])
         return Layout(
@@ -173,12 +173,6 @@ def _header(
         problem=f"no header line in its first {HEADER_BYTES} bytes",
         fix="Check that it is CSV.",
     )
-
-
-def _split(
-    delimiter: int, data: np.ndarray, final: bool, starts: np.ndarray, ends: np.ndarray
-) -> tuple[int, int, int]:
-    return split_csv(data, delimiter, final, starts, ends)
 
 
 def _delimiter(path: str) -> str:

@@ -146,7 +146,7 @@ class ForwardSource(Source):
 
     @property
     def info(self) -> SourceInfo:
-        return SourceInfo(rows_are_bytes=True)
+        return SourceInfo(rows_are_bytes=True, uncounted=True)
 
     @property
     def fingerprint(self) -> str:

@@ -1,35 +1,33 @@
 """Parquet files, read by row group.
 
-A range that covers a row group decodes it; one that covers a part of a small group keeps the
-decoded group for its neighbours; one that covers a part of a large group streams through it, so
-that memory is bounded however large row groups are.
+A range that covers a row group decodes it. One that covers a part of it keeps a place there for its
+neighbours: the decoded group where it is small, else as far as reading came, so that memory is
+bounded however large row groups are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from easypipe.core.errors import SourceError, place
+from easypipe.core.errors import SourceError
 from easypipe.sources.base import FileSource, Format, Rows, Survey
-from easypipe.sources.files import FileRef, open_binary, read_range
+from easypipe.sources.files import FileRef, library_errors, open_binary, read_range
 from easypipe.sources.schemas import plain_schema
 
 # a group up to this size (decoded, columns that are read) is decoded whole
 SMALL_GROUP_BYTES = 32 << 20
-KEPT_GROUPS = 4  # decoded small groups that a source remembers
 STREAMED_BYTES = 4 << 20  # of a large group, decoded at a time
-KEPT_STREAMS = 4  # places in large groups from which reading can go on, per file
+KEPT_PLACES = 4  # per file
 CUT_BYTES = 16 << 20  # a large group has cuts about this far apart
 JUMP_BYTES = 1 << 16  # of a remote file, read at a time: the library asks for whole column chunks
 MAGIC = b"PAR1"
@@ -42,8 +40,10 @@ class _Groups:
 
 
 @dataclass
-class _Stream:
-    """A place inside a row group; `held` begins at row `position` of the group."""
+class _Place:
+    """A place in a row group, from which reading can go on: `held` begins at row `position` of
+    it, `batches` come behind.
+    """
 
     group: int
     columns: tuple[str, ...]
@@ -57,14 +57,13 @@ class ParquetFormat(Format):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._decoded: OrderedDict[Any, pa.Table] = OrderedDict()
-        self._streams: dict[str, tuple[threading.Lock, list[_Stream]]] = {}
+        self._places: dict[str, tuple[threading.Lock, list[_Place]]] = {}
 
     def survey(
         self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
     ) -> Survey:
         _check_magic(file)
-        with open_binary(file, JUMP_BYTES) as opened, _arrow_errors(file):
+        with open_binary(file, JUMP_BYTES) as opened, _library_errors(file):
             parquet = pq.ParquetFile(opened)
             metadata, schema = parquet.metadata, parquet.schema_arrow
         rows = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
@@ -100,99 +99,46 @@ class ParquetFormat(Format):
             if a < b and (a, b) == (0, count):
                 whole.append(group)
             elif a < b:
-                parts += self._whole(file, groups, columns, whole)
-                parts.append(self._part(file, groups, columns, group, a, b, whole=False))
+                parts += _whole(file, groups, columns, whole)
+                parts.append(self._part(file, groups, columns, group, a, b))
                 whole = []
             group += 1
-        parts += self._whole(file, groups, columns, whole)
+        parts += _whole(file, groups, columns, whole)
         return Rows(pa.concat_tables(parts))
 
-    def _whole(
-        self, file: FileRef, groups: _Groups, columns: tuple[str, ...], run: list[int]
-    ) -> list[pa.Table]:
-        """Groups side by side from end to end; decoded into one array where they can be, so that
-        nothing is copied together afterwards.
-        """
-        with self._lock:
-            known = any((file.path, group, columns) in self._decoded for group in run)
-        if len(run) > 1 and not known and not file.remote:
-            # read one by one, the damaged one is named
-            with contextlib.suppress(pa.ArrowException, OSError):
-                return [_decode(file, groups, columns, run)]
-        return [
-            self._part(
-                file,
-                groups,
-                columns,
-                g,
-                0,
-                int(groups.first_row[g + 1] - groups.first_row[g]),
-                whole=True,
-            )
-            for g in run
-        ]
-
     def _part(
-        self,
-        file: FileRef,
-        groups: _Groups,
-        columns: tuple[str, ...],
-        group: int,
-        a: int,
-        b: int,
-        *,
-        whole: bool,
-    ) -> pa.Table:
-        key = (file.path, group, columns)
-        small = _group_bytes(groups.metadata, group, columns) <= SMALL_GROUP_BYTES
-        if small:
-            with self._lock:
-                decoded = self._decoded.get(key)
-                if decoded is not None:
-                    self._decoded.move_to_end(key)
-                    return decoded.slice(a, b - a)
-        with _arrow_errors(file, group):
-            if not small and not whole:
-                return self._streamed(file, groups, columns, group, a, b)
-            decoded = _decode(file, groups, columns, [group])
-        if small and not whole:  # a group that is read whole is not asked for again soon
-            with self._lock:
-                self._decoded[key] = decoded
-                while len(self._decoded) > KEPT_GROUPS:
-                    self._decoded.popitem(last=False)
-        return decoded.slice(a, b - a)
-
-    def _streamed(
         self, file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int, a: int, b: int
     ) -> pa.Table:
+        """Rows `a` to `b` of a group."""
         with self._lock:
-            lock, streams = self._streams.setdefault(file.path, (threading.Lock(), []))
-        with lock:
+            lock, places = self._places.setdefault(file.path, (threading.Lock(), []))
+        with lock, _library_errors(file, group):
             usable = [
-                s for s in streams if s.group == group and s.columns == columns and s.position <= a
+                p for p in places if p.group == group and p.columns == columns and p.position <= a
             ]
             if usable:
-                stream = max(usable, key=lambda s: s.position)
-                streams.remove(stream)
+                place = max(usable, key=lambda p: p.position)
+                places.remove(place)
             else:
-                stream = _open_stream(file, groups, columns, group)
+                place = _open_place(file, groups, columns, group)
             taken: list[pa.Table] = []
             while True:
-                end = stream.position + stream.held.num_rows
+                end = place.position + place.held.num_rows
                 if end > a:
                     taken.append(
-                        stream.held.slice(
-                            max(a - stream.position, 0), min(end, b) - max(a, stream.position)
+                        place.held.slice(
+                            max(a - place.position, 0), min(end, b) - max(a, place.position)
                         )
                     )
                 if end >= b:
                     break
-                stream.position = end
-                stream.held = pa.Table.from_batches([next(stream.batches)])
-            stream.held = stream.held.slice(b - stream.position)
-            stream.position = b
-            streams.append(stream)
-            del streams[:-KEPT_STREAMS]
+                place.position = end
+                place.held = pa.Table.from_batches([next(place.batches)])
+            if not _is_small(groups, group, columns):  # else its neighbours are there already
+                place.held = place.held.slice(b - place.position)
+                place.position = b
+            places.append(place)
+            del places[:-KEPT_PLACES]
         return pa.concat_tables(taken)
 
 
@@ -211,24 +157,51 @@ def _decode(file: FileRef, groups: _Groups, columns: tuple[str, ...], run: list[
         return parquet.read_row_groups(run, columns=list(columns), use_threads=len(columns) > 1)
 
 
-def _open_stream(file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int) -> _Stream:
+def _whole(
+    file: FileRef, groups: _Groups, columns: tuple[str, ...], run: list[int]
+) -> list[pa.Table]:
+    """Groups side by side from end to end; decoded into one array where they can be, so that
+    nothing is copied together afterwards.
+    """
+    if len(run) > 1 and not file.remote:
+        # read one by one, the damaged one is named
+        with contextlib.suppress(pa.ArrowException, OSError):
+            return [_decode(file, groups, columns, run)]
+    tables: list[pa.Table] = []
+    for group in run:
+        with _library_errors(file, group):
+            tables.append(_decode(file, groups, columns, [group]))
+    return tables
+
+
+def _open_place(file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int) -> _Place:
+    """The beginning of a group; a small one is decoded as a whole."""
+    if _is_small(groups, group, columns):
+        return _Place(group, columns, 0, _decode(file, groups, columns, [group]), iter(()))
     parquet = pq.ParquetFile(
         open_binary(file, JUMP_BYTES),
         metadata=groups.metadata,
         pre_buffer=False,
         buffer_size=1 << 20,
     )
-    info = groups.metadata.row_group(group)
-    rows = max(
-        1, info.num_rows * STREAMED_BYTES // max(1, _group_bytes(groups.metadata, group, columns))
+    num_rows, size = (
+        groups.metadata.row_group(group).num_rows,
+        _group_bytes(groups.metadata, group, columns),
     )
     batches = parquet.iter_batches(
-        batch_size=rows, row_groups=[group], columns=list(columns), use_threads=False
+        batch_size=max(1, num_rows * STREAMED_BYTES // max(1, size)),
+        row_groups=[group],
+        columns=list(columns),
+        use_threads=False,
     )
     empty = (
         pa.table({}) if not columns else parquet.schema_arrow.empty_table().select(list(columns))
     )
-    return _Stream(group=group, columns=columns, position=0, held=empty, batches=iter(batches))
+    return _Place(group, columns, 0, empty, iter(batches))
+
+
+def _is_small(groups: _Groups, group: int, columns: tuple[str, ...]) -> bool:
+    return _group_bytes(groups.metadata, group, columns) <= SMALL_GROUP_BYTES
 
 
 def _group_bytes(metadata: pq.FileMetaData, group: int, columns: tuple[str, ...] | None) -> int:
@@ -263,19 +236,6 @@ def _check_magic(file: FileRef) -> None:
         )
 
 
-class _arrow_errors:
-    """Failures of the parquet library told as SourceErrors that name the file (and row group)."""
-
-    def __init__(self, file: FileRef, group: int | None = None) -> None:
-        self._at = place(file.path) if group is None else f"{file.path}, row group {group}"
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (pa.ArrowException, OSError)) and not isinstance(error, SourceError):
-            raise SourceError(
-                at=self._at,
-                problem=f"damaged parquet: {error}",
-                fix="Copy or write the file again.",
-            ) from error
+def _library_errors(file: FileRef, group: int | None = None) -> AbstractContextManager[None]:
+    at = file.path if group is None else f"{file.path}, row group {group}"
+    return library_errors(at, "parquet")

@@ -151,7 +151,7 @@ def split_elements(data, final, starts, ends):
 
 
 @jit
-def split_csv(data, delimiter, final, starts, ends):
+def split_csv(delimiter, data, final, starts, ends):
     """Records of delimited text; a quote counts only at the start of a field, inside it "" stands
     for one quote.
     """
@@ -351,7 +351,7 @@ def skip_nested(data, words, i, end):
 
 
 @jit
-def split_tokens(data, itemsize, separator, final, starts, ends):
+def split_tokens(itemsize, separator, data, final, starts, ends):
     """Documents of little-endian integers of `itemsize` bytes, each with the separator that ends
     it.
     """

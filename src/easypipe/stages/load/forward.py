@@ -13,12 +13,18 @@ import pyarrow as pa
 from easypipe.cache.location import own_folder
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
-from easypipe.core.protocols import PipelineContext, Reject, Shard, info_of, innermost, scan
+from easypipe.core.protocols import (
+    PipelineContext,
+    Reject,
+    Shard,
+    Source,
+    info_of,
+    innermost,
+    scan,
+)
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK
 from easypipe.loader.streams.feed import Loaded
 from easypipe.loader.streams.ledger import LOST
-from easypipe.sources.external.own import OwnSource
-from easypipe.sources.formats.forward import ForwardSource
 from easypipe.stages.config import datasets_of
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.stages.tokenize.token_rows import AUDITED_BYTES, AUDITED_SHARE, sample_of
@@ -45,7 +51,7 @@ class ForwardDocuments:
         self._on_error = "error" if dataset is None else dataset.on_error
         self.max_bad_rows = None if dataset is None else dataset.max_bad_rows
         files = innermost(source)
-        self._at_end = files.at_end if isinstance(files, ForwardSource | OwnSource) else None
+        self._ends = files if isinstance(files, Source) and files.info.uncounted else None
         self._proving = threading.Lock()
         self._proved = not isinstance(source, TokenizedShardedSource) or source.form.masked
 
@@ -54,7 +60,7 @@ class ForwardDocuments:
         """Raises SourceError where nobody knows where one ends."""
         shards = self._source.shards
         for shard in shards:
-            if shard.num_rows is None and self._at_end is None:
+            if shard.num_rows is None and self._ends is None:
                 raise SourceError(
                     at=shard.name,
                     problem="its rows cannot be counted, nor read forward",
@@ -108,7 +114,7 @@ class ForwardDocuments:
                 for reject in bad[:NAMED_ROWS]
             ),
             ended=self._source.shards[shard].num_rows is not None
-            or (self._at_end is not None and self._at_end(shard, stop)),
+            or (self._ends is not None and self._ends.at_end(shard, stop)),
         )
 
     def _scan(

@@ -8,14 +8,18 @@ from typing import Any
 
 from easypipe.cache.location import index_folder
 from easypipe.core.errors import ConfigError, SchemaError
-from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Source, select
+from easypipe.core.protocols import (
+    BaseStage,
+    PipelineContext,
+    ShardedSource,
+    Source,
+    info_of,
+    select,
+)
 from easypipe.save.saved import is_saved, load_saved
-from easypipe.sources.base import FileSource
 from easypipe.sources.external.memory import InMemoryShardedSource
-from easypipe.sources.external.own import OwnSource
-from easypipe.sources.formats.forward import ForwardSource, open_forward
+from easypipe.sources.formats.forward import open_forward
 from easypipe.sources.formats.records import MAX_RECORD_BYTES
-from easypipe.sources.hub.source import HuggingFaceShardedSource
 from easypipe.sources.open import open_files, require_text_files
 from easypipe.sources.splits import PartialSource, limited
 from easypipe.stages.config import datasets_of
@@ -126,19 +130,13 @@ def open_dataset(
     if first_rows is not None and most is not None:
         whole = dataset.text_unit == "file"  # every file is one row
         size, count = (MAX_RECORD_BYTES, first_rows) if whole else (HEAD_BYTES, 1)
-        head = (
-            source.head(size, files=count)
-            if isinstance(source, FileSource | HuggingFaceShardedSource)
-            else source
-        )
+        head = source.head(size, files=count) if isinstance(source, Source) else source
         return formatted(limited(_without_conflicts(head, dataset), most), dataset)
     source = _without_conflicts(source, dataset)
     part = split_of(dataset)[1]
     if part is not None:
         source = PartialSource(source, part)
-    if dataset.num_rows is not None and (
-        part is not None or not isinstance(source, ForwardSource | OwnSource)
-    ):
+    if dataset.num_rows is not None and not info_of(source).uncounted:
         source = limited(source, dataset.num_rows)
     return formatted(source, dataset)
 
