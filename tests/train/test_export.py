@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from flax import nnx
 
-from easypipe import DatasetConfig, Decoder, ModelConfig, Trainer, train_bpe
+from easypipe import DatasetConfig, Decoder, ModelConfig, PipelineConfig, Trainer, train_bpe
 from easypipe.cli import main
 from easypipe.train import save_pretrained
 from easypipe.train.finished import load_trained
+from easypipe.train.model.generate import generate
 from easypipe.transforms.chat.render import load_chat_template, turns_of
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
@@ -43,11 +44,10 @@ def tuned(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} it is"}]
         for i in range(60)
     ]
-    data = [
-        DatasetConfig(
-            name="talks", data_files={"messages": talks}, tokenizer=str(tokenizer), **CHAT
-        )
-    ]
+    one = DatasetConfig(
+        name="talks", data_files={"messages": talks}, tokenizer=str(tokenizer), **CHAT
+    )
+    data = PipelineConfig(datasets=(one,), seed=7)
     how: dict[str, Any] = {
         "seq_length": 48,
         "batch_size": 4,
@@ -82,7 +82,7 @@ def test_a_tuned_model_says_what_ends_a_turn_how_long_rows_were_and_how_it_was_a
 
 
 def test_what_was_seen_is_in_the_checkpoint_and_generate_stops_there(
-    tuned: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tuned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = load_trained(tuned.output_dir).seen
     assert (seen.stop_token_ids, seen.max_length, seen.chat_template) == (
@@ -93,19 +93,20 @@ def test_what_was_seen_is_in_the_checkpoint_and_generate_stops_there(
     folder = tuned.save(tmp_path / "saved")
     greedy = ["generate", str(folder), "say 7", "--max-new-tokens", "6", "--temperature", "0"]
 
-    def written() -> list[int]:
-        assert main(greedy) == 0
-        return load_tokenizer(str(folder)).reference_encode(capsys.readouterr().out.rstrip("\n"))
+    given: list[list[int]] = []
 
-    whole = written()
-    generation = read(folder, "generation_config.json")
-    (folder / "generation_config.json").write_text(
-        json.dumps(generation | {"eos_token_id": [299, whole[-1]]})
-    )
-    cut = written()
-    assert len(cut) < len(whole)
-    assert whole[: len(cut)] == cut
-    assert whole[-1] not in cut[len(load_tokenizer(str(folder)).reference_encode("say 7")) :]
+    def watched(*args: Any, **options: Any) -> list[list[int]]:
+        given.extend(generate(*args, **options))
+        return given[-1:]
+
+    monkeypatch.setattr("easypipe.train.model.generate.generate", watched)
+    assert main(greedy) == 0
+    unused = next(token for token in range(300) if token not in given[0])
+    generation = read(folder, "generation_config.json") | {"eos_token_id": [unused, given[0][-1]]}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert main(greedy) == 0
+    whole, cut = given
+    assert cut == whole[: whole.index(whole[-1])]
 
 
 @pytest.mark.parametrize(
