@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 
 from easypipe.train import load_pretrained, save_pretrained
+from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.model.generate import generate
 from easypipe.train.model.lora import adapters, add_lora
-from easypipe.train.model.lora_config import LoraConfig
 from easypipe.train.model.pretrained.peft import load_adapters, save_adapters
 from train.hf_support import CONFIGS, tensors, token_ids, torch_logits, write_model
 

@@ -19,10 +19,10 @@ from flax import nnx
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.train import state as states
 from easypipe.train.config import CheckpointConfig, OptimizerConfig
+from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.decoder import Decoder, ModelConfig, param_count
 from easypipe.train.model.flops import adapter_flops, matmul_params
 from easypipe.train.model.lora import LoraLinear, adapters, add_lora, fingerprint, merge_lora
-from easypipe.train.model.lora_config import LoraConfig
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.trainer import Trainer
 from train.hf_support import CONFIGS, tensors, write_model
@@ -250,8 +250,8 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from easypipe.train.model.lora_config import LoraConfig
-from easypipe.train.model.pretrained.config import PretrainedConfig
+from easypipe.train.model.config import LoraConfig
+from easypipe.train.model.config import PretrainedConfig
 from easypipe.train.trainer import Trainer
 from train.runs import Arithmetic, settings
 

@@ -34,8 +34,8 @@ def measure(folder: Path) -> dict[str, Any]:
     from easypipe import LoadStageConfig, PackStageConfig, Pipeline
     from easypipe.train.config import CheckpointConfig, SpikeConfig
     from easypipe.train.metrics.log import read_metrics
+    from easypipe.train.model.config import LoraConfig
     from easypipe.train.model.decoder import ModelConfig
-    from easypipe.train.model.lora_config import LoraConfig
     from easypipe.train.trainer import Trainer
     from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
     from pipelines import config, tokenizer

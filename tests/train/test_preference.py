@@ -38,8 +38,8 @@ from easypipe.train.config import (
 )
 from easypipe.train.events import TrainEvent
 from easypipe.train.losses.preference import REFERENCE, Reference, preference_loss
+from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.decoder import Decoder, ModelConfig
-from easypipe.train.model.lora_config import LoraConfig
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.state import layout_of
 from easypipe.train.trainer import Trainer

@@ -27,7 +27,7 @@ from easypipe.core.schema import LABELS, PIXEL_VALUES, TaskSpec
 from easypipe.train.checks import resolve_steps
 from easypipe.train.config import TrainingConfig, told
 from easypipe.train.events import TrainListener, null_listener
-from easypipe.train.model.classifier_config import ClassifierConfig
+from easypipe.train.model.config import ClassifierConfig
 from easypipe.train.parallel.config import DistributedConfig
 from easypipe.train.parallel.distributed import initialize
 from easypipe.train.record import recorded_seed

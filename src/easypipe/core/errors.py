@@ -69,6 +69,18 @@ class ConfigError(EasypipeError, ValueError):
         )
 
 
+def require(
+    holds: bool,
+    at: str,
+    problem: str,
+    fix: str | None = None,
+    have: Iterable[object] | None = None,
+) -> None:
+    """Raises ConfigError unless `holds`."""
+    if not holds:
+        raise ConfigError(at=at, problem=problem, have=have, fix=fix)
+
+
 class StageOrderError(EasypipeError, RuntimeError):
     pass
 

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from easypipe.core.config import ListOf, check_at_least, config, was_given
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.train.callbacks.config import CallbacksConfig
-from easypipe.train.model.lora_config import LoraConfig
+from easypipe.train.model.config import LoraConfig
 from easypipe.train.optim.config import OptimizerConfig, check_warmup
 from easypipe.train.parallel.config import DistributedConfig, MeshConfig, mesh_config
 
@@ -35,25 +35,24 @@ class LossConfig:
     chunk_size: int | None = None
 
     def check(self) -> None:
-        if not (math.isfinite(self.z_loss) and self.z_loss >= 0):
-            raise ConfigError(
-                at="z_loss",
-                problem=f"{self.z_loss} is not a number from 0 up",
-                fix="0.0 for none; 1e-4 is usual.",
-            )
-        if not 0 <= self.label_smoothing < 1:
-            raise ConfigError(
-                at="label_smoothing",
-                problem=f"{self.label_smoothing} is outside [0, 1)",
-                fix="0.0 for none; 0.1 is usual.",
-            )
-        if self.implementation == "reference" and (self.rule or self.chunk_size):
-            at = "rule" if self.rule else "chunk_size"
-            raise ConfigError(
-                at=at,
-                problem="the reference knows none",
-                fix="Leave it out, or choose implementation 'chunked'.",
-            )
+        require(
+            0 <= self.z_loss < math.inf,
+            "z_loss",
+            f"{self.z_loss} is not a number from 0 up",
+            "0.0 for none; 1e-4 is usual.",
+        )
+        require(
+            0 <= self.label_smoothing < 1,
+            "label_smoothing",
+            f"{self.label_smoothing} is outside [0, 1)",
+            "0.0 for none; 0.1 is usual.",
+        )
+        require(
+            self.implementation != "reference" or not (self.rule or self.chunk_size),
+            "rule" if self.rule else "chunk_size",
+            "the reference knows none",
+            "Leave it out, or choose implementation 'chunked'.",
+        )
         check_at_least(self, 1, "chunk_size")
 
 
@@ -69,16 +68,18 @@ class PreferenceConfig:
     reference: Literal["initial", "none"] = "initial"
 
     def check(self) -> None:
-        if not (math.isfinite(self.beta) and self.beta > 0):
-            raise ConfigError(
-                at="beta", problem=f"{self.beta} is not a positive number", fix="0.1 is usual."
-            )
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ConfigError(
-                at="label_smoothing",
-                problem=f"{self.label_smoothing} is outside [0, 0.5)",
-                fix="0.0 is usual.",
-            )
+        require(
+            0 < self.beta < math.inf,
+            "beta",
+            f"{self.beta} is not a positive number",
+            "0.1 is usual.",
+        )
+        require(
+            0 <= self.label_smoothing < 0.5,
+            "label_smoothing",
+            f"{self.label_smoothing} is outside [0, 0.5)",
+            "0.0 is usual.",
+        )
 
 
 @config
@@ -110,12 +111,12 @@ class SpikeConfig:
     def check(self) -> None:
         check_at_least(self, 2, "window")
         check_at_least(self, 1, "patience", "max_rollbacks")
-        if not (math.isfinite(self.threshold) and self.threshold > 0):
-            raise ConfigError(
-                at="threshold",
-                problem=f"{self.threshold} is not a positive number",
-                fix="10.0 is usual.",
-            )
+        require(
+            0 < self.threshold < math.inf,
+            "threshold",
+            f"{self.threshold} is not a positive number",
+            "10.0 is usual.",
+        )
 
 
 @config
@@ -186,46 +187,31 @@ class TrainingConfig:
 
     def check(self) -> None:
         check_at_least(self, 1, "epochs", "batch_size")
-        if self.epochs is not None and self.steps is not None:
-            raise ConfigError(
-                at="epochs",
-                problem=f"{self.epochs}, and steps say how long the run is too",
-                fix="Give one of them.",
-            )
-        check_at_least(
-            self,
-            1,
-            "steps",
-            "accumulate_steps",
-            "log_every",
-            "eval_every",
-            "eval_batches",
-            "max_nonfinite",
+        require(
+            self.epochs is None or self.steps is None,
+            "epochs",
+            f"{self.epochs}, and steps say how long the run is too",
+            "Give one of them.",
         )
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^32)")
+        counts = "accumulate_steps", "log_every", "eval_every", "eval_batches", "max_nonfinite"
+        check_at_least(self, 1, "steps", *counts)
+        require(0 <= self.seed < 2**32, "seed", f"{self.seed} is outside [0, 2^32)")
         if self.steps is not None:
             check_warmup(self.optimizer, self.steps)
         mesh_config(self.mesh)
-        if self.preference is not None and self.loss != LossConfig():
-            raise ConfigError(
-                at="loss",
-                problem="has no effect on preferences, which have a loss of their own",
-                fix="Leave it out.",
-            )
-        if (
-            self.spikes is not None
-            and self.on_nonfinite == "skip"
-            and self.spikes.patience > self.max_nonfinite
-        ):
-            problem = (
+        require(
+            self.preference is None or self.loss == LossConfig(),
+            "loss",
+            "has no effect on preferences, which have a loss of their own",
+            "Leave it out.",
+        )
+        if self.spikes is not None and self.on_nonfinite == "skip":
+            require(
+                self.spikes.patience <= self.max_nonfinite,
+                "spikes.patience",
                 f"{self.spikes.patience} bad steps, but the run stops after "
-                f"{self.max_nonfinite} that are not finite"
-            )
-            raise ConfigError(
-                at="spikes.patience",
-                problem=problem,
-                fix=f"Give at most {self.max_nonfinite}, or raise max_nonfinite.",
+                f"{self.max_nonfinite} that are not finite",
+                f"Give at most {self.max_nonfinite}, or raise max_nonfinite.",
             )
 
 
@@ -236,16 +222,17 @@ def told(data: Any, config: TrainingConfig, at: str) -> dict[str, int]:
     Raises ConfigError where it was given others. at: its key path.
     """
     changes = {}
-    for name, value in (("batch_size", config.batch_size), ("num_epochs", config.epochs)):
-        if value is None:
-            continue
-        own = getattr(data, name)
-        if own != value and was_given(data, name):
-            key = "batch_size" if name == "batch_size" else "epochs"
-            raise ConfigError(
-                at=f"train.{key}",
-                problem=f"{value}, but {at}.{name} is {own}",
-                fix="Give one of them.",
+    for key, value, name in (
+        ("batch_size", config.batch_size, "batch_size"),
+        ("epochs", config.epochs, "num_epochs"),
+    ):
+        if value is not None:
+            own = getattr(data, name)
+            require(
+                own == value or not was_given(data, name),
+                f"train.{key}",
+                f"{value}, but {at}.{name} is {own}",
+                "Give one of them.",
             )
-        changes[name] = value
+            changes[name] = value
     return changes

@@ -18,10 +18,9 @@ from easypipe.train import state as states
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.checkpoint.files import CHECKPOINTS
 from easypipe.train.config import TrainingConfig
-from easypipe.train.model.classifier_config import ClassifierConfig
+from easypipe.train.model.config import ClassifierConfig, PretrainedConfig
 from easypipe.train.model.decoder import ModelConfig
 from easypipe.train.model.lora import fingerprint
-from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.model.pretrained.load import Pretrained
 from easypipe.train.model.pretrained.origin import Model, Origin, from_pretrained, origin_of
 from easypipe.train.model.pretrained.save import Seen

@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Float
 
 from easypipe.core.errors import ConfigError
-from easypipe.train.model.classifier_config import ClassifierConfig
+from easypipe.train.model.config import ClassifierConfig
 
 
 class Classifier(nnx.Module):

@@ -1,14 +1,18 @@
-"""The shape of a decoder. No jax here: a configuration is read and checked on machines that only
-prepare data.
+"""Options of models: a decoder, a published model, a classifier of images, adapters. No jax here.
+
+A configuration is read and checked on machines that only prepare data.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+import math
+from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Literal
 
-from easypipe.core.config import config
-from easypipe.core.errors import ConfigError
+from easypipe.core.config import ListOf, config
+from easypipe.core.errors import ConfigError, require
+from easypipe.train.model.pretrained.files import commit_of, model_folder
 
 AttentionBackend = Literal["xla", "splash", "triton"]
 # of a head: Triton's blocks are powers of two, and its products no smaller than 16
@@ -51,33 +55,32 @@ class RopeScaling:
     original_length: int = 8192  # llama3: tokens a row had in the first training
 
     def check(self) -> None:
-        if self.factor < 1:
-            raise ConfigError(
-                at="factor",
-                problem=f"{self.factor} is less than 1",
-                fix="8.0 is usual; leave rope_scaling out for none.",
+        require(
+            self.factor >= 1,
+            "factor",
+            f"{self.factor} is less than 1",
+            "8.0 is usual; leave rope_scaling out for none.",
+        )
+        require(
+            0 < self.low_freq_factor < self.high_freq_factor,
+            "low_freq_factor",
+            f"{self.low_freq_factor} is not between 0 and high_freq_factor {self.high_freq_factor}",
+            "1.0 and 4.0 are usual.",
+        )
+        require(
+            self.original_length >= 1,
+            "original_length",
+            f"{self.original_length} is no length",
+            "8192 is usual.",
+        )
+        given, own = asdict(self), {one.name: one.default for one in fields(self)}
+        for field in ("low_freq_factor", "high_freq_factor", "original_length"):
+            require(
+                self.kind != "linear" or given[field] == own[field],
+                field,
+                "has no effect with kind linear",
+                "Leave it out, or choose kind llama3.",
             )
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            problem = (
-                f"{self.low_freq_factor} is not between 0 and high_freq_factor "
-                f"{self.high_freq_factor}"
-            )
-            raise ConfigError(at="low_freq_factor", problem=problem, fix="1.0 and 4.0 are usual.")
-        if self.original_length < 1:
-            raise ConfigError(
-                at="original_length",
-                problem=f"{self.original_length} is no length",
-                fix="8192 is usual.",
-            )
-        if self.kind == "linear":
-            given, own = asdict(self), {one.name: one.default for one in fields(self)}
-            for field in ("low_freq_factor", "high_freq_factor", "original_length"):
-                if given[field] != own[field]:
-                    raise ConfigError(
-                        at=field,
-                        problem="has no effect with kind linear",
-                        fix="Leave it out, or choose kind llama3.",
-                    )
 
 
 @config
@@ -126,57 +129,58 @@ class ModelConfig:
     def check(self) -> None:
         values = asdict(self)
         for field in _SIZES:
-            if values[field] is not None and values[field] < 1:
-                raise ConfigError(
-                    at=field, problem=f"{values[field]} is not a size", fix="Give at least 1."
-                )
-        self._check_heads()
+            require(
+                values[field] is None or values[field] >= 1,
+                field,
+                f"{values[field]} is not a size",
+                "Give at least 1.",
+            )
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            "num_kv_heads",
+            f"{self.num_kv_heads} does not divide num_heads {self.num_heads}",
+            have=[n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0],
+        )
+        require(
+            self.head_dim is not None or self.hidden_size % self.num_heads == 0,
+            "num_heads",
+            f"{self.num_heads} does not divide hidden_size {self.hidden_size}",
+            f"Set head_dim, or num_heads to a divisor of {self.hidden_size}.",
+        )
+        require(
+            self.head_width % 2 == 0,
+            "head_dim",
+            f"{self.head_width} is odd: rotary positions turn pairs",
+            "Give an even width.",
+        )
         for field in _POSITIVE:
-            if values[field] is not None and values[field] <= 0:
-                usual = "10000.0 and 1e-6 are usual."
-                fix = "Leave it out for none." if field.endswith("cap") else usual
-                raise ConfigError(at=field, problem=f"{values[field]} is not positive", fix=fix)
-        if self.attention == "triton" and self.head_width not in TRITON_WIDTHS:
-            problem = (
-                f"'triton' knows heads of width {', '.join(map(str, TRITON_WIDTHS))}, and "
-                f"these have {self.head_width}"
+            usual = "10000.0 and 1e-6 are usual."
+            require(
+                values[field] is None or values[field] > 0,
+                field,
+                f"{values[field]} is not positive",
+                "Leave it out for none." if field.endswith("cap") else usual,
             )
-            fix = "Leave it out, and the fastest that can run is taken."
-            raise ConfigError(at="attention", problem=problem, fix=fix)
+        require(
+            self.attention != "triton" or self.head_width in TRITON_WIDTHS,
+            "attention",
+            f"'triton' knows heads of width {', '.join(map(str, TRITON_WIDTHS))}, and these have "
+            f"{self.head_width}",
+            "Leave it out, and the fastest that can run is taken.",
+        )
         for field in ("global_every", "local_rope_theta"):
-            if values[field] is not None and self.sliding_window is None:
-                raise ConfigError(
-                    at=field,
-                    problem="has no effect without sliding_window",
-                    fix="Leave it out, or set sliding_window.",
-                )
-        scales = self.rope_scaling is not None
-        if scales and all(self.windowed) and self.local_rope_theta is not None:
-            raise ConfigError(
-                at="rope_scaling",
-                problem="has no effect: every layer has a window and local_rope_theta",
-                fix="Leave rope_scaling or local_rope_theta out, or set global_every.",
+            require(
+                values[field] is None or self.sliding_window is not None,
+                field,
+                "has no effect without sliding_window",
+                "Leave it out, or set sliding_window.",
             )
-
-    def _check_heads(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                at="num_kv_heads",
-                problem=f"{self.num_kv_heads} does not divide num_heads {self.num_heads}",
-                have=[n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0],
-            )
-        if self.head_dim is None and self.hidden_size % self.num_heads:
-            raise ConfigError(
-                at="num_heads",
-                problem=f"{self.num_heads} does not divide hidden_size {self.hidden_size}",
-                fix=f"Set head_dim, or num_heads to a divisor of {self.hidden_size}.",
-            )
-        if self.head_width % 2:
-            raise ConfigError(
-                at="head_dim",
-                problem=f"{self.head_width} is odd: rotary positions turn pairs",
-                fix="Give an even width.",
-            )
+        require(
+            self.rope_scaling is None or self.local_rope_theta is None or not all(self.windowed),
+            "rope_scaling",
+            "has no effect: every layer has a window and local_rope_theta",
+            "Leave rope_scaling or local_rope_theta out, or set global_every.",
+        )
 
     @property
     def head_width(self) -> int:
@@ -201,3 +205,124 @@ class ModelConfig:
                 fix="Set it, or build the model through a run, which asks the tokenizer.",
             )
         return self.vocab_size
+
+
+@config
+class PretrainedConfig:
+    """A model to train further, in place of a ModelConfig: its shape is in its own config.json, its
+    first values in its files.
+
+    Its tokenizer is the default of data that names none.
+    """
+
+    pretrained: str | Path  # a folder in the manner of transformers, or a Hub name
+    # branch, tag or commit of a Hub repository; None: main. A run records the commit
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of products and activations
+    # of the parameters; None: dtype with adapters (train.lora), else float32
+    param_dtype: Literal["float32", "bfloat16"] | None = None
+    remat: Literal["none", "dots", "full"] = "none"  # as in ModelConfig
+    attention: AttentionBackend | None = None  # as in ModelConfig
+    scan_layers: bool = True  # as in ModelConfig
+
+    def check(self) -> None:
+        require(
+            bool(str(self.pretrained)),
+            "pretrained",
+            "names no model",
+            "Give a folder with config.json, or a Hub name.",
+        )
+
+    def resolved(self) -> tuple[PretrainedConfig, Path]:
+        """The same at its commit, and the folder of its small files (config.json, tokenizer).
+        Raises what `model_folder` raises.
+        """
+        folder = model_folder(self.pretrained, self.revision, weights=False)
+        commit = commit_of(folder, self.pretrained)
+        return (self if commit is None else replace(self, revision=commit)), folder
+
+
+@config
+class ClassifierConfig:
+    """A small network that tells classes of images apart, untrained. The defaults have 19,000
+    parameters for ten classes of grey images.
+
+    kind: "convnet": for each of hidden_sizes a 3 x 3 convolution with so many channels and a
+    pooling that halves both sides, then the mean
+        over what is left of the image; "mlp": all pixels through layers that are so wide.
+    """
+
+    kind: Literal["convnet", "mlp"] = "convnet"
+    hidden_sizes: ListOf[int] = (32, 64)
+    num_classes: int | None = None  # None: those of the data, filled in by the run
+    # height, width, channels; None: the data's, filled in by the run
+    image_shape: tuple[int, int, int] | None = None
+
+    def check(self) -> None:
+        sizes, convolves = self.hidden_sizes, self.kind == "convnet"
+        for i, size in enumerate(sizes):
+            require(size >= 1, f"hidden_sizes[{i}]", f"{size} is not a size", "Give at least 1.")
+        require(
+            not convolves or bool(sizes),
+            "hidden_sizes",
+            "a convnet without convolutions",
+            "Give at least one size.",
+        )
+        require(
+            self.num_classes is None or self.num_classes >= 2,
+            "num_classes",
+            f"{self.num_classes} leaves nothing to tell apart",
+            "Give at least 2.",
+        )
+        if self.image_shape is not None:
+            require(
+                min(self.image_shape) >= 1,
+                "image_shape",
+                f"{self.image_shape} is no (height, width, channels)",
+                "Give sizes from 1.",
+            )
+            side = min(self.image_shape[:2])
+            require(
+                not convolves or side >= 1 << len(sizes),
+                "hidden_sizes",
+                f"{len(sizes)} halvings leave nothing of a side of {side} pixels",
+                f"Give at most {side.bit_length() - 1} sizes, or larger images.",
+            )
+
+
+@config
+class LoraConfig:
+    """Low-rank adapters (Hu et al., 2021): a projection W becomes W + scale·A·B, and A and B alone
+    are trained; all else is frozen.
+
+    A is [inputs, rank], drawn evenly from ±inputs^-1/2; B is [rank, outputs], zero at first, so
+    that training begins at the model itself. Both are float32, whatever W is. Optimizer state and
+    checkpoints hold nothing of what is frozen.
+    """
+
+    rank: int = 8
+    # scale is alpha / rank: with it fixed, the rank can be changed and the learning rate stays
+    alpha: float = 16.0
+    # scale is alpha / sqrt(rank) instead (Kalajdzievski, 2023): for ranks of 64 and more
+    rank_stabilized: bool = False
+    # projections, by name ("layers.query"), its last part ("query") or a pattern; "*": all
+    targets: ListOf[str] = ("*",)
+
+    def check(self) -> None:
+        require(self.rank >= 1, "rank", f"{self.rank} is no rank", "8 is usual.")
+        require(
+            0 < self.alpha < math.inf,
+            "alpha",
+            f"{self.alpha} is not a positive number",
+            "Twice the rank is usual.",
+        )
+        require(
+            bool(self.targets),
+            "targets",
+            "names nothing to train",
+            'Give names of projections, or ["*"] for all.',
+        )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)

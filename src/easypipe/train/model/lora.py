@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.random import fold
-from easypipe.train.model.lora_config import LoraConfig
+from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.pretrained.families import PROJECTIONS
 
 Module = TypeVar("Module", bound=nnx.Module)

@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.train import state as states
+from easypipe.train.model.config import PretrainedConfig
 from easypipe.train.model.decoder import Decoder, ModelConfig
-from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.model.pretrained.families import Weight, from_hf, weights
 from easypipe.train.model.pretrained.files import (
     CONFIG,

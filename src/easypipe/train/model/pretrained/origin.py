@@ -19,11 +19,9 @@ from easypipe.core.errors import ConfigError
 from easypipe.train import state as states
 from easypipe.train.losses.loss import call_names
 from easypipe.train.model.classifier import Classifier
-from easypipe.train.model.classifier_config import ClassifierConfig
+from easypipe.train.model.config import ClassifierConfig, LoraConfig, PretrainedConfig
 from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.model.lora import add_lora
-from easypipe.train.model.lora_config import LoraConfig
-from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.model.pretrained.load import Pretrained, find_pretrained
 from easypipe.train.optim.optimizers import Optimizer
 

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from easypipe.core.errors import ConfigError, MissingFileError, StateError
 from easypipe.core.storage import json_bytes
+from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.lora import adapters, add_lora
-from easypipe.train.model.lora_config import LoraConfig
 from easypipe.train.model.pretrained.families import PROJECTIONS
 from easypipe.train.model.pretrained.files import read_json, short
 from easypipe.train.model.pretrained.save import new_folder
