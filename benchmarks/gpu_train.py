@@ -88,8 +88,8 @@ def easypipe(preset: Preset, options: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from easypipe.train.config import CheckpointConfig, OptimizerConfig, TrainingConfig
+    from easypipe.train.metrics.devices import peak_flops
     from easypipe.train.metrics.log import read_metrics
-    from easypipe.train.metrics.peak import peak_flops
     from easypipe.train.trainer import Trainer
 
     class Rows:

@@ -283,7 +283,7 @@ FAULTS = [
           "return self.first_column(j) + jnp.arange(self.B) >= j * self.B", "return self.first_column(j) + jnp.arange(self.B) >= 0"),
     fault("tokens of the last chunk count twice", "kernels/loss/chunked.py", "tests/kernels/test_loss.py -k head_gradient",
           "jnp.where(fresh_C, weights_C, 0.0)", "weights_C"),
-    fault("a label just beyond a shard picks a logit", "kernels/loss/rows.py", "tests/kernels/test_sharded.py",
+    fault("a label just beyond a shard picks a logit", "kernels/loss/chunked.py", "tests/kernels/test_sharded.py",
           "(labels < logits.shape[1])", "(labels <= logits.shape[1])"),
     fault("bias gradients of devices are not summed", "kernels/loss/sharded.py", "tests/kernels/test_sharded.py",
           "(jax.lax.psum(d_bias, summed) if summed else d_bias)", "d_bias"),

@@ -11,7 +11,6 @@ import pytest
 import kernel_costs
 from easypipe.kernels.loss.stats import Cotangents, Inputs, Objective
 from easypipe.kernels.loss.tpu import backward as pallas_tpu_backward
-from easypipe.kernels.loss.tpu import forward as pallas_tpu_forward
 from easypipe.kernels.loss.tpu import rows as pallas_tpu_rows
 from easypipe.kernels.loss.tpu.blocks import (
     LANES,
@@ -30,6 +29,7 @@ from easypipe.kernels.loss.tpu.blocks import (
     plan_blocks,
     sizes_of,
 )
+from easypipe.kernels.loss.tpu.kernel import forward_stats
 from easypipe.kernels.tuning import table as tuning
 
 DEVICES = {"v5e": V5E, "v5p": V5P, "v6e": V6E, "tpu7x": V7X}
@@ -69,7 +69,7 @@ def test_bytes_near_the_least_and_no_flops_too_many(device, tokens, width, vocab
     )
     scalars = shape((tokens,), "float32")
     counted = kernel_costs.cost(
-        lambda h, w, t: pallas_tpu_forward.stats(Inputs(h, w, None, t), "dv", None, blocks, False),
+        lambda h, w, t: forward_stats(Inputs(h, w, None, t), "dv", None, blocks, False),
         hidden,
         head,
         labels,
@@ -116,7 +116,7 @@ def test_the_count_sees_what_is_moved_again():
         shape((8192,), "int32"),
     )
     counted = kernel_costs.cost(
-        lambda h, w, t: pallas_tpu_forward.stats(Inputs(h, w, None, t), "dv", None, small, False),
+        lambda h, w, t: forward_stats(Inputs(h, w, None, t), "dv", None, small, False),
         *arguments,
     )
     assert counted.bytes > 8 * 2048 * 32_768 * 2

@@ -19,8 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from easypipe.train import initialize
 from easypipe.train.config import CheckpointConfig
-from easypipe.train.parallel.axes import TOKEN_AXES
-from easypipe.train.parallel.mesh import make_mesh
+from easypipe.train.parallel.mesh import TOKEN_AXES, make_mesh
 from easypipe.train.signals import Interrupted
 from easypipe.train.trainer import Trainer
 from train.runs import Arithmetic, Tiny, settings

@@ -21,7 +21,7 @@ from flax import nnx
 from easypipe.train.config import CheckpointConfig, OptimizerConfig, TrainingConfig
 from easypipe.train.events import TrainEvent
 from easypipe.train.metrics.meter import RATES
-from easypipe.train.parallel.axes import partitioned
+from easypipe.train.parallel.mesh import partitioned
 from easypipe.train.signals import Interrupted
 from easypipe.train.trainer import Trainer
 

@@ -41,9 +41,8 @@ def measure(folder: Path) -> dict:
     from easypipe.train.losses.loss import loss_sums
     from easypipe.train.metrics.log import read_metrics
     from easypipe.train.model.decoder import Decoder, ModelConfig
-    from easypipe.train.parallel.axes import partitioned
     from easypipe.train.parallel.config import PRESETS, mesh_config
-    from easypipe.train.parallel.mesh import check_batch_size, make_mesh, place_batch
+    from easypipe.train.parallel.mesh import check_batch_size, make_mesh, partitioned, place_batch
     from easypipe.train.trainer import Trainer
     from pipelines import config
     from train.runs import Arithmetic, Tiny, settings

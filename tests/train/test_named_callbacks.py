@@ -16,9 +16,14 @@ import pytest
 
 from easypipe.core.config import apply_overrides, from_dict
 from easypipe.core.errors import ConfigError
-from easypipe.train.callbacks.early_stopping import EarlyStopping, EarlyStoppingConfig
-from easypipe.train.callbacks.heartbeat import Heartbeat, HeartbeatConfig
-from easypipe.train.callbacks.profile import ProfileConfig, ProfilerWindow
+from easypipe.train.callbacks.named import (
+    EarlyStopping,
+    EarlyStoppingConfig,
+    Heartbeat,
+    HeartbeatConfig,
+    ProfileConfig,
+    ProfilerWindow,
+)
 from easypipe.train.config import CheckpointConfig, TrainingConfig
 from easypipe.train.events import TrainEvent
 from easypipe.train.metrics.log import read_metrics

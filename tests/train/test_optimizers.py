@@ -28,8 +28,7 @@ from easypipe.train.metrics.log import read_metrics
 from easypipe.train.optim.config import DEFAULTS, OptimizerConfig, ParameterGroup
 from easypipe.train.optim.optimizers import make_optimizer
 from easypipe.train.optim.schedules import make_schedule
-from easypipe.train.parallel.axes import partitioned
-from easypipe.train.parallel.mesh import make_mesh
+from easypipe.train.parallel.mesh import make_mesh, partitioned
 from easypipe.train.trainer import Trainer
 
 if __name__ != "__main__":

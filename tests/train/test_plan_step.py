@@ -16,7 +16,7 @@ from easypipe.cli.app import app
 from easypipe.core.errors import ConfigError, PlacementError
 from easypipe.run import RunConfig
 from easypipe.train.config import TrainingConfig
-from easypipe.train.metrics.peak import known_device
+from easypipe.train.metrics.devices import known_device
 from easypipe.train.model.decoder import ModelConfig
 from easypipe.train.model.flops import flops_per_step, palm_flops_per_step
 from easypipe.train.plan.aot import plan_step

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from easypipe.core.errors import StorageError
-from easypipe.train.checkpoint.snapshot import Snapshots, has_room
+from easypipe.train.checkpoint.checkpoint import Snapshots, has_room
 from easypipe.train.config import CheckpointConfig
 from easypipe.train.events import Callback
 from easypipe.train.metrics.log import read_metrics
@@ -88,7 +88,7 @@ def test_without_room_the_arrays_themselves_are_written_and_steps_wait_for_them(
     tmp_path, monkeypatch, caplog
 ):
     whole = Trainer(lambda rngs: Tiny(rngs), settings(tmp_path / "whole"), Arithmetic()).run()
-    monkeypatch.setattr("easypipe.train.checkpoint.snapshot.has_room", lambda needed, told: False)
+    monkeypatch.setattr("easypipe.train.checkpoint.checkpoint.has_room", lambda needed, told: False)
     Trainer(
         lambda rngs: Tiny(rngs),
         settings(tmp_path / "full", checkpoint=CheckpointConfig(every=4, keep=9)),

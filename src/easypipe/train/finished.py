@@ -21,8 +21,13 @@ from easypipe.train.config import TrainingConfig
 from easypipe.train.model.config import ClassifierConfig, PretrainedConfig
 from easypipe.train.model.decoder import ModelConfig
 from easypipe.train.model.lora import fingerprint
-from easypipe.train.model.pretrained.load import Pretrained
-from easypipe.train.model.pretrained.origin import Model, Origin, from_pretrained, origin_of
+from easypipe.train.model.pretrained.origin import (
+    Model,
+    Origin,
+    Pretrained,
+    from_pretrained,
+    origin_of,
+)
 from easypipe.train.model.pretrained.save import Seen
 from easypipe.train.optim.optimizers import Optimizer, make_optimizer
 from easypipe.train.parallel.mesh import make_mesh

@@ -21,9 +21,9 @@ from jaxtyping import PyTree
 
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.train.optim.optimizers import Optimizer
-from easypipe.train.parallel.axes import rules as rules_here
-from easypipe.train.parallel.axes import under
 from easypipe.train.parallel.config import RULES, Axes, axes_of
+from easypipe.train.parallel.mesh import rules as rules_here
+from easypipe.train.parallel.mesh import under
 
 Arrays = dict[str, jax.Array]
 Abstract = Mapping[str, jax.ShapeDtypeStruct]  # by name, with shardings

@@ -16,7 +16,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.train.losses.loss import AsSums, LossFn, LossOutput
 from easypipe.train.model.flops import segment_sums
 from easypipe.train.optim.optimizers import Optimizer
-from easypipe.train.parallel.axes import TOKEN_AXES, constrain
+from easypipe.train.parallel.mesh import TOKEN_AXES, constrain
 from easypipe.train.state import ModelLayout, TrainState, abstract_state, gradient_places, shardings
 
 MORE = "more/"  # before the names of what a loss tells besides

@@ -29,8 +29,7 @@ from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, EasypipeError, StateError, TrainError
 from easypipe.core.protocols import BatchLoader
 from easypipe.train import state as states
-from easypipe.train.callbacks.make import checked_callbacks, make_callbacks
-from easypipe.train.callbacks.metric import Known
+from easypipe.train.callbacks.named import Known, checked_callbacks, make_callbacks
 from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint
 from easypipe.train.checkpoint.differences import differences, listed
 from easypipe.train.checkpoint.files import CHECKPOINTS
@@ -65,11 +64,10 @@ from easypipe.train.events import (
 )
 from easypipe.train.losses.loss import LossFn, default_loss
 from easypipe.train.losses.preference import Reference, preference_loss
+from easypipe.train.metrics.devices import out_of_memory, peak_flops
 from easypipe.train.metrics.log import MetricsFile, Record, perplexity
-from easypipe.train.metrics.memory import out_of_memory
 from easypipe.train.metrics.meter import Meter
-from easypipe.train.metrics.peak import peak_flops
-from easypipe.train.metrics.plot import plot_run
+from easypipe.train.metrics.report import plot_run
 from easypipe.train.model.flops import adapter_flops, flops_from_sums, palm_flops_per_step, windows
 from easypipe.train.model.lora import fingerprint
 from easypipe.train.model.pretrained.files import short

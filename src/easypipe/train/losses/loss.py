@@ -26,8 +26,8 @@ from easypipe.kernels.loss.api import Implementation, LossSharding, Rule, fused_
 from easypipe.kernels.loss.choice import misplaced, platform_name
 from easypipe.train.config import LossConfig
 from easypipe.train.model.classifier import Classifier
-from easypipe.train.parallel.axes import BATCH_AXES, on_mesh, rules, vocab_axes
 from easypipe.train.parallel.config import axes_of
+from easypipe.train.parallel.mesh import BATCH_AXES, on_mesh, rules, vocab_axes
 
 logger = logging.getLogger("easypipe")
 

@@ -26,8 +26,8 @@ from jaxtyping import Bool, Float, Int
 from easypipe.core.errors import ConfigError
 from easypipe.kernels.loss.choice import missing, platform_at_hand
 from easypipe.train.model.config import TRITON_WIDTHS, AttentionBackend
-from easypipe.train.parallel.axes import BATCH_AXES, TOKEN_AXES, constrain, fitting, on_mesh, rules
 from easypipe.train.parallel.config import axes_of
+from easypipe.train.parallel.mesh import BATCH_AXES, TOKEN_AXES, constrain, fitting, on_mesh, rules
 
 logger = logging.getLogger("easypipe")
 

@@ -1,8 +1,7 @@
-"""Names in the configuration → Optax transformations. The table DIRECTIONS lists what runs; a test
-holds the configuration's Literal against it.
+"""Names in the configuration to Optax transformations: the table DIRECTIONS lists what runs.
 
-Every optimizer is put together in one way: clip · its own direction · decoupled weight decay ·
-per-group scale · learning rate.
+A test holds the configuration's Literal against it. Every optimizer is put together in one way:
+clip · its own direction · decoupled weight decay · per-group scale · learning rate.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import optax
 from optax import contrib
 
 from easypipe.core.errors import ConfigError, did_you_mean
-from easypipe.train.optim.adan import scale_by_adan
 from easypipe.train.optim.config import OptimizerConfig
 from easypipe.train.optim.schedules import make_schedule
 from easypipe.train.optim.soap import scale_by_soap
@@ -302,3 +300,47 @@ DIRECTIONS: dict[str, Callable[[Numbers, Roles], optax.GradientTransformation]] 
     "lamb": _adam,
     "soap": _soap,
 }
+
+
+class AdanState(NamedTuple):
+    """By parameter name, in the dtype of the parameters. The fields are named as optax names
+    them.
+    """
+
+    m: optax.Params  # average of the gradients
+    v: optax.Params  # average of their differences
+    n: optax.Params  # average of the squares of `gradient + b2 * difference`
+    g: optax.Params  # the last gradient
+    t: jax.Array  # Int32[], updates made
+
+
+def scale_by_adan(*, b1: float, b2: float, b3: float, eps: float) -> optax.GradientTransformation:
+    """`(m + b2 v) / (sqrt(n) + eps)`, each average divided by its bias; the first difference is
+    0.
+    """
+
+    def init(params: optax.Params) -> AdanState:
+        m, v, n, g = (jax.tree.map(jnp.zeros_like, params) for _ in range(4))
+        return AdanState(m, v, n, g, jnp.int32(0))
+
+    def update(
+        updates: optax.Updates, state: AdanState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, AdanState]:
+        del params
+        t = state.t + 1
+        difference = jax.tree.map(
+            lambda g, last: jnp.where(state.t == 0, 0, g - last), updates, state.g
+        )
+        m = optax.tree.update_moment(updates, state.m, b1, 1)
+        v = optax.tree.update_moment(difference, state.v, b2, 1)
+        n = optax.tree.update_moment(
+            jax.tree.map(lambda g, d: g + b2 * d, updates, difference), state.n, b3, 2
+        )
+        means = (
+            optax.tree.bias_correction(moment, decay, t)
+            for moment, decay in ((m, b1), (v, b2), (n, b3))
+        )
+        direction = jax.tree.map(lambda m, v, n: (m + b2 * v) / (jnp.sqrt(n) + eps), *means)
+        return direction, AdanState(m, v, n, updates, t)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]  (its own state)

@@ -11,10 +11,11 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, did_you_mean, require
+from easypipe.train.metrics.devices import known_device
 
 
 class Topology(NamedTuple):
@@ -34,10 +35,7 @@ _EXAMPLES = {
     "h100": "h100:8",
     "h200": "h200:8",
 }
-_GPUS = {
-    "h100": ("NVIDIA H100", 80 << 30, 3_350_000_000_000),
-    "h200": ("NVIDIA H200", 150_754_820_096, 4_800_000_000_000),
-}
+_GPUS = {"h100": "NVIDIA H100", "h200": "NVIDIA H200"}
 
 # What XLA wants to know of a GPU (its GpuTargetConfig), as an H200 tells it; an H100 differs in
 # name and memory.
@@ -76,34 +74,40 @@ def topology(name: str) -> Topology:
     kinds; and where its compiler is not installed, with what to install.
     """
     kind, _, shape = name.strip().lower().partition(":")
-    if kind not in _EXAMPLES:
-        known = list(_EXAMPLES)
-        raise ConfigError(
-            at="topology",
-            problem=f"no kind of device named {kind!r}",
-            have=known,
-            fix=did_you_mean(kind, known),
-        )
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", shape):
-        problem = f"{name!r} names no shape of whole numbers"
-        raise ConfigError(at="topology", problem=problem, fix=f"Write it like {_EXAMPLES[kind]!r}.")
-    sizes = tuple(int(size) for size in shape.split("x"))
-    return Topology(name, _nvidia(name, kind, sizes) if kind in _GPUS else _tpu(name, kind, sizes))
+    example = _EXAMPLES.get(kind, "")
+    require(
+        kind in _EXAMPLES,
+        "topology",
+        f"no kind of device named {kind!r}",
+        did_you_mean(kind, list(_EXAMPLES)),
+        have=_EXAMPLES,
+    )
+    require(
+        re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", shape) is not None,
+        "topology",
+        f"{name!r} names no shape of whole numbers",
+        f"Write it like {example!r}.",
+    )
+    sizes = [int(size) for size in shape.split("x")]
+    make = _nvidia if kind in _GPUS else _tpu
+    return Topology(name, make(name, kind, sizes))
 
 
-def _tpu(name: str, kind: str, sizes: tuple[int, ...]) -> Sequence[object]:
-    from jax.experimental import topologies
-
-    if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError(
-            at="topology",
-            problem=f"no compiler for {kind}: libtpu is not installed",
-            fix="pip install 'jax[tpu]'",
-        )
-    expected = _EXAMPLES[kind].partition(":")[2].count("x") + 1
-    if len(sizes) != expected:
-        problem = f"{name!r} has {len(sizes)} dimensions, and slices of {kind} have {expected}"
-        raise ConfigError(at="topology", problem=problem, fix=f"Write it like {_EXAMPLES[kind]!r}.")
+def _tpu(name: str, kind: str, sizes: Sequence[int]) -> Sequence[object]:
+    require(
+        importlib.util.find_spec("libtpu") is not None,
+        "topology",
+        f"no compiler for {kind}: libtpu is not installed",
+        "pip install 'jax[tpu]'",
+    )
+    example = _EXAMPLES[kind]
+    expected = example.count("x", example.index(":")) + 1
+    require(
+        len(sizes) == expected,
+        "topology",
+        f"{name!r} has {len(sizes)} dimensions, and slices of {kind} have {expected}",
+        f"Write it like {example!r}.",
+    )
     # No machine that owns a TPU is looked for, and several processes may compile at once. What
     # libtpu says while it finds none is no news.
     quiet = {
@@ -114,58 +118,54 @@ def _tpu(name: str, kind: str, sizes: tuple[int, ...]) -> Sequence[object]:
         "TPU_ACCELERATOR_TYPE": "v5p-8",
         "TPU_STDERR_LOG_LEVEL": "3",
     }
-    for key, value in quiet.items():
-        os.environ.setdefault(key, value)
-    try:
-        return topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{kind}:{'x'.join(map(str, sizes))}"
-        ).devices
-    except RuntimeError as error:
-        fix = f"Chips come in hosts of 2x2; write a slice that exists, like {_EXAMPLES[kind]!r}."
-        raise ConfigError(
-            at="topology", problem=f"libtpu knows no {name!r}: {_first_line(error)}", fix=fix
-        ) from error
+    fix = f"Chips come in hosts of 2x2; write a slice that exists, like {example!r}."
+    asked = {"platform": "tpu", "topology_name": f"{kind}:{'x'.join(map(str, sizes))}"}
+    return _devices(asked, quiet, f"libtpu knows no {name!r}", fix)
 
 
-def _nvidia(name: str, kind: str, sizes: tuple[int, ...]) -> Sequence[object]:
-    from jax.experimental import topologies
-
-    if len(sizes) > 2:
-        raise ConfigError(
-            at="topology",
-            problem=f"{name!r} has {len(sizes)} dimensions",
-            fix=f"Write '{kind}:8', or '{kind}:4x8' for 4 hosts.",
-        )
+def _nvidia(name: str, kind: str, sizes: Sequence[int]) -> Sequence[object]:
+    require(
+        len(sizes) <= 2,
+        "topology",
+        f"{name!r} has {len(sizes)} dimensions",
+        f"Write '{kind}:8', or '{kind}:4x8' for 4 hosts.",
+    )
     hosts, each = (1, *sizes)[-2:]
-    if each > 8:
-        fix = f"Write '{kind}:{math.ceil(each / 8)}x8'."
-        raise ConfigError(
-            at="topology",
-            problem=f"{name!r} puts {each} GPUs into a host, which has at most 8",
-            fix=fix,
-        )
+    require(
+        each <= 8,
+        "topology",
+        f"{name!r} puts {each} GPUs into a host, which has at most 8",
+        f"Write '{kind}:{math.ceil(each / 8)}x8'.",
+    )
     installed = {distribution.name for distribution in importlib.metadata.distributions()}
     cuda = next((version for version in (13, 12) if f"jax-cuda{version}-plugin" in installed), None)
-    if cuda is None:
-        problem = f"no compiler for {kind}: jax's CUDA wheels are not installed"
-        raise ConfigError(
-            at="topology",
-            problem=problem,
-            fix="pip install 'easypipe[cuda13]' (4.4 GB; needs no GPU).",
-        )
+    require(
+        cuda is not None,
+        "topology",
+        f"no compiler for {kind}: jax's CUDA wheels are not installed",
+        "pip install 'easypipe[cuda13]' (4.4 GB; needs no GPU).",
+    )
+    device = known_device(_GPUS[kind])
+    assert device is not None
+    rate, memory = int(device.memory_rate), int(device.memory)
+    target = _TARGET.format(name=_GPUS[kind], memory=memory, rate=rate, cuda=cuda)
+    asked = {"platform": "cuda", "topology_name": "", "target_config": target}
     # else the plugin refuses a machine without a driver
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    description, memory, rate = _GPUS[kind]
-    target = _TARGET.format(name=description, memory=memory, rate=rate, cuda=cuda)
+    unasked = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    problem = f"jax's CUDA compiler refuses {name!r}"
+    return _devices(asked | {"topology": f"1x{hosts}x{each}"}, unasked, problem)
+
+
+def _devices(
+    asked: Mapping[str, str], variables: Mapping[str, str], problem: str, fix: str | None = None
+) -> Sequence[object]:
+    """What jax makes of the options `asked`, in an environment that has `variables`."""
+    from jax.experimental import topologies
+
+    for key, value in variables.items():
+        os.environ.setdefault(key, value)
     try:
-        return topologies.get_topology_desc(
-            platform="cuda", topology_name="", target_config=target, topology=f"1x{hosts}x{each}"
-        ).devices
+        return topologies.get_topology_desc(**asked).devices
     except RuntimeError as error:
-        raise ConfigError(
-            at="topology", problem=f"jax's CUDA compiler refuses {name!r}: {_first_line(error)}"
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(at="topology", problem=f"{problem}: {reason}", fix=fix) from error

@@ -19,6 +19,7 @@ from easypipe.kernels.loss.stats import Layout, soft_capped
 Interpret = bool | pltpu.InterpretParams  # True or parameters of the interpreter, without a TPU
 Refs = dict[str, Ref]
 Carry = TypeVar("Carry")
+ROWS = 8  # of float32 that a TPU stores together
 LOWEST = -1e30  # of a masked logit: finite, so that no difference of two of them is NaN
 
 

@@ -1,5 +1,6 @@
-"""The table of families of published decoders: config.json as a ModelConfig and back, names of
-weights. A new family is a row of FAMILIES.
+"""The table of families of published decoders: config.json to ModelConfig and back, weight names.
+
+A new family is a row of FAMILIES.
 
 Sources: the configuration classes and modelling code of `transformers` 5, whose defaults stand for
 keys that a config.json leaves out.
@@ -8,11 +9,11 @@ keys that a config.json leaves out.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, did_you_mean, require
 from easypipe.train.model.config import ModelConfig, RopeScaling
 from easypipe.train.model.pretrained.files import Json
 
@@ -36,6 +37,19 @@ class Family:
     local_theta_key: str | None = None  # of local_rope_theta
 
 
+# option of ModelConfig -> its key, for all families
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "norm_epsilon": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "rope_theta": "rope_theta",
+}
 _DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -162,18 +176,21 @@ def family_of(hf: Json, at: str) -> Family:
             if name is not None
             else f"architectures {hf.get('architectures')!r} without model_type"
         )
+        problem = f"{named} is not a model that this decoder can be"
         fix = did_you_mean(str(name), FAMILIES)
-        raise ConfigError(
-            at=at,
-            problem=f"{named} is not a model that this decoder can be",
-            have=SUPPORTED,
-            fix=fix,
-        )
+        raise ConfigError(at=at, problem=problem, have=SUPPORTED, fix=fix)
     architectures = hf.get("architectures") or [family.architecture]
-    if architectures != [family.architecture]:
-        problem = f"{architectures!r} is not a language model of {name}"
-        raise ConfigError(at=f"{at}: architectures", problem=problem, have=[family.architecture])
+    require(
+        architectures == [family.architecture],
+        f"{at}: architectures",
+        f"{architectures!r} is not a language model of {name}",
+        have=[family.architecture],
+    )
     return family
+
+
+def _supported(value: object, have: Sequence[object], at: str, fix: str | None = None) -> None:
+    require(value in have, at, f"{value!r} is not supported", fix, have)
 
 
 def from_hf(hf: Json, at: str = "config.json") -> ModelConfig:
@@ -182,14 +199,7 @@ def from_hf(hf: Json, at: str = "config.json") -> ModelConfig:
     """
     family = family_of(hf, at)
     for key, neutral in _NEUTRAL.items():
-        if hf.get(key) not in neutral:
-            problem = f"{hf[key]!r} is not supported"
-            raise ConfigError(
-                at=f"{at}: {key}",
-                problem=problem,
-                have=neutral,
-                fix="Convert the model, or choose another.",
-            )
+        _supported(hf.get(key), neutral, f"{at}: {key}", "Convert the model, or choose another.")
     known = {
         **_DEFAULTS,
         **family.defaults,
@@ -198,25 +208,15 @@ def from_hf(hf: Json, at: str = "config.json") -> ModelConfig:
     activation = _ACTIVATIONS[family.options.get("activation", "silu")]
     # Gemma's first files have the plain key
     given = hf.get(family.activation_key) or hf.get("hidden_act") or activation
-    if given != activation:
-        raise ConfigError(
-            at=f"{at}: {family.activation_key}",
-            problem=f"{given!r} is not supported",
-            have=[activation],
-        )
-    heads = known["num_attention_heads"]
-    head_dim = known["head_dim"] or known["hidden_size"] // heads
+    _supported(given, [activation], f"{at}: {family.activation_key}")
+    values: Json = {option: known[key] for option, key in _KEYS.items()}
+    heads = values["num_heads"]
+    head_dim = values["head_dim"] or values["hidden_size"] // heads
     window, every = _windows(family, known, at)
-    values: Json = {
-        "vocab_size": known["vocab_size"],
-        "hidden_size": known["hidden_size"],
-        "intermediate_size": known["intermediate_size"],
-        "num_layers": known["num_hidden_layers"],
-        "num_heads": heads,
-        "num_kv_heads": known["num_key_value_heads"] or heads,
+    values |= {
+        "num_kv_heads": values["num_kv_heads"] or heads,
         "head_dim": head_dim,
-        "norm_epsilon": float(known["rms_norm_eps"]),
-        "tie_embeddings": known["tie_word_embeddings"],
+        "norm_epsilon": float(values["norm_epsilon"]),
         "sliding_window": window,
         "global_every": every,
         **_rope(family, known, window, every, at),
@@ -264,12 +264,10 @@ def to_hf(config: ModelConfig) -> Json:
 
 def shape_of(config: ModelConfig) -> ModelConfig:
     """`config` as config.json can say it: without dtypes and the way it is compiled."""
-    one = ModelConfig()
     same: Json = {
-        "dtype": one.dtype,
-        "param_dtype": one.param_dtype,
-        "remat": one.remat,
-        "scan_layers": one.scan_layers,
+        one.name: one.default
+        for one in dataclasses.fields(ModelConfig)
+        if one.name in ("dtype", "param_dtype", "remat", "scan_layers")
     }
     if not any(config.windowed):
         same |= {"sliding_window": None, "global_every": None, "local_rope_theta": None}
@@ -283,23 +281,15 @@ def shape_of(config: ModelConfig) -> ModelConfig:
 
 
 def _written(family: Family, config: ModelConfig) -> Json:
+    values = dataclasses.asdict(config)
     hf: Json = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
+        **{key: values[option] for option, key in _KEYS.items()},
         "vocab_size": config.vocabulary,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_width,
-        "rms_norm_eps": config.norm_epsilon,
-        "tie_word_embeddings": config.tie_embeddings,
-        "rope_theta": config.rope_theta,
         family.activation_key: _ACTIVATIONS[family.options.get("activation", "silu")],
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
     if config.rope_scaling is not None:
         scaling = config.rope_scaling
@@ -308,8 +298,8 @@ def _written(family: Family, config: ModelConfig) -> Json:
             hf["rope_scaling"] |= {
                 "low_freq_factor": scaling.low_freq_factor,
                 "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.original_length,
             }
-            hf["rope_scaling"]["original_max_position_embeddings"] = scaling.original_length
             hf["max_position_embeddings"] = int(scaling.original_length * scaling.factor)
     if family.windows != "none":
         hf["sliding_window"] = config.sliding_window
@@ -319,7 +309,7 @@ def _written(family: Family, config: ModelConfig) -> Json:
         hf["use_sliding_window"] = config.sliding_window is not None
     if family.scalar_key is not None:
         hf[family.scalar_key] = config.attention_width or config.head_width
-    hf |= {key: getattr(config, option) for option, key in family.caps.items()}
+    hf |= {key: values[option] for option, key in family.caps.items()}
     if family.local_theta_key is not None:
         hf[family.local_theta_key] = config.local_rope_theta or config.rope_theta
     return hf
@@ -369,12 +359,8 @@ def _rope(family: Family, known: Json, window: int | None, every: int | None, at
     }
     theta = float(main.get("rope_theta") or known["rope_theta"])
     local = nested.get(_SLIDING, {})
-    if local.get("rope_type", "default") != "default":
-        raise ConfigError(
-            at=f"{at}: rope_parameters.{_SLIDING}",
-            problem=f"{local['rope_type']!r} is not supported",
-            have=["default"],
-        )
+    kind = local.get("rope_type", "default")
+    _supported(kind, ["default"], f"{at}: rope_parameters.{_SLIDING}")
     found: Json = {"rope_theta": theta, "rope_scaling": _scaling(main, known, at)}
     if family.local_theta_key is not None and window is not None:
         near = float(local.get("rope_theta") or known[family.local_theta_key])
@@ -387,20 +373,10 @@ def _rope(family: Family, known: Json, window: int | None, every: int | None, at
 
 def _scaling(rope: Json, known: Json, at: str) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(
-            at=f"{at}: partial_rotary_factor",
-            problem=f"{rope['partial_rotary_factor']} is not supported",
-            have=[1.0],
-        )
+    _supported(rope.get("partial_rotary_factor", 1.0), [1.0], f"{at}: partial_rotary_factor")
+    _supported(kind, ["default", "linear", "llama3"], f"{at}: rope_type")
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3"):
-        raise ConfigError(
-            at=f"{at}: rope_type",
-            problem=f"{kind!r} is not supported",
-            have=["default", "linear", "llama3"],
-        )
     values: Json = {"kind": kind, "factor": float(rope["factor"])}
     if kind == "llama3":
         values |= {key: float(rope[key]) for key in ("low_freq_factor", "high_freq_factor")}

@@ -1,0 +1,483 @@
+"""The callbacks that a configuration names: early stopping, best checkpoints, trackers, profile."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from easypipe.core.checked import Json
+from easypipe.core.errors import ConfigError, StorageError, did_you_mean
+from easypipe.train.callbacks.config import (
+    BestConfig,
+    CallbacksConfig,
+    EarlyStoppingConfig,
+    HeartbeatConfig,
+    Mode,
+    ProfileConfig,
+    TensorBoardConfig,
+    WandbConfig,
+)
+from easypipe.train.events import Callback, StatefulListener, TrainEvent
+from easypipe.train.record import BEST, write_kept
+
+# of each line of metrics.jsonl, and the same in all processes of a run
+TRAINING = ("loss", "nll", "ppl", "grad_norm", "param_norm")
+HELD_OUT = ("loss", "nll", "ppl")  # of each held-out loader
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a run will measure. evals: names of its held-out loaders. eval_every: steps between
+    evaluations; None: only the last step's.
+
+    more: the loss tells further means under names of its own, which are known once it has run:
+    `value_of` refuses what is none of them.
+    """
+
+    evals: Sequence[str]
+    eval_every: int | None
+    steps: int
+    more: bool = False
+
+    def check(self, at: str, metric: str, *, training: bool) -> None:
+        """Raises ConfigError for a metric that will not be there, or only when all is over.
+        training: False takes held-out ones only.
+        """
+        held_out = [f"eval.{name}.{key}" for name in self.evals for key in HELD_OUT]
+        known = [*(TRAINING if training else ()), *held_out]
+        of = next((name for name in self.evals if metric.startswith(f"eval.{name}.")), None)
+        if metric not in known and not (
+            self.more and (of is not None or (training and not metric.startswith("eval.")))
+        ):
+            fix = did_you_mean(metric, known) or (
+                "Give the run held-out data, under `eval`." if not known else None
+            )
+            what = "metric" if training else "held-out metric"
+            raise ConfigError(at=at, problem=f"no {what} named {metric!r}", have=known, fix=fix)
+        if of is not None and self.eval_every is None:
+            raise ConfigError(
+                at=at,
+                problem=f"{metric} is measured once, after the last step",
+                fix="Set train.eval_every.",
+            )
+
+
+def value_of(record: Json, metric: str, at: str) -> float | None:
+    """The value of `metric` in a line of metrics.jsonl; None where it is not finite, or of an
+    evaluation that the line does not have.
+
+    Raises ConfigError where the line has what would hold it, and no such name. at: where the metric
+    was named.
+    """
+    group: Json = record
+    under = ""
+    if metric.startswith("eval."):
+        name = next(
+            (name for name in record.get("eval", {}) if metric.startswith(f"eval.{name}.")), None
+        )
+        if name is None:
+            return None
+        group, under = record["eval"][name], f"eval.{name}."
+    if metric.removeprefix(under) not in group:
+        known = [f"{under}{key}" for key, value in group.items() if not isinstance(value, Mapping)]
+        raise ConfigError(
+            at=at,
+            problem=f"the loss gives no {metric!r}",
+            have=known,
+            fix=did_you_mean(metric, known),
+        )
+    value = flat(record).get(metric)
+    return value if value is not None and math.isfinite(value) else None
+
+
+def flat(record: Json, under: str = "") -> dict[str, float]:
+    """Every number of a record, by dotted name; what is None is left out."""
+    found: dict[str, float] = {}
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{under}{key}.")
+        elif isinstance(value, int | float):
+            found[f"{under}{key}"] = value
+    return found
+
+
+def better(value: float, than: float | None, mode: Mode, min_delta: float = 0.0) -> bool:
+    """Whether `value` beats `than` by more than min_delta; anything beats None."""
+    return than is None or (than - value if mode == "min" else value - than) > min_delta
+
+
+class EarlyStopping(Callback):
+    """Keeps its best value and its count with every checkpoint: a run that was killed stops where
+    one that was not does.
+
+    A run that goes on behind its end has as much patience as at the beginning.
+    """
+
+    def __init__(self, config: EarlyStoppingConfig) -> None:
+        self.config = config
+        self.best: float | None = None
+        self.since = 0
+
+    def on_step(self, event: TrainEvent) -> None:
+        value = value_of(event.record, self.config.metric, "train.callbacks.early_stopping.metric")
+        if value is None:
+            return
+        if better(value, self.best, self.config.mode, self.config.min_delta):
+            self.best, self.since = value, 0
+            return
+        self.since += 1
+        if self.since >= self.config.patience and event.step < event.steps:
+            reason = (
+                f"{self.config.metric} is {value:.6g}, and did not get better than "
+                f"{self.best:.6g} {self.since} times"
+            )
+            event.control.stop(reason, for_good=True)
+
+    def state(self) -> Json:
+        return {"best": self.best, "since": self.since}
+
+    def restore(self, state: Json) -> None:
+        self.best, self.since = state["best"], state["since"]
+        if self.since >= self.config.patience:
+            self.since = 0
+
+
+logger = logging.getLogger("easypipe")
+
+
+class BestCheckpoints(Callback):
+    """Of equal values the earlier one is better."""
+
+    def __init__(self, config: BestConfig, folder: Path, *, write: bool = True) -> None:
+        """folder: the run's output folder. write: False in all processes of a run but one."""
+        self.config, self._folder, self._write = config, folder, write
+        self.ranking: list[tuple[int, float]] = []  # (step, value), the best first
+        # all that were ever among them, while their checkpoints are there or to come
+        self._ranked: list[tuple[int, float]] = []
+        self._listed: list[tuple[int, float]] = []  # in best.json
+
+    def on_init(self, event: TrainEvent) -> None:
+        there = [one for one in self.ranking if self._is_whole(one)]
+        for step, _ in set(self.ranking) - set(there):
+            logger.warning(
+                "%s: the checkpoint of step %d, one of the best, is gone", self._folder, step
+            )
+        self.ranking, self._ranked = there, list(there)
+        event.control.kept.update(step for step, _ in there)
+        if self._write:
+            # of steps that are behind the one from which it goes on
+            (self._folder / BEST).unlink(missing_ok=True)
+        self._list()
+
+    def on_step(self, event: TrainEvent) -> None:
+        value = value_of(event.record, self.config.metric, "train.callbacks.best.metric")
+        if value is None or self._place(value, self.ranking) >= self.config.keep:
+            return
+        for ranking in (self.ranking, self._ranked):
+            ranking.insert(self._place(value, ranking), (event.step, value))
+        event.control.kept.difference_update(step for step, _ in self.ranking[self.config.keep :])
+        event.control.kept.add(event.step)
+        event.control.save()
+        del self.ranking[self.config.keep :]
+
+    def on_dispatch(self, event: TrainEvent) -> None:
+        # a save is whole some steps after it began
+        if self._write and self._ranked and self._listed != self.ranking:
+            self._list()
+
+    # the save before this one is whole by now, and another deleted for it
+    def on_save(self, event: TrainEvent) -> None:
+        self._list()
+
+    def on_end(self, event: TrainEvent) -> None:
+        self._list()
+
+    def _list(self) -> None:
+        """Writes down the best that are there, for whoever reads the list while the run goes on, or
+        after a kill.
+        """
+        there = [one for one in self._ranked if self._is_whole(one)]
+        newest = max((step for step, _ in there), default=0)
+        self._ranked = [one for one in self._ranked if one in there or one[0] > newest]
+        best = there[: self.config.keep]
+        if self._write and best and best != self._listed:
+            self._listed = best
+            lines = [
+                {"step": step, self.config.metric: value, "checkpoint": f"checkpoints/{step}"}
+                for step, value in best
+            ]
+            write_kept(self._folder / BEST, lines)
+
+    def _place(self, value: float, ranking: list[tuple[int, float]]) -> int:
+        worse = (i for i, one in enumerate(ranking) if better(value, one[1], self.config.mode))
+        return next(worse, len(ranking))
+
+    def _is_whole(self, one: tuple[int, float]) -> bool:
+        """A checkpoint gets its name when it is."""
+        return (self._folder / "checkpoints" / str(one[0])).is_dir()
+
+    def state(self) -> Json:
+        return {"ranking": [list(one) for one in self.ranking]}
+
+    def restore(self, state: Json) -> None:
+        self.ranking = [(int(step), float(value)) for step, value in state["ranking"]]
+
+
+class TensorBoard(Callback):
+    """A run that goes on from step n hides what an earlier process wrote of later steps."""
+
+    def __init__(self, config: TensorBoardConfig, folder: Path) -> None:
+        """Raises ConfigError where the package tensorboardX is not installed."""
+        try:
+            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            problem = f"needs the package tensorboardX: {error}"
+            raise ConfigError(
+                at="train.callbacks.tensorboard",
+                problem=problem,
+                fix="pip install 'easypipe[tensorboard]'",
+            ) from error
+        self.folder = (
+            folder / "tensorboard" if config.folder is None else Path(config.folder).expanduser()
+        )
+        self._make, self._flush_s, self._writer = SummaryWriter, config.flush_s, None
+
+    def on_init(self, event: TrainEvent) -> None:
+        hidden_from = event.step + 1 if event.step else None
+        # its files are named by the second: a run that goes on at once would write over itself
+        suffix = f".{event.step}.{os.getpid()}"
+        self._writer: Any = self._make(
+            str(self.folder),
+            purge_step=hidden_from,
+            flush_secs=self._flush_s,
+            filename_suffix=suffix,
+        )
+
+    def on_step(self, event: TrainEvent) -> None:
+        if self._writer is None:
+            return
+        for name, value in flat(event.record).items():
+            if name != "step":
+                tag = name.replace(".", "/") if name.startswith("eval.") else f"train/{name}"
+                self._writer.add_scalar(tag, value, event.step)
+
+    def on_end(self, event: TrainEvent) -> None:
+        self._close()
+
+    def on_exception(self, event: TrainEvent) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class Wandb(Callback):
+    """A run that goes on from a checkpoint goes on in the same W&B run; `step` is the x axis, so
+    lines written twice do no harm.
+    """
+
+    def __init__(self, config: WandbConfig, folder: Path, run_config: Json) -> None:
+        """Raises ConfigError where the package wandb is not installed."""
+        try:
+            import wandb
+        except ImportError as error:
+            problem = f"needs the package wandb: {error}"
+            raise ConfigError(
+                at="train.callbacks.wandb", problem=problem, fix="pip install 'easypipe[wandb]'"
+            ) from error
+        self._wandb, self.config, self._folder = wandb, config, folder
+        self._run_config = dict(run_config)
+        self.id: str | None = None
+        self._run: Any = None
+
+    def on_init(self, event: TrainEvent) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = self._wandb.init(
+                project=self.config.project,
+                entity=self.config.entity,
+                name=self.config.name,
+                mode=self.config.mode,
+                id=self.id,
+                resume="allow" if self.id is not None and self.config.mode == "online" else None,
+                dir=str(self._folder),
+                config=self._run_config,
+                settings=self._wandb.Settings(console="off", save_code=False, silent=True),
+            )
+        except self._wandb.Error as error:
+            fix = "Run `wandb login`, or set train.callbacks.wandb.mode to offline."
+            raise ConfigError(
+                at="train.callbacks.wandb", problem=f"W&B does not begin: {error}", fix=fix
+            ) from error
+        self.id = self._run.id
+        self._run.define_metric("*", step_metric="step")
+
+    def on_step(self, event: TrainEvent) -> None:
+        if self._run is not None:
+            self._run.log(
+                {name.replace(".", "/"): value for name, value in flat(event.record).items()}
+            )
+
+    def on_end(self, event: TrainEvent) -> None:
+        self._finish(0)
+
+    def on_exception(self, event: TrainEvent) -> None:
+        self._finish(1)
+
+    def state(self) -> Json:
+        return {"id": self.id}
+
+    def restore(self, state: Json) -> None:
+        self.id = state["id"]
+
+    def _finish(self, code: int) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=code)
+            self._run = None
+
+
+class ProfilerWindow(Callback):
+    """The window ends two dispatches after its last step, when that step is known to be through."""
+
+    def __init__(self, config: ProfileConfig, folder: Path) -> None:
+        self.folder = folder / "profile"
+        self._first, self._last = config.start, config.start + config.steps - 1
+        self._tracing = False
+
+    def on_dispatch(self, event: TrainEvent) -> None:
+        import jax
+
+        if self._tracing and event.step > self._last + 1:
+            self._stop()
+        elif not self._tracing and self._first <= event.step <= self._last:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            jax.profiler.start_trace(str(self.folder))
+            self._tracing = True
+
+    def on_end(self, event: TrainEvent) -> None:
+        self._stop()
+
+    def on_exception(self, event: TrainEvent) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._tracing:
+            import jax
+
+            self._tracing = False
+            jax.profiler.stop_trace()
+            logger.info("profile of steps %d to %d: %s", self._first, self._last, self.folder)
+
+
+class Heartbeat(Callback):
+    """The file is whole at any moment: written beside, and renamed. It is not synced: after a crash
+    of the machine it may be old.
+    """
+
+    def __init__(
+        self,
+        config: HeartbeatConfig,
+        folder: Path,
+        *,
+        process: int = 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.path = folder / f"heartbeat-{process}.json"
+        self._every_s, self._clock, self._last = config.every_s, clock, float("-inf")
+
+    def __call__(self, event: TrainEvent) -> None:
+        if event.kind == "end":
+            self._beat(event, "ended")
+        elif event.kind == "exception":
+            self._beat(
+                event,
+                "stopped" if str(event.record["error"]).startswith("Interrupted:") else "failed",
+            )
+        elif event.kind == "start" or self._clock() - self._last >= self._every_s:
+            self._beat(event, "running")
+
+    def _beat(self, event: TrainEvent, status: str) -> None:
+        self._last = self._clock()
+        told = {"step": event.step, "steps": event.steps, "status": status, "time": self._last}
+        beside = self.path.with_suffix(".tmp")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(
+                json.dumps(told | {"host": socket.gethostname(), "pid": os.getpid()}),
+                encoding="utf-8",
+            )
+            os.replace(beside, self.path)
+        except OSError as error:
+            raise StorageError(
+                at=str(self.path),
+                problem=f"cannot be written: {error}",
+                fix="Check space and permissions.",
+            ) from error
+
+
+_AT = "train.callbacks"
+
+
+def checked_callbacks(given: object) -> tuple[StatefulListener, ...]:
+    """Raises ConfigError for what are no callbacks."""
+    several: Iterable[object] = (given,)
+    if isinstance(given, Iterable) and not isinstance(given, StatefulListener | str):
+        several = given
+    callbacks: list[StatefulListener] = []
+    for i, one in enumerate(several):
+        if isinstance(one, type) or not isinstance(one, StatefulListener):
+            fix = (
+                "Make an object of a class that extends easypipe.train.events.Callback; those "
+                "with names stand in a mapping: {best: {}}."
+            )
+            raise ConfigError(at=f"callbacks[{i}]", problem=f"{one!r} is no Callback", fix=fix)
+        callbacks.append(one)
+    return tuple(callbacks)
+
+
+def make_callbacks(
+    config: CallbacksConfig,
+    folder: Path,
+    known: Known,
+    *,
+    run_config: Json,
+    process: int,
+) -> dict[str, Callback]:
+    """Name -> callback, for this process of the run: those that only write are made in the first
+    one.
+
+    Raises ConfigError for a metric that the run will not measure, a window after its end, and a
+    package that is not installed. Touches no file.
+    """
+    made: dict[str, Callback] = {}
+    if config.early_stopping is not None:
+        known.check(f"{_AT}.early_stopping.metric", config.early_stopping.metric, training=True)
+        made["early_stopping"] = EarlyStopping(config.early_stopping)
+    if config.best is not None:
+        known.check(f"{_AT}.best.metric", config.best.metric, training=False)
+        made["best"] = BestCheckpoints(config.best, folder, write=process == 0)
+    if config.heartbeat is not None:
+        made["heartbeat"] = Heartbeat(config.heartbeat, folder, process=process)
+    if config.profile is not None and config.profile.start > known.steps:
+        problem = f"{config.profile.start}, but the run ends after {known.steps} steps"
+        raise ConfigError(
+            at=f"{_AT}.profile.start", problem=problem, fix=f"Give at most {known.steps}."
+        )
+    if process == 0:
+        if config.tensorboard is not None:
+            made["tensorboard"] = TensorBoard(config.tensorboard, folder)
+        if config.wandb is not None:
+            made["wandb"] = Wandb(config.wandb, folder, run_config)
+        if config.profile is not None:
+            made["profile"] = ProfilerWindow(config.profile, folder)
+    return made
