@@ -11,7 +11,7 @@ from typing import Any
 
 from easypipe.cli.prepare import data_of
 from easypipe.core.config import apply_overrides, from_dict, load_yaml
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.history import host_load
 from easypipe.jobs import chain
 from easypipe.pipeline import Pipeline
@@ -34,11 +34,13 @@ class Described:
 
     def refuse_streaming(self, problem: str, then: str) -> None:
         """Raises ConfigError where `data` streams. then: what can be done without it."""
-        if self.data.streaming:
-            at = f"{self.within}streaming"
-            raise ConfigError(
-                at=at, problem=problem, fix=f"Leave it out, here with --set {at}=false, {then}."
-            )
+        at = f"{self.within}streaming"
+        require(
+            not self.data.streaming,
+            at,
+            problem,
+            f"Leave it out, here with --set {at}=false, {then}.",
+        )
 
     def pipeline(self, **options: Any) -> Pipeline:
         """The chain up to where batches are made; nothing is saved and nothing put on a device."""
@@ -62,12 +64,12 @@ def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -
     )
     if data.seed is None and train is not None:
         data = dataclasses.replace(data, seed=recorded_seed(train.output_dir))
-    if data.seed is None and needs_seed:
-        raise ConfigError(
-            at="data.seed" if "data" in values else "seed",
-            problem="none is given, so every run draws its own order",
-            fix="Set the seed that the run logged, or keep the run's train.output_dir.",
-        )
+    require(
+        data.seed is not None or not needs_seed,
+        "data.seed" if "data" in values else "seed",
+        "none is given, so every run draws its own order",
+        "Set the seed that the run logged, or keep the run's train.output_dir.",
+    )
     within = "data." if "data" in values else ""
     return Described(
         data,

@@ -11,7 +11,7 @@ import typer
 
 from easypipe.cli.plan import AsJson
 from easypipe.cli.show import say
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.discovery.discover import discover as look
 from easypipe.discovery.findings import Discovery
 from easypipe.discovery.proposal import Proposal
@@ -118,11 +118,11 @@ def _decisions(texts: list[str] | None, option: str) -> dict[str, str]:
     decided: dict[str, str] = {}
     for text in texts or ():
         name, equals, meaning = text.partition("=")
-        if not (name and equals and meaning):
-            raise ConfigError(
-                at=option,
-                problem=f"{text!r} decides nothing",
-                fix=f"Write {option} {EXAMPLES[option]}.",
-            )
+        require(
+            name and equals and meaning,
+            option,
+            f"{text!r} decides nothing",
+            f"Write {option} {EXAMPLES[option]}.",
+        )
         decided[name] = meaning
     return decided

@@ -9,7 +9,7 @@ import typer
 
 from easypipe.cli.export import Step
 from easypipe.cli.show import say
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 
 Dtype = Annotated[
     Literal["float32", "bfloat16"],
@@ -93,12 +93,12 @@ def _load(name: str, step: int | None, dtype: Any) -> tuple[Any, str | None, tup
     if (Path(name).expanduser() / CHECKPOINTS).is_dir():
         trained = load_trained(name, step)
         return trained.model, trained.tokenizer, trained.seen.stop_token_ids
-    if step is not None:
-        raise ConfigError(
-            at="--step",
-            problem=f"{name} is no run that has checkpoints",
-            fix="Leave it out, or give a run's folder.",
-        )
+    require(
+        step is None,
+        "--step",
+        f"{name} is no run that has checkpoints",
+        "Leave it out, or give a run's folder.",
+    )
     decoder = load_pretrained(name, dtype=dtype)
     _, folder = PretrainedConfig(pretrained=name).resolved()
     return (

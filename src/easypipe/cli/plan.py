@@ -12,7 +12,7 @@ import typer
 from easypipe.cli.configs import Described, described
 from easypipe.cli.prepare import ConfigFile, Overrides, of_images
 from easypipe.cli.show import console, progress, say
-from easypipe.core.errors import ConfigError, EasypipeError
+from easypipe.core.errors import EasypipeError, require
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.history import plan_of_run
 
@@ -51,10 +51,7 @@ def plan(
     which devices it fits.
     """
     if of_images(config, overrides or []):
-        if not prepare:
-            raise ConfigError(
-                at="--no-prepare", problem="images have no tokens to prepare", fix="Leave it out."
-            )
+        require(prepare, "--no-prepare", "images have no tokens to prepare", "Leave it out.")
         planned = _images_plan(config, overrides or [], steps, topology)
         _show(planned, as_json)
         return
@@ -84,12 +81,12 @@ def _images_plan(
 ) -> ClassifyPlan:
     from easypipe.compat import classify
 
-    if topology is not None:
-        raise ConfigError(
-            at="--topology",
-            problem="is for runs on text, and this one is on images",
-            fix="Leave it out.",
-        )
+    require(
+        topology is None,
+        "--topology",
+        "is for runs on text, and this one is on images",
+        "Leave it out.",
+    )
     return classify.plan(classify.ClassifyConfig.load(config, overrides), steps)
 
 

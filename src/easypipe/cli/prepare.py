@@ -9,7 +9,7 @@ import typer
 
 from easypipe.cli.show import progress, say, show_report
 from easypipe.core.config import apply_overrides, from_dict, load_yaml
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, did_you_mean, require
 from easypipe.jobs import chains, prepare_data, with_hold_outs, with_tokenizer_of
 from easypipe.stages.config import PipelineConfig
 from easypipe.train.model.config import PretrainedConfig
@@ -81,22 +81,18 @@ def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
     """The data of a run config, or a pipeline config on its own. The model is not looked at: no jax
     is needed to prepare data.
     """
-    if TASK in values:
-        problem = "a run on images, of which this command knows nothing"
-        raise ConfigError(
-            at=TASK,
-            problem=problem,
-            fix="For such runs there are `easypipe train` and `easypipe plan`.",
-        )
+    require(
+        TASK not in values,
+        TASK,
+        "a run on images, of which this command knows nothing",
+        "For such runs there are `easypipe train` and `easypipe plan`.",
+    )
     if "data" not in values:
         return from_dict(PipelineConfig, values), {}
     values = with_hold_outs(values)
     known = ("data", "model", "train", "eval")
     for key in values:
-        if key not in known:
-            raise ConfigError(
-                at=key, problem="unknown key", have=known, fix=did_you_mean(str(key), known)
-            )
+        require(key in known, key, "unknown key", did_you_mean(str(key), known), have=known)
     held_out = values.get("eval") or {}
     if not isinstance(held_out, dict):
         raise ConfigError(
@@ -118,10 +114,7 @@ def _prepare_part(
     data: PipelineConfig, held_out: dict[str, PipelineConfig], shard: str, finalize: bool
 ) -> None:
     number, count = _part(shard)
-    if finalize:
-        raise ConfigError(
-            at="--finalize", problem="together with --shard", fix="Run it once, after all parts."
-        )
+    require(not finalize, "--finalize", "together with --shard", "Run it once, after all parts.")
     with progress() as listener:
         pipeline, others = chains(data, held_out, progress=listener, save=False)
         rows = sum(each.prepare_part(number, count) for each in (pipeline, *others.values()))
@@ -135,21 +128,21 @@ def _refuse_what_is_missing(data: PipelineConfig, held_out: dict[str, PipelineCo
     pipeline, others = chains(data, held_out, save=False)
     for each in (pipeline, *others.values()):
         for dataset, (missing, total) in each.pending().items():
-            if missing:
-                raise ConfigError(
-                    at="--finalize",
-                    problem=f"{missing} of {total} ranges of dataset {dataset!r} are not tokenized",
-                    fix="Run the parts that are missing (--shard I/N), or leave out --finalize to "
-                    "tokenize them here.",
-                )
+            require(
+                not missing,
+                "--finalize",
+                f"{missing} of {total} ranges of dataset {dataset!r} are not tokenized",
+                "Run the parts that are missing (--shard I/N), or leave out --finalize to "
+                "tokenize them here.",
+            )
 
 
 def _part(shard: str) -> tuple[int, int]:
     number, slash, count = shard.partition("/")
-    if not (slash and number.isdigit() and count.isdigit() and int(number) < int(count)):
-        raise ConfigError(
-            at="--shard",
-            problem=f"{shard!r} is no part",
-            fix="Write I/N with I from 0 to N - 1, like 0/8.",
-        )
+    require(
+        slash and number.isdigit() and count.isdigit() and int(number) < int(count),
+        "--shard",
+        f"{shard!r} is no part",
+        "Write I/N with I from 0 to N - 1, like 0/8.",
+    )
     return int(number), int(count)

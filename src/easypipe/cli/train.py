@@ -12,7 +12,7 @@ import typer
 
 from easypipe.cli.prepare import ConfigFile, Overrides, of_images
 from easypipe.cli.show import console, progress, quality, say, show_report, training
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from easypipe.run import RunConfig
@@ -33,12 +33,7 @@ def train(
     with the same batches.
     """
     if of_images(config, overrides or []):
-        if prompt:
-            raise ConfigError(
-                at="--prompt",
-                problem="begins texts, and this run is on images",
-                fix="Leave it out.",
-            )
+        require(not prompt, "--prompt", "begins texts, and this run is on images", "Leave it out.")
         _train_classifier(config, overrides or [])
         return
     run = load(config, overrides or [])

@@ -17,7 +17,7 @@ from easypipe.cli.configs import described
 from easypipe.cli.plan import AsJson
 from easypipe.cli.prepare import Overrides
 from easypipe.cli.show import progress, say
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.jobs import chain, repair_as_made
 from easypipe.save import verify as check
 from easypipe.stages.config import PipelineConfig
@@ -48,23 +48,21 @@ def verify(
     """Check counts, checksums, columns, manifest and tokenizer of PATH. Says what is wrong and
     where; exit code 1 if anything is.
     """
-    if overrides and config is None:
-        raise ConfigError(
-            at="--set",
-            problem="has no effect without a config",
-            fix="Give CONFIG.YAML behind PATH.",
-        )
+    require(
+        not overrides or config is not None,
+        "--set",
+        "has no effect without a config",
+        "Give CONFIG.YAML behind PATH.",
+    )
     data = None if config is None else described(config, overrides or []).data
     storage_options = None if data is None else _options_for(path, data)
     found = check.verify(path, storage_options)
-    if repair and any(one.kind == check.CHECKPOINT for one in found):
-        fix = (
-            "Train again: the run moves a damaged checkpoint aside and goes on from the one "
-            "before it."
-        )
-        raise ConfigError(
-            at="--repair", problem="checkpoints cannot be made again from a source", fix=fix
-        )
+    require(
+        not repair or not any(one.kind == check.CHECKPOINT for one in found),
+        "--repair",
+        "checkpoints cannot be made again from a source",
+        "Train again: the run moves a damaged checkpoint aside and goes on from the one before it.",
+    )
     if repair and not all(one.ok for one in found):
         found = _repaired(path, found, data)
     if as_json:

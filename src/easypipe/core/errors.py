@@ -70,7 +70,7 @@ class ConfigError(EasypipeError, ValueError):
 
 
 def require(
-    holds: bool,
+    holds: object,
     at: str,
     problem: str,
     fix: str | None = None,

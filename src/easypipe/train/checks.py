@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
 from easypipe.core.checked import Json
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import BatchLoader
 from easypipe.train.config import TrainingConfig
 
@@ -102,12 +102,12 @@ def resolve_steps(config: TrainingConfig, train: BatchLoader) -> int:
     """Raises ConfigError where the loader is not what the config says of it, or has fewer
     batches.
     """
-    if config.batch_size not in (None, train.batch_size):
-        raise ConfigError(
-            at="train.batch_size",
-            problem=f"{config.batch_size}, but the loader's batches have {train.batch_size} rows",
-            fix="Make the loader with this batch_size, or leave it out here.",
-        )
+    require(
+        config.batch_size in (None, train.batch_size),
+        "train.batch_size",
+        f"{config.batch_size}, but the loader's batches have {train.batch_size} rows",
+        "Make the loader with this batch_size, or leave it out here.",
+    )
     batches = num_batches(train)
     if config.epochs is not None:
         passes = getattr(getattr(train, "config", None), "num_epochs", 1)  # of loaders with passes
@@ -121,18 +121,18 @@ def resolve_steps(config: TrainingConfig, train: BatchLoader) -> int:
             problem=f"{config.epochs}, but the loader {how}",
             fix=f"Make it with num_epochs={config.epochs}, or give steps here.",
         )
-    if config.steps is None and batches is None:
-        raise ConfigError(
-            at="train.steps",
-            problem="not given, and the loader never ends",
-            fix="Say how many steps to train.",
-        )
-    if config.steps is not None and batches is not None and config.steps > batches:
-        raise ConfigError(
-            at="train.steps",
-            problem=f"{config.steps} steps, but the loader ends after {batches} batches",
-            fix=f"Give at most {batches}, or set num_epochs: null in the loader.",
-        )
+    require(
+        config.steps is not None or batches is not None,
+        "train.steps",
+        "not given, and the loader never ends",
+        "Say how many steps to train.",
+    )
+    require(
+        config.steps is None or batches is None or config.steps <= batches,
+        "train.steps",
+        f"{config.steps} steps, but the loader ends after {batches} batches",
+        f"Give at most {batches}, or set num_epochs: null in the loader.",
+    )
     steps = batches if config.steps is None else config.steps
     assert steps is not None
     return steps

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from easypipe.core.checked import Json
 from easypipe.core.config import from_dict
-from easypipe.core.errors import ConfigError, MissingFileError, StateError
+from easypipe.core.errors import ConfigError, MissingFileError, StateError, require
 from easypipe.train import state as states
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.checkpoint.files import CHECKPOINTS
@@ -67,13 +67,13 @@ def load_trained(
         )
     with Checkpoints(folder, keep=None) as checkpoints:
         steps = checkpoints.steps()
-        if not steps or (step is not None and step not in steps):
-            raise ConfigError(
-                at=str(folder),
-                problem=f"no checkpoint of step {step}",
-                have=steps,
-                fix="Give one of these, or none.",
-            )
+        require(
+            steps and (step is None or step in steps),
+            str(folder),
+            f"no checkpoint of step {step}",
+            "Give one of these, or none.",
+            have=steps,
+        )
         step = steps[-1] if step is None else step
         saved = checkpoints.run(step)
         mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh

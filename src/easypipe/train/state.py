@@ -19,7 +19,7 @@ from flax import nnx, traverse_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import did_you_mean, require
 from easypipe.train.optim.optimizers import Optimizer
 from easypipe.train.parallel.config import RULES, Axes, axes_of
 from easypipe.train.parallel.mesh import rules as rules_here
@@ -320,21 +320,21 @@ def _spec(name: str, variable: nnx.Variable, shape: tuple[int, ...], mesh: Mesh)
     axes: list[Axes] = []
     for dimension, label in enumerate(_labels(variable)):
         axis = rules.get(label) if isinstance(label, str) else label
-        if isinstance(label, str) and label not in rules:
-            raise ConfigError(
-                at=f"model.{name}",
-                problem=f"dimension {dimension} is labelled {label!r}",
-                have=[*rules],
-                fix=did_you_mean(label, [*rules]),
-            )
+        require(
+            not isinstance(label, str) or label in rules,
+            f"model.{name}",
+            f"dimension {dimension} is labelled {label!r}",
+            did_you_mean(str(label), [*rules]),
+            have=[*rules],
+        )
         over = axes_of(axis)
         parts = math.prod(mesh.shape[part] for part in over)
-        if shape[dimension] % parts:
-            raise ConfigError(
-                at=f"model.{name}",
-                problem=f"dimension {dimension} ({label}) of {shape} does not divide by mesh axis "
-                f"{axis!r} of {parts}",
-                fix=f"Choose a multiple of {parts}, or a smaller mesh.{' or mesh.'.join(over)}.",
-            )
+        require(
+            shape[dimension] % parts == 0,
+            f"model.{name}",
+            f"dimension {dimension} ({label}) of {shape} does not divide by mesh axis "
+            f"{axis!r} of {parts}",
+            f"Choose a multiple of {parts}, or a smaller mesh.{' or mesh.'.join(over)}.",
+        )
         axes.append(axis)
     return PartitionSpec(*axes)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.train.losses.loss import AsSums, LossFn, LossOutput
 from easypipe.train.model.flops import segment_sums
 from easypipe.train.optim.optimizers import Optimizer
@@ -178,13 +178,13 @@ def _tokens(batch: Mapping[str, jax.Array]) -> jax.Array:
     """
     if "input_ids" in batch:
         return batch["input_ids"]
-    if "labels" not in batch:
-        raise ConfigError(
-            at="batch",
-            problem="has neither input_ids nor labels",
-            have=sorted(batch),
-            fix="Name what is to be predicted `labels`.",
-        )
+    require(
+        "labels" in batch,
+        "batch",
+        "has neither input_ids nor labels",
+        "Name what is to be predicted `labels`.",
+        have=sorted(batch),
+    )
     return batch["labels"][..., None]
 
 

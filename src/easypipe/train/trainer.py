@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 import easypipe
 from easypipe.core.checked import Json
 from easypipe.core.config import to_dict
-from easypipe.core.errors import ConfigError, EasypipeError, StateError, TrainError
+from easypipe.core.errors import ConfigError, EasypipeError, StateError, TrainError, require
 from easypipe.core.protocols import BatchLoader
 from easypipe.train import state as states
 from easypipe.train.callbacks.named import Known, checked_callbacks, make_callbacks
@@ -220,12 +220,12 @@ class Engine:
         self.steps = resolve_steps(config, self.train)
         self.evals = tuple(HeldOut(name, one, one.state()) for name, one in evals.items())
         for one in self.evals:
-            if config.eval_batches is None and num_batches(one.loader) is None:
-                raise ConfigError(
-                    at="train.eval_batches",
-                    problem=f"held-out loader {one.name!r} never ends",
-                    fix="Say how many of its batches to look at.",
-                )
+            require(
+                config.eval_batches is not None or num_batches(one.loader) is not None,
+                "train.eval_batches",
+                f"held-out loader {one.name!r} never ends",
+                "Say how many of its batches to look at.",
+            )
         check_batch_size(self.train.batch_size, self.mesh, pieces)
         self.in_micro_batches = micro_batches("train.accumulate_steps", self.train, pieces)
         for name, loader in evals.items():
@@ -272,11 +272,12 @@ class Engine:
             raise ConfigError(at="train.optimizer", problem=problem, fix="Leave one of them out.")
         self.reference = None
         if config.preference is not None:
-            if loss is not None:
-                problem = "given, and so is a loss from Python"
-                raise ConfigError(
-                    at="train.preference", problem=problem, fix="Leave one of them out."
-                )
+            require(
+                loss is None,
+                "train.preference",
+                "given, and so is a loss from Python",
+                "Leave one of them out.",
+            )
             loss = preference_loss(config.preference)
             if config.preference.reference == "initial":
                 self.reference = Reference(self.layout)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.kernels.loss import choice, reference
 from easypipe.kernels.loss.api import fused_linear_cross_entropy
 from easypipe.kernels.loss.stats import Cotangents, Inputs
@@ -63,19 +63,19 @@ def tune(
         ("vocab", vocab),
         ("repeats", repeats),
     ):
-        if value < 1:
-            raise ConfigError(
-                at=at,
-                problem=f"{value} is below 1",
-                fix="Give the sizes of one device's share of the loss.",
-            )
-    if dtype not in ("bfloat16", "float32"):
-        raise ConfigError(
-            at="dtype",
-            problem=f"{dtype!r} is not an option",
-            have=("bfloat16", "float32"),
-            fix="Give that of the model.",
+        require(
+            value >= 1,
+            at,
+            f"{value} is below 1",
+            "Give the sizes of one device's share of the loss.",
         )
+    require(
+        dtype in ("bfloat16", "float32"),
+        "dtype",
+        f"{dtype!r} is not an option",
+        "Give that of the model.",
+        have=("bfloat16", "float32"),
+    )
     name: choice.Implementation = choice.FAVOURITES.get(choice.platform_at_hand(), "chunked")
     arguments = _arguments(tokens, width, vocab, dtype)
     wanted = _wanted(*arguments)

@@ -6,7 +6,7 @@ import math
 from typing import Literal
 
 from easypipe.core.config import check_at_least, config
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 
 Mode = Literal["min", "max"]
 
@@ -27,9 +27,12 @@ class EarlyStoppingConfig:
 
     def check(self) -> None:
         check_at_least(self, 1, "patience")
-        if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
-            problem = f"{self.min_delta} is not a number from 0 up"
-            raise ConfigError(at="min_delta", problem=problem, fix="0.0 takes any gain.")
+        require(
+            0 <= self.min_delta < math.inf,
+            "min_delta",
+            f"{self.min_delta} is not a number from 0 up",
+            "0.0 takes any gain.",
+        )
 
 
 @config
@@ -99,9 +102,12 @@ class HeartbeatConfig:
     every_s: float = 10.0  # seconds between two renewals, at least
 
     def check(self) -> None:
-        if not self.every_s >= 0:
-            fix = "10.0 is usual; 0.0 writes at every step."
-            raise ConfigError(at="every_s", problem=f"{self.every_s} is no time", fix=fix)
+        require(
+            self.every_s >= 0,
+            "every_s",
+            f"{self.every_s} is no time",
+            "10.0 is usual; 0.0 writes at every step.",
+        )
 
 
 @config

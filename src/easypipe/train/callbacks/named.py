@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from easypipe.core.checked import Json
-from easypipe.core.errors import ConfigError, StorageError, did_you_mean
+from easypipe.core.errors import ConfigError, StorageError, did_you_mean, require
 from easypipe.train.callbacks.config import (
     BestConfig,
     CallbacksConfig,
@@ -62,12 +62,12 @@ class Known:
             )
             what = "metric" if training else "held-out metric"
             raise ConfigError(at=at, problem=f"no {what} named {metric!r}", have=known, fix=fix)
-        if of is not None and self.eval_every is None:
-            raise ConfigError(
-                at=at,
-                problem=f"{metric} is measured once, after the last step",
-                fix="Set train.eval_every.",
-            )
+        require(
+            of is None or self.eval_every is not None,
+            at,
+            f"{metric} is measured once, after the last step",
+            "Set train.eval_every.",
+        )
 
 
 def value_of(record: Json, metric: str, at: str) -> float | None:
@@ -86,14 +86,9 @@ def value_of(record: Json, metric: str, at: str) -> float | None:
         if name is None:
             return None
         group, under = record["eval"][name], f"eval.{name}."
-    if metric.removeprefix(under) not in group:
-        known = [f"{under}{key}" for key, value in group.items() if not isinstance(value, Mapping)]
-        raise ConfigError(
-            at=at,
-            problem=f"the loss gives no {metric!r}",
-            have=known,
-            fix=did_you_mean(metric, known),
-        )
+    known = [f"{under}{key}" for key, value in group.items() if not isinstance(value, Mapping)]
+    fix = did_you_mean(metric, known)
+    require(metric.removeprefix(under) in group, at, f"the loss gives no {metric!r}", fix, known)
     value = flat(record).get(metric)
     return value if value is not None and math.isfinite(value) else None
 

@@ -16,7 +16,7 @@ from flax import nnx, traverse_util
 from jaxtyping import PyTree
 
 from easypipe.core.checked import Json
-from easypipe.core.errors import ConfigError, MissingFileError, StateError
+from easypipe.core.errors import ConfigError, MissingFileError, StateError, require
 from easypipe.core.protocols import BatchLoader
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.checkpoint.resume import loader_state, saved_loader_state
@@ -48,17 +48,19 @@ class CheckpointManager:
         checkpoints.
         """
         for name, value in (("keep", keep), ("keep_best", keep_best)):
-            if value is not None and value < 1:
-                raise ConfigError(at=name, problem=f"{value} is too few", fix="Give at least 1.")
-        if best_mode not in ("min", "max"):
-            problem = f"{best_mode!r} is not an option"
-            raise ConfigError(at="best_mode", problem=problem, have=("min", "max"))
-        if best_metric is None and (best_mode, keep_best) != ("min", 1):
-            raise ConfigError(
-                at="best_metric",
-                problem="not given, and without it best_mode and keep_best have no effect",
-                fix="Name one.",
-            )
+            require(value is None or value >= 1, name, f"{value} is too few", "Give at least 1.")
+        require(
+            best_mode in ("min", "max"),
+            "best_mode",
+            f"{best_mode!r} is not an option",
+            have=("min", "max"),
+        )
+        require(
+            best_metric is not None or (best_mode, keep_best) == ("min", 1),
+            "best_metric",
+            "not given, and without it best_mode and keep_best have no effect",
+            "Name one.",
+        )
         self._checkpoints = Checkpoints(Path(checkpoint_dir).expanduser(), keep=keep or sys.maxsize)
         self._metric, self._keep_best = best_metric, keep_best
         self._sign = 1 if best_mode == "min" else -1
@@ -109,12 +111,12 @@ class CheckpointManager:
         }
         step = (self._checkpoints.latest() or 0) + 1
         if self._metric is not None:
-            if self._metric not in run["metrics"]:
-                raise ConfigError(
-                    at="metrics",
-                    problem=f"without {self._metric!r}, by which the best is told",
-                    have=run["metrics"],
-                )
+            require(
+                self._metric in run["metrics"],
+                "metrics",
+                f"without {self._metric!r}, by which the best is told",
+                have=run["metrics"],
+            )
             self._seen[step] = run["metrics"][self._metric]
             self._checkpoints.protected["best"] = set(self._ranked()[: self._keep_best])
         self._checkpoints.save(step, arrays, run)
@@ -160,12 +162,12 @@ class CheckpointManager:
         if hasattr(scheduler, "load_state_dict"):  # as PyTorch's have
             scheduler.load_state_dict(run["scheduler"])
         if loader is not None:
-            if run["loader"] is None:
-                raise ConfigError(
-                    at="loader",
-                    problem=f"{self._path(step)} was saved without one",
-                    fix="Save it: save(..., loader=loader).",
-                )
+            require(
+                run["loader"] is not None,
+                "loader",
+                f"{self._path(step)} was saved without one",
+                "Save it: save(..., loader=loader).",
+            )
             loader.restore(loader_state(loader, run["loader"]))
         others = ("scheduler", "epoch", "metrics", "custom_state", "loader")
         return found | {name: run[name] for name in others}
@@ -179,12 +181,12 @@ class CheckpointManager:
         """The checkpoint with the best `best_metric`, the earlier one of two alike. Raises
         ConfigError where none was named.
         """
-        if self._metric is None:
-            raise ConfigError(
-                at="best_metric",
-                problem="not given: nobody knows which is best",
-                fix="CheckpointManager(best_metric=...).",
-            )
+        require(
+            self._metric is not None,
+            "best_metric",
+            "not given: nobody knows which is best",
+            "CheckpointManager(best_metric=...).",
+        )
         ranked = self._ranked()
         return self._path(ranked[0]) if ranked else None
 
@@ -223,11 +225,12 @@ class CheckpointManager:
                 )
             return steps[-1]
         given = Path(path).expanduser().absolute()
-        if given.parent != self._checkpoints.folder:
-            fix = f"CheckpointManager({str(given.parent)!r}).load(...)."
-            raise ConfigError(
-                at=str(path), problem=f"is no checkpoint of {self._checkpoints.folder}", fix=fix
-            )
+        require(
+            given.parent == self._checkpoints.folder,
+            str(path),
+            f"is no checkpoint of {self._checkpoints.folder}",
+            f"CheckpointManager({str(given.parent)!r}).load(...).",
+        )
         if not given.name.isdigit() or int(given.name) not in steps:
             raise MissingFileError(
                 at=str(path),
@@ -241,12 +244,12 @@ def _named(part: str, given: PyTree) -> dict[str, jax.Array]:
     arrays = {}
     for path, leaf in flatten(_pure(given)).items():
         name = f"{part}/{path}"
-        if not isinstance(leaf, bool | int | float | jax.Array | np.ndarray | np.generic):
-            raise ConfigError(
-                at=name.replace("/", "."),
-                problem=f"{type(leaf).__name__} is neither an array nor a number",
-                fix="Put it into custom_state, or leave it out.",
-            )
+        require(
+            isinstance(leaf, bool | int | float | jax.Array | np.ndarray | np.generic),
+            name.replace("/", "."),
+            f"{type(leaf).__name__} is neither an array nor a number",
+            "Put it into custom_state, or leave it out.",
+        )
         arrays[name] = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     return arrays
 
@@ -281,8 +284,7 @@ def _number(at: str, value: Any) -> float:
     except (TypeError, ValueError):
         problem = f"{value!r} is no number"
         raise ConfigError(at=at, problem=problem, fix="Put it into custom_state.") from None
-    if not math.isfinite(number):
-        raise ConfigError(at=at, problem=f"{number} cannot be compared", fix="Leave it out.")
+    require(math.isfinite(number), at, f"{number} cannot be compared", "Leave it out.")
     return number
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from easypipe.core.checked import Json
 from easypipe.core.config import to_dict
-from easypipe.core.errors import ConfigError, StateError, did_you_mean
+from easypipe.core.errors import StateError, did_you_mean, require
 from easypipe.core.protocols import BatchLoader
 from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint
 from easypipe.train.checkpoint.differences import differences, key_paths, listed
@@ -110,10 +110,12 @@ def check_resume(folder: Path, config: TrainingConfig, steps: Sequence[int]) -> 
     """Raises ConfigError where `folder` has checkpoints, of `steps`, and the run must not go on
     from them.
     """
-    if not config.resume:
-        problem = f"{folder.parent} holds a run at step {steps[-1]}, and resume is false"
-        fix = "Set resume: true, or give another train.output_dir."
-        raise ConfigError(at="train.resume", problem=problem, fix=fix)
+    require(
+        config.resume,
+        "train.resume",
+        f"{folder.parent} holds a run at step {steps[-1]}, and resume is false",
+        "Set resume: true, or give another train.output_dir.",
+    )
 
 
 def check_same(
@@ -181,10 +183,10 @@ def check_changes(changes: Sequence[str], identity: Json) -> None:
     parts = {ENDED, *identity, *of_train, *(f"loader.{part}" for part in LOADER_PARTS)}
     known = sorted(parts | {*key_paths(identity)})
     for key in changes:
-        if key not in known:
-            raise ConfigError(
-                at="train.resume_changes",
-                problem=f"{key!r} is nothing that a checkpoint is compared by",
-                have=sorted(parts),
-                fix=did_you_mean(key, known),
-            )
+        require(
+            key in known,
+            "train.resume_changes",
+            f"{key!r} is nothing that a checkpoint is compared by",
+            did_you_mean(key, known),
+            have=sorted(parts),
+        )

@@ -20,7 +20,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from easypipe.core.config import to_dict
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.schema import IGNORE
 from easypipe.kernels.loss.api import Implementation, LossSharding, Rule, fused_linear_cross_entropy
 from easypipe.kernels.loss.choice import misplaced, platform_name
@@ -108,14 +108,13 @@ class AsSums:
             return out
         pair = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)
         mean, means = out if pair else (out, {})
-        if "labels" not in batch:
-            raise ConfigError(
-                at="loss",
-                problem="gave a mean, and without labels in the batch it is not known over how "
-                "many targets",
-                have=sorted(batch),
-                fix="Give a LossOutput of sums, with num_targets.",
-            )
+        require(
+            "labels" in batch,
+            "loss",
+            "gave a mean, and without labels in the batch it is not known over how many targets",
+            "Give a LossOutput of sums, with num_targets.",
+            have=sorted(batch),
+        )
         count = num_targets(batch)
         total = _sum_of(mean, count, "")
         more = {
@@ -284,13 +283,12 @@ def default_loss(
         twice = {"implementation": "chunked", **options}
         return functools.partial(loss_sums, **options), functools.partial(loss_sums, **twice)
     for option in ("implementation", "rule", "chunk_size"):
-        if option in options:
-            raise ConfigError(
-                at=f"train.loss.{option}",
-                problem="has no effect on a module without `hidden` and `lm_head`, whose logits "
-                "are all held",
-                fix="Leave it out, or give the module these two.",
-            )
+        require(
+            option not in options,
+            f"train.loss.{option}",
+            "has no effect on a module without `hidden` and `lm_head`, whose logits are all held",
+            "Leave it out, or give the module these two.",
+        )
     sums = classification_sums if isinstance(model, Classifier) else logits_loss_sums
     if sums is logits_loss_sums and "segment_ids" not in call_names(model):
         logger.warning(

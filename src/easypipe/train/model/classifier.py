@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.train.model.config import ClassifierConfig
 
 
@@ -27,12 +27,12 @@ class Classifier(nnx.Module):
             ("num_classes", config.num_classes),
             ("image_shape", config.image_shape),
         ):
-            if value is None:
-                raise ConfigError(
-                    at=f"model.{name}",
-                    problem="not known",
-                    fix="Set it, or train through a run, which asks the data.",
-                )
+            require(
+                value is not None,
+                f"model.{name}",
+                "not known",
+                "Set it, or train through a run, which asks the data.",
+            )
         assert config.image_shape is not None
         assert config.num_classes is not None
         self.config = config

@@ -227,7 +227,7 @@ class PretrainedConfig:
 
     def check(self) -> None:
         require(
-            bool(str(self.pretrained)),
+            str(self.pretrained),
             "pretrained",
             "names no model",
             "Give a folder with config.json, or a Hub name.",
@@ -263,7 +263,7 @@ class ClassifierConfig:
         for i, size in enumerate(sizes):
             require(size >= 1, f"hidden_sizes[{i}]", f"{size} is not a size", "Give at least 1.")
         require(
-            not convolves or bool(sizes),
+            not convolves or sizes,
             "hidden_sizes",
             "a convnet without convolutions",
             "Give at least one size.",
@@ -317,7 +317,7 @@ class LoraConfig:
             "Twice the rank is usual.",
         )
         require(
-            bool(self.targets),
+            self.targets,
             "targets",
             "names nothing to train",
             'Give names of projections, or ["*"] for all.',

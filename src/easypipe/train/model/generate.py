@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.train.model.decoder import Decoder
 
 
@@ -155,17 +155,14 @@ def _check(
     top_k: int | None,
     top_p: float | None,
 ) -> None:
-    if not prompts:
-        raise ConfigError(
-            at="prompts", problem="no prompt", fix="Give at least one list of token ids."
-        )
+    require(prompts, "prompts", "no prompt", "Give at least one list of token ids.")
     for index, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ConfigError(
-                at=f"prompts[{index}]",
-                problem="no tokens",
-                fix="Start with the tokenizer's EOS or BOS token.",
-            )
+        require(
+            prompt,
+            f"prompts[{index}]",
+            "no tokens",
+            "Start with the tokenizer's EOS or BOS token.",
+        )
         outside = [token for token in prompt if not 0 <= token < vocab]
         if outside:
             fix = "Encode the prompt with the tokenizer that the model was trained with."
@@ -174,32 +171,34 @@ def _check(
                 problem=f"token {outside[0]} is outside the vocabulary of {vocab}",
                 fix=fix,
             )
-    if max_new_tokens < 1:
-        raise ConfigError(
-            at="max_new_tokens", problem=f"{max_new_tokens} is no length", fix="Give at least 1."
-        )
-    if temperature < 0:
-        raise ConfigError(
-            at="temperature",
-            problem=f"{temperature} is negative",
-            fix="Give 0 for the likeliest token, 1 for the model's own odds.",
-        )
-    if top_k is not None and not 1 <= top_k <= vocab:
-        raise ConfigError(
-            at="top_k",
-            problem=f"{top_k} of a vocabulary of {vocab}",
-            fix=f"Give 1 to {vocab}, or None for all.",
-        )
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(
-            at="top_p",
-            problem=f"{top_p} is no share",
-            fix="Give more than 0 and at most 1; 0.9 is usual.",
-        )
+    require(
+        max_new_tokens >= 1,
+        "max_new_tokens",
+        f"{max_new_tokens} is no length",
+        "Give at least 1.",
+    )
+    require(
+        temperature >= 0,
+        "temperature",
+        f"{temperature} is negative",
+        "Give 0 for the likeliest token, 1 for the model's own odds.",
+    )
+    require(
+        top_k is None or 1 <= top_k <= vocab,
+        "top_k",
+        f"{top_k} of a vocabulary of {vocab}",
+        f"Give 1 to {vocab}, or None for all.",
+    )
+    require(
+        top_p is None or 0 < top_p <= 1,
+        "top_p",
+        f"{top_p} is no share",
+        "Give more than 0 and at most 1; 0.9 is usual.",
+    )
     for name, value in (("top_k", top_k), ("top_p", top_p)):
-        if value is not None and temperature == 0:
-            raise ConfigError(
-                at=name,
-                problem="has no effect with temperature 0",
-                fix="Leave it out, or give a temperature.",
-            )
+        require(
+            value is None or temperature != 0,
+            name,
+            "has no effect with temperature 0",
+            "Leave it out, or give a temperature.",
+        )

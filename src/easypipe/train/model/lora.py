@@ -17,7 +17,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, did_you_mean, require
 from easypipe.core.random import fold
 from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.pretrained.families import PROJECTIONS
@@ -79,20 +79,19 @@ def add_lora(module: Module, config: LoraConfig, seed: int) -> Module:
         chosen |= fitting
     for name in sorted(chosen):
         parent, key, linear = found[name]
-        if isinstance(linear, LoraLinear):
-            raise ConfigError(
-                at="targets",
-                problem=f"{name} has an adapter already",
-                fix="Merge it first: merge_lora(module).",
-            )
+        require(
+            not isinstance(linear, LoraLinear),
+            "targets",
+            f"{name} has an adapter already",
+            "Merge it first: merge_lora(module).",
+        )
         most = min(linear.kernel.shape[-2:])
-        if config.rank > most:
-            problem = f"{config.rank}, but {name} is {list(linear.kernel.shape[-2:])}"
-            raise ConfigError(
-                at="rank",
-                problem=problem,
-                fix=f"Give at most {most}, or leave {name} out of targets.",
-            )
+        require(
+            config.rank <= most,
+            "rank",
+            f"{config.rank}, but {name} is {list(linear.kernel.shape[-2:])}",
+            f"Give at most {most}, or leave {name} out of targets.",
+        )
         _put(
             parent,
             key,

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Literal
 
 from easypipe.core.config import ListOf, config
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 
 OptimizerName = Literal[
     "adamw",
@@ -139,8 +139,7 @@ class ParameterGroup:
     def check(self) -> None:
         for name in ("learning_rate_scale", "weight_decay"):
             value = getattr(self, name)
-            if value is not None and not _is_from_0(value):
-                raise ConfigError(at=name, problem=f"{value} is not a number from 0 up")
+            require(value is None or _is_from_0(value), name, f"{value} is not a number from 0 up")
 
 
 @config
@@ -185,16 +184,15 @@ class OptimizerConfig:
         for names, fits, problem, fix in _LIMITS:
             for name in names:
                 value = getattr(self, name)
-                if value is not None and not fits(value):
-                    raise ConfigError(at=name, problem=f"{value} {problem}", fix=fix)
+                require(value is None or fits(value), name, f"{value} {problem}", fix)
         for option in sorted({key for options in DEFAULTS.values() for key in options}):
             takers = [name for name, options in DEFAULTS.items() if option in options]
-            if getattr(self, option) is not None and self.name not in takers:
-                raise ConfigError(
-                    at=option,
-                    problem=f"{self.name} has no {option}",
-                    fix=f"Remove it, or choose one of {', '.join(takers)}.",
-                )
+            require(
+                getattr(self, option) is None or self.name in takers,
+                option,
+                f"{self.name} has no {option}",
+                f"Remove it, or choose one of {', '.join(takers)}.",
+            )
         schedule = self.chosen_schedule
         cools = bool(self.cooldown_steps) or schedule == "wsd"
         for at, is_wrong, problem, fix in (
@@ -241,8 +239,7 @@ class OptimizerConfig:
                 "Three tenths of the steps are usual.",
             ),
         ):
-            if is_wrong:
-                raise ConfigError(at=at, problem=problem, fix=fix)
+            require(not is_wrong, at, problem, fix)
 
     @property
     def chosen_schedule(self) -> str:

@@ -10,7 +10,7 @@ from dataclasses import field
 from typing import Any, Literal, get_args
 
 from easypipe.core.config import check_at_least, config, from_dict
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, did_you_mean, require
 
 Axes = str | tuple[str, ...] | None
 Preset = Literal["dp", "fsdp", "zero1", "tp", "hybrid"]
@@ -61,20 +61,20 @@ class MeshConfig:
 
     def check(self) -> None:
         for name, size in self.given.items():
-            if size != -1 and size < 1:
-                raise ConfigError(
-                    at=name,
-                    problem=f"{size} is no number of devices",
-                    fix="Give at least 1, or -1 for those that remain.",
-                )
-        open_axes = [name for name, size in self.given.items() if size == -1]
-        if len(open_axes) > 1:
-            raise ConfigError(
-                at="",
-                problem="-1 (the devices that remain) stands more than once",
-                have=open_axes,
-                fix="Leave it on one axis.",
+            require(
+                size == -1 or size >= 1,
+                name,
+                f"{size} is no number of devices",
+                "Give at least 1, or -1 for those that remain.",
             )
+        open_axes = [name for name, size in self.given.items() if size == -1]
+        require(
+            len(open_axes) <= 1,
+            "",
+            "-1 (the devices that remain) stands more than once",
+            "Leave it on one axis.",
+            have=open_axes,
+        )
         self._check_rules()
 
     @property
@@ -102,35 +102,36 @@ class MeshConfig:
 
     def _check_rules(self) -> None:
         for name, axes in self.axis_rules.items():
-            if name not in RULES:
-                at, problem = f"axis_rules.{name}", f"no dimension of a parameter means {name!r}"
-                raise ConfigError(
-                    at=at, problem=problem, have=tuple(RULES), fix=did_you_mean(name, tuple(RULES))
-                )
+            require(
+                name in RULES,
+                f"axis_rules.{name}",
+                f"no dimension of a parameter means {name!r}",
+                did_you_mean(name, tuple(RULES)),
+                have=tuple(RULES),
+            )
             for axis in axes_of(axes):
-                if axis not in MESH_AXES:
-                    at, problem = f"axis_rules.{name}", f"no mesh axis named {axis!r}"
-                    raise ConfigError(
-                        at=at, problem=problem, have=MESH_AXES, fix=did_you_mean(axis, MESH_AXES)
-                    )
-            if len(set(axes_of(axes))) < len(axes_of(axes)):
-                raise ConfigError(
-                    at=f"axis_rules.{name}",
-                    problem=f"{axes} names an axis twice",
-                    fix="Name each axis once.",
+                require(
+                    axis in MESH_AXES,
+                    f"axis_rules.{name}",
+                    f"no mesh axis named {axis!r}",
+                    did_you_mean(axis, MESH_AXES),
+                    have=MESH_AXES,
                 )
+            require(
+                len(set(axes_of(axes))) == len(axes_of(axes)),
+                f"axis_rules.{name}",
+                f"{axes} names an axis twice",
+                "Name each axis once.",
+            )
         for one, other in _TOGETHER:
             shared = set(axes_of(self.rules[one])) & set(axes_of(self.rules[other]))
-            if shared:
-                problem = (
-                    f"{one} and {other} are dimensions of one array, and both lie over "
-                    f"{', '.join(sorted(shared))}"
-                )
-                raise ConfigError(
-                    at="axis_rules",
-                    problem=problem,
-                    fix="Give them different axes, or null for whole.",
-                )
+            require(
+                not shared,
+                "axis_rules",
+                f"{one} and {other} are dimensions of one array, and both lie over "
+                f"{', '.join(sorted(shared))}",
+                "Give them different axes, or null for whole.",
+            )
 
 
 @config
@@ -150,12 +151,12 @@ class DistributedConfig:
 
     def check(self) -> None:
         address = self.coordinator_address
-        if address is not None and not address.rpartition(":")[2].isdecimal():
-            raise ConfigError(
-                at="coordinator_address",
-                problem=f"{address!r} has no port",
-                fix='Write it as "host:port".',
-            )
+        require(
+            address is None or address.rpartition(":")[2].isdecimal(),
+            "coordinator_address",
+            f"{address!r} has no port",
+            'Write it as "host:port".',
+        )
         check_at_least(self, 1, "num_processes", "timeout", "heartbeat")
         if self.process_id is not None and not 0 <= self.process_id < (
             self.num_processes or self.process_id + 1
@@ -167,12 +168,12 @@ class DistributedConfig:
                 fix="Number the processes from 0.",
             )
         given = [self.coordinator_address, self.num_processes, self.process_id]
-        if not self.enabled and any(value is not None for value in given):
-            raise ConfigError(
-                at="enabled",
-                problem="false, and the processes are described all the same",
-                fix="Leave one of them out.",
-            )
+        require(
+            self.enabled or not any(value is not None for value in given),
+            "enabled",
+            "false, and the processes are described all the same",
+            "Leave one of them out.",
+        )
 
 
 def mesh_config(mesh: MeshConfig | Mapping[str, Any] | str | None, at: str = "mesh") -> MeshConfig:

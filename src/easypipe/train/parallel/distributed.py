@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from easypipe.core.config import from_dict, to_dict
-from easypipe.core.errors import ConfigError, StallError
+from easypipe.core.errors import ConfigError, StallError, require
 from easypipe.core.random import draw_seed
 from easypipe.train.parallel.config import DistributedConfig
 
@@ -151,9 +151,12 @@ def _described(config: DistributedConfig, variables: Mapping[str, str]) -> dict[
         if value is None and variable in variables:
             value = variables[variable]
             if field != "coordinator_address":
-                if not value.isdecimal():
-                    problem, fix = f"{value!r} is no number", "Give a whole number from 0."
-                    raise ConfigError(at=variable, problem=problem, fix=fix)
+                require(
+                    value.isdecimal(),
+                    variable,
+                    f"{value!r} is no number",
+                    "Give a whole number from 0.",
+                )
                 value = int(value)
         if value is not None:
             described[field] = value
@@ -179,17 +182,14 @@ def _scheduler(variables: Mapping[str, str]) -> str | None:
     ):
         return "the TPU pod"
     if "KUBERNETES_SERVICE_HOST" in variables and "JOB_COMPLETION_INDEX" in variables:
-        if importlib.util.find_spec("kubernetes") is None:
-            problem = (
-                "an indexed Kubernetes job, of which jax can ask nothing without the "
-                "package "
-                "kubernetes"
-            )
-            fix = (
-                f"Install jax[k8s], or set {', '.join(VARIABLES.values())} in the manifest; "
-                "docs/multihost.md has one."
-            )
-            raise ConfigError(at="train.distributed", problem=problem, fix=fix)
+        require(
+            importlib.util.find_spec("kubernetes") is not None,
+            "train.distributed",
+            "an indexed Kubernetes job, of which jax can ask nothing without the package "
+            "kubernetes",
+            f"Install jax[k8s], or set {', '.join(VARIABLES.values())} in the manifest; "
+            "docs/multihost.md has one.",
+        )
         return "Kubernetes"
     return None
 

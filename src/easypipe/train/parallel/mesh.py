@@ -23,7 +23,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.sharding import PartitionSpec as P
 
-from easypipe.core.errors import ConfigError, PlacementError, TrainError
+from easypipe.core.errors import ConfigError, PlacementError, TrainError, require
 from easypipe.core.schema import IGNORE, LABELS
 from easypipe.train.parallel.config import (
     BATCH_AXES,
@@ -106,20 +106,19 @@ def _fitted(
         )
     sizes = {axis: count // fixed if size == -1 else size for axis, size in sizes.items()}
     each = sorted(set(groups.values()))
-    if len(each) > 1:
-        raise ConfigError(
-            at=f"{at}.preset",
-            problem=f"hybrid wants hosts alike, and these have {', '.join(map(str, each))} devices",
-            fix="Choose another preset, or hosts of one kind.",
-        )
-    if sizes["data"] % len(groups):
-        problem = (
-            f"hybrid puts data across {len(groups)} hosts or slices, and {_named(sizes)} "
-            "has "
-            f"{sizes['data']} along it"
-        )
-        fix = f"Let fsdp x sequence x tensor divide the {count // len(groups)} devices of one."
-        raise ConfigError(at=f"{at}.data", problem=problem, fix=fix)
+    require(
+        len(each) <= 1,
+        f"{at}.preset",
+        f"hybrid wants hosts alike, and these have {', '.join(map(str, each))} devices",
+        "Choose another preset, or hosts of one kind.",
+    )
+    require(
+        sizes["data"] % len(groups) == 0,
+        f"{at}.data",
+        f"hybrid puts data across {len(groups)} hosts or slices, and {_named(sizes)} has "
+        f"{sizes['data']} along it",
+        f"Let fsdp x sequence x tensor divide the {count // len(groups)} devices of one.",
+    )
     return sizes
 
 

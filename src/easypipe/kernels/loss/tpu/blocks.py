@@ -28,7 +28,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 
 MIB = 1 << 20
 LANES = 128  # the last dimension of a block is a multiple of this, or the whole array's
@@ -243,13 +243,12 @@ def row_block(device: Device, vocab: int, dtype: DTypeLike) -> int:
     size = jnp.dtype(dtype).itemsize
     least = 32 // size
     rows = (device.vmem // 2) // (4 * size * rounded(vocab)) // least * least
-    if rows == 0:
-        raise ConfigError(
-            at="pallas_tpu",
-            problem=f"{least} rows of a vocabulary of {vocab} do not fit {device.vmem // MIB} MiB "
-            "of VMEM",
-            fix="Shard the vocabulary, or choose the rule 'strict'.",
-        )
+    require(
+        rows,
+        "pallas_tpu",
+        f"{least} rows of a vocabulary of {vocab} do not fit {device.vmem // MIB} MiB of VMEM",
+        "Shard the vocabulary, or choose the rule 'strict'.",
+    )
     return min(rows, 8 * least)
 
 
@@ -343,12 +342,13 @@ def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> list[str]:
 
 def as_blocks(values: Mapping[str, int]) -> Blocks:
     """Raises ConfigError for names that are not those of Blocks."""
-    if not set(Blocks._fields) - set(Blocks._field_defaults) <= set(values) <= set(Blocks._fields):
-        fix = (
-            f"Give each of {', '.join(Blocks._fields)}, and no other "
-            f"({' and '.join(Blocks._field_defaults)} may be left out)."
-        )
-        raise ConfigError(at="pallas_tpu.blocks", problem=f"have {', '.join(values)}", fix=fix)
+    require(
+        set(Blocks._fields) - set(Blocks._field_defaults) <= set(values) <= set(Blocks._fields),
+        "pallas_tpu.blocks",
+        f"have {', '.join(values)}",
+        f"Give each of {', '.join(Blocks._fields)}, and no other "
+        f"({' and '.join(Blocks._field_defaults)} may be left out).",
+    )
     return Blocks(**values)
 
 

@@ -334,16 +334,13 @@ def _windows(family: Family, known: Json, at: str) -> tuple[int | None, int | No
         return None, None
     every = full[0] + 1 if full else None
     expected = [_SLIDING if every is None or (i + 1) % every else _FULL for i in range(layers)]
-    if list(types) != expected:
-        problem = (
-            f"{types} does not repeat: every n-th layer may see the whole row, the others "
-            "have the window"
-        )
-        raise ConfigError(
-            at=f"{at}: layer_types",
-            problem=problem,
-            fix="Choose a model whose layers alternate evenly.",
-        )
+    require(
+        list(types) == expected,
+        f"{at}: layer_types",
+        f"{types} does not repeat: every n-th layer may see the whole row, the others "
+        "have the window",
+        "Choose a model whose layers alternate evenly.",
+    )
     return window, every
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from easypipe.core.errors import ConfigError, MissingFileError, StateError
+from easypipe.core.errors import ConfigError, MissingFileError, StateError, require
 from easypipe.core.storage import json_bytes
 from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.decoder import Decoder
@@ -52,12 +52,12 @@ def save_adapters(module: Decoder, path: str | Path, *, base: str | Path | None 
     that is not empty; StorageError for what cannot be written.
     """
     found = adapters(module)
-    if not isinstance(module, Decoder) or not found:
-        raise ConfigError(
-            at="module",
-            problem="has no adapters that PEFT knows",
-            fix="Train with train.lora, or use save_pretrained.",
-        )
+    require(
+        isinstance(module, Decoder) and found,
+        "module",
+        "has no adapters that PEFT knows",
+        "Train with train.lora, or use save_pretrained.",
+    )
     config = next(iter(found.values())).lora
     names = {name: PROJECTIONS[name.removeprefix("layers.")] for name in found}
     written = {

@@ -21,11 +21,11 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from easypipe.core.errors import (
-    ConfigError,
     MissingFileError,
     StorageError,
     TokenizerError,
     TrainError,
+    require,
 )
 from easypipe.core.storage import commit_folder, json_bytes
 from easypipe.train.model.decoder import Decoder
@@ -125,18 +125,18 @@ def save_pretrained(
     that is not there; TrainError for arrays of which other processes hold parts; StorageError for
     what cannot be written.
     """
-    if not isinstance(module, Decoder):
-        raise ConfigError(
-            at="module",
-            problem=f"{type(module).__name__} is not a Decoder",
-            fix="Other modules have no transformers class.",
-        )
-    if max_shard_bytes < 1:
-        raise ConfigError(
-            at="max_shard_bytes",
-            problem=f"{max_shard_bytes} is no size",
-            fix="5_000_000_000 is usual.",
-        )
+    require(
+        isinstance(module, Decoder),
+        "module",
+        f"{type(module).__name__} is not a Decoder",
+        "Other modules have no transformers class.",
+    )
+    require(
+        max_shard_bytes >= 1,
+        "max_shard_bytes",
+        f"{max_shard_bytes} is no size",
+        "5_000_000_000 is usual.",
+    )
     module = merge_lora(module)
     copied = _tokenizer_files(tokenizer)
     config, generation = _config_json(
@@ -162,10 +162,12 @@ def new_folder(path: str | Path) -> Iterator[Path]:
     `path` is there; StorageError.
     """
     target = Path(path).expanduser().absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(
-            at=str(target), problem="is there already", fix="Give a new folder, or remove this one."
-        )
+    require(
+        not target.exists() or (target.is_dir() and not any(target.iterdir())),
+        str(target),
+        "is there already",
+        "Give a new folder, or remove this one.",
+    )
     temporary = target.parent / f".{target.name}.writing-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         temporary.mkdir(parents=True)
@@ -277,13 +279,12 @@ def _write_template(folder: Path, template: str) -> None:
 def _tokenizer_files(tokenizer: Any) -> list[Path]:
     if tokenizer is None or hasattr(tokenizer, "save_pretrained"):
         return []
-    if not isinstance(tokenizer, str | Path):
-        problem = f"{type(tokenizer).__name__} cannot be saved"
-        raise ConfigError(
-            at="tokenizer",
-            problem=problem,
-            fix="Give a tokenizer.json, its folder, or an object with save_pretrained.",
-        )
+    require(
+        isinstance(tokenizer, str | Path),
+        "tokenizer",
+        f"{type(tokenizer).__name__} cannot be saved",
+        "Give a tokenizer.json, its folder, or an object with save_pretrained.",
+    )
     path = Path(tokenizer).expanduser()
     path = path if path.exists() else model_folder(tokenizer, None, weights=False)
     found = (
