@@ -1,5 +1,6 @@
-"""The commands, and what becomes of errors: one line for people, the traceback only with
---debug.
+"""The command line: its commands, and what becomes of errors.
+
+People see one line of an error; the traceback is shown with --debug.
 """
 
 from __future__ import annotations

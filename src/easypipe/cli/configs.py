@@ -1,4 +1,5 @@
-"""What `plan` and `explain` read of a config: its data, and of a run config the steps and the seed.
+"""What `plan` and `explain` read of a config: its data, and of a run its steps and seed.
+
 No jax is loaded for this.
 """
 

@@ -1,6 +1,4 @@
-"""`easypipe preview`: the first samples of a config as the model will see them, on the terminal or
-as a page.
-"""
+"""`easypipe preview`: the first samples as the model will see them, as text or as a page."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The quickstart's project folder: text that every machine with Python has, a config to edit, a
-README.
+"""The project folder of the quickstart: text of the standard library, a config, a README.
 
 data/code/*.jsonl       a row for each module of the standard library: its source
 data/docs/*.parquet     a row for each of those modules that has docstrings: all of them, under the names they belong to

@@ -1,6 +1,4 @@
-"""`easypipe quickstart`: from the text that every Python brings to a trained model, through the
-same doors that users have.
-"""
+"""`easypipe quickstart`: from the text that every Python brings to a trained model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What commands put on the terminal: progress bars, the training line, the ledger, where things
-are.
-"""
+"""What commands put on the terminal: progress bars, the training line, tables, reports."""
 
 from __future__ import annotations
 

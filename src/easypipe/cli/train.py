@@ -1,6 +1,4 @@
-"""`easypipe train`: prepare what is not prepared, then train, from the last checkpoint where there
-is one.
-"""
+"""`easypipe train`: prepares what is not prepared, and trains from the last checkpoint on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`easypipe verify`: whether a token cache, a saved folder or a checkpoint is what was committed,
-and making it so again.
-"""
+"""`easypipe verify`: checks a token cache, saved folder or checkpoint, and repairs it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What the api is given, checked: every reason against it in one error. Then the arrays as the
-kernels take them, and the plan.
+"""The checks of the arguments of the loss: every reason against them stands in one error.
+
+What can be met comes out as the arrays that the kernels take, and the plan.
 """
 
 from __future__ import annotations

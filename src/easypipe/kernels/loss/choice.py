@@ -1,5 +1,6 @@
-"""Which implementation runs, and by which rule. The platform is that which the program is *lowered*
-for, not the one it is traced on.
+"""Which implementation of the loss runs, and by which rule.
+
+The platform is that which the program is *lowered* for, not the one it is traced on.
 
 So a default survives jit, ahead-of-time compilation for a TPU on a CPU host and
 `jax.export(platforms=["cuda"])`: every candidate is traced and `jax.lax.platform_dependent` keeps

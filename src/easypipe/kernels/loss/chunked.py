@@ -1,5 +1,4 @@
-"""The loss in plain XLA, a piece of the logits at a time: what runs where no hand-written kernel
-does.
+"""The loss in plain XLA, a piece of the logits at a time; it runs where no other kernel does.
 
 *strict* (`stats`, `gradients`): tiles of tokens x vocabulary, recomputed for the gradient. 8·T·D·V
 FLOPs forward and backward; 10 where a float32 gradient of all hidden states would not fit

@@ -1,5 +1,4 @@
-"""How losses on top of the stats are differentiated. The arithmetic itself is plain jax, and stands
-in api.py.
+"""The rules by which the loss is differentiated; its arithmetic is plain jax, in api.py.
 
 *strict*: the stats are differentiated by recomputing the logits, whatever is made of the stats.
 *fast*: the loss is `sum_t weights[t] * loss[t]`, whose gradient is known up to one scalar when it

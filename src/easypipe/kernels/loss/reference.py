@@ -1,5 +1,4 @@
-"""The readable oracle: every kernel here is checked against this file in value and gradient, in
-float64.
+"""The readable oracle: every kernel is checked against this file, in value and gradient.
 
 T tokens · D width · V vocabulary.  logits_TV never exists outside this file.
 """

@@ -1,5 +1,6 @@
-"""Stats and gradients of arguments that lie over a mesh. Every collective is written out; no
-autodiff passes through.
+"""Stats and gradients of arguments that lie over a mesh, with every collective written out.
+
+No autodiff passes through.
 
 A custom_vjp *inside* `shard_map(check_vma=False)` gave a right loss and half of the head's gradient
 at tensor=2. So the rules of differentiation stand outside (differentiable.py), and forward and

@@ -1,5 +1,4 @@
-"""What the loss kernels agree on: four numbers per token, their gradient, and the law that every
-implementation obeys.
+"""What the loss kernels agree on: four numbers per token, their gradient, and a law.
 
 T tokens · D width · V vocabulary, the columns that this device holds · C tokens of one chunk
 

@@ -1,3 +1,1 @@
-"""Block sizes of the loss kernels: the table of what was measured, and measuring on the device at
-hand.
-"""
+"""Block sizes of the loss kernels: the table of what was measured, and the measuring."""

@@ -1,5 +1,4 @@
-"""Measures block sizes on the device at hand: what `easypipe kernels tune` runs. See table.py
-for what it writes.
+"""Measures block sizes on the device at hand, for `easypipe kernels tune`.
 
 T tokens · D width · V vocabulary
 """

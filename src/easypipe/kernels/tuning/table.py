@@ -1,5 +1,6 @@
-"""Block sizes by device kind, implementation and shape: a small table, written by `easypipe kernels
-tune`.
+"""The table of measured block sizes, by kind of device, implementation and shape.
+
+`easypipe kernels tune` writes it.
 
 The table (`user_table`) is a list of entries
 

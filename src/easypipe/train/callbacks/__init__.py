@@ -1,1 +1,1 @@
-"""The callbacks that a run can be given by name: a small file each; their options in config.py."""
+"""The callbacks that a run can be given by name, and their options."""

@@ -1,5 +1,6 @@
-"""Floating-point operations of a training step, counted from the model and the data (XLA's own
-count is wrong under a scan).
+"""The FLOPs of a training step, counted from the model and the data.
+
+(XLA's own count is wrong under a scan.)
 
 A product of an m x k and a k x n matrix counts 2·m·k·n; the backward pass counts twice the forward
 pass; recomputation (remat) is not counted, nor are norms, activations and softmax: this is the

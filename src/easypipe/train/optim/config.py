@@ -1,5 +1,6 @@
-"""Which optimizer, under which schedule, with which numbers. No jax here; train/optim/optimizers.py
-and train/optim/schedules.py make them.
+"""Options of the optimizer and its schedule, and their defaults. No jax here.
+
+optimizers.py and schedules.py make them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al., 2024, algorithm 3). Optax
-has none.
+"""SOAP, which Optax lacks: Adam in the eigenbasis of Shampoo's preconditioner.
+
+Vyas et al., 2024, algorithm 3.
 
 m, n the two sides of a matrix · Q_L, Q_R their bases · leading dimensions (stacked layers) are
 matrices of their own

@@ -1,6 +1,4 @@
-"""What can be read in the text of a compiled program (XLA's HLO): its arrays, and what it sends
-between devices.
-"""
+"""Reads the text of a compiled program (XLA's HLO): arrays, and what devices send each other."""
 
 from __future__ import annotations
 

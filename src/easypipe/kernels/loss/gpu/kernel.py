@@ -1,5 +1,4 @@
-"""The strict loss on NVIDIA GPUs: the logits are computed slab by slab, twice, and no more than a
-slab of them ever exists.
+"""The strict loss on NVIDIA GPUs: logits are computed slab by slab, and never stand as a whole.
 
 The products are cuBLAS's (through XLA); between them stand the row kernels of rows.py. A
 slab is a bounded piece of the logits in the dtype of the inputs, or in float32 where

@@ -1,5 +1,4 @@
-"""Rows of logits that are at hand, on NVIDIA GPUs (Pallas through Triton): their four sums, and dx
-in their place.
+"""The sums and gradients of rows of logits that are at hand, on NVIDIA GPUs (Pallas, Triton).
 
 One program per row, which it walks in blocks of columns; all arithmetic in float32. The gradient
 needs lse, so a row is read twice and written once. `row_step` does both in one program: one row per

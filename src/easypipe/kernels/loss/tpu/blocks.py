@@ -1,5 +1,6 @@
-"""Block sizes of the TPU kernels: what VMEM holds, and the bytes that follow. (FLOPs: 2·T·D·V
-forward, 6·T·D·V backward, in any blocks.)
+"""Block sizes of the TPU kernels: what VMEM holds, and the bytes that are moved for it.
+
+(FLOPs: 2·T·D·V forward, 6·T·D·V backward, in any blocks.)
 
 Forward. B tokens stay in VMEM while the head streams past: it is read ceil(T / B) times, the hidden
 states once for each TensorCore.

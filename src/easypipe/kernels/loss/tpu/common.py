@@ -1,6 +1,4 @@
-"""What the TPU kernels share: a call by names, loops of the device, the product that makes
-logits.
-"""
+"""What the TPU kernels share: calls by name, loops of the device, the product of logits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Logits that are at hand, to their gradient, on a TPU: each is read once and its gradient is
-written over it, once.
+"""The sums and gradients of rows of logits that are at hand, on a TPU.
+
+Each logit is read once, and its gradient is written over it, once.
 
 R rows with their whole vocabulary stay in VMEM while they are passed twice: once for the four sums,
 once for the gradient. In XLA the two passes are two or three readings of the logits from HBM.

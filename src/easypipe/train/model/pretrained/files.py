@@ -1,6 +1,4 @@
-"""The folder of a published model: config.json and safetensors files, on this machine or on the
-Hugging Face Hub.
-"""
+"""The files of a published model: config.json and safetensors, in a folder or on the Hub."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Adapters as a folder that PEFT opens, and back: adapter_config.json and
-adapter_model.safetensors.
-"""
+"""Adapters as a folder that PEFT opens (adapter_config.json, safetensors), and back."""
 
 from __future__ import annotations
 
