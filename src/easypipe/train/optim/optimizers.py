@@ -7,6 +7,7 @@ clip · its own direction · decoupled weight decay · per-group scale · learni
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
@@ -141,18 +142,6 @@ def _by_name(
     return optax.stateless(apply)  # pyright: ignore[reportArgumentType]  (of flat dicts alone)
 
 
-def _adam(n: Numbers, roles: Roles) -> optax.GradientTransformation:
-    return optax.scale_by_adam(n["beta1"], n["beta2"], n["epsilon"])
-
-
-def _nadam(n: Numbers, roles: Roles) -> optax.GradientTransformation:
-    return optax.scale_by_adam(n["beta1"], n["beta2"], n["epsilon"], nesterov=True)
-
-
-def _lion(n: Numbers, roles: Roles) -> optax.GradientTransformation:
-    return optax.scale_by_lion(n["beta1"], n["beta2"])
-
-
 def _sophia(n: Numbers, roles: Roles) -> optax.GradientTransformation:
     """Sophia-H: the curvature's diagonal by Hutchinson's estimator (Liu et al., 2023, algorithm
     1).
@@ -193,22 +182,6 @@ def _muon(n: Numbers, roles: Roles) -> optax.GradientTransformation:
     return optax.partition(both, labels)
 
 
-def _adafactor(n: Numbers, roles: Roles) -> optax.GradientTransformation:
-    """Without momentum, relative to the size of the parameter, updates of at most unit size
-    (Shazeer and Stern, 2018).
-    """
-    return optax.chain(
-        optax.scale_by_factored_rms(decay_rate=n["decay_rate"], epsilon=n["epsilon"]),
-        optax.clip_by_block_rms(1.0),
-        optax.scale_by_param_block_rms(),
-    )
-
-
-def _schedule_free(n: Numbers, roles: Roles) -> optax.GradientTransformation:
-    """Adam without momentum, which the averaging replaces (Defazio et al., 2024)."""
-    return optax.scale_by_adam(0.0, n["beta2"], n["epsilon"])
-
-
 def _averaging(
     n: Numbers, schedule: optax.Schedule, whole: optax.GradientTransformation
 ) -> optax.GradientTransformation:
@@ -225,25 +198,6 @@ def _averaging(
         return state._replace(**dict(zip(("b1", "weight_sum", "max_lr"), wide, strict=True)))
 
     return optax.GradientTransformationExtraArgs(init, averaging.update)
-
-
-def _ademamix(n: Numbers, roles: Roles) -> optax.GradientTransformation:
-    return contrib.scale_by_ademamix(n["beta1"], n["beta2"], n["beta3"], n["alpha"], n["epsilon"])
-
-
-def _adan(n: Numbers, roles: Roles) -> optax.GradientTransformation:
-    return scale_by_adan(b1=n["beta1"], b2=n["beta2"], b3=n["beta3"], eps=n["epsilon"])
-
-
-def _soap(n: Numbers, roles: Roles) -> optax.GradientTransformation:
-    return scale_by_soap(
-        roles.decays,
-        b1=n["beta1"],
-        b2=n["beta2"],
-        eps=n["epsilon"],
-        update_interval=int(n["update_interval"]),
-        max_dim=int(n["max_precondition_dim"]),
-    )
 
 
 def _prodigy(
@@ -287,18 +241,40 @@ def _at_least_float32(array: jax.Array) -> jax.Array:
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
+def _adam(n: Numbers, roles: Roles, *, nesterov: bool = False) -> optax.GradientTransformation:
+    return optax.scale_by_adam(n["beta1"], n["beta2"], n["epsilon"], nesterov=nesterov)
+
+
 DIRECTIONS: dict[str, Callable[[Numbers, Roles], optax.GradientTransformation]] = {
     "adamw": _adam,
-    "nadamw": _nadam,
-    "lion": _lion,
+    "nadamw": functools.partial(_adam, nesterov=True),
+    "lion": lambda n, _: optax.scale_by_lion(n["beta1"], n["beta2"]),
     "sophia": _sophia,
     "muon": _muon,
-    "adafactor": _adafactor,
-    "schedule_free": _schedule_free,
-    "ademamix": _ademamix,
-    "adan": _adan,
+    # without momentum, relative to the size of the parameter, updates of at most unit size (Shazeer
+    # and Stern, 2018)
+    "adafactor": lambda n, _: optax.chain(
+        optax.scale_by_factored_rms(decay_rate=n["decay_rate"], epsilon=n["epsilon"]),
+        optax.clip_by_block_rms(1.0),
+        optax.scale_by_param_block_rms(),
+    ),
+    # Adam without momentum, which the averaging replaces (Defazio et al., 2024)
+    "schedule_free": lambda n, _: optax.scale_by_adam(0.0, n["beta2"], n["epsilon"]),
+    "ademamix": lambda n, _: contrib.scale_by_ademamix(
+        n["beta1"], n["beta2"], n["beta3"], n["alpha"], n["epsilon"]
+    ),
+    "adan": lambda n, _: scale_by_adan(
+        b1=n["beta1"], b2=n["beta2"], b3=n["beta3"], eps=n["epsilon"]
+    ),
     "lamb": _adam,
-    "soap": _soap,
+    "soap": lambda n, roles: scale_by_soap(
+        roles.decays,
+        b1=n["beta1"],
+        b2=n["beta2"],
+        eps=n["epsilon"],
+        update_interval=int(n["update_interval"]),
+        max_dim=int(n["max_precondition_dim"]),
+    ),
 }
 
 

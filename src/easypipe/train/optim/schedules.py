@@ -66,31 +66,20 @@ def _cool(
     return bottom + (top - bottom) * remaining
 
 
-def _cosine(config: OptimizerConfig, peak: float, final: float, steps: int) -> optax.Schedule:
-    return optax.cosine_decay_schedule(peak, steps, alpha=final)
-
-
-def _polynomial(config: OptimizerConfig, peak: float, final: float, steps: int) -> optax.Schedule:
-    power = config.chosen_power if config.schedule == "polynomial" else 1
-    return optax.polynomial_schedule(peak, final * peak, power, steps)
-
-
-def _constant(config: OptimizerConfig, peak: float, final: float, steps: int) -> optax.Schedule:
-    return optax.constant_schedule(peak)
-
-
 def _inverse_sqrt(config: OptimizerConfig, peak: float, final: float, steps: int) -> optax.Schedule:
     start = max(config.warmup_steps, 1)
     # below 0 it is asked, and not used
     return lambda k: peak * jnp.sqrt(start / (start + jnp.maximum(k, 0)))
 
 
+# config, peak, final fraction, steps behind the warm-up -> schedule
 MAIN: dict[str, Callable[[OptimizerConfig, float, float, int], optax.Schedule]] = {
-    "cosine": _cosine,
-    "linear": _polynomial,
-    "wsd": _constant,
-    "polynomial": _polynomial,
+    "polynomial": lambda config, peak, final, steps: optax.polynomial_schedule(
+        peak, final * peak, config.chosen_power, steps
+    ),
+    "linear": lambda _, peak, final, steps: optax.linear_schedule(peak, final * peak, steps),
+    "cosine": lambda _, peak, final, steps: optax.cosine_decay_schedule(peak, steps, alpha=final),
+    "constant": lambda _, peak, *__: optax.constant_schedule(peak),
     "inverse_sqrt": _inverse_sqrt,
-    "constant": _constant,
-    "one_cycle": _cosine,
 }
+MAIN |= {"one_cycle": MAIN["cosine"], "wsd": MAIN["constant"]}

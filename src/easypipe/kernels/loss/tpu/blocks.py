@@ -131,7 +131,7 @@ def plan_blocks(device: Device, sizes: Sizes) -> Blocks:
     Raises ConfigError where not even the smallest fit.
     """
     forward = min(
-        _forward_choices(device, sizes, ROW_SIZES, FORWARD_COLUMNS),
+        _forward_choices(device, sizes),
         key=lambda blocks: forward_bytes(blocks, sizes),
         default=None,
     )
@@ -228,11 +228,8 @@ def backward_bytes(blocks: Blocks, sizes: Sizes) -> int:
 def block_candidates(device: Device, sizes: Sizes) -> list[Blocks]:
     """What is worth measuring: the plan, and each of its two halves in other tiles that fit."""
     plan = plan_blocks(device, sizes)
-    forward = [
-        Blocks(*blocks[:4], *plan[4:])
-        for blocks in _forward_choices(device, sizes, ROW_SIZES, FORWARD_COLUMNS)
-    ]
-    halves = _backward_choices(device, sizes, ROW_SIZES, (1024, 512, 256), WIDTH_SHARES)
+    forward = [Blocks(*blocks[:4], *plan[4:]) for blocks in _forward_choices(device, sizes)]
+    halves = _backward_choices(device, sizes, ROW_SIZES)
     backward = [Blocks(*plan[:4], *blocks[4:]) for blocks in halves]
     return list(dict.fromkeys([plan, *forward, *backward]))
 
@@ -353,15 +350,13 @@ def as_blocks(values: Mapping[str, int]) -> Blocks:
     return Blocks(**values)
 
 
-def _forward_choices(
-    device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]
-) -> Iterator[Blocks]:
+def _forward_choices(device: Device, sizes: Sizes) -> Iterator[Blocks]:
     """Largest tiles first, each with as many tokens as fit."""
     parts = device.cores if sizes.vocab > LANES else 1
-    for rows in row_sizes:
+    for rows in ROW_SIZES:
         if rows > LANES and rows // 2 >= sizes.tokens:
             continue
-        for columns in column_sizes:
+        for columns in FORWARD_COLUMNS:
             if columns > LANES and parts * columns > sizes.vocab:
                 continue
             per_token = forward_vmem(Blocks(parts, 1, 0, 0, 0, 0, 0, 0, 0), sizes)
@@ -377,9 +372,9 @@ def _forward_choices(
 
 
 def _plan_backward(device: Device, sizes: Sizes) -> Blocks | None:
-    for blocks in _resident_choices(device, sizes, ROW_SIZES, (1024, 512, 256)):
+    for blocks in _resident_choices(device, sizes):
         return blocks
-    found = list(_backward_choices(device, sizes, ROW_SIZES[1:], (), WIDTH_SHARES))
+    found = list(_backward_choices(device, sizes, ROW_SIZES[1:]))
     if needs_own_pass(sizes):
         found = [blocks for blocks in found if blocks.own_columns >= COLUMN_STEP] or found
         return max(
@@ -395,37 +390,26 @@ def _plan_backward(device: Device, sizes: Sizes) -> Blocks | None:
     return max(found, key=lambda blocks: (blocks.back_parts, blocks.back_columns), default=None)
 
 
-def _backward_choices(
-    device: Device,
-    sizes: Sizes,
-    row_sizes: tuple[int, ...],
-    column_sizes: tuple[int, ...],
-    shares: tuple[int, ...],
-) -> Iterator[Blocks]:
-    yield from _resident_choices(device, sizes, row_sizes, column_sizes)
-    if needs_own_pass(sizes):
-        yield from _apart_choices(device, sizes, row_sizes, FORWARD_COLUMNS)
-    else:
-        yield from _streaming_choices(device, sizes, row_sizes, shares)
+def _backward_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...]) -> Iterator[Blocks]:
+    yield from _resident_choices(device, sizes)
+    choices = _apart_choices if needs_own_pass(sizes) else _streaming_choices
+    yield from choices(device, sizes, row_sizes)
 
 
-def _resident_choices(
-    device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]
-) -> Iterator[Blocks]:
+def _resident_choices(device: Device, sizes: Sizes) -> Iterator[Blocks]:
     if device.cores > 1:  # each core would have a whole gradient of the hidden states of its own
         return
-    for rows in row_sizes:
-        for columns in column_sizes:
-            blocks = Blocks(0, 0, 0, 0, 1, rows, columns, sizes.width, 1)
-            if sizes.tokens % rows == 0 and backward_vmem(blocks, sizes) <= device.vmem - RESERVED:
-                yield blocks
+    for rows, columns in itertools.product(ROW_SIZES, (1024, 512, 256)):
+        blocks = Blocks(0, 0, 0, 0, 1, rows, columns, sizes.width, 1)
+        if sizes.tokens % rows == 0 and backward_vmem(blocks, sizes) <= device.vmem - RESERVED:
+            yield blocks
 
 
 def _streaming_choices(
-    device: Device, sizes: Sizes, row_sizes: tuple[int, ...], shares: tuple[int, ...]
+    device: Device, sizes: Sizes, row_sizes: tuple[int, ...]
 ) -> Iterator[Blocks]:
     """Every core wherever the tiles can be dealt out evenly."""
-    share = next((part for part in shares if sizes.width % part == 0), sizes.width)
+    share = next((part for part in WIDTH_SHARES if sizes.width % part == 0), sizes.width)
     for parts in sorted({device.cores, 1}, reverse=True):
         dealt = False
         for most_rows in row_sizes:
@@ -441,15 +425,13 @@ def _streaming_choices(
             return
 
 
-def _apart_choices(
-    device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]
-) -> Iterator[Blocks]:
+def _apart_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...]) -> Iterator[Blocks]:
     """With as much as fits of what stays; every core wherever the columns can be dealt out
     evenly.
     """
     for parts in sorted({device.cores, 1}, reverse=True):
         dealt = False
-        for rows, own_columns in itertools.product(row_sizes, column_sizes):
+        for rows, own_columns in itertools.product(row_sizes, FORWARD_COLUMNS):
             most = _most_columns(device, sizes, rows, 0)
             columns = even_split(sizes.vocab, most, parts) if most else None
             if columns is None:
