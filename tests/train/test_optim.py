@@ -9,8 +9,7 @@ import pytest
 
 from easypipe.core.errors import ConfigError
 from easypipe.train.config import OptimizerConfig
-from easypipe.train.optim.optimizers import make_optimizer
-from easypipe.train.optim.schedules import make_schedule
+from easypipe.train.optim.optimizers import make_optimizer, make_schedule
 
 
 def test_schedule_warms_up_from_its_first_step_and_ends_at_the_final_fraction():

@@ -11,8 +11,7 @@ import optax
 import pytest
 
 from easypipe.train.optim.config import DEFAULTS, OptimizerConfig
-from easypipe.train.optim.optimizers import make_optimizer
-from easypipe.train.optim.schedules import make_schedule
+from easypipe.train.optim.optimizers import make_optimizer, make_schedule
 
 STEPS, WARMUP = 12, 4
 

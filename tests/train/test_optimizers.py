@@ -26,8 +26,7 @@ from easypipe.train import state as states
 from easypipe.train.config import CheckpointConfig
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.optim.config import DEFAULTS, OptimizerConfig, ParameterGroup
-from easypipe.train.optim.optimizers import make_optimizer
-from easypipe.train.optim.schedules import make_schedule
+from easypipe.train.optim.optimizers import make_optimizer, make_schedule
 from easypipe.train.parallel.mesh import make_mesh, partitioned
 from easypipe.train.trainer import Trainer
 

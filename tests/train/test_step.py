@@ -16,8 +16,7 @@ from easypipe.train import state as states
 from easypipe.train.config import OptimizerConfig
 from easypipe.train.losses.loss import loss_sums
 from easypipe.train.model.decoder import Decoder, ModelConfig
-from easypipe.train.optim.optimizers import Optimizer, make_optimizer
-from easypipe.train.optim.schedules import make_schedule
+from easypipe.train.optim.optimizers import Optimizer, make_optimizer, make_schedule
 from easypipe.train.parallel.mesh import check_batch_size, make_mesh, place_batch
 from easypipe.train.step import make_eval_step, make_train_step
 from train.runs import VOCAB, Arithmetic, Tiny

@@ -108,8 +108,7 @@ def test_a_configuration_survives_the_trip_through_plain_values():
 def test_options_are_what_runs():
     from easypipe.kernels.loss.api import Implementation, Rule
     from easypipe.train.optim.config import DEFAULTS
-    from easypipe.train.optim.optimizers import DIRECTIONS
-    from easypipe.train.optim.schedules import MAIN
+    from easypipe.train.optim.optimizers import DIRECTIONS, MAIN
 
     assert get_args(get_type_hints(OptimizerConfig)["name"]) == tuple(DEFAULTS)
     assert {*DIRECTIONS, "prodigy"} == set(DEFAULTS)

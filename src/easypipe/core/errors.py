@@ -24,8 +24,9 @@ EasypipeError
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 from easypipe.core.visible import visible
 
@@ -79,6 +80,21 @@ def require(
     """Raises ConfigError unless `holds`."""
     if not holds:
         raise ConfigError(at=at, problem=problem, have=have, fix=fix)
+
+
+@contextlib.contextmanager
+def raising(
+    kind: type[EasypipeError],
+    at: object,
+    problem: str,
+    fix: str | None = None,
+    on: type[Exception] | tuple[type[Exception], ...] = OSError,
+) -> Generator[None]:
+    """Raises `kind` in place of an error of the types `on`, which stands behind the problem."""
+    try:
+        yield
+    except on as error:
+        raise kind(at=str(at), problem=f"{problem}: {error}", fix=fix) from error
 
 
 class StageOrderError(EasypipeError, RuntimeError):

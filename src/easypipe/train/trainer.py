@@ -74,8 +74,7 @@ from easypipe.train.model.pretrained.files import short
 from easypipe.train.model.pretrained.origin import Model, origin_of
 from easypipe.train.model.pretrained.save import Seen, save_pretrained
 from easypipe.train.optim.config import OptimizerConfig
-from easypipe.train.optim.optimizers import Optimizer, make_optimizer
-from easypipe.train.optim.schedules import make_schedule
+from easypipe.train.optim.optimizers import Optimizer, make_optimizer, make_schedule
 from easypipe.train.parallel.config import mesh_config
 from easypipe.train.parallel.mesh import (
     batch_shards,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from easypipe.core.checked import Json
-from easypipe.core.errors import ConfigError, StorageError, did_you_mean, require
+from easypipe.core.errors import ConfigError, StorageError, did_you_mean, raising, require
 from easypipe.train.callbacks.config import (
     BestConfig,
     CallbacksConfig,
@@ -405,19 +405,12 @@ class Heartbeat(Callback):
         self._last = self._clock()
         told = {"step": event.step, "steps": event.steps, "status": status, "time": self._last}
         beside = self.path.with_suffix(".tmp")
-        try:
+        told |= {"host": socket.gethostname(), "pid": os.getpid()}
+        fix = "Check space and permissions."
+        with raising(StorageError, self.path, "cannot be written", fix):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(
-                json.dumps(told | {"host": socket.gethostname(), "pid": os.getpid()}),
-                encoding="utf-8",
-            )
+            beside.write_text(json.dumps(told), encoding="utf-8")
             os.replace(beside, self.path)
-        except OSError as error:
-            raise StorageError(
-                at=str(self.path),
-                problem=f"cannot be written: {error}",
-                fix="Check space and permissions.",
-            ) from error
 
 
 _AT = "train.callbacks"

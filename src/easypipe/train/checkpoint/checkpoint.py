@@ -32,7 +32,7 @@ from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
 from easypipe.core.checked import Json
-from easypipe.core.errors import StateError, StorageError
+from easypipe.core.errors import StateError, StorageError, raising
 from easypipe.train.checkpoint import files
 from easypipe.train.checkpoint.differences import differences, listed
 from easypipe.train.checkpoint.files import ARRAYS, RUN
@@ -86,13 +86,10 @@ class Checkpoints:
         self._saving: _Saving | None = None
         if keep is None:
             return
-        try:
+        with raising(StorageError, folder, "cannot hold checkpoints"):
             if jax.process_index() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 files.sweep(self.folder)
-        except OSError as error:
-            problem = f"cannot hold checkpoints: {error}"
-            raise StorageError(at=str(folder), problem=problem) from error
         self._agree(f"opened {self.folder}")
 
     def __enter__(self) -> Self:
@@ -249,14 +246,10 @@ class Checkpoints:
         if self._saving is None:
             return
         (step, committed, _), self._saving = self._saving, None
+        fix, at = "Check space and permissions.", self._at(step)
         try:
-            committed.result()
-        except (OSError, ValueError) as error:
-            raise StorageError(
-                at=self._at(step),
-                problem=f"cannot be written: {error}",
-                fix="Check space and permissions.",
-            ) from error
+            with raising(StorageError, at, "cannot be written", fix, (OSError, ValueError)):
+                committed.result()
         finally:
             if agree:
                 self._agree(f"saved {step}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from easypipe.core.checked import Json
-from easypipe.core.errors import StorageError
+from easypipe.core.errors import StorageError, raising
 from easypipe.core.storage import commit_bytes
 
 Record = dict[str, Any]
@@ -41,10 +41,8 @@ class MetricsFile:
         if not write:
             return
         commit_bytes(path, "".join(_line(record) for record in kept).encode())
-        try:
+        with raising(StorageError, path, "cannot be written"):
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
-        except OSError as error:
-            raise StorageError(at=str(path), problem=f"cannot be written: {error}") from error
 
     def append(self, record: Record) -> None:
         """One line, handed to the operating system at once, so that it survives the death of this
@@ -54,15 +52,10 @@ class MetricsFile:
         self.first = self.first or record
         if self._file is None:
             return
-        try:
+        fix = "Check space and permissions."
+        with raising(StorageError, self.path, "cannot be written", fix):
             self._file.write(_line(record))
             self._file.flush()
-        except OSError as error:
-            raise StorageError(
-                at=str(self.path),
-                problem=f"cannot be written: {error}",
-                fix="Check space and permissions.",
-            ) from error
 
     def sync(self) -> None:
         """Returns once the lines are on the disk: before a checkpoint that counts on them is

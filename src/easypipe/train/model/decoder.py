@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.kernels.loss.stats import Layout
 from easypipe.train.model.attention import attend, head_axes
 from easypipe.train.model.config import ModelConfig, RopeScaling
@@ -340,34 +340,31 @@ def check_mesh(config: ModelConfig) -> None:
     """
     if not on_mesh():
         return
-    shape = jax.sharding.get_abstract_mesh().shape
-    sizes = (
-        ("hidden_size", config.hidden_size, axes_of(rules()["embed"])),
-        ("intermediate_size", config.intermediate_size, axes_of(rules()["mlp"])),
-        # attention has whole heads on a device; fewer key heads than devices are copied
-        ("num_heads", config.num_heads, head_axes()),
-        ("num_heads", config.num_heads * config.head_width, axes_of(rules()["heads"])),
-        ("num_kv_heads", config.num_kv_heads * config.head_width, axes_of(rules()["heads"])),
-        ("vocab_size", config.vocabulary, axes_of(rules()["vocab"])),
+    shape, heads, width = (
+        jax.sharding.get_abstract_mesh().shape,
+        axes_of(rules()["heads"]),
+        config.head_width,
     )
-    for field, size, axes in sizes:
+    # field of the config, its value, by what it is multiplied, over which axes the product lies
+    sizes = (
+        ("hidden_size", config.hidden_size, 1, axes_of(rules()["embed"])),
+        ("intermediate_size", config.intermediate_size, 1, axes_of(rules()["mlp"])),
+        # attention has whole heads on a device; fewer key heads than devices are copied
+        ("num_heads", config.num_heads, 1, head_axes()),
+        ("num_heads", config.num_heads, width, heads),
+        ("num_kv_heads", config.num_kv_heads, width, heads),
+        ("vocab_size", config.vocabulary, 1, axes_of(rules()["vocab"])),
+    )
+    for field, value, times, axes in sizes:
         ways, axis = math.prod(shape[axis] for axis in axes), " x ".join(map(repr, axes))
-        if size % ways:
-            detail = (
-                f" times head width {config.head_width}"
-                if "heads" in field and size != getattr(config, field)
-                else ""
-            )
-            problem = (
-                f"{getattr(config, field)}{detail} does not divide over the {ways} devices "
-                f"of mesh axis {axis}"
-            )
-            fitting = [n for n in range(1, ways) if size % n == 0 == ways % n]
-            raise ConfigError(
-                at=f"model.{field}",
-                problem=problem,
-                fix=f"Give axis {axis} one of {fitting}, or change {field}.",
-            )
+        size, detail = value * times, f" times head width {width}" if times > 1 else ""
+        fitting = [n for n in range(1, ways) if size % n == 0 == ways % n]
+        require(
+            size % ways == 0,
+            f"model.{field}",
+            f"{value}{detail} does not divide over the {ways} devices of mesh axis {axis}",
+            f"Give axis {axis} one of {fitting}, or change {field}.",
+        )
 
 
 def positions(segment_ids: Int[Array, "B S"]) -> Int[Array, "B S"]:

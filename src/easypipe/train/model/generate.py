@@ -18,6 +18,7 @@ from jax import Array
 
 from easypipe.core.errors import ConfigError, require
 from easypipe.train.model.decoder import Decoder
+from easypipe.train.model.pretrained.files import as_tokens
 
 
 def generate(
@@ -51,13 +52,7 @@ def generate(
     tokens = np.zeros((len(prompts), int(lengths.max()) + max_new_tokens), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    ends = (
-        []
-        if eos_token_id is None
-        else [eos_token_id]
-        if isinstance(eos_token_id, int)
-        else list(eos_token_id)
-    )
+    ends = as_tokens(eos_token_id)
     graph, state = nnx.split(model)
     filled = _fill(
         graph,

@@ -1,6 +1,6 @@
 """Options of the optimizer and its schedule, and their defaults. No jax here.
 
-optimizers.py and schedules.py make them.
+optimizers.py makes them.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class ParameterGroup:
 
     def check(self) -> None:
         for name in ("learning_rate_scale", "weight_decay"):
-            value = getattr(self, name)
+            value = asdict(self)[name]
             require(value is None or _is_from_0(value), name, f"{value} is not a number from 0 up")
 
 
@@ -182,14 +182,15 @@ class OptimizerConfig:
     groups: ListOf[ParameterGroup] = ()
 
     def check(self) -> None:
+        values = asdict(self)
         for names, fits, problem, fix in _LIMITS:
             for name in names:
-                value = getattr(self, name)
+                value = values[name]
                 require(value is None or fits(value), name, f"{value} {problem}", fix)
         for option in sorted({key for options in DEFAULTS.values() for key in options}):
             takers = [name for name, options in DEFAULTS.items() if option in options]
             require(
-                getattr(self, option) is None or self.name in takers,
+                values[option] is None or self.name in takers,
                 option,
                 f"{self.name} has no {option}",
                 f"Remove it, or choose one of {', '.join(takers)}.",
@@ -256,9 +257,9 @@ class OptimizerConfig:
 
     def numbers(self) -> dict[str, float]:
         """Every option that this optimizer has: as given, or its own default."""
-        given = {option: getattr(self, option) for option in DEFAULTS[self.name]}
-        own = DEFAULTS[self.name]
-        return {name: own[name] if value is None else value for name, value in given.items()}
+        given = asdict(self)
+        own = DEFAULTS[self.name].items()
+        return {name: value if given[name] is None else given[name] for name, value in own}
 
     def resolved(self) -> dict[str, object]:
         """Every number that this optimizer really uses; what a checkpoint is compared by."""

@@ -80,7 +80,8 @@ class MeshConfig:
     @property
     def given(self) -> dict[str, int]:
         """axis → devices, of the axes that are given."""
-        return {name: size for name in MESH_AXES if (size := getattr(self, name)) is not None}
+        sizes = zip(MESH_AXES, (self.data, self.fsdp, self.sequence, self.tensor), strict=True)
+        return {name: size for name, size in sizes if size is not None}
 
     def sizes(self, slow: int = 1) -> dict[str, int]:
         """axis → devices or -1, of all axes. slow: how many groups of devices slow links join."""
@@ -89,7 +90,7 @@ class MeshConfig:
             free = (
                 "data" if self.preset == "hybrid" and self.fsdp is not None else _OPEN[self.preset]
             )
-            if getattr(self, free) is None:
+            if free not in self.given:
                 sizes[free] = -1
         if self.preset == "hybrid" and self.data is None and sizes["data"] != -1:
             sizes["data"] = slow

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from easypipe.core.errors import MissingFileError, SourceError, StateError
+from easypipe.core.errors import MissingFileError, SourceError, StateError, raising
 from easypipe.core.trust import hub_token
 
 WEIGHTS, INDEX, CONFIG, GENERATION = (
@@ -28,6 +28,7 @@ TOKENIZER_FILES = (
     CHAT_TEMPLATE,
     "tokenizer.model",
 )
+Shape = tuple[int, ...]
 Json = dict[str, Any]  # of config.json and the like: values are what others write
 _SMALL = ["*.json", *(name for name in TOKENIZER_FILES if not name.endswith(".json"))]
 # some repositories hold the same weights again as consolidated.safetensors
@@ -70,39 +71,33 @@ def model_folder(
         RepositoryNotFoundError,
     )
 
+    patterns = [*_SMALL, *(_LARGE if weights else ())]
     try:
+        token = hub_token()
         return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=[*_SMALL, *(_LARGE if weights else ())],
-                token=hub_token(),
-            )
+            snapshot_download(name, revision=revision, allow_patterns=patterns, token=token)
         )
     except GatedRepoError as error:
-        fix = f"Accept its licence at https://huggingface.co/{name} and set HF_TOKEN."
-        raise SourceError(at=name, problem="the Hub repository is gated", fix=fix) from error
+        kind, problem = SourceError, "the Hub repository is gated"
+        fix, cause = f"Accept its licence at https://huggingface.co/{name} and set HF_TOKEN.", error
     except RepositoryNotFoundError as error:
+        kind, fix, cause = MissingFileError, "Check the name, or set HF_TOKEN.", error
         problem = (
             "no such repository on the Hugging Face Hub, or it is private; nor is there a "
             "folder of this name"
         )
-        raise MissingFileError(
-            at=name, problem=problem, fix="Check the name, or set HF_TOKEN."
-        ) from error
     except LocalEntryNotFoundError as error:
-        problem = "no folder of this name, and the Hugging Face Hub cannot be reached"
-        raise MissingFileError(
-            at=name, problem=problem, fix="Check the path, the network, and HF_HUB_OFFLINE."
-        ) from error
+        kind, problem = (
+            MissingFileError,
+            "no folder of this name, and the Hugging Face Hub cannot be reached",
+        )
+        fix, cause = "Check the path, the network, and HF_HUB_OFFLINE.", error
     # HTTP and validation errors of the Hub's client derive from these
     except (OSError, ValueError) as error:
-        at = name if revision is None else f"{name}@{revision}"
-        raise SourceError(
-            at=at,
-            problem=f"cannot be downloaded from the Hugging Face Hub: {error}",
-            fix="Check name and revision.",
-        ) from error
+        kind, fix, cause = SourceError, "Check name and revision.", error
+        name = name if revision is None else f"{name}@{revision}"
+        problem = f"cannot be downloaded from the Hugging Face Hub: {error}"
+    raise kind(at=name, problem=problem, fix=fix) from cause
 
 
 def commit_of(folder: Path, path_or_hub_name: str | Path) -> str | None:
@@ -125,8 +120,13 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     for name in (GENERATION, CONFIG):
         known = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if known is not None:
-            return tuple(known) if isinstance(known, list) else (known,)
+            return tuple(as_tokens(known))
     return ()
+
+
+def as_tokens(given: int | Sequence[int] | None) -> list[int]:
+    """One token, several or none, as a list."""
+    return [given] if isinstance(given, int) else list(given or ())
 
 
 class WeightFiles:
@@ -138,8 +138,7 @@ class WeightFiles:
         """Raises MissingFileError where there are no safetensors files; StateError for damaged
         ones.
         """
-        self.folder = folder
-        self._stack = contextlib.ExitStack()
+        self.folder, again = folder, "Download it again."
         if (folder / INDEX).is_file():
             index = read_json(folder / INDEX).get("weight_map")
             if not isinstance(index, dict):
@@ -150,7 +149,7 @@ class WeightFiles:
                 )
             files = sorted({str(file) for file in index.values()})
         else:
-            index, files = None, [WEIGHTS]
+            index, files = {}, [WEIGHTS]
         for file in files:
             if Path(file).name != file:
                 raise StateError(
@@ -159,41 +158,24 @@ class WeightFiles:
                     fix="Download the folder again.",
                 )
             if not (folder / file).is_file():
-                has_pickle = any(folder.glob("*.bin"))
-                fix = (
+                pickles = (
                     "Convert its .bin files to safetensors: they are pickles, which can run code, "
                     "and are not read."
-                    if has_pickle
-                    else None
                 )
-                raise MissingFileError(
-                    at=str(folder / file),
-                    problem="no such file",
-                    fix=fix or "Download the folder again.",
-                )
+                fix = pickles if any(folder.glob("*.bin")) else "Download the folder again."
+                raise MissingFileError(at=str(folder / file), problem="no such file", fix=fix)
         self._of: dict[str, tuple[str, safe_open]] = {}
         with contextlib.ExitStack() as opening:
             for file in files:
-                try:
+                with reading(folder / file):
                     handle = opening.enter_context(safe_open(folder / file, framework="numpy"))
-                except (SafetensorError, OSError) as error:
-                    problem = f"is not a whole safetensors file: {error}"
-                    raise StateError(
-                        at=str(folder / file), problem=problem, fix="Download it again."
-                    ) from error
                 self._of |= dict.fromkeys(handle.keys(), (file, handle))
-            missing = (
-                []
-                if index is None
-                else sorted(
-                    name for name, file in index.items() if self._of.get(name, ("",))[0] != file
-                )
-            )
+            missing = [name for name, file in index.items() if self._of.get(name, ("",))[0] != file]
             if missing:
                 raise StateError(
                     at=str(folder / INDEX),
-                    problem=f"names tensors that its files do not hold: {short(missing)}",
-                    fix="Download it again.",
+                    problem=f"names tensors that its files do not hold: {short(sorted(missing))}",
+                    fix=again,
                 )
             self._stack = opening.pop_all()
 
@@ -215,13 +197,35 @@ class WeightFiles:
     def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
         """NumPy array of `part` of a tensor, in the file's dtype. Only these bytes are read."""
         file, handle = self._of[name]
-        try:
-            return handle.get_slice(name)[part]
         # TypeError: a dtype that NumPy has no name for
-        except (SafetensorError, OSError, TypeError) as error:
-            raise StateError(
-                at=f"{self.folder / file}: {name}", problem=f"cannot be read: {error}"
-            ) from error
+        unreadable = (SafetensorError, OSError, TypeError)
+        at = f"{self.folder / file}: {name}"
+        with raising(StateError, at, "cannot be read", on=unreadable):
+            return handle.get_slice(name)[part]
+
+
+def reading(file: Path) -> contextlib.AbstractContextManager[None]:
+    """Inside, a safetensors file is read: StateError where it is damaged."""
+    problem, unreadable = "is not a whole safetensors file", (SafetensorError, OSError)
+    return raising(StateError, file, problem, "Download it again.", unreadable)
+
+
+def unlike(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> dict[str, list[str]]:
+    """Names of tensors that are missing and unexpected, and which have wrong shapes, in words."""
+    return {
+        "missing": [name for name in wanted if name not in found],
+        "unexpected": sorted(found.keys() - wanted.keys()),
+        "wrong": [
+            f"{name} is {list(found[name])}, not {list(shape)}"
+            for name, shape in wanted.items()
+            if found.get(name, shape) != shape
+        ],
+    }
+
+
+def in_words(kinds: Mapping[str, list[str]]) -> str:
+    """Of what `unlike` gave, the kinds that there are."""
+    return "; ".join(f"{kind}: {short(names)}" for kind, names in kinds.items() if names)
 
 
 def short(names: list[str], most: int = 8) -> str:
@@ -240,11 +244,8 @@ def read_json(path: Path) -> Json:
             fix="Give the folder of a model in the manner of transformers.",
         ) from error
     except (OSError, ValueError) as error:
-        raise StateError(
-            at=str(path),
-            problem=f"cannot be read as JSON: {error}",
-            fix="Download the folder again.",
-        ) from error
+        problem = f"cannot be read as JSON: {error}"
+        raise StateError(at=str(path), problem=problem, fix="Download the folder again.") from error
     if not isinstance(values, dict):
         raise StateError(
             at=str(path), problem="is not a JSON object", fix="Download the folder again."

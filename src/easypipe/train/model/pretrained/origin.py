@@ -31,9 +31,11 @@ from easypipe.train.model.pretrained.families import Weight, from_hf, weights
 from easypipe.train.model.pretrained.files import (
     CONFIG,
     WeightFiles,
+    in_words,
     model_folder,
     read_config,
     short,
+    unlike,
 )
 from easypipe.train.optim.optimizers import Optimizer
 from easypipe.train.parallel.mesh import make_mesh
@@ -109,7 +111,7 @@ class Pretrained:
         """
         named, arrays = weights(self.config), {**layout.params, **layout.rest}
         with WeightFiles(model_folder(self.named.pretrained, self.named.revision)) as files:
-            _check(files, named, arrays, self.config.num_layers, tied=self.config.tie_embeddings)
+            _check(files, named, arrays, self.config)
             return {name: _placed(files, weight, arrays[name]) for name, weight in named.items()}
 
 
@@ -141,9 +143,7 @@ def _check(
     files: WeightFiles,
     named: dict[str, Weight],
     params: Mapping[str, jax.ShapeDtypeStruct],
-    num_layers: int,
-    *,
-    tied: bool,
+    config: ModelConfig,
 ) -> None:
     """Raises StateError that names every missing and unexpected weight, or every one of the wrong
     shape.
@@ -151,38 +151,23 @@ def _check(
     shapes = {}
     for ours, weight in named.items():
         shape = params[ours].shape[1 if weight.stacked else 0 :]
-        for layer in range(num_layers if weight.stacked else 1):
+        for layer in range(config.num_layers if weight.stacked else 1):
             shapes[weight.name.format(i=layer)] = shape[::-1] if weight.transposed else shape
-    missing = [name for name in shapes if name not in files]
     # some files repeat the table that is also the head
-    tied_head = {"lm_head.weight"} if tied else set()
-    unexpected = sorted(
-        name
+    ignored = {"lm_head.weight"} if config.tie_embeddings else set()
+    found = {
+        name: files.shape(name)
         for name in files
-        if name not in shapes and name not in tied_head and not name.endswith(_IGNORED)
-    )
-    if missing or unexpected:
-        parts = [
-            f"{what}: {short(names)}"
-            for what, names in (("missing", missing), ("unexpected", unexpected))
-            if names
-        ]
-        raise StateError(
-            at=str(files.folder),
-            problem=f"weights are not those of its config.json; {'; '.join(parts)}",
-            fix="Compare with config.json.",
-        )
-    wrong = [
-        f"{name} is {list(files.shape(name))}, not {list(shape)}"
-        for name, shape in shapes.items()
-        if files.shape(name) != shape
-    ]
-    if wrong:
-        raise StateError(
-            at=str(files.folder),
-            problem=f"shapes do not follow from config.json: {short(wrong)}",
-            fix="Compare with config.json.",
-        )
+        if name in shapes or not (name in ignored or name.endswith(_IGNORED))
+    }
+    others = unlike(shapes, found)
+    wrong = others.pop("wrong")
+    problem = f"shapes do not follow from config.json: {short(wrong)}"
+    if any(others.values()):
+        problem = f"weights are not those of its config.json; {in_words(others)}"
+    if wrong or any(others.values()):
+        fix = "Compare with config.json."
+        raise StateError(at=str(files.folder), problem=problem, fix=fix)
 
 
 def _placed(files: WeightFiles, weight: Weight, wanted: jax.ShapeDtypeStruct) -> jax.Array:

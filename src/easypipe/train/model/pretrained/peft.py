@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from easypipe.core.errors import ConfigError, MissingFileError, StateError, require
+from easypipe.core.errors import ConfigError, MissingFileError, StateError, raising, require
 from easypipe.core.storage import json_bytes
 from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.lora import adapters, add_lora
 from easypipe.train.model.pretrained.families import PROJECTIONS
-from easypipe.train.model.pretrained.files import read_json, short
+from easypipe.train.model.pretrained.files import (
+    Shape,
+    in_words,
+    read_json,
+    reading,
+    short,
+    unlike,
+)
 from easypipe.train.model.pretrained.save import new_folder
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -93,44 +100,18 @@ def load_adapters(module: Decoder, path: str | Path) -> Decoder:
     with their names, and for damaged files.
     """
     folder = Path(path).expanduser()
-    values = read_json(folder / ADAPTER_CONFIG)
+    values, file = read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_WEIGHTS
     for key, neutral in _NEUTRAL.items():
-        if key in values and values[key] not in neutral:
-            raise ConfigError(
-                at=f"{folder / ADAPTER_CONFIG}: {key}",
-                problem=f"{values[key]!r} is not supported",
-                have=neutral,
-            )
-    file = folder / ADAPTER_WEIGHTS
+        value, at = values.get(key, neutral[0]), f"{folder / ADAPTER_CONFIG}: {key}"
+        require(value in neutral, at, f"{value!r} is not supported", have=neutral)
     if not file.is_file():
-        raise MissingFileError(
-            at=str(file),
-            problem="no such file",
-            fix="Save the adapters as safetensors; pickles are not read.",
-        )
-    try:
+        fix = "Save the adapters as safetensors; pickles are not read."
+        raise MissingFileError(at=str(file), problem="no such file", fix=fix)
+    with reading(file):
         tensors = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise StateError(
-            at=str(file),
-            problem=f"is not a whole safetensors file: {error}",
-            fix="Download it again.",
-        ) from error
-    ours = {their: name for name, their in PROJECTIONS.items()}
-    parsed = {name: _PARSED.fullmatch(name) for name in tensors}
-    unexpected = sorted(
-        name for name, match in parsed.items() if match is None or match[2] not in ours
-    )
-    if unexpected or not parsed:
-        raise StateError(
-            at=str(file),
-            problem="adapters that this decoder has no place for: "
-            f"{short(unexpected) or 'none at all'}",
-        )
-    targets = tuple(
-        sorted({f"layers.{ours[match[2]]}" for match in parsed.values() if match is not None})
-    )
-    try:
+    does_not_fit = (KeyError, TypeError, ConfigError)
+    targets = _targets(tensors, file)
+    with raising(StateError, folder / ADAPTER_CONFIG, "does not fit this decoder", on=does_not_fit):
         config = LoraConfig(
             rank=values["r"],
             alpha=float(values["lora_alpha"]),
@@ -138,33 +119,37 @@ def load_adapters(module: Decoder, path: str | Path) -> Decoder:
             targets=targets,
         )
         adapted = add_lora(nnx.clone(module, variables=False), config, seed=0)
-    except (KeyError, TypeError, ConfigError) as error:
-        raise StateError(
-            at=str(folder / ADAPTER_CONFIG), problem=f"does not fit this decoder: {error!s}"
-        ) from error
-    wanted = {}
+    wanted: dict[str, Shape] = {}
     for name, linear in adapters(adapted).items():
         for ab, variable in (("A", linear.lora_a), ("B", linear.lora_b)):
-            layers, rows, columns = variable.shape
-            named = [
-                _NAME.format(layer=i, module=PROJECTIONS[name.removeprefix("layers.")], ab=ab)
-                for i in range(layers)
-            ]
-            wanted |= dict.fromkeys(named, (columns, rows))
-            if all(one in tensors and tensors[one].shape == (columns, rows) for one in named):
-                variable[...] = jnp.stack(
-                    [jnp.asarray(tensors[one], jnp.float32).T for one in named]
-                )
-    missing = sorted(wanted.keys() - tensors.keys())
-    further = sorted(tensors.keys() - wanted.keys())
-    wrong = [f"{name} is {list(tensors[name].shape)}, not {list(shape)}" for name, shape in wanted.items() if name in tensors
-             and tensors[name].shape != shape]  # fmt: skip
-    if missing or further or wrong:
-        kinds = (("missing", missing), ("unexpected", further), ("wrong", wrong))
-        problem = "; ".join(f"{kind}: {short(names)}" for kind, names in kinds if names)
-        raise StateError(
-            at=str(file),
-            problem=f"not the adapters of this decoder; {problem}",
-            fix="Compare with its config.json.",
+            layers, *shape = variable.shape
+            module_name = PROJECTIONS[name.removeprefix("layers.")]
+            named = [_NAME.format(layer=i, module=module_name, ab=ab) for i in range(layers)]
+            found = [tensors[one].T for one in named if one in tensors]
+            wanted |= dict.fromkeys(named, tuple(shape[::-1]))
+            if [matrix.shape for matrix in found] == [tuple(shape)] * layers:
+                variable[...] = jnp.stack([jnp.asarray(one, jnp.float32) for one in found])
+    others = in_words(unlike(wanted, {name: tensor.shape for name, tensor in tensors.items()}))
+    if others:
+        problem, fix = (
+            f"not the adapters of this decoder; {others}",
+            "Compare with its config.json.",
         )
+        raise StateError(at=str(file), problem=problem, fix=fix)
     return adapted
+
+
+def _targets(tensors: Iterable[str], file: Path) -> tuple[str, ...]:
+    """The projections of the decoder whose adapters `tensors` are."""
+    ours = {their: name for name, their in PROJECTIONS.items()}
+    parsed = {name: _PARSED.fullmatch(name) for name in tensors}
+    places = {
+        name: f"layers.{ours[match[2]]}"
+        for name, match in parsed.items()
+        if match is not None and match[2] in ours
+    }
+    unexpected = sorted(parsed.keys() - places.keys())
+    if unexpected or not parsed:
+        problem = "adapters that this decoder has no place for: "
+        raise StateError(at=str(file), problem=problem + (short(unexpected) or "none at all"))
+    return tuple(sorted(set(places.values())))

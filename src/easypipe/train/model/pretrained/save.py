@@ -25,6 +25,7 @@ from easypipe.core.errors import (
     StorageError,
     TokenizerError,
     TrainError,
+    raising,
     require,
 )
 from easypipe.core.storage import commit_folder, json_bytes
@@ -40,6 +41,7 @@ from easypipe.train.model.pretrained.files import (
     TOKENIZER_FILES,
     WEIGHTS,
     Json,
+    as_tokens,
     model_folder,
     read_json,
 )
@@ -170,16 +172,11 @@ def new_folder(path: str | Path) -> Iterator[Path]:
     )
     temporary = target.parent / f".{target.name}.writing-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        _usual_modes(temporary)
-        commit_folder(temporary, target)
-    except OSError as error:
-        raise StorageError(
-            at=str(target),
-            problem=f"cannot be written: {error}",
-            fix="Check space and permissions.",
-        ) from error
+        with raising(StorageError, target, "cannot be written", "Check space and permissions."):
+            temporary.mkdir(parents=True)
+            yield temporary
+            _usual_modes(temporary)
+            commit_folder(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -202,37 +199,19 @@ def _config_json(
     """config.json and generation_config.json. special: the tokenizer's bos_token_id, eos_token_id
     and pad_token_id, where there are.
     """
-    given = json.loads(module.hf_config) if module.hf_config else None
-    kept = given is not None and from_hf(given) == shape_of(module.config)
-    config = given if kept and given is not None else to_hf(module.config)
+    config = json.loads(module.hf_config) if module.hf_config else None
+    if config is None or from_hf(config) != shape_of(module.config):
+        config = to_hf(module.config)
     config.pop("dtype", None)
-    config = {
-        **special,
-        **{
-            name: value
-            for name, value in config.items()
-            if value is not None or name not in special
-        },
-    }
-    known = config.get("eos_token_id")
-    ends = [] if known is None else list(known) if isinstance(known, list) else [known]
-    if eos_token_id is not None:
-        given_ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    given = {key: value for key, value in config.items() if value is not None or key not in special}
+    config = {**special, **given}
+    ends = as_tokens(config.get("eos_token_id"))
+    if given_ends := as_tokens(eos_token_id):
         config["eos_token_id"] = given_ends[0]
-        ends = list(
-            dict.fromkeys(
-                [
-                    *given_ends,
-                    *ends,
-                    *([special["eos_token_id"]] if "eos_token_id" in special else []),
-                ]
-            )
-        )
-    generation = {
-        name: config[name]
-        for name in ("bos_token_id", "pad_token_id")
-        if config.get(name) is not None
-    }
+        own = as_tokens(special.get("eos_token_id"))
+        ends = list(dict.fromkeys([*given_ends, *ends, *own]))
+    others = "bos_token_id", "pad_token_id"
+    generation = {name: config[name] for name in others if config.get(name) is not None}
     if ends:
         generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -248,15 +227,11 @@ def _special_tokens(tokenizer: Any, files: list[Path]) -> Json:
     """bos_token_id, eos_token_id and pad_token_id of a tokenizer, those that it has."""
     if files:
         try:
-            tokenizer = load_tokenizer(
-                next(file for file in files if file.name == "tokenizer.json")
-            )
+            [tokenizer] = (load_tokenizer(file) for file in files if file.name == "tokenizer.json")
         except TokenizerError as error:
             logger.warning("%s; config.json and generation_config.json name no tokens of it", error)
-    found = {
-        name: getattr(tokenizer, name, None)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-    }
+    names = "bos_token_id", "eos_token_id", "pad_token_id"
+    found = {name: getattr(tokenizer, name, None) for name in names}
     return {name: number for name, number in found.items() if isinstance(number, int)}
 
 
@@ -267,9 +242,8 @@ def _write_template(folder: Path, template: str) -> None:
     path = folder / TOKENIZER_CONFIG
     values = read_json(path) if path.is_file() else {}
     own = values.get("chat_template")
-    if isinstance(own, list) and any(
-        isinstance(one, dict) and one.get("template") == template for one in own
-    ):
+    named = own if isinstance(own, list) else []
+    if any(isinstance(one, dict) and one.get("template") == template for one in named):
         return  # the tokenizer's, with others beside it
     (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
     if own is not None:
@@ -287,11 +261,8 @@ def _tokenizer_files(tokenizer: Any) -> list[Path]:
     )
     path = Path(tokenizer).expanduser()
     path = path if path.exists() else model_folder(tokenizer, None, weights=False)
-    found = (
-        [path]
-        if path.is_file()
-        else [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
-    )
+    names = [path] if path.is_file() else [path / name for name in TOKENIZER_FILES]
+    found = [name for name in names if name.is_file()]
     if not any(file.name == "tokenizer.json" for file in found):
         raise MissingFileError(
             at=str(path),
