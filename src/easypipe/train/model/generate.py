@@ -54,21 +54,14 @@ def generate(
         row[: len(prompt)] = prompt
     ends = as_tokens(eos_token_id)
     graph, state = nnx.split(model)
-    filled = _fill(
-        graph,
-        state,
-        tokens,
-        lengths,
-        jax.random.key(seed),
-        jnp.float32(temperature or 1.0),
-        jnp.array(ends, jnp.int32),
-        Sampling(
-            steps=max_new_tokens,
-            greedy=temperature == 0,
-            top_k=None if top_k == vocab else top_k,
-            top_p=None if top_p == 1.0 else top_p,
-        ),
+    drawn = Drawn(jax.random.key(seed), jnp.float32(temperature or 1.0), jnp.array(ends, jnp.int32))
+    how = Sampling(
+        steps=max_new_tokens,
+        greedy=temperature == 0,
+        top_k=None if top_k == vocab else top_k,
+        top_p=None if top_p == 1.0 else top_p,
     )
+    filled = _fill(graph, state, tokens, lengths, drawn, how)
     rows = []
     for row, length in zip(np.asarray(filled), lengths, strict=True):
         new = row[length : length + max_new_tokens].tolist()
@@ -85,15 +78,21 @@ class Sampling(NamedTuple):
     top_p: float | None
 
 
-@functools.partial(jax.jit, static_argnums=(0, 7))
+class Drawn(NamedTuple):
+    """What a program takes beside the prompts: `ends` are the tokens that end a row."""
+
+    key: Array
+    temperature: Array
+    ends: Array
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
 def _fill(
     graph: nnx.GraphDef,
     state: nnx.State,
     tokens: Array,
     lengths: Array,
-    key: Array,
-    temperature: Array,
-    ends: Array,
+    drawn: Drawn,
     how: Sampling,
 ) -> Array:
     """`tokens`, Int[B, S], with `how.steps` more in each row after its `lengths`; all shapes are
@@ -101,7 +100,7 @@ def _fill(
     """
     model = nnx.merge(graph, state)
     rows = jnp.arange(tokens.shape[0])
-    row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+    row_keys = jax.vmap(lambda row: jax.random.fold_in(drawn.key, row))(rows)
 
     def add_one(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         step, tokens, ended = carry
@@ -114,7 +113,7 @@ def _fill(
             if how.top_k is not None:
                 threshold = jax.lax.top_k(logits, how.top_k)[0][:, -1:]
                 logits = jnp.where(logits < threshold, -jnp.inf, logits)
-            logits = logits / temperature
+            logits = logits / drawn.temperature
             if how.top_p is not None:
                 logits = _nucleus(logits, how.top_p)
             keys = jax.vmap(lambda row_key: jax.random.fold_in(row_key, step))(row_keys)
@@ -122,7 +121,7 @@ def _fill(
         return (
             step + 1,
             tokens.at[rows, last + 1].set(choice.astype(tokens.dtype)),
-            ended | jnp.isin(choice, ends),
+            ended | jnp.isin(choice, drawn.ends),
         )
 
     def goes_on(carry: tuple[Array, Array, Array]) -> Array:

@@ -195,53 +195,55 @@ class OptimizerConfig:
                 f"{self.name} has no {option}",
                 f"Remove it, or choose one of {', '.join(takers)}.",
             )
-        schedule = self.chosen_schedule
-        cools = bool(self.cooldown_steps) or schedule == "wsd"
-        for at, is_wrong, problem, fix in (
-            (
-                "beta1",
-                self.name == "schedule_free" and self.beta1 == 0,
-                "schedule_free divides by it",
-                "0.9 is usual.",
-            ),
-            (
-                "schedule",
-                self.name == "schedule_free" and schedule != "constant",
-                f"schedule_free runs at a constant rate, not {schedule}",
-                "Remove schedule: it averages instead of decaying; warmup_steps remains.",
-            ),
-            (
-                "power",
-                self.power is not None and schedule != "polynomial",
-                f"the {schedule} schedule has none",
-                "Remove it, or set schedule: polynomial.",
-            ),
-            (
-                "cooldown_steps",
-                self.cooldown_steps is not None and schedule not in _FLAT,
-                f"{schedule} falls all along: it has no cool-down",
-                f"Remove it, or set schedule to one of {', '.join(_FLAT)}.",
-            ),
-            (
-                "cooldown_shape",
-                self.cooldown_shape is not None and not cools,
-                "there is no cool-down",
-                "Set cooldown_steps, or remove it.",
-            ),
-            (
-                "final_fraction",
-                self.final_fraction is not None and schedule not in _ENDS and not cools,
-                f"the {schedule} schedule falls to no end",
-                "Set cooldown_steps, or remove it.",
-            ),
-            (
-                "warmup_steps",
-                schedule == "one_cycle" and self.warmup_steps < 1,
-                "one_cycle rises over its warm-up, and has none",
-                "Three tenths of the steps are usual.",
-            ),
-        ):
-            require(not is_wrong, at, problem, fix)
+        self._check_schedule(self.chosen_schedule)
+
+    def _check_schedule(self, schedule: str) -> None:
+        cools, averages = (
+            bool(self.cooldown_steps) or schedule == "wsd",
+            self.name == "schedule_free",
+        )
+        require(
+            self.beta1 != 0 or not averages,
+            "beta1",
+            "schedule_free divides by it",
+            "0.9 is usual.",
+        )
+        require(
+            schedule == "constant" or not averages,
+            "schedule",
+            f"schedule_free runs at a constant rate, not {schedule}",
+            "Remove schedule: it averages instead of decaying; warmup_steps remains.",
+        )
+        require(
+            self.power is None or schedule == "polynomial",
+            "power",
+            f"the {schedule} schedule has none",
+            "Remove it, or set schedule: polynomial.",
+        )
+        require(
+            self.cooldown_steps is None or schedule in _FLAT,
+            "cooldown_steps",
+            f"{schedule} falls all along: it has no cool-down",
+            f"Remove it, or set schedule to one of {', '.join(_FLAT)}.",
+        )
+        require(
+            self.cooldown_shape is None or cools,
+            "cooldown_shape",
+            "there is no cool-down",
+            "Set cooldown_steps, or remove it.",
+        )
+        require(
+            self.final_fraction is None or schedule in _ENDS or cools,
+            "final_fraction",
+            f"the {schedule} schedule falls to no end",
+            "Set cooldown_steps, or remove it.",
+        )
+        require(
+            schedule != "one_cycle" or self.warmup_steps >= 1,
+            "warmup_steps",
+            "one_cycle rises over its warm-up, and has none",
+            "Three tenths of the steps are usual.",
+        )
 
     @property
     def chosen_schedule(self) -> str:

@@ -46,15 +46,15 @@ def initialize(config: DistributedConfig | None = None) -> bool:
     described = _described(config, os.environ)
     missing = [field for field in VARIABLES if field not in described]
     scheduler = _scheduler(os.environ) if missing else None
-    if missing and scheduler is None:
-        if not described:
-            return False
-        raise ConfigError(
-            at=f"train.distributed.{missing[0]}",
-            problem=f"not given, though {', '.join(described)} is",
-            fix=f"Set it, or {', '.join(VARIABLES[field] for field in missing)}; or nothing, where "
-            "a scheduler can be asked.",
-        )
+    if not described and scheduler is None:
+        return False
+    require(
+        scheduler is not None or not missing,
+        f"train.distributed.{''.join(missing[:1])}",
+        f"not given, though {', '.join(described)} is",
+        f"Set it, or {', '.join(VARIABLES[field] for field in missing)}; or nothing, where a "
+        "scheduler can be asked.",
+    )
     # Its handler of SIGTERM would take the signal before there is a loop that saves, and leave the
     # process running.
     jax.config.update("jax_enable_preemption_service", False)
@@ -71,11 +71,8 @@ def initialize(config: DistributedConfig | None = None) -> bool:
             fix = "Call easypipe.train.initialize() first thing in the program."
         elif missing:
             fix = f"Set {', '.join(VARIABLES.values())}."
-        raise ConfigError(
-            at="train.distributed",
-            problem=f"cannot be joined to other processes: {reason}",
-            fix=fix,
-        ) from error
+        problem = f"cannot be joined to other processes: {reason}"
+        raise ConfigError(at="train.distributed", problem=problem, fix=fix) from error
     if not joined:
         who = "process {process_id} of {num_processes}" if not missing else "this process"
         where = described.get("coordinator_address", f"the address that {scheduler} gives")

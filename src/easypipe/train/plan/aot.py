@@ -214,14 +214,9 @@ def plan_step(
     there = topology(on)
     started = time.perf_counter()
     mesh = _mesh(train, there.name, there.devices)
-    told = dataclasses.replace(
-        train,
-        steps=train.steps or MANY_STEPS,
-        epochs=None,
-        batch_size=None,
-        callbacks=CallbacksConfig(),
-    )
-    trainer = Engine(model, told, Shapes(batch_size, accumulation_steps), mesh=mesh)
+    of_data = {"epochs": None, "batch_size": None, "callbacks": CallbacksConfig()}
+    alone = dataclasses.replace(train, steps=train.steps or MANY_STEPS, **of_data)
+    trainer = Engine(model, alone, Shapes(batch_size, accumulation_steps), mesh=mesh)
     check_row_length(seq_length, mesh)
     state = states.abstract_state(trainer.layout, trainer.optimizer)
     batch = _abstract_batch(mesh, columns, batch_size, seq_length, accumulation_steps)
@@ -231,20 +226,16 @@ def plan_step(
             backend = choose(config.attention, config.head_width, jnp.dtype(config.dtype))
         program = _compiled(trainer.train_step.lower(state, batch))  # pyright: ignore[reportFunctionMemberAccess]  (a jitted function)
     kind = mesh.devices.flat[0].device_kind
-    device = known_device(kind)
-    memory = _memory(state, batch, program, device)
-    found, flops, line, changes = Read([], 0), None, None, []
-    held = memory.parameters + memory.optimizer
-    if not isinstance(program, str):
-        found = read(program.as_text() or "", mesh.size)
-        flops = (program.cost_analysis() or {}).get("flops")
-        if config is not None and device is not None:
-            sent = sum(one.sent for one in found.collectives)
-            slots = batch_size, seq_length, train.accumulate_steps
-            line = roofline(config, device, mesh.shape, slots, str(backend), held, sent)
-    if memory.fits is False:
-        much_state = held > 0.5 * (memory.available or 0)
-        changes = advice(config, train, mesh, batch_size, attention=backend, much_state=much_state)
+    memory = _memory(state, batch, program, device := known_device(kind))
+    compiled = None if isinstance(program, str) else program
+    found = Read([], 0) if compiled is None else read(compiled.as_text() or "", mesh.size)
+    held, line = memory.parameters + memory.optimizer, None
+    if compiled is not None and config is not None and device is not None:
+        sent = sum(one.sent for one in found.collectives)
+        slots = batch_size, seq_length, train.accumulate_steps
+        line = roofline(config, device, mesh.shape, slots, str(backend), held, sent)
+    much_state = held > 0.5 * (memory.available or 0)
+    changes = advice(config, train, mesh, batch_size, attention=backend, much_state=much_state)
     return StepPlan(
         topology=there.name,
         device=kind,
@@ -257,10 +248,10 @@ def plan_step(
         memory=memory,
         collectives=tuple(found.collectives),
         unknown_loops=found.unknown_loops,
-        xla_flops=flops,
+        xla_flops=None if compiled is None else (compiled.cost_analysis() or {}).get("flops"),
         roofline=line,
         compile_seconds=time.perf_counter() - started,
-        advice=tuple(changes),
+        advice=changes if memory.fits is False else (),
     )
 
 
