@@ -96,8 +96,9 @@ from easypipe.stages.tokenize.engine import PromptEngine
 from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.train.checkpoint.manager import CheckpointManager
 from easypipe.train.config import OptimizerConfig, TrainingConfig
-from easypipe.train.model.config import ClassifierConfig, LoraConfig, PretrainedConfig
+from easypipe.train.model.config import ClassifierConfig, LoraConfig
 from easypipe.train.model.decoder import Decoder, ModelConfig
+from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.trainer import TrainResult
 from easypipe.transforms.columns.base import TransformedSource
 from easypipe.transforms.columns.columns import (

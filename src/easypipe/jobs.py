@@ -26,7 +26,7 @@ from easypipe.stages.config import PipelineConfig, datasets_of, settings_of
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.config import TokenizeStageConfig
-from easypipe.train.model.config import PretrainedConfig
+from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
 log = logging.getLogger("easypipe")

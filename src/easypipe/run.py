@@ -24,8 +24,8 @@ from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import TrainingConfig, told
 from easypipe.train.events import TrainListener, null_listener
 from easypipe.train.metrics.report import plot_run
-from easypipe.train.model.config import PretrainedConfig
 from easypipe.train.model.decoder import ModelConfig
+from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.model.pretrained.origin import find_pretrained
 from easypipe.train.parallel.distributed import initialize, shared_seed
 from easypipe.train.parallel.mesh import check_batch_size, check_row_length, checked_mesh, make_mesh

@@ -251,7 +251,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from easypipe.train.model.config import LoraConfig
-from easypipe.train.model.config import PretrainedConfig
+from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.trainer import Trainer
 from train.runs import Arithmetic, settings
 

@@ -87,7 +87,7 @@ def _load(name: str, step: int | None, dtype: Any) -> tuple[Any, str | None, tup
     from easypipe.train import load_pretrained
     from easypipe.train.checkpoint.files import CHECKPOINTS
     from easypipe.train.finished import load_trained
-    from easypipe.train.model.config import PretrainedConfig
+    from easypipe.train.model.pretrained.config import PretrainedConfig
     from easypipe.train.model.pretrained.files import end_tokens
 
     if (Path(name).expanduser() / CHECKPOINTS).is_dir():

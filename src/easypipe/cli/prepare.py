@@ -12,7 +12,7 @@ from easypipe.core.config import apply_overrides, from_dict, load_yaml
 from easypipe.core.errors import ConfigError, did_you_mean, require
 from easypipe.jobs import chains, prepare_data, with_hold_outs, with_tokenizer_of
 from easypipe.stages.config import PipelineConfig
-from easypipe.train.model.config import PretrainedConfig
+from easypipe.train.model.pretrained.config import PretrainedConfig
 
 TASK = "task"  # the key by which a run on images is told from one on text
 

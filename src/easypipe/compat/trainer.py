@@ -23,8 +23,8 @@ from easypipe.stages.source.config import DatasetConfig
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.config import LossConfig, TrainingConfig
 from easypipe.train.events import Callback, TrainListener
-from easypipe.train.model.config import PretrainedConfig
 from easypipe.train.model.decoder import ModelConfig
+from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.optim.config import OptimizerConfig
 from easypipe.train.parallel.config import MeshConfig
 from easypipe.train.trainer import Engine, TrainResult

@@ -18,9 +18,10 @@ from easypipe.train import state as states
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.checkpoint.files import CHECKPOINTS
 from easypipe.train.config import TrainingConfig
-from easypipe.train.model.config import ClassifierConfig, PretrainedConfig
+from easypipe.train.model.config import ClassifierConfig
 from easypipe.train.model.decoder import ModelConfig
 from easypipe.train.model.lora import fingerprint
+from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.model.pretrained.origin import (
     Model,
     Origin,

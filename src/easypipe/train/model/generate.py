@@ -152,7 +152,7 @@ def _check(
     require(prompts, "prompts", "no prompt", "Give at least one list of token ids.")
     for index, prompt in enumerate(prompts):
         require(
-            prompt,
+            len(prompt) > 0,
             f"prompts[{index}]",
             "no tokens",
             "Start with the tokenizer's EOS or BOS token.",

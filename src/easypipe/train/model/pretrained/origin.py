@@ -24,9 +24,10 @@ from easypipe.core.errors import ConfigError, StateError
 from easypipe.train import state as states
 from easypipe.train.losses.loss import call_names
 from easypipe.train.model.classifier import Classifier
-from easypipe.train.model.config import ClassifierConfig, LoraConfig, PretrainedConfig
+from easypipe.train.model.config import ClassifierConfig, LoraConfig
 from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.model.lora import add_lora
+from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.model.pretrained.families import Weight, from_hf, weights
 from easypipe.train.model.pretrained.files import (
     CONFIG,

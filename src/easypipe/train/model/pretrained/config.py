@@ -1,0 +1,47 @@
+"""Options of a published model, which a run trains further. No jax here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from easypipe.core.config import config
+from easypipe.core.errors import require
+from easypipe.train.model.config import AttentionBackend
+from easypipe.train.model.pretrained.files import commit_of, model_folder
+
+
+@config
+class PretrainedConfig:
+    """A model to train further, in place of a ModelConfig: its shape is in its own config.json, its
+    first values in its files.
+
+    Its tokenizer is the default of data that names none.
+    """
+
+    pretrained: str | Path  # a folder in the manner of transformers, or a Hub name
+    # branch, tag or commit of a Hub repository; None: main. A run records the commit
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of products and activations
+    # of the parameters; None: dtype with adapters (train.lora), else float32
+    param_dtype: Literal["float32", "bfloat16"] | None = None
+    remat: Literal["none", "dots", "full"] = "none"  # as in ModelConfig
+    attention: AttentionBackend | None = None  # as in ModelConfig
+    scan_layers: bool = True  # as in ModelConfig
+
+    def check(self) -> None:
+        require(
+            str(self.pretrained),
+            "pretrained",
+            "names no model",
+            "Give a folder with config.json, or a Hub name.",
+        )
+
+    def resolved(self) -> tuple[PretrainedConfig, Path]:
+        """The same at its commit, and the folder of its small files (config.json, tokenizer).
+        Raises what `model_folder` raises.
+        """
+        folder = model_folder(self.pretrained, self.revision, weights=False)
+        commit = commit_of(folder, self.pretrained)
+        return (self if commit is None else replace(self, revision=commit)), folder
