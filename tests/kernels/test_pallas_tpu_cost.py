@@ -11,6 +11,7 @@ import pytest
 import kernel_costs
 from easypipe.kernels.loss.stats import Cotangents, Inputs, Objective
 from easypipe.kernels.loss.tpu import backward as pallas_tpu_backward
+from easypipe.kernels.loss.tpu import blocks as tpu_blocks
 from easypipe.kernels.loss.tpu import rows as pallas_tpu_rows
 from easypipe.kernels.loss.tpu.blocks import (
     LANES,
@@ -43,12 +44,15 @@ def least_bytes(device: Device, sizes: Sizes) -> tuple[int, int]:
     """(forward, backward): what these schedules would move at least, if what streams took no more
     of VMEM than one tile of 128.
     """
-    forward = min(
-        forward_bytes(blocks, sizes)
-        for blocks in _forward_choices(device, sizes, (LANES,), (LANES,))
-    )
-    backward = _backward_choices(device, sizes, ROW_SIZES, (1024, 512, 256, LANES), (LANES,))
-    return forward, min(backward_bytes(blocks, sizes) for blocks in backward)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("ROW_SIZES", "FORWARD_COLUMNS"):
+            patch.setattr(tpu_blocks, name, (LANES,))
+        forward = min(forward_bytes(one, sizes) for one in _forward_choices(device, sizes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tpu_blocks, "WIDTH_SHARES", (LANES,))
+        patch.setattr(tpu_blocks, "RESIDENT_COLUMNS", (1024, 512, 256, LANES))
+        backward = list(_backward_choices(device, sizes, ROW_SIZES))
+    return forward, min(backward_bytes(one, sizes) for one in backward)
 
 
 def shape(sizes: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:

@@ -35,6 +35,7 @@ MIB = 1 << 20
 LANES = 128  # the last dimension of a block is a multiple of this, or the whole array's
 ROW_SIZES = (512, 256, 128)  # tokens of a tile, as available
 FORWARD_COLUMNS = (512, 256, 128)
+RESIDENT_COLUMNS = (1024, 512, 256)
 # of the width in one streaming step: the first that divides it, else all of it
 WIDTH_SHARES = (1024, 896, 1280, 768, 640, 512)
 COLUMN_STEP = 256  # columns whose logits are in float32 at once in the backward pass
@@ -399,7 +400,7 @@ def _backward_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...]) 
 def _resident_choices(device: Device, sizes: Sizes) -> Iterator[Blocks]:
     if device.cores > 1:  # each core would have a whole gradient of the hidden states of its own
         return
-    for rows, columns in itertools.product(ROW_SIZES, (1024, 512, 256)):
+    for rows, columns in itertools.product(ROW_SIZES, RESIDENT_COLUMNS):
         blocks = Blocks(0, 0, 0, 0, 1, rows, columns, sizes.width, 1)
         if sizes.tokens % rows == 0 and backward_vmem(blocks, sizes) <= device.vmem - RESERVED:
             yield blocks
