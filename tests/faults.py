@@ -276,7 +276,7 @@ FAULTS = [
           "if stamp != expected[name]:", "if stamp[0] != expected[name][0]:"),
     fault("biases decay", "train/optim/optimizers.py", "tests/train/test_optim.py -k paper",
           'config.numbers()["weight_decay"] if is_matrix else 0.0', 'config.numbers()["weight_decay"]'),
-    fault("the cool-down begins a step late", "train/optim/schedules.py", "tests/train/test_optimizers.py -k schedules_have_their_formula",
+    fault("the cool-down begins a step late", "train/optim/optimizers.py", "tests/train/test_optimizers.py -k schedules_have_their_formula",
           "borders.append(steps - cooling)", "borders.append(steps - cooling + 1)"),
     # kernels
     fault("the last tile's moved columns count twice", "kernels/loss/chunked.py", "tests/kernels/test_loss.py -k strict_tiles",
