@@ -52,6 +52,7 @@ REASONING = """{%- set ns = namespace(last=messages|length - 1) %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 # name -> (a template that goes too far, what the error says of it)
+LIMITS = ("processor", "memory", "characters")  # what a row alone may be to blame for
 HOSTILE = {
     "nested loops": (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",

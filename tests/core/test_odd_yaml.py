@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from easypipe import LoadStageConfig, TokenizerConfig
 from easypipe.cli import main
 from easypipe.core.config import MOST_REPEATED, apply_overrides, load_yaml
 from easypipe.core.errors import ConfigError
@@ -72,3 +73,11 @@ def test_overrides_are_read_by_the_same_rules() -> None:
 def test_a_path_that_no_file_can_have(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "x" * 6000]) == 2
     assert "cannot be read: File name too long. Check the path." in capsys.readouterr().err
+
+
+def test_numbers_beyond_64_bits_and_passes_beyond_counting_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^max_length: 10+ does not fit 64 bits"):
+        TokenizerConfig(name_or_path="x", max_length=10**20)
+    with pytest.raises(ConfigError, match=r"^num_epochs: 10+ passes are too many .* null"):
+        LoadStageConfig(batch_size=1, num_epochs=10**15)
+    assert LoadStageConfig(batch_size=1, num_epochs=100_000).num_epochs == 100_000

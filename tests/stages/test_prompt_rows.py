@@ -231,6 +231,26 @@ def test_a_hostile_template_stops_whatever_on_error_says(tmp_path: Path) -> None
     assert isinstance(caught.value, TokenizerError)
 
 
+def test_a_row_that_takes_too_long_is_a_bad_row(tmp_path: Path) -> None:
+    """Two giant conversations, of which the second alone fills a request: both end their worker."""
+    giant = {"messages": [m for _ in range(20_000) for m in talk("ask", "say")]}
+    rows = [*talks(70), giant, *talks(3), giant, *talks(5)]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    cache = tokenized(tmp_path / "cache", str(path), on_error="skip").materialize()
+    assert cache.num_docs == 78
+    assert cache.manifest.counts.rejects == {"beyond_limits": 2}
+    with pytest.raises(SourceError, match=r"row 70, column 'messages': beyond_limits: it takes"):
+        tokenized(tmp_path / "other", str(path)).materialize()
+
+
+def test_a_template_that_always_takes_too_long_stops_whatever_on_error_says(
+    tmp_path: Path,
+) -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(HostileTemplateError, match=r"row 4, column 'messages': .*processor time"):
+        tokenized(tmp_path, talks(50), chat_template=endless, on_error="skip").materialize()
+
+
 def test_rows_are_known_by_their_numbers_where_several_processes_render_them(
     tmp_path: Path,
 ) -> None:

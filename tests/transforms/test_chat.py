@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from chat_support import (
     CHATML,
     HOSTILE,
+    LIMITS,
     MARKED,
     REASONING,
     SHARED,
@@ -533,15 +534,20 @@ def test_everything_that_decides_spans_is_in_the_fingerprint() -> None:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_end_alone(name: str) -> None:
     source, why = HOSTILE[name]
+    source = (
+        "{% if messages[0].content == 'now' %}" + source + "{% else %}fine<|im_end|>{% endif %}"
+    )
+    rows = [{"messages": talk(word), "tools": None} for word in ("later", "later", "now", "later")]
+    if any(limit in why for limit in LIMITS):
+        with processor_time_of_workers(most=5):
+            *before, beyond, behind = template(source, "all").render(rows)
+        assert isinstance(beyond, Refused)
+        assert beyond.reason == "beyond_limits"
+        assert any(part in beyond.detail for part in why.split("|"))
+        assert [one.text for one in (*before, behind)] == ["fine<|im_end|>"] * 3
+        return
     with processor_time_of_workers(most=5), pytest.raises(HostileTemplateError) as caught:
-        template(
-            "{% if messages[0].content == 'now' %}"
-            + source
-            + "{% else %}fine<|im_end|>{% endif %}",
-            "all",
-        ).render(
-            [{"messages": talk(word), "tools": None} for word in ("later", "later", "now", "later")]
-        )
+        template(source, "all").render(rows)
     assert any(part in str(caught.value) for part in why.split("|"))
     if why not in ("not Jinja", "deeply", "not compile"):  # those are seen before any row
         assert caught.value.row == 2

@@ -19,6 +19,7 @@ import strategies
 from chat_support import (
     CHATML,
     HOSTILE,
+    LIMITS,
     MARKED,
     REASONING,
     chat_tokenizer,
@@ -693,7 +694,8 @@ def test_hostile_custom_templates_end_alone(name: str) -> None:
     if name == "changing its input":
         source = "{{ messages.append(1) }}"
     one = engine(format_type="custom", template=source, input_columns=("messages",))
-    with processor_time_of_workers(most=5), pytest.raises(HostileTemplateError) as caught:
+    error = SourceError if any(limit in why for limit in LIMITS) else HostileTemplateError
+    with processor_time_of_workers(most=5), pytest.raises(error) as caught:
         one.render({"messages": [1]})
     assert any(part in str(caught.value) for part in why.split("|"))
     assert engine().render(TALK).text.startswith("<|im_start|>")

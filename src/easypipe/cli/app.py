@@ -5,7 +5,9 @@ People see one line of an error; the traceback is shown with --debug.
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -93,6 +95,9 @@ def options(
 
 def run(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal of ASCII shows the rest as numbers
+            stream.reconfigure(errors="backslashreplace")
     # accepted anywhere, so that they can be put behind a command that failed
     anywhere: list[str] = []
     for flag, values in (("--allow-code", 0), ("--debug", 0), ("--trust-endpoint", 1)):
@@ -123,6 +128,12 @@ def run(arguments: Sequence[str] | None) -> int:
             return int(getattr(error, "exit_code", 2))
         if debug:
             raise
+        if isinstance(error, BrokenPipeError):  # who reads what is printed has seen enough
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (which is flushed at the end)
+            return 1
+        if isinstance(error, OSError) and error.errno is not None:
+            _say(f"{error.filename or 'output'}: {error.strerror}. Check space and permissions.")
+            return 1
         _say(
             f"{type(error).__name__}: {error}. This is not what should happen; run again with "
             "--debug and report what it prints."

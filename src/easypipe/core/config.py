@@ -99,6 +99,11 @@ def config(cls: type[T]) -> type[T]:
         check = getattr(self, "check", None)
         if check is not None:
             check()
+        for key, value in values.items():
+            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+                raise ConfigError(
+                    at=key, problem=f"{value} does not fit 64 bits", fix="Give a smaller number."
+                )
 
     made.__init__ = __init__
     made.__easypipe_config__ = True

@@ -10,6 +10,7 @@ from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError, PlacementError
 
 MOST_STREAMS = 8  # that a batch has where nothing else is said
+MOST_EPOCHS = 100_000  # of a few documents each, that are planned in a minute
 
 
 @config
@@ -44,7 +45,7 @@ class LoadStageConfig:
         added. `Loader.rows_of(step)` says which rows are real.
     prefetch_to_device: without a mesh, put batches on a one-axis mesh of this process's devices;
     with a mesh they always go there.
-    num_epochs: passes over the data; None goes on forever.
+    num_epochs: passes over the data, up to 100,000; None goes on forever.
     mesh: `{axis: size}`, one size may be -1, or a jax Mesh. partition_spec: how batches lie on it;
     None splits rows over its axes `data`
         and `fsdp`.
@@ -78,6 +79,12 @@ class LoadStageConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(at=name, problem=f"{value} is too few", fix="Give at least 1.")
+        if self.num_epochs is not None and self.num_epochs > MOST_EPOCHS:
+            raise ConfigError(
+                at="num_epochs",
+                problem=f"{self.num_epochs} passes are too many to plan and count",
+                fix="Give null, which goes on forever, and end the run by its steps.",
+            )
         self._check_schedule()
         if not self.stall_timeout_s > 0:
             raise ConfigError(

@@ -29,11 +29,19 @@ STALL_SECONDS = 120.0  # without an answer, for a worker that may use one second
 
 
 class Hostile(NamedTuple):
+    """A template that cannot be used."""
+
     why: str
-    row: int = 0  # of a worker that was ended there is one answer, which names its row
 
 
-Answer = Rendered | Refused | Hostile
+class Ended(NamedTuple):
+    """A worker that a row ended; it is the one answer to a request. row: counts within that."""
+
+    why: str
+    row: int
+
+
+Answer = Rendered | Refused | Hostile | Ended
 
 
 class WrittenTalk(NamedTuple):
@@ -75,7 +83,7 @@ def _requests(rows: Sequence[Asked]) -> Iterator[list[list[str]]]:
 
 
 def asked(spec: Mapping[str, Json], rows: Sequence[Asked]) -> Generator[list[Answer]]:
-    """Answers to all rows, request by request; a hostile one is the last one given.
+    """Answers to all rows, request by request, until one ends a worker.
 
     While answers are read, other workers have the next requests, as far as there are more workers
     than threads that ask.
@@ -153,7 +161,7 @@ class _Worker:
                 return [self._end()]
         return answers
 
-    def _end(self) -> Hostile:
+    def _end(self) -> Ended:
         """Why the worker is gone."""
         self.gone = True
         code = self._process.wait()
@@ -162,7 +170,7 @@ class _Worker:
             -signal.SIGKILL: "the system ended it, most likely for its memory",
         }
         row = int.from_bytes(os.pread(self._number.fileno(), 8, 0), "little")
-        return Hostile(why.get(code, f"its process ended with status {code}"), row)
+        return Ended(why.get(code, f"its process ended with status {code}"), row)
 
     def close(self) -> None:
         with _lock:

@@ -18,15 +18,16 @@ from types import MappingProxyType
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, TokenizerError, did_you_mean
 from easypipe.transforms.chat.conversations import MessageReader
-from easypipe.transforms.chat.pool import Asked, Hostile, asked
+from easypipe.transforms.chat.pool import Asked, Ended, Hostile, asked
 from easypipe.transforms.chat.sandbox import Json
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
-from easypipe.transforms.refused import Refused
+from easypipe.transforms.refused import BEYOND_LIMITS, Refused
 from easypipe.transforms.tokenizer.files import find_chat_template
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 ENGINE_VERSION = 4  # counts up when the same conversation gives other text or other spans
+MOST_ENDED = 5  # rows after each other that end their worker: then it is the template
 OTHER_FILES = ("include", "import", "from", "extends")  # statements of Jinja that read them
 
 
@@ -75,7 +76,8 @@ class ChatTemplate:
         `reader` says how to read and to refuse. What is refused already stays so. Thread safe; a
         thread waits for worker processes.
 
-        Raises HostileTemplateError for a template that goes beyond its limits or does not compile,
+        Raises HostileTemplateError for a template that does not compile, does what it must not, or
+        goes beyond its limits for five rows after each other (one such row is Refused);
         StallError where a worker hangs.
         """
         spec = {**self._spec, "reader": asdict(reader or MessageReader())}
@@ -119,23 +121,31 @@ def answers_of(
 
     origin: what errors call the template.
     """
-    asking = {i: row for i, row in enumerate(rows) if not isinstance(row, Refused)}
-    numbers = list(asking)
-    answers: list[Rendered | Refused] = []
-    with contextlib.closing(asked(spec, list(asking.values()))) as batches:
-        for answer in itertools.chain.from_iterable(batches):
-            if not isinstance(answer, Hostile):
-                answers.append(answer)
-                continue
-            error = HostileTemplateError(
-                at=origin,
-                problem=f"the template cannot be used: {answer.why}",
-                fix="Give another one.",
-            )
-            error.row = numbers[len(answers) + answer.row]
-            raise error
-    rest = iter(answers)
-    return [row if isinstance(row, Refused) else next(rest) for row in rows]
+    done = {i: row for i, row in enumerate(rows) if isinstance(row, Refused)}
+    answers: dict[int, Rendered | Refused] = {**done}
+    numbers = [i for i in range(len(rows)) if i not in done]
+    ended: set[int] = set()
+    while waiting := [i for i in numbers if i not in answers]:
+        asking: list[Asked] = [row for i in waiting if not isinstance(row := rows[i], Refused)]
+        with contextlib.closing(asked(spec, asking)) as batches:
+            for n, answer in enumerate(itertools.chain.from_iterable(batches)):
+                if isinstance(answer, Rendered | Refused):
+                    answers[waiting[n]] = answer
+                    continue
+                bad = waiting[n + answer.row] if isinstance(answer, Ended) else waiting[n]
+                ended.add(bad)
+                last = numbers[: numbers.index(bad) + 1][-MOST_ENDED:]
+                if isinstance(answer, Hostile) or (len(last) == MOST_ENDED and ended >= {*last}):
+                    error = HostileTemplateError(
+                        at=origin,
+                        problem=f"the template cannot be used: {answer.why}",
+                        fix="Give another one.",
+                    )
+                    error.row = bad
+                    raise error
+                answers[bad] = Refused(BEYOND_LIMITS, answer.why)
+                break  # the rows before it had no answer yet: they are asked again
+    return [answers[i] for i in range(len(rows))]
 
 
 def load_chat_template(

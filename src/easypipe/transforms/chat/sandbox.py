@@ -48,6 +48,10 @@ class RenderError(Exception):
     """The template refused this conversation."""
 
 
+class LimitError(Exception):
+    """A conversation that takes more than one may."""
+
+
 class HostileError(Exception):
     """The template did what no template may do; every conversation would meet it."""
 
@@ -116,19 +120,19 @@ class Template:
                 pieces.append(piece)
                 size += len(piece)
                 if size > MOST_CHARACTERS:
-                    raise HostileError(
+                    raise LimitError(
                         f"it writes more than {MOST_CHARACTERS} characters for one conversation"
                     )
         except SecurityError as error:
             raise HostileError(f"the sandbox stopped it: {error}") from None
         except MemoryError:
-            raise HostileError(NO_MEMORY) from None
+            raise LimitError(NO_MEMORY) from None
         except RecursionError:
             raise HostileError("it calls itself without end") from None
         # what the sandbox says to range(10**9), and Python to larger numbers
         except OverflowError as error:
             raise HostileError(f"it asks for too much: {error}") from None
-        except HostileError:
+        except (HostileError, LimitError):
             raise
         except Exception as error:  # noqa: BLE001 (a template can raise anything that Python can)
             name = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "

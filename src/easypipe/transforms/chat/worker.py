@@ -25,6 +25,7 @@ from easypipe.transforms.chat.sandbox import (
     NO_MEMORY,
     HostileError,
     Json,
+    LimitError,
     Message,
     RenderError,
     Template,
@@ -33,6 +34,7 @@ from easypipe.transforms.chat.sandbox import (
 from easypipe.transforms.chat.sentinels import UnprovenError
 from easypipe.transforms.chat.spans import Spans
 from easypipe.transforms.prompt.label_span import find_label
+from easypipe.transforms.refused import BEYOND_LIMITS
 
 # of one conversation; SIGPROF ends the process, also in the middle of a call into C
 CPU_SECONDS = 0.75
@@ -54,6 +56,7 @@ def main() -> None:
                 writers[spec] = _Writer(json.loads(spec))
             write = writers[spec]
             # all: who asks reads nothing before
+            os.pwrite(number_file, bytes(8), 0)  # a row of some hundred MB ends us here, alone
             rows = json.loads(connection.recv_bytes())
             answers: list[Sequence[Json]] = []
             held = 0
@@ -77,7 +80,7 @@ class _Writer:
         self._reader = MessageReader(**spec.get("reader", {}))
         self._templates: dict[str, Spans | HostileError] = {}
 
-    def read(self, texts: Sequence[str]) -> Message | Wrong | HostileError:
+    def read(self, texts: Sequence[str]) -> Message | Wrong:
         """A row for `answer`."""
         try:
             if len(texts) == 1:
@@ -86,22 +89,22 @@ class _Writer:
             talk = self._reader.translated(said)
             return self._reader.wrong(talk, tools) or self._reader.whole(talk, tools)
         except MemoryError:
-            return HostileError(NO_MEMORY)
+            return BEYOND_LIMITS, NO_MEMORY
         except RecursionError:
             return "not_json", "nested too deeply"
 
-    def answer(self, row: Message | Wrong | HostileError) -> Sequence[Json]:
+    def answer(self, row: Message | Wrong) -> Sequence[Json]:
         """[text, spans, end], [reason, detail] or [detail]."""
         if isinstance(row, tuple):
             return row
         try:
-            if isinstance(row, HostileError):
-                raise row
             return self._written(row)
         except HostileError as error:
             return [str(error)]
+        except LimitError as error:
+            return [BEYOND_LIMITS, str(error)]
         except MemoryError:
-            return [NO_MEMORY]
+            return [BEYOND_LIMITS, NO_MEMORY]
         except RenderError as error:
             return ["refused_by_template", str(error)]
         except UnprovenError as error:

@@ -1,0 +1,55 @@
+"""Where what is printed goes: full disks, readers that leave, terminals of ASCII."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from pipelines import jsonl, texts, tokenizer
+
+COMMAND = [sys.executable, "-c", "import sys; from easypipe.cli import main; sys.exit(main())"]
+ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+
+
+def test_a_full_disk_behind_stdout_is_named() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, "--version"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert (
+        done.stderr == "easypipe: output: No space left on device. Check space and permissions.\n"
+    )
+
+
+def test_a_reader_that_leaves_is_no_failure_to_report() -> None:
+    done = subprocess.run(
+        ["bash", "-c", '"$@" --help | true', "-", *COMMAND], capture_output=True, text=True
+    )
+    assert "Error" not in done.stderr
+    assert "report" not in done.stderr
+
+
+def test_a_locale_of_ascii_shows_names_as_numbers(tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(20)])
+    path = tmp_path / "c.yaml"
+    for name, files, code, said in (
+        ("wörld", data, 0, "w\\xf6rld"),
+        ("a", tmp_path / "dätä.jsonl", 2, "d\\xe4t\\xe4.jsonl: no such file or folder"),
+    ):
+        values = {
+            "datasets": [{"name": name, "data_files": str(files)}],
+            "default_tokenizer": tokenizer(),
+            "cache_dir": str(tmp_path / "cache"),
+        }
+        path.write_text(yaml.safe_dump(values, allow_unicode=True), encoding="utf-8")
+        done = subprocess.run(
+            [*COMMAND, "prepare", str(path)], capture_output=True, env={**os.environ, **ASCII}
+        )
+        text = (done.stdout + done.stderr).decode("ascii")
+        assert done.returncode == code, text
+        assert said in text
