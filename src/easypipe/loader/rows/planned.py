@@ -16,12 +16,12 @@ from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, PlanError, place
 from easypipe.core.schema import LOSS_MASK
-from easypipe.loader.rows.gather import Tables, eos_ids, tables
+from easypipe.loader.rows.gather import Tables, View, eos_ids, tables, view
 from easypipe.loader.rows.rows import NumberedRows, RowReader, Share, default_width
 from easypipe.loader.rows.write import RowWriter
 from easypipe.loader.state import MAX_DATASETS, SHORT, LoaderState
 from easypipe.plan.spec import choices, in_words
-from easypipe.plan.windows import Plan, Window, WindowState
+from easypipe.plan.windows import Plan, WindowState
 
 
 class PlannedRows(NumberedRows):
@@ -170,24 +170,24 @@ class PlannedRows(NumberedRows):
 
     # As write.Tokens.
 
-    def window_at(self, row: int) -> tuple[Window[int], Tables]:
-        return self.plan.window_at(row), self._tables
+    def window_at(self, row: int) -> tuple[View, Tables]:
+        return view(self.plan.window_at(max(row, 0))), self._tables
 
     def pinned(
-        self, window: Window[int], rows: NDArray[np.int64]
+        self, view: View, rows: NDArray[np.int64]
     ) -> contextlib.AbstractContextManager[None]:
         """Their documents, and the one behind each, whose first token may be a label."""
         if not any(cache.comes_and_goes for cache in self._caches):
             return contextlib.nullcontext()
-        layout, here = window.layout, rows - window.first_row
-        here = here[(here >= 0) & (here < window.num_rows)]
-        spans = zip(layout.first_piece[here], layout.first_piece[here + 1], strict=True)
-        pieces = [np.empty(0, np.int32), *(layout.draw[a:b] for a, b in spans)]
+        here = rows - view.first_row
+        here = here[(here >= 0) & (here < view.first_piece.size - 1)]
+        spans = zip(view.first_piece[here], view.first_piece[here + 1], strict=True)
+        pieces = [np.empty(0, np.int32), *(view.table[2, a:b] for a, b in spans)]
         draws = np.unique(np.concatenate(pieces))
-        full = np.flatnonzero(window.length > 0)
+        full = np.flatnonzero(view.length > 0)
         behind = np.searchsorted(full, draws, side="right")
         draws = np.union1d(draws, full[behind[behind < full.size]])
-        return pin(self._caches, window.dataset[draws], window.doc[draws])
+        return pin(self._caches, view.dataset[draws], view.doc[draws])
 
     @property
     def unchecked(self) -> bool:
@@ -200,9 +200,9 @@ class PlannedRows(NumberedRows):
             here = touched[:, dataset == i]
             self._caches[i].check(here - np.array([[first[i]], [0]]))
 
-    def missing(self, window: Window[int], piece: int, width: int) -> CacheError:
-        _, slot, draw, start, length = window.layout.table[:, piece].tolist()
-        dataset, doc = int(window.dataset[draw]), int(window.doc[draw])
+    def missing(self, view: View, piece: int, width: int) -> CacheError:
+        _, slot, draw, start, length = view.table[:, piece].tolist()
+        dataset, doc = int(view.dataset[draw]), int(view.doc[draw])
         cache = self._caches[dataset]
         name = self.plan.datasets[dataset].name
         if not 0 <= doc < cache.num_docs:

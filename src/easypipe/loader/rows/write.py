@@ -24,14 +24,12 @@ from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, shift_labels
 from easypipe.loader.rows.gather import (
     NO_CHECKS,
     Tables,
+    View,
     join_segments,
     last_labels,
     open_pairs,
-    view,
     write_rows,
 )
-from easypipe.plan.state import At
-from easypipe.plan.window import Window
 
 AT_REST = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS)
 
@@ -39,7 +37,7 @@ _NO_LABELS = np.empty((0, 0), dtype=np.int32)
 _NO_MASK = np.empty((0, 0), dtype=np.uint8)
 
 
-class Tokens(Protocol[At]):
+class Tokens(Protocol):
     """Where the tokens of windows lie."""
 
     @property
@@ -47,12 +45,12 @@ class Tokens(Protocol[At]):
         """Whether some tokens are no targets."""
         ...
 
-    def window_at(self, row: int) -> tuple[Window[At], Tables]:
-        """The window that a row stands in, and where its documents lie."""
+    def window_at(self, row: int) -> tuple[View, Tables]:
+        """The window that a row stands in, and where its documents lie; any for -1."""
         ...
 
     def pinned(
-        self, window: Window[At], rows: NDArray[np.int64]
+        self, view: View, rows: NDArray[np.int64]
     ) -> contextlib.AbstractContextManager[None]:
         """Holds the tokens of the rows in memory."""
         ...
@@ -68,7 +66,7 @@ class Tokens(Protocol[At]):
         """
         ...
 
-    def missing(self, window: Window[At], piece: int, width: int) -> Exception:
+    def missing(self, view: View, piece: int, width: int) -> Exception:
         """What to raise where a piece of the window is not there."""
         ...
 
@@ -92,7 +90,7 @@ class RowWriter:
     paired: bool = False
 
     def gather(
-        self, tokens: Tokens[At], rows: NDArray[np.int64], width: int
+        self, tokens: Tokens, rows: NDArray[np.int64], width: int
     ) -> dict[str, NDArray[np.int32]]:
         """As RowReader.gather."""
         columns = fresh_columns(AT_REST, len(rows), width)
@@ -102,7 +100,7 @@ class RowWriter:
         return columns | {LOOK_AHEAD: ahead} if self.runs else columns
 
     def batch(
-        self, tokens: Tokens[At], rows: NDArray[np.int64], width: int
+        self, tokens: Tokens, rows: NDArray[np.int64], width: int
     ) -> dict[str, NDArray[np.int32]]:
         """As RowReader.batch."""
         columns = fresh_columns(BATCH_COLUMNS, len(rows), width)
@@ -110,7 +108,7 @@ class RowWriter:
         return columns
 
     def fill(
-        self, tokens: Tokens[At], rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]]
+        self, tokens: Tokens, rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]]
     ) -> None:
         """Writes the rows (Int64[R]) into BATCH_COLUMNS, Int32[R, width] each."""
         _, ahead = self._write(tokens, rows, columns)
@@ -118,7 +116,7 @@ class RowWriter:
             columns[LABELS][:, -1] = ahead
 
     def _write(
-        self, tokens: Tokens[At], rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]]
+        self, tokens: Tokens, rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]]
     ) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
         """Fills the columns; the loss mask, UInt8[0, 0] where no dataset has one, and Int32[R] the
         labels of last slots, of runs.
@@ -135,18 +133,17 @@ class RowWriter:
         left = 0
         while left < len(rows):  # one turn for every window that the rows stand in
             row = int(rows[left])
-            window, tables = tokens.window_at(row if row >= 0 else int(rows.max(initial=0)))
-            seen = view(window)
-            with tokens.pinned(window, rows):
-                left, bad, count = write_rows(seen, rows, done, tables, rule, into, todo)
+            view, tables = tokens.window_at(row if row >= 0 else int(rows.max()))
+            with tokens.pinned(view, rows):
+                left, bad, count = write_rows(view, rows, done, tables, rule, into, todo)
                 while count and bad < 0:
                     tokens.check(todo[:, :count])
-                    left, bad, count = write_rows(seen, rows, done, tables, rule, into, todo)
+                    left, bad, count = write_rows(view, rows, done, tables, rule, into, todo)
                 if bad >= 0:
-                    raise tokens.missing(window, int(bad), ids.shape[1])
+                    raise tokens.missing(view, int(bad), ids.shape[1])
                 if self.runs:
                     behind = (self.eos, self.joined, self.seq_length)
-                    while count := last_labels(seen, rows, tables, behind, ahead, todo):
+                    while count := last_labels(view, rows, tables, behind, ahead, todo):
                         tokens.check(todo[:, :count])
         if self.joined:
             join_segments(segments, positions)

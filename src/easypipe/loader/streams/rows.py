@@ -17,6 +17,7 @@ to know when the others end, and reads all.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -30,25 +31,20 @@ from numpy.typing import NDArray
 from easypipe.core.errors import BudgetError, SourceError, StateError
 from easypipe.core.ledger import Ledger
 from easypipe.core.schema import (
-    IGNORE,
-    INPUT_IDS,
-    LABELS,
-    LOOK_AHEAD,
     LOSS_MASK,
     SEGMENT_IDS,
 )
-from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns
 from easypipe.loader.placement import gather_bytes
 from easypipe.loader.prefetch import ReadPool
-from easypipe.loader.rows.gather import eos_ids
+from easypipe.loader.rows.gather import Tables, View, eos_ids
 from easypipe.loader.rows.rows import RowReader, Rows, Share, default_width
-from easypipe.loader.rows.write import AT_REST, RowWriter
+from easypipe.loader.rows.write import RowWriter
 from easypipe.loader.state import LoaderState
 from easypipe.loader.streams.feed import Deal, Forward, Place
 from easypipe.loader.streams.ledger import Books, ledger_of
 from easypipe.loader.streams.spec import StreamSpec
 from easypipe.loader.streams.state import StreamState, from_text, to_text
-from easypipe.loader.streams.stream import Made, Stream, StreamFeed
+from easypipe.loader.streams.stream import Made, Stream, StreamFeed, lay
 from easypipe.plan import turns
 from easypipe.plan.pack import nothing_fits
 from easypipe.plan.spec import in_words
@@ -56,8 +52,13 @@ from easypipe.plan.window import Window
 
 log = logging.getLogger("easypipe")
 
-BLOCK_BATCHES = 16  # whose rows of one stream are laid out together
-BLOCK_BYTES = 64 << 20  # of such rows of all streams, at most, unless one batch takes more
+STREAM = 1 << 40  # rows that no stream has
+_NONE = np.empty(0, np.int32)
+# what rows of padding stand in
+NOTHING = (
+    View(0, np.zeros(1, np.int64), np.empty((5, 0), np.int32), _NONE, np.empty(0, np.int64), _NONE),
+    lay([]),
+)
 
 
 class StreamRows(Rows):
@@ -193,8 +194,6 @@ class StreamReader(RowReader):
             runs=runs,
             joined=spec.joined,
         )
-        none = np.zeros(rows.spec.num_streams, np.int64)
-        self._laid = _Laid({}, 0, 0, none, none, none)
 
     def close(self, *, wait: bool = True) -> None:
         self._pool.close(wait=wait)
@@ -230,45 +229,41 @@ class StreamReader(RowReader):
         self, rows: NDArray[np.int64], width: int | None = None
     ) -> dict[str, NDArray[np.int32]]:
         width = default_width(self, rows, self._rows.seq_length) if width is None else width
-        streams, numbers = self._places(rows)
-        columns = fresh_columns((*AT_REST, LOSS_MASK), len(rows), width)
-        _pad(columns, np.flatnonzero(streams < 0), self._rows.pad_token_id)
-        ahead = np.full(len(rows), IGNORE, np.int32)
-        for number in np.unique(streams[streams >= 0]).tolist():
-            at = np.flatnonzero(streams == number)
-            part = self._writer.gather(self._streams[number], numbers[at], width)
-            part.setdefault(LOSS_MASK, (part[SEGMENT_IDS] > 0).astype(np.int32))
-            ahead[at] = part.pop(LOOK_AHEAD, IGNORE)
-            for name, values in part.items():
-                columns[name][at] = values
-        return columns | {LOOK_AHEAD: ahead} if self._writer.runs else columns
+        columns = self._writer.gather(self, self._keys(rows), width)
+        columns.setdefault(LOSS_MASK, (columns[SEGMENT_IDS] > 0).astype(np.int32))
+        return columns
 
     def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
+        return self._writer.batch(self, self._keys(rows), width)
+
+    # As write.Tokens, of rows that are called stream * STREAM + row of the stream.
+
+    unchecked = False  # what was just read is in memory
+
+    def _keys(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         streams, numbers = self._places(rows)
-        laid = self._laid
-        lacks = (streams >= 0) & (
-            (numbers < laid.first[streams])
-            | (numbers >= laid.stop[streams])
-            | (width != laid.width)
-        )
-        wanted = {
-            number: (int(here.min()), int(here.max()) + 1)
-            for number in np.unique(streams[lacks]).tolist()
-            for here in (numbers[streams == number],)
-        }
-        most = max((stop - start for start, stop in wanted.values()), default=0)
-        if most > laid.room or (wanted and width != laid.width):
-            self._laid = self._make_room(most, width)
-            return self.batch(rows, width)
-        for number, (start, stop) in wanted.items():
-            self._lay_out(self._streams[number], start, stop)
-        columns = fresh_columns(BATCH_COLUMNS, len(rows), width)
-        at = laid.slot[streams] + numbers - laid.first[streams]
-        for name, values in laid.columns.items() if (streams >= 0).any() else ():
-            # "raise" would make a copy more
-            np.take(values, at, axis=0, out=columns[name], mode="clip")
-        _pad(columns, np.flatnonzero(streams < 0), self._rows.pad_token_id)
-        return columns
+        return np.where(streams < 0, -1, streams * STREAM + numbers)
+
+    def window_at(self, row: int) -> tuple[View, Tables]:
+        if row < 0:
+            return NOTHING
+        made = self._streams[row // STREAM].made_at(row % STREAM)
+        return made.view._replace(first_row=row - row % STREAM + made.view.first_row), made.tables
+
+    @property
+    def masked(self) -> bool:
+        return any(made.masked for stream in self._streams.values() for made in stream.windows)
+
+    def pinned(
+        self, view: View, rows: NDArray[np.int64]
+    ) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def check(self, touched: NDArray[np.int64]) -> None:
+        raise AssertionError("nothing is unchecked")
+
+    def missing(self, view: View, piece: int, width: int) -> Exception:
+        return AssertionError(f"piece {piece} of a window is not in its tokens")
 
     def mark(self, row: int) -> StreamMark:
         given = turns.given_by(self._ends, row)
@@ -399,33 +394,9 @@ class StreamReader(RowReader):
             zip(*map(np.ndarray.tolist, self._places(rows)), strict=True)
         ):
             if number >= 0:
-                window, _ = self._streams[number].window_at(row)
+                window = self._streams[number].made_at(row).window
                 found[i] = ask(window, row - window.first_row)
         return found
-
-    def _make_room(self, rows: int, width: int) -> _Laid:
-        """Room for so many rows of each stream. Of packed rows more are laid out than one batch
-        takes, as a call of a compiled function costs as much as the few that it has of a stream.
-        """
-        own, streams = list(self._streams), len(self._ends)
-        if self._rows.seq_length is not None:
-            rows = max(rows, min(BLOCK_BATCHES * rows, BLOCK_BYTES // (16 * width * len(own))))
-        first, stop, slot = np.zeros((3, streams), np.int64)
-        slot[own] = rows * np.arange(len(own))
-        return _Laid(
-            fresh_columns(BATCH_COLUMNS, rows * len(own), width), width, rows, slot, first, stop
-        )
-
-    def _lay_out(self, stream: Stream, start: int, stop: int) -> None:
-        """Lays out rows of a stream, and those behind them whose windows are made already."""
-        laid, number = self._laid, stream.number
-        if self._rows.seq_length is not None:
-            stop = min(start + laid.room, stream.state.first_row)
-        slot = int(laid.slot[number])
-        part = slice(slot, slot + stop - start)
-        columns = {name: values[part] for name, values in laid.columns.items()}
-        self._writer.fill(stream, np.arange(start, stop), columns)
-        laid.first[number], laid.stop[number] = start, stop
 
 
 class StreamMark(NamedTuple):
@@ -452,27 +423,6 @@ class StreamMark(NamedTuple):
                 texts = [other[i : i + room].decode().strip() for i in range(0, len(other), room)]
                 known = {i: text for i, text in enumerate(texts) if text} | known
         return [known[number] for number in range(count)]
-
-
-class _Laid(NamedTuple):
-    """Rows that are laid out before batches ask for them, in memory that is used again: rows
-    first[s] to stop[s] of stream s lie from row slot[s] of the columns on, where there is room for
-    `room`.
-    """
-
-    columns: dict[str, NDArray[np.int32]]
-    width: int
-    room: int
-    slot: NDArray[np.int64]
-    first: NDArray[np.int64]
-    stop: NDArray[np.int64]
-
-
-def _pad(columns: Mapping[str, NDArray[np.int32]], rows: NDArray[np.int64], pad: int) -> None:
-    """Makes rows of padding."""
-    if rows.size:
-        for name, values in columns.items():
-            values[rows] = pad if name == INPUT_IDS else IGNORE if name == LABELS else 0
 
 
 def _cores() -> int:

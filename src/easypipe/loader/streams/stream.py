@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from fractions import Fraction
@@ -15,7 +14,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.random import child, fold
 from easypipe.loader.collate import address
 from easypipe.loader.prefetch import ReadPool
-from easypipe.loader.rows.gather import Tables
+from easypipe.loader.rows.gather import Tables, View, view
 from easypipe.loader.streams.feed import Cursor, Deal, Loaded, Piece, Place
 from easypipe.loader.streams.ledger import Books
 from easypipe.loader.streams.spec import StreamSpec
@@ -151,12 +150,15 @@ class StreamFeed:
 
 
 class Made(NamedTuple):
-    """A window of a stream. chunks: they own the memory that `tables` points to. books: of the
-    stream behind it. bad: for each dataset, chunks with bad rows that count from here on.
+    """A window of a stream. view, tables, masked: as kernels take them, and whether there are loss
+    masks. chunks: they own the memory that `tables` points to. books: of the stream behind it. bad:
+    for each dataset, chunks with bad rows that count from here on.
     """
 
     window: Window[Place]
+    view: View
     tables: Tables
+    masked: bool
     chunks: list[list[Piece]]
     books: Books
     bad: list[list[Loaded]]
@@ -168,14 +170,12 @@ class Made(NamedTuple):
 
 class Stream:
     """The windows of one canonical stream, made when a row of them is asked for, or one ahead;
-    those that were made and not yet forgotten are kept. Not thread safe. Implements write.Tokens.
+    those that were made and not yet forgotten are kept. Not thread safe.
 
     Law: from equal states come equal windows, whatever other streams there are; under weights that
     follow the training step, where those ended that did before the window's first row.
     state, ended, books: behind the last window that was asked for, whatever was made ahead.
     """
-
-    unchecked = False  # what was just read is in memory
 
     def __init__(
         self,
@@ -227,23 +227,8 @@ class Stream:
         while self.windows and self.windows[0].stop <= row:
             self.windows.pop(0)
 
-    def window_at(self, row: int) -> tuple[Window[Place], Tables]:
-        return next((made.window, made.tables) for made in self.windows if row < made.stop)
-
-    @property
-    def masked(self) -> bool:
-        return any(made.tables.mask.any() for made in self.windows)
-
-    def pinned(
-        self, window: Window[Place], rows: NDArray[np.int64]
-    ) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def check(self, touched: NDArray[np.int64]) -> None:
-        raise AssertionError("nothing is unchecked")
-
-    def missing(self, window: Window[Place], piece: int, width: int) -> Exception:
-        return AssertionError(f"piece {piece} of a window is not in its tokens")
+    def made_at(self, row: int) -> Made:
+        return next(made for made in self.windows if row < made.stop)
 
     def _wait(self, ahead: ReadPool) -> Future[Made]:
         if self._next is None:
@@ -259,7 +244,9 @@ class Stream:
             self._check_some_row(window)
         self._last = window.after
         bad = [cursor.bad_chunks() for cursor in self._feed.cursors]
-        return Made(window, _tables(chunks), chunks, self._books(), bad)
+        tables = lay(chunks)
+        masked = bool(tables.mask.any())
+        return Made(window, view(window), tables, masked, chunks, self._books(), bad)
 
     def _books(self) -> Books:
         """As they stand now."""
@@ -310,7 +297,7 @@ class Stream:
         )
 
 
-def _tables(chunks: list[list[Piece]]) -> Tables:
+def lay(chunks: list[list[Piece]]) -> Tables:
     """Where documents lie: a part for each piece, whose documents are numbered as their dataset's
     pieces stand.
     """
@@ -319,7 +306,7 @@ def _tables(chunks: list[list[Piece]]) -> Tables:
     none = np.zeros(len(parts), np.uint64)
     return Tables(
         first_part=np.cumsum([0, *map(len, chunks)]).astype(np.int64),
-        first_doc=np.concatenate(first_doc).astype(np.int64),
+        first_doc=np.concatenate([np.zeros(0), *first_doc]).astype(np.int64),
         ids=np.array([address(one.loaded.ids) for one in parts], np.uint64),
         offsets=np.array([address(one.loaded.offsets) + 8 * one.start for one in parts], np.uint64),
         mask=np.array(
