@@ -28,6 +28,7 @@ from easypipe.core.schema import (
     ROW_NUMBER,
     SEGMENT_IDS,
 )
+from easypipe.stages.mix.mixture import PlannedSource
 
 MAX_STATE_BYTES = 4096
 
@@ -150,6 +151,8 @@ def _through_json(state: Any) -> Any:
 
 def assert_stateless_reads(source: ShardedSource, cuts: Sequence[int] = (1, 3, 7, 100)) -> None:
     """Any cuts, any order, any thread give the same rows; row numbers are physical records."""
+    if isinstance(source, PlannedSource):
+        source.prepare()
     for shard, info in enumerate(source.shards):
         total = info.num_rows
         assert total is not None, f"shard {info.name} cannot be cut: give it a row count"

@@ -296,7 +296,7 @@ def test_weights_that_give_other_shares_of_tokens_are_warned_of(
             r"(\w+) has (\S+)% of the tokens for a weight of 50\.00%", note
         )
     }
-    caches = pipeline.get_data()["mixed"].mixture.caches
+    caches = pipeline.get_data()["mixed"].mixture.prepare()
     means = [(cache.total_tokens + cache.num_docs) / cache.num_docs for cache in caches]
     assert shares == pytest.approx(
         {"long": means[0] / sum(means), "short": means[1] / sum(means)}, abs=1e-4

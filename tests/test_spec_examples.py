@@ -36,7 +36,7 @@ from easypipe import (
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedDataSource
 from easypipe.sources.formats.jsonlines import JsonShardedSource
 from easypipe.sources.formats.parquet import ParquetShardedSource
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from pipelines import jsonl, texts
 
 TOKENIZERS = {

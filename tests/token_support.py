@@ -12,7 +12,7 @@ import pyarrow as pa
 from easypipe.cache.reader import TokenCache
 from easypipe.core.config import digest
 from easypipe.core.protocols import Shard, Source
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.transforms.tokenizer.bpe import train_bpe
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer

@@ -71,7 +71,6 @@ from easypipe.previews.samples import preview
 from easypipe.run import RunConfig
 from easypipe.save.config import SaveStageConfig
 from easypipe.save.saved import load_saved
-from easypipe.save.stage import SaveReport
 from easypipe.save.verify import verify
 from easypipe.sources.external.megatron import write_megatron
 from easypipe.sources.external.memory import InMemoryShardedSource
@@ -89,11 +88,12 @@ from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.config import PackStageConfig
 from easypipe.stages.pack.stage import PackedShardedSource
 from easypipe.stages.reports.plan_report import PlanReport
+from easypipe.stages.save import SaveReport
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.source.interleave import InterleavedSource, block_mixture_interleave
 from easypipe.stages.tokenize.config import TokenizeStageConfig
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.stages.tokenize.engine import PromptEngine
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.train.checkpoint.manager import CheckpointManager
 from easypipe.train.config import OptimizerConfig, TrainingConfig
 from easypipe.train.model.config import ClassifierConfig, LoraConfig

@@ -19,10 +19,10 @@ from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.pipeline import Pipeline
 from easypipe.save.config import SaveStageConfig
-from easypipe.save.stage import SaveReport
 from easypipe.save.verify import cache_folder_of, verify
 from easypipe.stages.build_record import recall, recall_saved
 from easypipe.stages.config import PipelineConfig, datasets_of, settings_of
+from easypipe.stages.save import SaveReport
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.config import TokenizeStageConfig

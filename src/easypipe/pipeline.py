@@ -33,7 +33,6 @@ from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
 from easypipe.loader.steps import Begin
 from easypipe.save.config import SaveStageConfig
-from easypipe.save.stage import SaveReport, SaveStage
 from easypipe.sources.external.objects import is_dataset_object, open_object
 from easypipe.stages.build_record import remember
 from easypipe.stages.config import PipelineConfig, settings_of
@@ -42,19 +41,19 @@ from easypipe.stages.mix.config import MixStageConfig
 from easypipe.stages.mix.stage import MixStage
 from easypipe.stages.pack.config import PackStageConfig
 from easypipe.stages.pack.stage import PackStage
-from easypipe.stages.prepare import prepare_sources
-from easypipe.stages.repair import repair
+from easypipe.stages.prepare import prepare_sources, repair
 from easypipe.stages.reports.ledger import ledger_of
 from easypipe.stages.reports.plan_report import Asked, PlanReport, is_prepared, plan_report
 from easypipe.stages.reports.shares import warning_of_weights
+from easypipe.stages.save import SaveReport, SaveStage
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.source.transform import TransformStage
 from easypipe.stages.streamable import no_plan, require_streamable
 from easypipe.stages.tokenize.config import TokenizeStageConfig
-from easypipe.stages.tokenize.extra_columns import warn_of_left_columns
-from easypipe.stages.tokenize.prompt_rows import PromptRows
-from easypipe.stages.tokenize.stage import TokenizedShardedSource, TokenizeStage
+from easypipe.stages.tokenize.documents import TokenizedShardedSource, warn_of_left_columns
+from easypipe.stages.tokenize.encoders import PromptRows
+from easypipe.stages.tokenize.stage import TokenizeStage
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
 log = logging.getLogger("easypipe")

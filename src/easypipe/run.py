@@ -19,7 +19,7 @@ from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
-from easypipe.stages.tokenize.tokens import holds_pairs, token_info, trained_turns
+from easypipe.stages.tokenize.documents import holds_pairs, token_info, trained_turns
 from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import TrainingConfig, told
 from easypipe.train.events import TrainListener, null_listener

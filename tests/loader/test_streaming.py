@@ -58,7 +58,7 @@ from easypipe.sources.formats.forward import ForwardSource, open_forward
 from easypipe.sources.open import open_files
 from easypipe.sources.splits import limited
 from easypipe.stages.load.forward import ForwardDocuments
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from laws import (
@@ -682,7 +682,7 @@ def test_what_only_a_pipeline_shows_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="there is no plan"):
             ask()
     with pytest.raises(ConfigError, match="there is no plan"):
-        _ = pipeline.get_data()["mixed"].shards
+        pipeline.get_data()["mixed"].prepare()  # type: ignore[attr-defined]
     assert not pipeline.write().ledger.entries  # as `train` calls it: there is nothing to prepare
     assert [default_streams(n) for n in (1, 6, 7, 12, 13, 64)] == [1, 6, 7, 6, 1, 8]
 

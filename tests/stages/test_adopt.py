@@ -21,7 +21,7 @@ from easypipe import (
     TokenizerConfig,
 )
 from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASK
-from easypipe.stages.tokenize.tokens import require_documents
+from easypipe.stages.tokenize.documents import require_documents
 from pipelines import config, tokenizer
 
 PACK = PackStageConfig(seq_length=16)
@@ -33,7 +33,7 @@ def pipeline(tmp_path: Path, rows: object, **options: object) -> Pipeline:
 
 
 def ids(source: object) -> list[list[int]]:
-    cache = source.mixture.caches[0]
+    cache = source.mixture.prepare()[0]
     return [cache.tokens(i).tolist() for i in range(cache.num_docs)]
 
 
@@ -66,7 +66,7 @@ def test_empty_rows_are_counted_and_books_close(tmp_path: Path) -> None:
 def test_unshifted_labels_become_the_mask(tmp_path: Path) -> None:
     rows = [{INPUT_IDS: [1, 2, 3], LABELS: [-100, 2, 3]}, {INPUT_IDS: [4, 5], LABELS: [4, -100]}]
     source = pipeline(tmp_path, rows).pack(PACK).get_data()["x"]
-    batch = source.mixture.caches[0].read(0, 0, 2)
+    batch = source.mixture.prepare()[0].read(0, 0, 2)
     assert batch.column(LOSS_MASK).to_pylist() == [[0, 1, 1], [1, 0]]
 
 

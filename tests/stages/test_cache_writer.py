@@ -23,7 +23,7 @@ from easypipe.core.errors import BudgetError, ConfigError, SourceError, StorageE
 from easypipe.core.protocols import ProgressEvent, Shard
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
-from easypipe.stages.tokenize import stage
+from easypipe.stages.tokenize import encoders
 from laws import assert_conserved, assert_no_new_threads, assert_stateless_reads
 from strategies import examples
 from token_support import (
@@ -614,7 +614,7 @@ def test_a_backend_that_errs_is_found_by_the_audit_and_not_used_again(
             return offsets, ids
 
     monkeypatch.setattr("easypipe.transforms.tokenizer.tokenizer.engine_of", Errs)
-    monkeypatch.setattr(stage, "SAMPLE_ROWS", 8)
+    monkeypatch.setattr(encoders, "SAMPLE_ROWS", 8)
     source = WithIdentity(texts(15), texts(40, seed=1), cuts=40)
     with pytest.raises(
         TokenizerError,

@@ -37,7 +37,7 @@ from easypipe import (
 )
 from easypipe.core.config import allowing_code, to_dict
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from pipelines import config, jsonl, texts, tokenizer
 

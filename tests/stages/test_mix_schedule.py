@@ -115,7 +115,7 @@ def test_the_batch_size_comes_from_load_whoever_names_it(tmp_path: Path) -> None
         match=r"mix.weight_schedule: .* how many rows one has. Set load.batch_size .* or set "
         r"mix.batch_size",
     ):
-        _ = mixed(tmp_path, weight_schedule=HALF_WAY).get_data()["mixed"].fingerprint
+        mixed(tmp_path, weight_schedule=HALF_WAY).get_data()["mixed"].prepare()  # type: ignore[attr-defined]
     assert mixed(tmp_path, weight_schedule=HALF_WAY, batch_size=4).get_data()["mixed"].fingerprint
 
 
@@ -311,7 +311,7 @@ def test_provenance_survives_packing_and_saving(tmp_path: Path, format: str) -> 
     pipeline = mixed(tmp_path, pack=64, provenance=True, stop_strategy="all_exhausted")
     plain = mixed(tmp_path, pack=64, stop_strategy="all_exhausted").get_data()["mixed"]
     source = pipeline.get_data()["mixed"]
-    rows = source.shards[0].num_rows
+    rows = source.prepare().shards[0].num_rows
     batch = source.read(0, 0, rows)
     assert batch.schema.names == [*plain.schema.names, SOURCE]
     assert batch.drop_columns([SOURCE]).equals(plain.read(0, 0, rows)), (

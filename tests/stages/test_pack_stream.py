@@ -54,7 +54,7 @@ def test_laws(tmp_path: Path, segments: str) -> None:
     laws.assert_stateless_reads(source, cuts=(1, 5, 17))
     ledger = pipeline.ledger()
     laws.assert_conserved(ledger)
-    batch = source.rows().batch(np.arange(source.shards[0].num_rows), 64)
+    batch = source.rows().batch(np.arange(source.prepare().shards[0].num_rows), 64)
     trained = sum(ledger.find("labels", name, "tokens").out["targets"] for name in ("code", "docs"))
     assert trained == np.count_nonzero(batch[LABELS] != -100)
     starts = sum(
@@ -160,7 +160,7 @@ def test_masks_go_on_behind_the_end_of_a_row(tmp_path: Path) -> None:
         source = pipeline.get_data()["chat"]
         laws.assert_stateless_reads(source)
         laws.assert_conserved(pipeline.ledger())
-        batch = source.rows().batch(np.arange(source.shards[0].num_rows), 16)
+        batch = source.rows().batch(np.arange(source.prepare().shards[0].num_rows), 16)
         documents = [([*row[INPUT_IDS], 0], [*row[LOSS_MASK], row[LOSS_MASK][-1]]) for row in rows]
         laws.assert_contiguous(batch, documents, joined=segments == "row")
         assert pipeline.ledger().find("labels", "chat", "tokens").out[

@@ -26,8 +26,8 @@ from easypipe import (
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_BREAK, SEGMENT_IDS
 from easypipe.stages.mix.config import MixStageConfig
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.stages.tokenize.engine import PromptEngine
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
 from easypipe.transforms.prompt.config import PromptConfig
 from easypipe.transforms.tokenizer.lengths import LengthPolicy
 from pipelines import jsonl

@@ -41,7 +41,7 @@ from easypipe import (
 )
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_IDS
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.transforms.chat.render import ChatTemplate, HostileTemplateError
 from pipelines import jsonl
 from strategies import examples

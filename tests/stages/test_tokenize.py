@@ -15,7 +15,8 @@ from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.tokenize.config import TokenizeStageConfig
-from easypipe.stages.tokenize.stage import TokenizedShardedSource, TokenizeStage
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
+from easypipe.stages.tokenize.stage import TokenizeStage
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from laws import assert_stateless_reads
 from strategies import examples

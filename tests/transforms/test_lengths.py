@@ -32,7 +32,7 @@ from easypipe import (
 )
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LABELS, LOSS_MASK, ROW_NUMBER, SEGMENT_IDS
 from easypipe.save.verify import verify
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from strategies import examples
 
 PAIR = PromptConfig(format_type="prompt_completion")

@@ -38,7 +38,7 @@ from easypipe import (
 )
 from easypipe.core.config import from_dict
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.transforms.chat.render import HostileTemplateError
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from pipelines import jsonl

@@ -28,7 +28,7 @@ from easypipe import (
 )
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.special import SpecialPolicy
 from strategies import examples

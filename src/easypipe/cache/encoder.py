@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import xxhash
+from numpy.typing import NDArray
 
 from easypipe.cache.manifest import Counts, TokenizerIdentity
 from easypipe.core.protocols import Reject, ShardedSource
@@ -67,21 +67,11 @@ class RowEncoder(Protocol[R]):
         """What encodes, for people; "" where rows are tokens already."""
         ...
 
-    def key(self, memo: Path) -> str:
-        """Digest of everything that decides tokens but the rows. memo: this machine's folder of the
-        cache, where verdicts on fast tokenizers are kept.
-        """
-        ...
-
-    def manifest_key(self, ranges: Sequence[str], *choices: object) -> str:
-        """What the manifest over ranges with these keys is called."""
+    def key(self) -> str:
+        """Digest of everything that decides tokens but the rows."""
         ...
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> R: ...
-
-    def prove(self, rows: R, dataset: str, memo: Path) -> None:
-        """Called once, before the first rows of a dataset are encoded."""
-        ...
 
     def encode(self, rows: R, at: str, audit_key: str | None = None) -> EncodedDocuments:
         """audit_key: a digest that says which rows are looked at again; None: none."""
@@ -92,14 +82,37 @@ class RowEncoder(Protocol[R]):
         ...
 
 
-def documents_hash(batch: pa.RecordBatch) -> str:
+def token_documents(
+    schema: pa.Schema,
+    offsets: NDArray[np.int64],
+    ids: NDArray[Any],
+    ends: NDArray[np.uint8],
+    rows: NDArray[np.int64],
+    mask: NDArray[np.uint8] | None,
+) -> pa.RecordBatch:
+    """Documents in the columns of `cache_schema`: `ids[offsets[i] : offsets[i + 1]]`, and whether
+    each ends with EOS, its row, its loss mask where there is one.
+    """
+    tokens, *masks = (
+        pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
+        for values in (ids, mask)
+        if values is not None
+    )
+    return pa.RecordBatch.from_arrays(
+        [tokens, pa.array(ends), pa.array(rows), *masks], schema=schema
+    )
+
+
+def documents_hash(batch: pa.RecordBatch, *, one_set_of_offsets: bool = False) -> str:
     """XXH3-128 of offsets, tokens and the other columns of a whole token file; no nulls, no
     slices.
+
+    one_set_of_offsets: those of the loss mask, which are those of the tokens, are left out.
     """
     hasher = xxhash.xxh3_128()
-    for column in batch.columns:
+    for i, column in enumerate(batch.columns):
         listed = isinstance(column, pa.LargeListArray)
-        if listed:
+        if listed and not (i and one_set_of_offsets):
             hasher.update(column.offsets.to_numpy())
         hasher.update((column.values if listed else column).to_numpy())
     return hasher.hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import shutil
@@ -110,7 +109,3 @@ def own_folder(dataset: Any, context: PipelineContext) -> CacheFolder:
 def index_folder(dataset: Any, context: PipelineContext) -> Path | None:
     """Where indexes of line files are kept; None keeps them in memory."""
     return own_folder(dataset, context).local / "indexes" if dataset.cache_enabled else None
-
-
-def in_folder(context: PipelineContext, folder: CacheFolder) -> PipelineContext:
-    return dataclasses.replace(context, cache_dir=folder.local, cache=folder)

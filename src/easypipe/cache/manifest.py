@@ -17,14 +17,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from easypipe.core.checked import checked_json, parse_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, DamagedFileError
 from easypipe.core.ledger import Ledger
+from easypipe.core.protocols import TokenInfo
 from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import commit_bytes, is_inside, read_bytes
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 FORMAT = 1
 
@@ -56,6 +58,29 @@ class TokenizerIdentity:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Self:
+        return cls(
+            name=tokenizer.name,
+            fingerprint=tokenizer.fingerprint,
+            vocab_size=tokenizer.vocab_size,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+
+    @property
+    def tokens(self) -> TokenInfo:
+        """What sources say of its tokens."""
+        return TokenInfo(
+            tokenizer=self.name,
+            tokenizer_fingerprint=self.fingerprint,
+            vocab_size=self.vocab_size,
+            eos_token_id=self.eos_token_id,
+            pad_token_id=self.pad_token_id,
+            seq_length=None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,26 +157,16 @@ class Counts:
 
 def total(counts: Iterable[Counts]) -> Counts:
     """The sum of several."""
-    every = list(counts)
-    rejects, lengths = Counter[str](), Counter[str]()
-    for each in every:
-        rejects.update(each.rejects)
-        lengths.update(each.lengths)
-    trained = [each.trained for each in every if each.trained is not None]
-    return Counts(
-        rows=sum(each.rows for each in every),
-        rejects=dict(sorted(rejects.items())),
-        docs=sum(each.docs for each in every),
-        tokens=sum(each.tokens for each in every),
-        encoded=sum(each.encoded for each in every),
-        added=sum(each.added for each in every),
-        truncated=sum(each.truncated for each in every),
-        special=sum(each.special for each in every),
-        escaped=sum(each.escaped for each in every),
-        lost=sum(each.lost for each in every),
-        lengths=dict(sorted(lengths.items())),
-        trained=sum(trained) if trained else None,
-    )
+    sums: dict[str, Any] = {}
+    for each in counts:
+        for name, value in dataclasses.asdict(each).items():
+            if isinstance(value, dict):
+                sums.setdefault(name, Counter()).update(value)
+            elif value is not None:
+                sums[name] = sums.get(name, 0) + value
+    for name in ("rejects", "lengths"):
+        sums[name] = dict(sorted(sums.get(name, {}).items()))
+    return Counts(**sums)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,6 @@ from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import Reject, Shard, ShardedSource, identity_of
 from easypipe.core.remote import StorageOptions
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 # Bytes at rest of one range. Small files are cut finer, so that every worker has some; how a file
 # is cut follows from that file alone.
@@ -55,23 +54,6 @@ class Record:
     text: str  # XXH3-128 of the texts and their row numbers
     text_bytes: int
     encoder: str = ""
-
-
-def recipe_of(tokenizer: Tokenizer, content_field: str, *, refuted: bool) -> str:
-    """refuted: gigatoken wrote wrong tokens for this tokenizer into this cache; what it wrote then
-    has another name.
-    """
-    limit, special = tokenizer.content_limit, tokenizer.special.recipe
-    return digest(
-        "recipe",
-        FORMAT,
-        tokenizer.fingerprint,
-        limit,
-        content_field,
-        refuted,
-        BLANK_TEXTS,
-        *special,
-    )
 
 
 def ranges_of(source: ShardedSource, recipe: str) -> list[Range]:
@@ -157,7 +139,7 @@ def record_of(values: Mapping[str, Any]) -> Record:
     counts = {name: values[name] for name in _COUNTS if name in values}
     return Record(
         part=Part(**{name: values[name] for name in _PART if name in values}),
-        counts=Counts(rows=values["stop"] - values["start"], rejects=reasons, **counts),
+        counts=Counts(rows=values["stop"] - values["start"], rejects=dict(reasons), **counts),
         rejects=rejects,
         shard_name=values["shard_name"],
         text=values["text"],

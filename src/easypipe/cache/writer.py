@@ -30,7 +30,7 @@ from easypipe.cache.bad_rows import ErrorBudget, OnError, write_quarantine
 from easypipe.cache.blocks import TokenStamp, block_sums
 from easypipe.cache.encoder import RowEncoder, RowsRead
 from easypipe.cache.folder import STATS, CacheFolder
-from easypipe.cache.manifest import Counts, Manifest, Part, fingerprint_of, total
+from easypipe.cache.manifest import FORMAT, Counts, Manifest, Part, fingerprint_of, total
 from easypipe.cache.ranges import (
     Range,
     Record,
@@ -106,7 +106,7 @@ class CacheWriter(Generic[R]):
         Remembered: thousands of shards are cut once in a process, and not again for every part of
         them. Raises SourceError for a shard whose rows cannot be counted.
         """
-        key = self.encoder.key(self.folder.local)
+        key = self.encoder.key()
         if self._ranges[0] != key:
             self._ranges = key, ranges_of(self.source, key)
         return self._ranges
@@ -114,7 +114,7 @@ class CacheWriter(Generic[R]):
     def key(self) -> str:
         """What its manifest is called."""
         ranges = [piece.key for piece in self.ranges()[1]]
-        return self.encoder.manifest_key(ranges, self.on_error, self.max_bad_rows)
+        return digest("manifest", FORMAT, ranges, self.on_error, self.max_bad_rows)
 
     def path(self) -> Path | str:
         """Where its manifest stands, or will."""
@@ -261,7 +261,6 @@ class _Work(Generic[R]):
         self._workers = writer.num_workers or _cores()
         self._at_work = threading.Semaphore(self._workers)
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._proving, self._proved = threading.Lock(), False
         self._done = Counter[str]()
         self._encoders: set[str] = set()
         self._text_bytes = 0
@@ -352,10 +351,6 @@ class _Work(Generic[R]):
             file = f"{identity[:2]}/{identity}.arrow"
             found, batch = self._found(file), None
             if found is None:
-                with self._proving:
-                    if not self._proved:
-                        encoder.prove(rows, self._writer.dataset, self._folder.local)
-                        self._proved = True
                 documents = encoder.encode(rows, at=name, audit_key=text)
                 batch = documents.batch
                 said = {

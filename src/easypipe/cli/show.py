@@ -24,7 +24,7 @@ from easypipe.core.ledger import Ledger
 from easypipe.core.progress import Pace
 from easypipe.core.protocols import ProgressEvent, ProgressListener
 from easypipe.core.visible import visible
-from easypipe.save.stage import SaveReport
+from easypipe.stages.save import SaveReport
 from easypipe.train.events import TrainEvent, TrainListener
 
 

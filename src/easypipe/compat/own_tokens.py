@@ -20,8 +20,8 @@ from easypipe.core.protocols import (
     left_out,
 )
 from easypipe.core.schema import INPUT_IDS
+from easypipe.stages.tokenize.documents import require_documents
 from easypipe.stages.tokenize.text_rows import require_text
-from easypipe.stages.tokenize.tokens import require_documents
 from easypipe.transforms.chat.messages import is_text
 from easypipe.transforms.columns.base import ColumnTransform, Rows, TransformedSource
 from easypipe.transforms.refused import EMPTY

@@ -210,6 +210,9 @@ class SourceInfo:
     uncounted: it takes `num_rows` itself, and `at_end` says where a shard ends that has none.
     checks_text: every string that it returns is UTF-8.
     bytes_per_row: of a row's values, where all rows have the same.
+    num_tokens: of all its rows, where they were counted.
+    extra_columns: of the rows that its documents come from, kept beside the tokens where they are
+    saved.
     """
 
     tokens: TokenInfo | None = None
@@ -219,6 +222,8 @@ class SourceInfo:
     uncounted: bool = False
     checks_text: bool = False
     bytes_per_row: int | None = None
+    num_tokens: int | None = None
+    extra_columns: tuple[str, ...] = ()
 
 
 class Source(ShardedDataSource):
@@ -227,13 +232,14 @@ class Source(ShardedDataSource):
     """
 
     @property
-    def info(self) -> SourceInfo:
-        return SourceInfo()
-
-    @property
     def below(self) -> ShardedSource | None:
         """The source whose rows these are made of."""
         return None
+
+    @property
+    def info(self) -> SourceInfo:
+        """By default what the source below declares."""
+        return SourceInfo() if self.below is None else info_of(self.below)
 
     @property
     def files_cut(self) -> int:

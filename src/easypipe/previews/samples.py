@@ -23,12 +23,12 @@ from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.explain import Segment, Span
 from easypipe.pipeline import Pipeline
 from easypipe.previews.preview import Piece, Preview, Sample, SampleSegment
-from easypipe.save.stage import SaveStage
 from easypipe.stages.config import PipelineConfig, settings_of
 from easypipe.stages.load.stage import LoadStage
 from easypipe.stages.reports.ledger import ledger_of
+from easypipe.stages.save import SaveStage
 from easypipe.stages.source.stage import SourceStage
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.transforms.chat.messages import values_of
 
 FIRST_ROWS = 200  # of each dataset, from which samples are made

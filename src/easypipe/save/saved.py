@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from easypipe.core import storage
@@ -114,6 +115,14 @@ def schema_to_text(schema: pa.Schema) -> str:
     return base64.b64encode(schema.serialize().to_pybytes()).decode()
 
 
+def count_tokens(batch: pa.RecordBatch) -> int:
+    """Tokens without padding."""
+    if SEGMENT_IDS in batch.schema.names:
+        segments = batch.column(SEGMENT_IDS).flatten().to_numpy(zero_copy_only=False)
+        return int(np.count_nonzero(segments))
+    return len(batch.column(INPUT_IDS).flatten()) if INPUT_IDS in batch.schema.names else 0
+
+
 def join(folder: str | Path, name: str) -> str:
     return f"{str(folder).rstrip('/')}/{name}"
 
@@ -183,7 +192,7 @@ class SavedSource(Source):
 
     @property
     def info(self) -> SourceInfo:
-        return SourceInfo(tokens=self.tokens)
+        return SourceInfo(tokens=self.tokens, num_tokens=self.manifest.num_tokens)
 
     @property
     def packed(self) -> bool:

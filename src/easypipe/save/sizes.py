@@ -152,6 +152,7 @@ def edges_by_bytes(num_bytes: Sequence[float], rows: Sequence[int], num_shards: 
     """
     ranks = np.arange(num_shards + 1)
     even = np.interp(num_bytes[-1] * ranks / num_shards, num_bytes, rows).astype(np.int64)
+    even[0], even[-1] = 0, rows[-1]  # rows may have no bytes at all
     spread = np.maximum.accumulate(even - ranks) + ranks
     return np.maximum(np.minimum(spread, rows[-1] - num_shards + ranks), 0)
 

@@ -1,6 +1,6 @@
 """Verifies token caches, saved folders and checkpoints on disk, byte by byte.
 
-Nothing is changed here; stages/repair.py makes good what is found.
+Nothing is changed here; stages/prepare.py makes good what is found.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from easypipe.cache.config import CacheConfig
@@ -26,7 +25,6 @@ from easypipe.cache.verify import (
 )
 from easypipe.core import storage
 from easypipe.core.errors import ConfigError, EasypipeError, MissingFileError
-from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.save import saved
 from easypipe.save.folder import RUN
 from easypipe.train.checkpoint import files as checkpoint_files
@@ -175,7 +173,7 @@ def _saved_rows(
             for start in range(0, info.num_rows or 0, BATCH_ROWS):
                 batch = source.read(i, start, min(start + BATCH_ROWS, info.num_rows or 0))
                 rows += batch.num_rows
-                tokens += _count_tokens(batch)
+                tokens += saved.count_tokens(batch)
             if (rows, tokens) != (shard.num_rows, shard.num_tokens):
                 what = (
                     f"holds {rows} rows of {tokens} tokens, the manifest says {shard.num_rows} "
@@ -192,12 +190,3 @@ def _saved_rows(
             what=f"its rows are not in the columns that the manifest names: {error}",
             file=path,
         )
-
-
-def _count_tokens(batch: pa.RecordBatch) -> int:
-    """Without padding, as saving counts them."""
-    if SEGMENT_IDS in batch.schema.names:
-        return int(
-            np.count_nonzero(batch.column(SEGMENT_IDS).flatten().to_numpy(zero_copy_only=False))
-        )
-    return len(batch.column(INPUT_IDS).flatten()) if INPUT_IDS in batch.schema.names else 0

@@ -9,27 +9,34 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
-import pyarrow as pa
+from typing import NamedTuple
 
 from easypipe.core import locks, storage
 from easypipe.core.config import digest
 from easypipe.core.ledger import Ledger
-from easypipe.core.protocols import PipelineContext, ProgressEvent, ShardedSource
-from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.core.protocols import (
+    ProgressEvent,
+    ProgressListener,
+    ShardedSource,
+    TokenInfo,
+)
 from easypipe.save.card import write_card
 from easypipe.save.config import CODECS, SaveStageConfig, codec_of, max_bytes_of
 from easypipe.save.folder import Run, open_run
-from easypipe.save.saved import FORMAT_VERSION, SavedManifest, SavedShard, join, schema_to_text
+from easypipe.save.saved import (
+    FORMAT_VERSION,
+    SavedManifest,
+    SavedShard,
+    count_tokens,
+    join,
+    schema_to_text,
+)
 from easypipe.save.shard_writer import open_writer
 from easypipe.save.sizes import batches, count_rows, default_shard_bytes, plan_shards
-from easypipe.stages.reports.ledger import ledger_of, rows_of
-from easypipe.stages.tokenize.tokens import token_info
 
 log = logging.getLogger("easypipe")
 
@@ -102,7 +109,18 @@ class Target:
     config: SaveStageConfig
 
 
-def write_folder(target: Target, context: PipelineContext) -> SavedFolder:
+class Rows(NamedTuple):
+    """What is written of a dataset: `source`, known by `fingerprint`, of whose tokens; and the
+    ledger of what led to these rows, asked for when they stand.
+    """
+
+    source: ShardedSource
+    fingerprint: str
+    tokens: TokenInfo | None
+    ledger: Callable[[], Ledger]
+
+
+def write_folder(target: Target, rows: Rows, progress: ProgressListener) -> SavedFolder:
     """Writes the rows of one dataset.
 
     Raises:
@@ -113,13 +131,12 @@ def write_folder(target: Target, context: PipelineContext) -> SavedFolder:
         if not storage.is_remote(target.folder):  # no lock reaches there: see Run.claim
             folder = Path(target.folder.removeprefix("file://")).expanduser()
             stack.enter_context(locks.saving(folder))
-        return _write_folder(target, context)
+        return _write_folder(target, rows, progress)
 
 
-def _write_folder(target: Target, context: PipelineContext) -> SavedFolder:
-    began, config = time.perf_counter(), target.config
-    source = rows_of(target.source)
-    identity, before = _identities(config, source)
+def _write_folder(target: Target, rows: Rows, progress: ProgressListener) -> SavedFolder:
+    began, config, source = time.perf_counter(), target.config, rows.source
+    identity, before = _identities(config, rows)
     run = open_run(
         target.folder,
         identity,
@@ -141,7 +158,7 @@ def _write_folder(target: Target, context: PipelineContext) -> SavedFolder:
             )
             edges = tuple(planned.tolist())
         run.claim(edges)
-        shards, resumed = _Writing(target, source, run, edges, context).run_all()
+        shards, resumed = _Writing(target, source, run, edges, progress).run_all()
         _check_sizes(target, shards)
     else:
         run.tidy()
@@ -153,7 +170,7 @@ def _write_folder(target: Target, context: PipelineContext) -> SavedFolder:
             format=config.format,
             compression=codec_of(config),
             schema=source.schema,
-            tokens=token_info(target.source),
+            tokens=rows.tokens,
             shards=shards,
             ledger={},
         ),
@@ -163,8 +180,8 @@ def _write_folder(target: Target, context: PipelineContext) -> SavedFolder:
         seconds=time.perf_counter() - began,
         decided_by=decided_by,
     )
-    context.progress(_progress(target.dataset, folder.num_read, folder.num_read))
-    ledger = ledger_of(target.dataset, target.source)
+    progress(_progress(target.dataset, folder.num_read, folder.num_read))
+    ledger = rows.ledger()
     folder.enter(ledger)
     ledger.check()
     # seconds are left out: the same rows make the same folder
@@ -177,17 +194,17 @@ def _write_folder(target: Target, context: PipelineContext) -> SavedFolder:
     return dataclasses.replace(folder, manifest=manifest)
 
 
-def _identities(config: SaveStageConfig, source: ShardedSource) -> tuple[str, str | None]:
+def _identities(config: SaveStageConfig, rows: Rows) -> tuple[str, str | None]:
     """What this run is called, and what easypipe 0.1 called it, whose `max_shard_size` counted
     bytes before compression.
     """
-    schema = schema_to_text(source.schema)
-    what = ("saved", FORMAT_VERSION, source.fingerprint, schema, config.format, codec_of(config))
+    schema = schema_to_text(rows.source.schema)
+    what = ("saved", FORMAT_VERSION, rows.fingerprint, schema, config.format, codec_of(config))
     limit = max_bytes_of(config)
     if limit is not None:
         before = digest(*what, config.num_shards, limit)
         return digest(*what, config.num_shards, {"on disk": limit}), before
-    default = default_shard_bytes(source.shards) if config.num_shards is None else None
+    default = default_shard_bytes(rows.source.shards) if config.num_shards is None else None
     return digest(*what, config.num_shards, default), None
 
 
@@ -218,9 +235,9 @@ class _Writing:
         source: ShardedSource,
         run: Run,
         edges: Sequence[int],
-        context: PipelineContext,
+        progress: ProgressListener,
     ) -> None:
-        self.target, self.source, self.run, self.context = target, source, run, context
+        self.target, self.source, self.run, self.progress = target, source, run, progress
         config, count = target.config, len(edges) - 1
         extension = CODECS[config.format][codec_of(config)]
         self.rows = {
@@ -273,7 +290,7 @@ class _Writing:
                     raise _StoppedError
                 write(batch)
                 rows += batch.num_rows
-                tokens += _count_tokens(batch)
+                tokens += count_tokens(batch)
                 for reject in rejects:
                     rejected[reject.reason] += reject.count
                 self._report(batch.num_rows + sum(each.count for each in rejects), batch.nbytes)
@@ -292,19 +309,11 @@ class _Writing:
         with self.lock:
             self.done, self.num_bytes = self.done + rows, self.num_bytes + num_bytes
             total = count_rows(self.source.shards)
-            self.context.progress(_progress(self.target.dataset, self.done, total, self.num_bytes))
+            self.progress(_progress(self.target.dataset, self.done, total, self.num_bytes))
 
 
 class _StoppedError(Exception):
     """Another shard failed first; nobody sees this one."""
-
-
-def _count_tokens(batch: pa.RecordBatch) -> int:
-    """Tokens without padding."""
-    if SEGMENT_IDS in batch.schema.names:
-        segments = batch.column(SEGMENT_IDS).flatten().to_numpy(zero_copy_only=False)
-        return int(np.count_nonzero(segments))
-    return len(batch.column(INPUT_IDS).flatten()) if INPUT_IDS in batch.schema.names else 0
 
 
 def _progress(dataset: str, done: int, total: int, num_bytes: int = 0) -> ProgressEvent:

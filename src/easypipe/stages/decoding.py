@@ -8,18 +8,16 @@ from easypipe.cache.verify import same_tokenizer_again
 from easypipe.core.errors import TokenizerError
 from easypipe.core.protocols import ShardedSource
 from easypipe.loader.explain import Decoder, Decodes
-from easypipe.stages.mix.stage import MixedShardedSource
-from easypipe.stages.pack.stage import PackedShardedSource
-from easypipe.stages.tokenize.tokens import token_info, tokenizer_of
+from easypipe.stages.mix.mixture import planned_of
+from easypipe.stages.tokenize.documents import token_info, tokenizer_of
 
 
 def decoder_of(source: ShardedSource) -> Decoder:
     """dataset → its tokenizer; for saved rows, whose datasets are no longer told apart, any name
     will do.
     """
-    parts = (
-        source.mixture.parts if isinstance(source, MixedShardedSource | PackedShardedSource) else {}
-    )
+    planned = planned_of(source)
+    parts = {} if planned is None else planned.mixture.parts
 
     def decoder(dataset: str) -> Decodes:
         part: ShardedSource = parts.get(dataset, source)

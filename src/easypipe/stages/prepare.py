@@ -1,19 +1,84 @@
-"""Preparing a chain: the token caches behind its sources are filled, and its rows planned."""
+"""Preparing a chain, and repairing what it made: its token caches and saved folders."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from easypipe.core.protocols import PipelineContext, ShardedSource
+from easypipe.cache.repair import aside, broken_files, place_of, repair_cache
+from easypipe.cache.verify import Verification
+from easypipe.core import storage
+from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
-from easypipe.stages.mix.stage import MixedShardedSource
-from easypipe.stages.pack.stage import PackedShardedSource
-from easypipe.stages.tokenize.import_tokens import ImportedTokens
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
-from easypipe.stages.tokenize.tokens import require_documents
+from easypipe.save import saved
+from easypipe.save.verify import cache_folder_of, verify
+from easypipe.save.write_folder import write_folder
+from easypipe.stages.mix.mixture import planned_of
+from easypipe.stages.save import SaveStage, rows_of
+from easypipe.stages.tokenize.documents import (
+    ImportedTokens,
+    TokenizedShardedSource,
+    cached_of,
+    require_documents,
+)
 
 log = logging.getLogger("easypipe")
+
+# of a pipeline: each stage, and what it made
+Steps = Sequence[tuple[BaseStage, Mapping[str, ShardedSource]]]
+
+
+def repair(path: str | Path, steps: Steps, context: PipelineContext) -> tuple[Verification, ...]:
+    """Makes good what is broken in `path` as far as this pipeline makes it; returns what `verify`
+    says afterwards.
+
+    A token cache is repaired where the pipeline keeps tokens there, a saved folder where one of its
+    save() writes there. What a pipeline does not make stays broken, and is told of. Raises
+    ConfigError where `path` is neither, and what preparing and saving raise.
+    """
+    options = _options_for(place_of(path), steps, context)
+    broken = [found for found in verify(path, options) if not found.ok]
+    place = cache_folder_of(path, options)
+    if place is not None:
+        data = steps[-1][1] if steps else {}
+        writers = [source.writer for source in documents_of(data, context)]
+        repair_cache(place[0], broken, writers)
+    else:
+        for found in broken:
+            _repair_saved(found, steps, context)
+    return verify(path, options)
+
+
+def _options_for(place: str, steps: Steps, context: PipelineContext) -> dict[str, Any] | None:
+    """The storage_options with which the pipeline writes to a URL."""
+    for stage, data in steps:
+        if isinstance(stage, SaveStage) and any(
+            place_of(target.folder).startswith(place) for target in stage.targets(data, context)
+        ):
+            return stage.config.storage_options
+    return None if context.cache is None else context.cache.options
+
+
+def _repair_saved(found: Verification, steps: Steps, context: PipelineContext) -> None:
+    folder, files = place_of(found.path), broken_files(found)
+    manifest = saved.join(folder, saved.MANIFEST)
+    for stage, data in steps:
+        if not isinstance(stage, SaveStage):
+            continue
+        for target in stage.targets(data, context):
+            if place_of(target.folder) != folder:
+                continue
+            # Without a manifest nobody knows which bytes are right, so everything is written again
+            # beside what stands.
+            options = target.config.storage_options
+            lost = manifest in files and storage.exists(manifest, options)
+            config = dataclasses.replace(target.config, overwrite=target.config.overwrite or lost)
+            with aside(files, options):
+                target = dataclasses.replace(target, config=config)
+                write_folder(target, rows_of(target), context.progress)
 
 
 def prepare_sources(
@@ -24,15 +89,10 @@ def prepare_sources(
     """
     for documents in documents_of(data, context):
         documents.materialize()
-    for name, source in data.items():
-        if isinstance(source, PackedShardedSource):
-            plan = source.plan(num_epochs)
-        elif isinstance(source, MixedShardedSource):
-            plan = source.mixture.plan(None, num_epochs=num_epochs)
-        else:
-            continue
-        log.info("%s: %s rows are planned", name, plan.num_rows or "endless")
-        source.mixture.remember(plan)
+    for name, planned in ((name, planned_of(source)) for name, source in data.items()):
+        if planned is not None:
+            rows = planned.prepare(num_epochs).plan(num_epochs).num_rows
+            log.info("%s: %s rows are planned", name, rows or "endless")
 
 
 def documents_of(
@@ -40,12 +100,10 @@ def documents_of(
 ) -> Iterator[TokenizedShardedSource | ImportedTokens]:
     """Every dataset behind these sources that has a token cache."""
     for name, source in data.items():
-        if isinstance(source, MixedShardedSource | PackedShardedSource):
-            found = list(source.mixture.parts.values())
-        elif INPUT_IDS in source.schema.names and SEGMENT_IDS not in source.schema.names:
-            found = [require_documents(name, source, context, stage="repair")]
-        else:
-            found = []
-        for documents in found:
-            if isinstance(documents, TokenizedShardedSource | ImportedTokens):
-                yield documents
+        planned, names = planned_of(source), source.schema.names
+        parts: Sequence[ShardedSource] = ()
+        if planned is not None:
+            parts = tuple(planned.mixture.parts.values())
+        elif INPUT_IDS in names and SEGMENT_IDS not in names:
+            parts = (require_documents(name, source, context, stage="repair"),)
+        yield from filter(None, map(cached_of, parts))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from easypipe.cache.location import own_folder
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import (
@@ -26,14 +23,11 @@ from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK
 from easypipe.loader.streams.feed import Loaded
 from easypipe.loader.streams.ledger import LOST
 from easypipe.stages.config import datasets_of
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
-from easypipe.stages.tokenize.token_rows import AUDITED_BYTES, AUDITED_SHARE, sample_of
-from easypipe.stages.tokenize.tokens import Documents
+from easypipe.stages.tokenize.documents import Documents, TokenizedShardedSource
+from easypipe.stages.tokenize.token_rows import AUDITED_BYTES, AUDITED_SHARE
 from easypipe.transforms.refused import advice
 
 NAMED_ROWS = 64  # bad rows of a chunk whose places are kept
-# of the first chunk, compared with the reference tokenizer before the fast one is used
-PROVED_ROWS, PROVED_BYTES = 256, 128 << 10
 
 
 class ForwardDocuments:
@@ -45,15 +39,12 @@ class ForwardDocuments:
     """
 
     def __init__(self, name: str, source: Documents, context: PipelineContext) -> None:
-        self.name, self._source, self._context = name, source, context
+        self.name, self._source = name, source
         dataset = datasets_of(context).get(name)
-        self._dataset = dataset
         self._on_error = "error" if dataset is None else dataset.on_error
         self.max_bad_rows = None if dataset is None else dataset.max_bad_rows
         files = innermost(source)
         self._ends = files if isinstance(files, Source) and files.info.uncounted else None
-        self._proving = threading.Lock()
-        self._proved = not isinstance(source, TokenizedShardedSource) or source.form.masked
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -78,7 +69,6 @@ class ForwardDocuments:
             f"{'bytes' if self.rows_are_bytes else 'rows'} {start}:{stop}"
         )
         try:
-            self._prove(shard, start, stop)
             batch, rejects, strings, lengths = self._scan(shard, start, stop)
             bad = self._bad(shard, rejects)
         except Exception as error:
@@ -150,26 +140,6 @@ class ForwardDocuments:
         return (
             None if int(key, 16) % max(1, AUDITED_SHARE * AUDITED_BYTES // max(1, plain)) else key
         )
-
-    def _prove(self, shard: int, start: int, stop: int) -> None:
-        """The fast tokenizer is used only once it agreed with the reference on some of this
-        dataset.
-        """
-        if self._proved:
-            return
-        with self._proving:
-            if self._proved:
-                return
-            source: Any = self._source
-            sample = sample_of(
-                source.form.read(source.source, shard, start, stop).texts, PROVED_ROWS, PROVED_BYTES
-            )
-            source.tokenizer.prove(
-                sample,
-                of=f"dataset {self.name}",
-                memo=own_folder(self._dataset, self._context).local,
-            )
-            self._proved = True
 
     def _bad(self, shard: int, rejects: Sequence[Reject]) -> list[Reject]:
         bad = [reject for reject in rejects if not reject.benign]

@@ -29,8 +29,7 @@ from easypipe.stages.decoding import decoder_of
 from easypipe.stages.load.forward import ForwardDocuments
 from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.stage import PackedShardedSource, mixture_of
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
-from easypipe.stages.tokenize.tokens import token_info, tokenizer_of
+from easypipe.stages.tokenize.documents import TokenizedShardedSource, token_info, tokenizer_of
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
 DOCUMENTS_AT_A_TIME = 1 << 20  # whose lengths are looked at, where all are

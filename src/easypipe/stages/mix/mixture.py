@@ -6,19 +6,20 @@ Nothing is tokenized before a plan is asked for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.cache.reader import TokenCache
 from easypipe.core.checked import commit_checked, recall_checked
+from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError
-from easypipe.core.protocols import PipelineContext
+from easypipe.core.protocols import PipelineContext, ShardedSource, Source
 from easypipe.core.schema import LOSS_MASK
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.rows.documents import Documents as Tokens
@@ -31,7 +32,7 @@ from easypipe.plan.spec import Unit
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec, WindowState, window_docs
 from easypipe.stages.config import settings_of
 from easypipe.stages.mix.schedule import batch_sizes_of
-from easypipe.stages.tokenize.tokens import Documents, is_paired, token_info
+from easypipe.stages.tokenize.documents import Documents, is_paired, token_info
 
 
 class _Choice(NamedTuple):
@@ -131,11 +132,28 @@ class Mixture:
         """Whether every document is a pair: one that was preferred, and one that was not."""
         return any(is_paired(source) for source in self.parts.values())
 
-    @cached_property
-    def caches(self) -> tuple[TokenCache, ...]:
+    @property
+    def description(self) -> str:
+        """Digest of what is mixed, and how: known before a text is read."""
+        parts = [[name, part.fingerprint] for name, part in self.parts.items()]
+        how = (
+            self.schedule or self.weights,
+            self.block,
+            self.stop,
+            self.seed,
+            self.unit,
+            self.max_epochs,
+        )
+        return digest(parts, *how, settings_of(self.context).order, self.provenance)
+
+    def prepare(self) -> tuple[TokenCache, ...]:
         """One token cache a dataset; tokenizes what is not tokenized yet. Raises ConfigError in
         streaming, which keeps no tokens.
         """
+        return self._caches
+
+    @cached_property
+    def _caches(self) -> tuple[TokenCache, ...]:
         if self.context.config.streaming:
             raise ConfigError(
                 at="streaming",
@@ -146,10 +164,13 @@ class Mixture:
             )
         return tuple(source.materialize() for source in self.parts.values())
 
-    @cached_property
     def without_eos(self) -> tuple[int, ...]:
         """Documents of each dataset that do not end with their tokenizer's EOS."""
-        return tuple(cache.count_without_eos() for cache in self.caches)
+        return self._without_eos
+
+    @cached_property
+    def _without_eos(self) -> tuple[int, ...]:
+        return tuple(cache.count_without_eos() for cache in self._caches)
 
     def plan(
         self, pack: PackSpec | None, *, num_epochs: int | None = 1, eos: int | None = None
@@ -166,7 +187,7 @@ class Mixture:
         """Every document a row of its own, as it is stored."""
         return PlannedRows(
             self.plan(None, num_epochs=num_epochs),
-            self.caches,
+            self._caches,
             eos_token_id=None,
             pad_token_id=self.pad_token_id,
         )
@@ -175,7 +196,7 @@ class Mixture:
         """The stored tokens of documents `docs` (Int64[n]) of the datasets numbered `dataset`
         (Int32[n]).
         """
-        return gather_documents(self.caches, dataset, docs, with_mask=self.has_loss_mask)
+        return gather_documents(self._caches, dataset, docs, with_mask=self.has_loss_mask)
 
     def remember(self, plan: Plan) -> None:
         """Commits the checkpoints of a plan beside the caches, so that the next process starts from
@@ -237,7 +258,7 @@ class Mixture:
         return recall_checked(self._checkpoint_path(plan), states, what="the plan") or ()
 
     def _dataset(self, i: int, name: str, eos: int | None) -> PlanDataset:
-        cache = self.caches[i]
+        cache = self._caches[i]
         if eos is None:
             return PlanDataset(
                 name, cache.num_docs, cache.total_tokens, cache.fingerprint, cache.lengths
@@ -245,13 +266,52 @@ class Mixture:
         return PlanDataset(
             name,
             cache.num_docs,
-            cache.total_tokens + self.without_eos[i],
+            cache.total_tokens + self._without_eos[i],
             f"{cache.fingerprint}+eos",
             _with_eos(cache),
         )
 
     def _checkpoint_path(self, plan: Plan) -> Path:
         return self.context.cache_dir / "plans" / f"{plan.fingerprint}.json"
+
+
+class PlannedSource(Source):
+    """Rows that a plan over a mixture's documents gives: the documents as they are drawn, or packed
+    rows. They are counted once they are prepared; without end they have no count.
+    """
+
+    mixture: Mixture
+    _num_rows: int | None = None
+
+    def plan(self, num_epochs: int | None = 1) -> Plan:
+        """Tokenizes what is not tokenized yet."""
+        return self.mixture.plan(None, num_epochs=num_epochs)
+
+    def content(self) -> str:
+        """Digest of the rows themselves: the same wherever their documents come from. Prepares
+        them.
+        """
+        return self._content()
+
+    def _content(self) -> str:
+        return digest("mixed", self.plan().fingerprint)
+
+    def prepare(self, num_epochs: int | None = 1) -> Self:
+        """Tokenizes and plans what is not. Raises PlanError where no document fits into a row."""
+        plan = self.plan(num_epochs)
+        if plan.num_rows == 0 and plan.spec.pack is not None:
+            plan.check_that_some_document_fits()
+        self._num_rows = plan.num_rows if num_epochs == 1 else self._num_rows
+        self.mixture.remember(plan)
+        return self
+
+    def open_shard_at_row(self, shard_name: str, row: int) -> Iterator[dict[str, Any]]:
+        return super(PlannedSource, self.prepare()).open_shard_at_row(shard_name, row)
+
+
+def planned_of(source: ShardedSource) -> PlannedSource | None:
+    """The source, where a plan over a mixture gives its rows."""
+    return source if isinstance(source, PlannedSource) else None
 
 
 def _with_eos(cache: TokenCache) -> Callable[[NDArray[np.int64]], NDArray[np.int32]]:

@@ -18,7 +18,6 @@ from easypipe.core.protocols import (
     PipelineContext,
     Shard,
     ShardedSource,
-    Source,
     SourceInfo,
     TokenInfo,
 )
@@ -32,9 +31,14 @@ from easypipe.stages.mix.config import (
     block_weights,
     exact_weights,
 )
-from easypipe.stages.mix.mixture import Mixture
+from easypipe.stages.mix.mixture import Mixture, PlannedSource
 from easypipe.stages.mix.schedule import exact_points
-from easypipe.stages.tokenize.tokens import require_documents, same_kind, same_tokenizer, token_info
+from easypipe.stages.tokenize.documents import (
+    require_documents,
+    same_kind,
+    same_tokenizer,
+    token_info,
+)
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
 log = logging.getLogger("easypipe")
@@ -105,12 +109,11 @@ class MixStage(BaseStage):
         return Schedule(exact_points(points, names), kind, sizes, before)
 
 
-class MixedShardedSource(Source):
+class MixedShardedSource(PlannedSource):
     """The documents of a mixture in the order of their draws: `input_ids` as they are stored, and
     `__source__`, the dataset they came from.
 
-    Opening it reads nothing; its shards are known once the datasets are tokenized. An endless
-    mixture has no row count.
+    Opening it reads nothing; `prepare()` counts its rows. An endless mixture has no row count.
     """
 
     def __init__(self, mixture: Mixture) -> None:
@@ -171,14 +174,11 @@ class MixedShardedSource(Source):
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        plan = self.mixture.plan(None)
-        rows = plan.num_rows
-        self.mixture.remember(plan)
-        return (Shard(name="mixed", num_rows=rows),)
+        return (Shard(name="mixed", num_rows=self._num_rows),)
 
     @property
     def fingerprint(self) -> str:
-        return digest("mixed", self.mixture.plan(None).fingerprint)
+        return digest("mixed", self.mixture.description)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         assert shard == 0, f"a mixture has one shard, not {shard + 1}"

@@ -17,7 +17,6 @@ from easypipe.core.protocols import (
     PipelineContext,
     Shard,
     ShardedSource,
-    Source,
     SourceInfo,
     TokenInfo,
 )
@@ -32,10 +31,9 @@ from easypipe.core.schema import (
 )
 from easypipe.loader.rows.planned import PlannedRows
 from easypipe.plan.windows import Plan
-from easypipe.stages.mix.mixture import Mixture
-from easypipe.stages.mix.stage import MixedShardedSource
+from easypipe.stages.mix.mixture import Mixture, PlannedSource, planned_of
 from easypipe.stages.pack.config import PackStageConfig
-from easypipe.stages.tokenize.tokens import require_documents, token_info
+from easypipe.stages.tokenize.documents import require_documents, token_info
 
 logger = logging.getLogger("easypipe")
 
@@ -89,8 +87,8 @@ def mixture_of(
     """The mixture that a source is of, packed or not. A dataset on its own is a mixture of one:
     every document once an epoch.
     """
-    if isinstance(source, MixedShardedSource | PackedShardedSource):
-        return source.mixture
+    if (planned := planned_of(source)) is not None:
+        return planned.mixture
     return Mixture(
         parts={name: require_documents(name, source, context, stage=stage)},
         weights=(1,),
@@ -100,13 +98,13 @@ def mixture_of(
     )
 
 
-class PackedShardedSource(Source):
+class PackedShardedSource(PlannedSource):
     """Rows of `seq_length` slots: `input_ids`, `segment_ids`, `position_ids` (and `loss_mask` where
     a dataset has one).
 
     Those of strategy `stream` have a number each too, `look_ahead`: the label of the last slot,
-    which is the first token of another row. Opening it reads nothing; its shards are known once the
-    datasets are tokenized. Rows of an endless mixture have no count.
+    which is the first token of another row. Opening it reads nothing; its rows are counted by
+    `prepare()`, those of an endless mixture never.
     """
 
     def __init__(self, mixture: Mixture, config: PackStageConfig) -> None:
@@ -173,28 +171,24 @@ class PackedShardedSource(Source):
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        plan = self.plan()
-        rows = plan.num_rows
-        if rows == 0:
-            plan.check_that_some_document_fits()
-        self.mixture.remember(plan)
-        return (
-            Shard(
-                name="packed",
-                num_rows=rows,
-                num_bytes=0 if rows is None else rows * self.bytes_per_row,
-            ),
-        )
+        rows = self._num_rows
+        num_bytes = (rows or 0) * self.bytes_per_row
+        return (Shard(name="packed", num_rows=rows, num_bytes=num_bytes),)
 
     @property
     def fingerprint(self) -> str:
+        return digest("packed", self.mixture.description, self.config.spec(), *self._ends())
+
+    def _content(self) -> str:
+        return digest("packed", self.plan().fingerprint, *self._ends())
+
+    def _ends(self) -> list[Any]:
+        """What of a row the plan does not say."""
         more: list[Any] = (["provenance"] if self.mixture.provenance else []) + (
             ["joined"] if self.joined else []
         )
         more += ["held"] if self.config.holds and self.mixture.has_loss_mask else []
-        return digest(
-            "packed", self.plan().fingerprint, self.eos_token_id, self.pad_token_id, *more
-        )
+        return [self.eos_token_id, self.pad_token_id, *more]
 
     def plan(self, num_epochs: int | None = 1) -> Plan:
         return self.mixture.plan(self.config.spec(), num_epochs=num_epochs, eos=self.eos_token_id)
@@ -206,7 +200,7 @@ class PackedShardedSource(Source):
         if num_epochs not in self._rows:
             self._rows[num_epochs] = PlannedRows(
                 self.plan(num_epochs),
-                self.mixture.caches,
+                self.mixture.prepare(),
                 eos_token_id=self.eos_token_ids or None,
                 pad_token_id=self.pad_token_id,
                 joined=self.joined,
@@ -244,6 +238,11 @@ class PackedShardedSource(Source):
             pa.array(list(self.mixture.parts), pa.string()),
         )
         return pa.LargeListArray.from_arrays(pa.array(offsets), names.cast(pa.string()))
+
+
+def packed_of(source: ShardedSource) -> PackedShardedSource | None:
+    """The source, where its rows are packed here."""
+    return source if isinstance(source, PackedShardedSource) else None
 
 
 def _tell_uncut(mixture: Mixture, seq_length: int) -> None:

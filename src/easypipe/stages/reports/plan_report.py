@@ -14,17 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from easypipe.core.errors import CacheError, ConfigError, StageOrderError
-from easypipe.core.protocols import PipelineContext, ShardedSource
+from easypipe.core.protocols import PipelineContext, ShardedSource, info_of
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.steps import Begin, Steps
 from easypipe.plan.plan_stats import PlanStats
 from easypipe.plan.windows import Plan
-from easypipe.save.saved import SavedSource
 from easypipe.stages.load.stage import LoadStage
-from easypipe.stages.mix.mixture import Mixture
-from easypipe.stages.mix.stage import MixedShardedSource
-from easypipe.stages.pack.stage import PackedShardedSource, mixture_of
+from easypipe.stages.mix.mixture import Mixture, planned_of
+from easypipe.stages.pack.stage import mixture_of, packed_of
 from easypipe.stages.reports.shares import (
     StepShares,
     asked_between,
@@ -34,9 +32,7 @@ from easypipe.stages.reports.shares import (
     shares_by_step,
     unlike_weights,
 )
-from easypipe.stages.tokenize.import_tokens import ImportedTokens
-from easypipe.stages.tokenize.stage import TokenizedShardedSource
-from easypipe.stages.tokenize.tokens import token_info
+from easypipe.stages.tokenize.documents import cached_of, token_info
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,18 +113,8 @@ class PlanReport:
 
     def __str__(self) -> str:
         """A table for people."""
-        head = [
-            "dataset",
-            "documents",
-            "tokens",
-            "asked",
-            "realised",
-            "of_tokens",
-            "drawn",
-            "epochs",
-            "cache",
-        ]
-        head[3], head[5] = f"asked ({self.unit})", "of tokens"
+        head = ["dataset", "documents", "tokens", f"asked ({self.unit})", "realised", "of tokens"]
+        head += ["drawn", "epochs", "cache"]
         lines = [head]
         for d in self.datasets:
             counts = [f"{count:,}" for count in (d.documents, d.tokens)]
@@ -185,8 +171,8 @@ def plan_report(
     if asked.steps is not None and asked.steps < 1:
         problem = f"{asked.steps} steps are no run"
         raise ConfigError(at="steps", problem=problem, fix="Give at least 1.")
-    if SEGMENT_IDS in source.schema.names and not isinstance(source, PackedShardedSource):
-        facts = _stored(name, source, load, asked)
+    if SEGMENT_IDS in source.schema.names and planned_of(source) is None:
+        report = _stored(name, source, load, asked)
     elif INPUT_IDS not in source.schema.names:
         raise StageOrderError(
             at="",
@@ -199,55 +185,24 @@ def plan_report(
             fix="Leave it out to plan over the token cache.",
         )
     else:
-        facts = _planned(name, source, load, context, asked)
-    run, datasets = facts.run, facts.datasets
-    return PlanReport(
-        name=name,
-        unit=facts.unit,
-        datasets=datasets,
-        steps=run.steps - asked.begin.batch,
-        steps_available=None if run.available is None else run.available - asked.begin.batch,
-        batch_size=load.batch_size,
-        rows=len(run.reached),
-        rows_left_over=run.left_over,
-        seq_length=facts.seq_length,
-        slots=facts.slots,
-        padding=facts.padding,
-        fill=1 - facts.padding / facts.slots if facts.slots else 1.0,
-        cache_bytes=sum(dataset.cache_bytes for dataset in datasets),
-        saved_bytes=facts.saved_bytes,
-        prepared=facts.prepared,
-        notes=facts.notes,
+        report = _planned(name, source, load, context, asked)
+    return dataclasses.replace(
+        report,
+        fill=1 - report.padding / report.slots if report.slots else 1.0,
+        cache_bytes=sum(dataset.cache_bytes for dataset in report.datasets),
         seconds=time.perf_counter() - began,
-        by_step=facts.by_step,
     )
-
-
-class _Facts(NamedTuple):
-    """What is known of a run, as in PlanReport."""
-
-    run: _Run
-    unit: str
-    datasets: tuple[DatasetPlan, ...]
-    seq_length: int | None
-    slots: int
-    padding: int
-    saved_bytes: int | None
-    notes: tuple[str, ...]
-    prepared: tuple[str, ...] = ()
-    by_step: tuple[StepShares, ...] = ()
 
 
 def _planned(
     name: str, source: ShardedSource, load: LoadStageConfig, context: PipelineContext, asked: Asked
-) -> _Facts:
+) -> PlanReport:
     """Of rows that are planned over token caches."""
     # weights that follow the step ask how many rows one has
     source = LoadStage(load).process({name: source}, context)[name]
     mixture = mixture_of(name, source, context, stage="plan")
     prepared = require_prepared(mixture, prepare=asked.prepare)
-    num_epochs = None if mixture.restarts else load.num_epochs
-    packed = source if isinstance(source, PackedShardedSource) else None
+    num_epochs, packed = None if mixture.restarts else load.num_epochs, packed_of(source)
     plan = packed.plan(num_epochs) if packed else mixture.plan(None, num_epochs=num_epochs)
     run = _Run.of(load, plan.num_rows, asked)
     start, stop = run.reached.start, run.reached.stop
@@ -267,11 +222,11 @@ def _planned(
         notes.append(said)
     saved = None
     if asked.saves:
-        saved = sum(cache.total_tokens * cache.buffers().id_bytes for cache in mixture.caches)
+        saved = sum(cache.total_tokens * cache.buffers().id_bytes for cache in mixture.prepare())
         if packed and not mixture.endless:
-            saved = packed.shards[0].num_bytes
-    return _Facts(
-        run=run,
+            saved = packed.prepare().shards[0].num_bytes
+    return dataclasses.replace(
+        run.report(name),
         unit=mixture.unit,
         datasets=datasets,
         seq_length=None if plan.spec.pack is None else plan.spec.pack.seq_length,
@@ -284,7 +239,7 @@ def _planned(
     )
 
 
-def _stored(name: str, source: ShardedSource, load: LoadStageConfig, asked: Asked) -> _Facts:
+def _stored(name: str, source: ShardedSource, load: LoadStageConfig, asked: Asked) -> PlanReport:
     """Of rows that were saved packed: how many there are and what they hold stands in their
     manifest.
     """
@@ -300,8 +255,8 @@ def _stored(name: str, source: ShardedSource, load: LoadStageConfig, asked: Aske
     run = _Run.of(load, None if load.num_epochs is None else per_epoch * load.num_epochs, asked)
     info, rows = token_info(source), len(run.reached)
     length = None if info is None else info.seq_length
-    counted = isinstance(source, SavedSource)
-    tokens = sum(shard.num_tokens for shard in source.manifest.shards) if counted else 0
+    counted = info_of(source).num_tokens
+    tokens = counted or 0
     placed, slots = tokens * rows // per_epoch if per_epoch else 0, rows * (length or 0)
     num_bytes = sum(shard.num_bytes for shard in source.shards)
     dataset = DatasetPlan(
@@ -321,15 +276,14 @@ def _stored(name: str, source: ShardedSource, load: LoadStageConfig, asked: Aske
         *run.notes(name),
         "rows are packed already: documents are rows here, and tokens of a part of an epoch are "
         "estimated from their mean",
-        *([] if counted else ["nobody recorded how many tokens these rows hold"]),
+        *([] if counted is not None else ["nobody recorded how many tokens these rows hold"]),
     ]
-    return _Facts(
-        run=run,
-        unit="rows",
+    return dataclasses.replace(
+        run.report(name),
         datasets=(dataset,),
         seq_length=length,
         slots=slots,
-        padding=slots - placed if counted else 0,
+        padding=slots - placed if counted is not None else 0,
         saved_bytes=num_bytes if asked.saves else None,
         notes=tuple(notes),
     )
@@ -347,23 +301,20 @@ def require_prepared(mixture: Mixture, *, prepare: bool) -> tuple[str, ...]:
             + (f", nor are {', '.join(missing[1:])}" if missing[1:] else ""),
             fix="Run `easypipe prepare` first, or allow preparing.",
         )
-    _ = mixture.caches
+    mixture.prepare()
     return tuple(missing)
 
 
 def is_prepared(source: ShardedSource) -> bool:
     """Whether no token cache that `source` reads has to be made first."""
-    mixed = isinstance(source, MixedShardedSource | PackedShardedSource)
-    return all(map(_stands, source.mixture.parts.values() if mixed else [source]))
+    planned = planned_of(source)
+    return all(map(_stands, planned.mixture.parts.values() if planned else [source]))
 
 
 def _stands(source: ShardedSource) -> bool:
-    """Whether its token cache can be opened as it is. A source of one's own that does not say where
-    that is has to know itself.
-    """
-    return not isinstance(source, TokenizedShardedSource | ImportedTokens) or (
-        source.writer.is_filled()
-    )
+    """Whether its token cache can be opened as it is, where it is ours to make."""
+    cached = cached_of(source)
+    return cached is None or cached.writer.is_filled()
 
 
 @dataclass(frozen=True)
@@ -399,6 +350,29 @@ class _Run:
         reached = range(min(asked.begin.row, stop), stop)
         return cls(load, counted, steps, reached, available, left_over, asked.steps)
 
+    def report(self, name: str) -> PlanReport:
+        """What is known of it before anybody looked into the data."""
+        begin = self.counted.begin.batch
+        return PlanReport(
+            name=name,
+            unit="rows",
+            datasets=(),
+            steps=self.steps - begin,
+            steps_available=None if self.available is None else self.available - begin,
+            batch_size=self.load.batch_size,
+            rows=len(self.reached),
+            rows_left_over=self.left_over,
+            seq_length=None,
+            slots=0,
+            padding=0,
+            fill=1.0,
+            cache_bytes=0,
+            saved_bytes=None,
+            prepared=(),
+            notes=(),
+            seconds=0.0,
+        )
+
     def notes(self, name: str) -> list[str]:
         load, size, found = self.load, self.load.batch_size, list[str]()
         if self.asked is not None and self.available is not None and self.asked > self.available:
@@ -432,7 +406,7 @@ def _datasets(
 ) -> tuple[DatasetPlan, ...]:
     """drawn: documents of each dataset, as far as they stand in the rows of `stats`."""
     found, placed = [], stats.slots - stats.padding
-    for dataset, cache, documents in zip(plan.datasets, mixture.caches, drawn, strict=True):
+    for dataset, cache, documents in zip(plan.datasets, mixture.prepare(), drawn, strict=True):
         counts, part = cache.manifest.counts, stats.datasets[dataset.name]
         document_share = documents / sum(drawn) if documents else 0.0
         token_share = part.tokens_placed / placed if placed else 0.0

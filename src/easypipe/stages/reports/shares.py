@@ -16,9 +16,7 @@ from easypipe.core.protocols import ShardedSource
 from easypipe.loader.steps import Steps
 from easypipe.plan.window import Window, token_sizes
 from easypipe.plan.windows import Plan
-from easypipe.stages.mix.mixture import Mixture
-from easypipe.stages.mix.stage import MixedShardedSource
-from easypipe.stages.pack.stage import PackedShardedSource
+from easypipe.stages.mix.mixture import Mixture, planned_of
 
 MARKS = 100  # intervals that a run is cut into, at most
 # between a weight of documents and the share of tokens that it gives, above which both are told
@@ -171,15 +169,13 @@ def unlike_weights(mixture: Mixture, plan: Plan, asked: Mapping[str, float]) -> 
 
 def warning_of_weights(source: ShardedSource) -> str | None:
     """`unlike_weights` of a mixture that is prepared, packed or not; None of anything else."""
-    if (
-        not isinstance(source, MixedShardedSource | PackedShardedSource)
-        or len(source.mixture.parts) == 1
-    ):
+    planned = planned_of(source)
+    if planned is None or len(planned.mixture.parts) == 1:
         return None
-    mixture, schedule = source.mixture, source.mixture.schedule
+    mixture, schedule = planned.mixture, planned.mixture.schedule
     if schedule is not None and not schedule.batch_sizes:
         return None
-    plan = source.plan() if isinstance(source, PackedShardedSource) else mixture.plan(None)
+    plan = planned.plan()
     weights = [mixture.weights] if schedule is None else schedule.all_weights
     for each in weights:
         asked = {name: weight / sum(each) for name, weight in zip(mixture.parts, each, strict=True)}

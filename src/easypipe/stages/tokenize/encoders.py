@@ -1,44 +1,67 @@
-"""Encoders: what a dataset's rows are before they are tokens (text, or what a prompt writes)."""
+"""The row encoders: a column of text, what a PromptConfig writes of rows, pairs, tokens of others.
+
+A form says what the rows of a dataset are as texts; `TextEncoder` makes documents of these, and
+`TokenEncoder` takes rows that are tokens already.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from easypipe.cache.ranges import recipe_of
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from easypipe.cache.encoder import EncodedDocuments, documents_hash, token_documents
+from easypipe.cache.manifest import FORMAT, Counts, TokenizerIdentity, total
+from easypipe.cache.ranges import BLANK_TEXTS
+from easypipe.cache.reader import cache_schema
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError
-from easypipe.core.protocols import ShardedSource
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.protocols import Reject, ShardedSource, TokenInfo, left_out, scan
+from easypipe.core.schema import (
+    ATTENTION_MASK,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASK,
+    ROW_NUMBER,
+    SEGMENT_BREAK,
+    SEGMENT_IDS,
+    token_dtype,
+)
+from easypipe.loader.rows.stored import Block, decode
 from easypipe.stages.source.config import PROMPT_OPTIONS, DatasetConfig
 from easypipe.stages.tokenize.engine import PromptEngine
-from easypipe.stages.tokenize.prompt_rows import PromptRows
-from easypipe.stages.tokenize.text_rows import Texts, read_texts, require_text
-from easypipe.transforms.chat.messages import is_json, is_messages, is_text
+from easypipe.stages.tokenize.text_rows import (
+    Texts,
+    read_texts,
+    require_text,
+    row_numbers,
+    texts_of,
+)
+from easypipe.stages.tokenize.token_rows import encode_texts, ends_closed, ends_with, sample_of
+from easypipe.transforms.chat.messages import decoded_of, is_json, is_messages, is_text, plain_of
+from easypipe.transforms.chat.render import HostileTemplateError
+from easypipe.transforms.chat.spans import Rendered
+from easypipe.transforms.chat.turns import CUT_BY
 from easypipe.transforms.prompt.config import PromptConfig
+from easypipe.transforms.refused import Refused
+from easypipe.transforms.tokenizer.config import length_limit
 from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
+logger = logging.getLogger("easypipe")
 
-class RowForm(Protocol):
-    """How rows are read as texts. Law: row-wise; what a row becomes depends on the row alone."""
-
-    columns: tuple[str, ...]  # of the source, that are read
-    label: str  # how errors and manifests call them
-    masked: bool  # documents carry a loss_mask
-    pairs: bool  # every document is two answers
-    raw: bool  # no template wrote the texts: special tokens are put around them
-    lengths: Lengths | None  # what cuts documents in place of max_length
-
-    def require(self, source: ShardedSource, dataset: str) -> None:
-        """Raises SourceError where a column is missing or of a type that cannot be it. Reads no
-        rows.
-        """
-        ...
-
-    def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
-        """Digest of everything that decides tokens but the rows."""
-        ...
-
-    def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts: ...
+SAMPLE_ROWS = 256  # of the data, compared with the reference before the fast backend is used on it
+SAMPLE_BYTES = 64 << 10
+ROWS_AT_A_TIME = 1000  # that are Python objects: Python looks through all there are again and again
+IMPORT_VERSION = 1
+# of documents with a loss mask: one that ends with EOS and one token more needs no other EOS
+MASKED_VERSION = 2
 
 
 class TextColumn:
@@ -60,11 +83,97 @@ class TextColumn:
         require_text(source, self.label, dataset)
 
     def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
-        recipe = recipe_of(tokenizer, self.label, refuted=refuted)
+        what = (tokenizer.fingerprint, tokenizer.content_limit, self.label, refuted, BLANK_TEXTS)
+        recipe = digest("recipe", FORMAT, *what, *tokenizer.special.recipe)
         return recipe if self.lengths is None else digest(recipe, self.lengths.identity)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
         return read_texts(source, shard, start, stop, self.label, blanks=self._blanks)
+
+
+class PromptRows:
+    """Rows that a PromptEngine writes: conversations, prompts with completions, rows through a
+    template.
+    """
+
+    masked = True
+
+    def __init__(self, engine: PromptEngine, have: Sequence[str], room: int | None = None) -> None:
+        """have: the columns of the source, of which the format may read some that others lack.
+        room: tokens of a row of packing, for which conversations without a length of their own are
+        cut between turns; None cuts none."""
+        self.engine = engine
+        # whether a room has an effect
+        self.splits = engine.splits and length_limit(engine.tokenizer.config) is None
+        self.room = room if self.splits else None
+        format, rejected = engine.format, engine.config.rejected_column
+        self.columns = (
+            *engine.columns,
+            *(name for name in (*format.optional, *engine.verdicts) if name in have),
+        )
+        self._pair = [] if rejected is None else ["rejected", rejected]
+        self.pairs = rejected is not None
+        self.raw, self.lengths = format.raw, engine.lengths
+        self.label = format.columns[0] if format.kind == "chat" else ", ".join(format.columns)
+
+    def require(self, source: ShardedSource, dataset: str) -> None:
+        have, format = source.schema.names, self.engine.format
+        for column in self.columns:
+            at = place(f"dataset {dataset!r}", column=column)
+            if column not in have:
+                fix = did_you_mean(column, have) or "Name the column that holds it."
+                raise SourceError(at=at, problem="no such column", have=have, fix=fix)
+            kind = source.schema.field(column).type
+            if column not in self.engine.verdicts and not format.accepts(kind):
+                wanted, fix = "text", "Name a column of text."
+                if format.kind == "chat":
+                    wanted, fix = "lists of objects", "Give messages as [{role, content}, ...]."
+                raise SourceError(at=at, problem=f"holds {kind}, not {wanted}", fix=fix)
+
+    def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
+        format, length = self.engine.format, length_limit(tokenizer.config)
+        return digest(
+            format.kind,
+            refuted,
+            BLANK_TEXTS,
+            tokenizer.fingerprint,
+            length,
+            list(self.columns),
+            format.identity,
+            *tokenizer.special.recipe,
+            *([] if self.lengths is None else [self.lengths.identity]),
+            *self._pair,
+            *([] if format.kind == "text" or length is None else ["cut ends are open"]),
+            *([] if self.room is None else [CUT_BY, 1, self.room]),
+        )
+
+    def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
+        """Raises TokenizerError naming the row on which a template went beyond its limits."""
+        batch, rejects = scan(source, shard, start, stop)
+        numbers = row_numbers(batch, start).tolist()
+        rendered: list[Rendered | Refused] = []
+        of: list[int] = []
+        # JSON of conversations is read by who renders them
+        chat = self.engine.format.kind == "chat"
+        values = plain_of if chat else decoded_of
+        for first in range(0, batch.num_rows, ROWS_AT_A_TIME):
+            some = batch.slice(first, ROWS_AT_A_TIME)
+            columns = [values(some.column(name)) for name in self.columns]
+            rows = [dict(zip(self.columns, row, strict=True)) for row in zip(*columns, strict=True)]
+            here = numbers[first : first + len(rows)]
+            try:
+                written, of_written = self.engine.written(rows, here, self.room)
+            except HostileTemplateError as error:
+                at = place(source.shards[shard].name, row=here[error.row], column=self.label)
+                problem = f"{error.at}: {error.problem}"
+                raise type(error)(at=at, problem=problem, fix=error.fix) from None
+            rendered += written
+            of += of_written
+        cut_by = CUT_BY if self.room is not None else "trim_oldest_turns" if chat else "budgets"
+        return texts_of(rendered, of, rejects, cut_by)
+
+
+RowForm = TextColumn | PromptRows
 
 
 def form_of(
@@ -89,12 +198,9 @@ def form_of(
         engine = PromptEngine(tokenizer, prompt, length=dataset.length)
     except ConfigError as error:
         if dataset.prompt is None and error.at == "template":
-            error = ConfigError(
-                at="chat_template", problem=error.problem, have=error.have, fix=error.fix
-            )
-        raise error.under(
-            at if error.at == "tokenizer" or error.at.startswith("length.") else inside
-        ) from None
+            error.at = "chat_template"
+        own = error.at == "tokenizer" or error.at.startswith("length.")
+        raise error.under(at if own else inside) from None
     if prompt.format_type == "text":
         return TextColumn(prompt.inputs[0], engine.lengths, blanks=dataset.text_unit == "file")
     return PromptRows(engine, source.schema.names, room)
@@ -114,21 +220,232 @@ def _prompt_of(dataset: DatasetConfig, at: str, source: ShardedSource) -> Prompt
         require_text(source, column, str(dataset.name))
     kind = source.schema.field(column).type
     given = [name for name in PROMPT_OPTIONS if getattr(dataset, name) is not None]
-    if not (
-        is_messages(kind) or is_json(kind) or (is_text(kind) and (given or column == "messages"))
-    ):
-        if given:
-            raise ConfigError(
-                at=f"{at}.{given[0]}",
-                problem=f"has no effect on column {column!r}, which holds {kind}",
-                fix="Name a column of messages.",
+    talks = is_text(kind) and (given or column == "messages")
+    if is_messages(kind) or is_json(kind) or talks:
+        return PromptConfig(
+            input_columns=(column,),
+            template=dataset.chat_template,
+            train_on=dataset.train_on,
+            tools_column=dataset.tools_field,
+            template_date=dataset.template_date,
+            train_empty_thinking=dataset.train_empty_thinking,
+        )
+    if given:
+        raise ConfigError(
+            at=f"{at}.{given[0]}",
+            problem=f"has no effect on column {column!r}, which holds {kind}",
+            fix="Name a column of messages.",
+        )
+    return PromptConfig(format_type="text", input_columns=(column,))
+
+
+class TextEncoder:
+    """Rows of text, in whatever form, to what the cache stores; implements
+    cache.encoder.RowEncoder.
+
+    The fast backend is used on a dataset only once it agreed with the reference on some of it.
+
+    Args:
+        memo: This machine's folder of the cache, where verdicts on fast tokenizers are kept.
+        batch_size: Texts encoded at a time; decides memory and speed, never tokens.
+    """
+
+    def __init__(
+        self,
+        form: RowForm,
+        tokenizer: Tokenizer,
+        *,
+        dataset: str,
+        memo: Path,
+        batch_size: int = 1000,
+    ) -> None:
+        self.form, self.tokenizer = form, tokenizer
+        self.columns, self.label = form.columns, form.label
+        self.masked, self.pairs = form.masked, form.pairs
+        self._dataset, self._memo, self._batch_size = dataset, memo, batch_size
+        self._proving, self._proved = threading.Lock(), False
+
+    @property
+    def tokenizer_identity(self) -> TokenizerIdentity:
+        return TokenizerIdentity.of(self.tokenizer)
+
+    @property
+    def backend(self) -> str:
+        return self.tokenizer.backend.name
+
+    def key(self) -> str:
+        return self.form.recipe(self.tokenizer, refuted=self.tokenizer.refuted(self._memo))
+
+    def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
+        return self.form.read(source, shard, start, stop)
+
+    def encode(self, rows: Texts, at: str, audit_key: str | None = None) -> EncodedDocuments:
+        with self._proving:
+            if not self._proved:
+                sample = sample_of(rows.texts, SAMPLE_ROWS, SAMPLE_BYTES)
+                of = f"dataset {self._dataset}"
+                backend = self.tokenizer.prove(sample, of=of, memo=self._memo)
+                logger.debug("%s: tokenizing with %s: %s", of, self.tokenizer.name, backend)
+                self._proved = True
+
+        def encoded(texts: Texts, audit_key: str | None) -> EncodedDocuments:
+            return encode_texts(
+                texts,
+                self.tokenizer,
+                batch_size=self._batch_size,
+                at=at,
+                raw=self.form.raw,
+                audit_key=audit_key,
+                lengths=self.form.lengths,
             )
-        return PromptConfig(format_type="text", input_columns=(column,))
-    return PromptConfig(
-        input_columns=(column,),
-        template=dataset.chat_template,
-        train_on=dataset.train_on,
-        tools_column=dataset.tools_field,
-        template_date=dataset.template_date,
-        train_empty_thinking=dataset.train_empty_thinking,
+
+        return encode_pairs(rows, encoded, audit_key) if self.pairs else encoded(rows, audit_key)
+
+    def content(self, batch: pa.RecordBatch) -> str:
+        return documents_hash(batch)
+
+
+# pairs: a document of both answers to a prompt, the chosen one first. Where the second begins, the
+# loss mask is SEGMENT_BREAK (loader/rows/gather.py makes two segments of it). An answer that is left
+# out takes the other one with it.
+
+
+def encode_pairs(
+    texts: Texts,
+    encode: Callable[[Texts, str | None], EncodedDocuments],
+    audit_key: str | None,
+) -> EncodedDocuments:
+    """What `encode` makes of texts that are the answers in turn, two of each row, as one document
+    for each row.
+    """
+
+    def both(wanted: NDArray[np.bool_], audit_key: str | None) -> list[EncodedDocuments]:
+        half = np.arange(len(texts.rows)) % 2
+        sides = (np.flatnonzero(wanted & (half == side)) for side in (0, 1))
+        return [encode(texts.take(side), audit_key) for side in sides]
+
+    documents = both(np.ones(len(texts.rows), np.bool_), audit_key)
+    rejects = {reject.row: reject for side in reversed(documents) for reject in side.rejects}
+    if rejects:  # the other halves of these were counted, which must not be
+        documents = both(~np.isin(texts.rows, list(rejects)), None)
+    return _joined(documents, tuple(rejects[row] for row in sorted(rejects)))
+
+
+def _joined(documents: Sequence[EncodedDocuments], rejects: tuple[Reject, ...]) -> EncodedDocuments:
+    """One document of the two of every row; both have the same rows."""
+    chosen, rejected = (side.batch for side in documents)
+    lists = [
+        [batch.column(name) for batch in (chosen, rejected)] for name in (INPUT_IDS, LOSS_MASK)
+    ]
+    starts = [np.asarray(column.offsets.to_numpy(), np.int64) for column in lists[0]]
+    sizes = [np.diff(edges) for edges in starts]
+    offsets = np.concatenate([[0], np.cumsum(sizes[0] + sizes[1])]).astype(np.int64)
+    begins = [offsets[:-1], offsets[:-1] + sizes[0]]
+    merged = []
+    for sides in lists:
+        values = [side.values.to_numpy() for side in sides]
+        out = np.empty(int(offsets[-1]), values[0].dtype)
+        for value, begin, size, edges in zip(values, begins, sizes, starts, strict=True):
+            out[np.repeat(begin - edges[:-1], size) + np.arange(len(value))] = value
+        merged.append(out)
+    ids, mask = merged
+    mask[begins[1]] = SEGMENT_BREAK
+    # packing adds no EOS: it would end one answer of the two
+    closed, rows = np.ones(chosen.num_rows, np.uint8), chosen.column(ROW_NUMBER).to_numpy()
+    batch = token_documents(chosen.schema, offsets, ids, closed, rows, mask)
+    counts = replace(
+        total(side.counts for side in documents),
+        docs=chosen.num_rows,
+        trained=int((mask == 1).sum()),
     )
+    return EncodedDocuments(batch, counts, rejects)
+
+
+@dataclass(frozen=True)
+class ImportedRows:
+    """Rows as the cache stores them; implements cache.encoder.RowsRead."""
+
+    documents: EncodedDocuments
+    rejects: tuple[Reject, ...]
+    num_texts = num_bytes = 0  # there was no text
+
+    def content_hash(self) -> str:
+        return documents_hash(self.documents.batch, one_set_of_offsets=True)
+
+
+class TokenEncoder:
+    """Rows of `input_ids` (and `loss_mask`, or unshifted `labels`) to what the cache stores;
+    implements cache.encoder.RowEncoder. Rows without tokens are counted, not passed on.
+    """
+
+    label, pairs, backend = INPUT_IDS, False, ""
+
+    def __init__(self, source: ShardedSource, tokens: TokenInfo) -> None:
+        known = (INPUT_IDS, LOSS_MASK, LABELS, ATTENTION_MASK)
+        self.columns = tuple(name for name in known if name in source.schema.names)
+        self.masked = LOSS_MASK in self.columns or LABELS in self.columns
+        self._tokens = tokens
+        self._schema = cache_schema(tokens.vocab_size, loss_mask=self.masked)
+
+    @property
+    def tokenizer_identity(self) -> TokenizerIdentity:
+        tokens = self._tokens
+        return TokenizerIdentity(
+            name=tokens.tokenizer,
+            fingerprint=tokens.tokenizer_fingerprint,
+            vocab_size=tokens.vocab_size,
+            eos_token_id=tokens.eos_token_id,
+            pad_token_id=tokens.pad_token_id,
+        )
+
+    def key(self) -> str:
+        version, tokens = MASKED_VERSION if self.masked else IMPORT_VERSION, self._tokens
+        whose = (tokens.tokenizer_fingerprint, tokens.vocab_size, tokens.eos_token_id)
+        return digest("adopt", version, FORMAT, *whose)
+
+    def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> ImportedRows:
+        """Raises SourceError naming file and row for a token outside the tokenizer's vocabulary,
+        for padding (`attention_mask` of 0) and for columns of unequal length.
+        """
+        name = source.shards[shard].name
+        batch, rejects = scan(source, shard, start, stop)
+        rows = row_numbers(batch, start)
+        block = decode(batch, self.columns, name, start)
+        self._check(block, rows, name)
+        full = np.diff(block.offsets) > 0
+        # an empty row moves no offset
+        offsets = np.concatenate([[0], block.offsets[1:][full]]).astype(np.int64)
+        ids = block.columns[INPUT_IDS].astype(token_dtype(self._tokens.vocab_size))
+        ends = (ends_closed if self.masked else ends_with)(ids, offsets, self._tokens.eos_token_id)
+        mask = block.columns[LOSS_MASK].astype(np.uint8) if self.masked else None
+        made = token_documents(self._schema, offsets, ids, ends, rows[full], mask)
+        counts = Counts(docs=made.num_rows, tokens=len(ids), encoded=len(ids))
+        empty = left_out(rows[~full], "empty")
+        return ImportedRows(EncodedDocuments(made, counts), (*rejects, *empty))
+
+    def encode(self, rows: ImportedRows, at: str, audit_key: str | None = None) -> EncodedDocuments:
+        return rows.documents
+
+    def content(self, batch: pa.RecordBatch) -> str:
+        return documents_hash(batch, one_set_of_offsets=True)
+
+    def _check(self, block: Block, rows: NDArray[np.int64], name: str) -> None:
+        def at(token: np.int64, column: str) -> str:
+            row = int(np.searchsorted(block.offsets, token, side="right")) - 1
+            return place(name, row=int(rows[row]), column=column)
+
+        ids, attended = block.columns[INPUT_IDS], block.columns.get(SEGMENT_IDS)
+        vocabulary = self._tokens.vocab_size
+        for i in np.flatnonzero((ids < 0) | (ids >= vocabulary))[:1]:
+            problem = f"token {ids[i]} is outside the vocabulary of {vocabulary} of "
+            raise SourceError(
+                at=at(i, INPUT_IDS),
+                problem=f"{problem}{self._tokens.tokenizer!r}",
+                fix="Name the tokenizer that made the tokens.",
+            )
+        for i in () if attended is None else np.flatnonzero(attended == 0)[:1]:
+            raise SourceError(
+                at=at(i, ATTENTION_MASK),
+                problem="the row is padded",
+                fix="Save the tokens without padding: packing needs documents as they are.",
+            )

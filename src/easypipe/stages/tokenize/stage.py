@@ -1,218 +1,28 @@
-"""The tokenize stage: text sources become token sources, through the token cache or on the fly."""
+"""The tokenize stage: every dataset of text gets its tokenizer and becomes documents of tokens."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from collections.abc import Mapping
+from typing import Any
 
-import pyarrow as pa
-
-from easypipe.cache.bad_rows import OnError, bad_row
-from easypipe.cache.encoder import EncodedDocuments, documents_hash
-from easypipe.cache.folder import CacheFolder, folder_of
 from easypipe.cache.location import cache_folder_of
-from easypipe.cache.manifest import FORMAT, TokenizerIdentity
-from easypipe.cache.reader import TokenCache, cache_schema
-from easypipe.cache.writer import CacheWriter
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, did_you_mean, place
-from easypipe.core.protocols import (
-    BaseStage,
-    PipelineContext,
-    ProgressListener,
-    Scan,
-    Shard,
-    ShardedSource,
-    Source,
-    SourceInfo,
-    TokenInfo,
-    info_of,
-    select,
-)
+from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
 from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.source.columns import kept_columns
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.tokenize.config import TokenizeStageConfig
-from easypipe.stages.tokenize.encoders import RowForm, TextColumn, form_of
-from easypipe.stages.tokenize.pair_rows import encode_pairs
-from easypipe.stages.tokenize.text_rows import Texts
-from easypipe.stages.tokenize.token_rows import encode_texts, sample_of
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
+from easypipe.stages.tokenize.encoders import form_of
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.options import with_options
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("easypipe")
-
-SAMPLE_ROWS = 256  # of the data, compared with the reference before the fast backend is used on it
-SAMPLE_BYTES = 64 << 10
-
-
-class WriterOptions(TypedDict, total=False):
-    """Those of CacheWriter."""
-
-    on_error: OnError
-    max_bad_rows: int | None
-    num_workers: int | None
-    progress: ProgressListener
-
-
-class TextEncoder:
-    """Rows of text, in whatever form, to what the cache stores; implements
-    cache.encoder.RowEncoder.
-
-    batch_size: texts encoded at a time; decides memory and speed, never tokens.
-    """
-
-    def __init__(self, form: RowForm, tokenizer: Tokenizer, batch_size: int = 1000) -> None:
-        self.form, self.tokenizer, self._batch_size = form, tokenizer, batch_size
-        self.columns, self.label = form.columns, form.label
-        self.masked, self.pairs = form.masked, form.pairs
-
-    @property
-    def tokenizer_identity(self) -> TokenizerIdentity:
-        return TokenizerIdentity(
-            name=self.tokenizer.name,
-            fingerprint=self.tokenizer.fingerprint,
-            vocab_size=self.tokenizer.vocab_size,
-            bos_token_id=self.tokenizer.bos_token_id,
-            eos_token_id=self.tokenizer.eos_token_id,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
-
-    @property
-    def backend(self) -> str:
-        return self.tokenizer.backend.name
-
-    def key(self, memo: Path) -> str:
-        return self.form.recipe(self.tokenizer, refuted=self.tokenizer.refuted(memo))
-
-    def manifest_key(self, ranges: Sequence[str], *choices: object) -> str:
-        return digest("manifest", FORMAT, list(ranges), *choices)
-
-    def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
-        return self.form.read(source, shard, start, stop)
-
-    def prove(self, rows: Texts, dataset: str, memo: Path) -> None:
-        """The fast backend is used on a dataset only once it agreed with the reference on some of
-        it.
-        """
-        sample = sample_of(rows.texts, SAMPLE_ROWS, SAMPLE_BYTES)
-        backend = self.tokenizer.prove(sample, of=f"dataset {dataset}", memo=memo)
-        logger.debug("dataset %s: tokenizing with %s: %s", dataset, self.tokenizer.name, backend)
-
-    def encode(self, rows: Texts, at: str, audit_key: str | None = None) -> EncodedDocuments:
-        form = self.form
-        return (encode_pairs if form.pairs else encode_texts)(
-            rows,
-            self.tokenizer,
-            batch_size=self._batch_size,
-            at=at,
-            raw=form.raw,
-            audit_key=audit_key,
-            lengths=form.lengths,
-        )
-
-    def content(self, batch: pa.RecordBatch) -> str:
-        return documents_hash(batch)
-
-
-class TokenizedShardedSource(Source):
-    """The documents of a source of text, as rows of `cache_schema` with the row numbers of that
-    source.
-
-    Law: `read` gives the rows that `materialize().read` gives. Rows without text are rejects; with
-    on_error="error" `read` raises at the first of them. Thread safe.
-    """
-
-    def __init__(
-        self,
-        source: ShardedSource,
-        tokenizer: Tokenizer,
-        *,
-        dataset: str,
-        cache_dir: Path | CacheFolder,
-        content_field: str = "text",
-        batch_size: int = 1000,
-        keep: Sequence[str] = (),
-        form: RowForm | None = None,
-        **options: Unpack[WriterOptions],
-    ) -> None:
-        """Opens nothing, and reads no rows.
-
-        Args:
-            cache_dir: Of the token cache: a folder of this machine, or a CacheFolder.
-            batch_size: Texts encoded at a time; decides memory and speed, never tokens.
-            keep: Columns that are saved beside the tokens; a row in which one is bad is bad.
-            form: What the rows are; None: text in the column `content_field`.
-            options: As in CacheWriter.
-
-        Raises:
-            SourceError: `content_field` is no column of text.
-        """
-        self.form: RowForm = form or TextColumn(content_field)
-        self.form.require(source, dataset)
-        self.keep = tuple(keep)
-        self.source = select(source, list(dict.fromkeys([*self.form.columns, *keep])))
-        self.tokenizer = tokenizer
-        self.encoder = TextEncoder(self.form, tokenizer, batch_size)
-        self.writer = CacheWriter(
-            source=self.source,
-            encoder=self.encoder,
-            dataset=dataset,
-            folder=folder_of(cache_dir),
-            **options,
-        )
-
-    @property
-    def schema(self) -> pa.Schema:
-        return cache_schema(self.tokenizer.vocab_size, loss_mask=self.form.masked)
-
-    @property
-    def info(self) -> SourceInfo:
-        below, tokens = info_of(self.source), tokens_of(self.tokenizer)
-        return dataclasses.replace(below, tokens=tokens, pairs=self.form.pairs)
-
-    @property
-    def below(self) -> ShardedSource:
-        return self.source
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        return self.source.shards
-
-    @property
-    def fingerprint(self) -> str:
-        recipe = self.form.recipe(self.tokenizer, refuted=False)
-        return digest("tokenized", self.source.fingerprint, recipe, self.writer.on_error)
-
-    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        batch, rejects = self.scan(shard, start, stop)
-        bad = next((reject for reject in rejects if not reject.benign), None)
-        if bad is not None and self.writer.on_error == "error":
-            at = place(self.shards[shard].name, row=bad.row, column=self.form.label)
-            raise bad_row(at, bad)
-        return batch
-
-    def materialize(self) -> TokenCache:
-        """The token cache of all rows: opened, finished or made; see CacheWriter.fill."""
-        return self.writer.fill()
-
-    def scan(self, shard: int, start: int, stop: int) -> Scan:
-        documents = self.documents(shard, start, stop)
-        return Scan(documents.batch, documents.rejects)
-
-    def documents(
-        self, shard: int, start: int, stop: int, audit_key: str | None = None
-    ) -> EncodedDocuments:
-        """What `scan` gives, with what was counted on the way. audit_key: as in `encode_texts`."""
-        rows = self.encoder.read(self.source, shard, start, stop)
-        made = self.encoder.encode(rows, at=self.shards[shard].name, audit_key=audit_key)
-        rejects = sorted((*rows.rejects, *made.rejects), key=lambda reject: reject.row)
-        return dataclasses.replace(made, rejects=tuple(rejects))
 
 
 class TokenizeStage(BaseStage):
@@ -251,13 +61,11 @@ class TokenizeStage(BaseStage):
             key = digest(chosen)
             if key not in loaded:
                 loaded[key] = load_tokenizer(chosen)
-            options: dict[str, Any] = (
-                {}
-                if dataset is None
-                else {k: getattr(dataset, k) for k in ("on_error", "max_bad_rows")}
-            )
+            options: dict[str, Any] = {}
             if dataset is not None:
-                options["form"] = form_of(dataset, f"datasets[{number}]", source, loaded[key], room)
+                form = form_of(dataset, f"datasets[{number}]", source, loaded[key], room)
+                bad = {"on_error": dataset.on_error, "max_bad_rows": dataset.max_bad_rows}
+                options = {"form": form, **bad}
             result[name] = TokenizedShardedSource(
                 source,
                 loaded[key],
@@ -332,16 +140,4 @@ def _kept_columns(
 def _with_length(tokenizer: TokenizerConfig, max_length: int | None) -> TokenizerConfig:
     if max_length is None or tokenizer.max_length is not None:
         return tokenizer
-    values = {name: getattr(tokenizer, name) for name in tokenizer.__dataclass_fields__}  # pyright: ignore[reportAttributeAccessIssue]
-    return TokenizerConfig(**{**values, "max_length": max_length})
-
-
-def tokens_of(tokenizer: Tokenizer) -> TokenInfo:
-    return TokenInfo(
-        tokenizer=tokenizer.name,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        seq_length=None,
-    )
+    return dataclasses.replace(tokenizer, max_length=max_length)

@@ -58,6 +58,18 @@ class Texts:
             hasher.update(json.dumps(self.goes_on.tolist()).encode())
         return hasher.hexdigest()
 
+    def take(self, which: NDArray[np.int64]) -> Texts:
+        """Those with these numbers (Int64[m]), none of which goes on in another."""
+        return Texts(
+            texts=self.texts.take(pa.array(which)),
+            rows=self.rows[which],
+            rejects=(),
+            spans=None if self.spans is None else [self.spans[i] for i in which.tolist()],
+            ends=None if self.ends is None else self.ends[which],
+            lost=None if self.lost is None else self.lost[which],
+            cut_by=self.cut_by,
+        )
+
     @property
     def num_texts(self) -> int:
         return len(self.texts)

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from easypipe.cache.encoder import EncodedDocuments
+from easypipe.cache.encoder import EncodedDocuments, token_documents
 from easypipe.cache.manifest import Counts
 from easypipe.cache.reader import cache_schema
 from easypipe.core.errors import SourceError, TokenizerError, place
@@ -141,15 +141,9 @@ def _batch(
 ) -> pa.RecordBatch:
     offsets, eos = shaped.offsets, tokenizer.eos_token_id
     ends = (ends_with if plain else ends_closed)(shaped.ids, offsets, eos)
+    schema = cache_schema(tokenizer.vocab_size, loss_mask=shaped.mask is not None)
     # EOS stands, for packing, behind what goes on elsewhere: it would teach the model to stop there
-    columns = [pa.array(ends | continued), pa.array(rows)]
-    ids, *mask = (
-        pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
-        for values in (shaped.ids, shaped.mask)
-        if values is not None
-    )
-    schema = cache_schema(tokenizer.vocab_size, loss_mask=bool(mask))
-    return pa.RecordBatch.from_arrays([ids, *columns, *mask], schema=schema)
+    return token_documents(schema, offsets, shaped.ids, ends | continued, rows, shaped.mask)
 
 
 def _encoded(

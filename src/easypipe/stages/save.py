@@ -9,15 +9,18 @@ from dataclasses import dataclass, field
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.ledger import Ledger
-from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
+from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Source, info_of
 from easypipe.core.publication import Publication, Pushed
 from easypipe.save.config import SaveStageConfig
+from easypipe.save.documents import CachedDocuments
 from easypipe.save.publish import publication
 from easypipe.save.saved import join
 from easypipe.save.shard_writer import check_json
-from easypipe.save.write_folder import SavedFolder, Target, write_folder
+from easypipe.save.write_folder import Rows, SavedFolder, Target, write_folder
 from easypipe.stages.config import datasets_of
-from easypipe.stages.reports.ledger import is_endless
+from easypipe.stages.mix.mixture import planned_of
+from easypipe.stages.reports.ledger import ledger_of
+from easypipe.stages.tokenize.documents import is_documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,8 @@ class SaveStage(BaseStage):
         self, data: dict[str, ShardedSource], context: PipelineContext
     ) -> dict[str, ShardedSource]:
         for target in self.targets(data, context):
-            if is_endless(target.source):
+            planned = planned_of(target.source)
+            if planned is not None and planned.mixture.endless:
                 raise ConfigError(
                     at="save",
                     problem=f"{target.dataset!r} never ends: its stop_strategy is 'restart'",
@@ -79,7 +83,10 @@ class SaveStage(BaseStage):
         """Writes every dataset of `data`. Raises ConfigError where a folder holds something else,
         StorageError where writing fails.
         """
-        return [write_folder(target, context) for target in self.targets(data, context)]
+        return [
+            write_folder(target, rows_of(target), context.progress)
+            for target in self.targets(data, context)
+        ]
 
     def publication(self, folders: Sequence[SavedFolder]) -> Publication | None:
         """What of the written folders goes to the Hub; None where nothing is to."""
@@ -122,3 +129,23 @@ class SaveStage(BaseStage):
                 )
             targets.append(Target(dataset=name, source=source, folder=str(folder), config=config))
         return targets
+
+
+def rows_of(target: Target) -> Rows:
+    """What is written of a source, prepared: token documents from their cache, everything else as
+    it is.
+    """
+    source = rows = target.source
+    info, planned = info_of(source), planned_of(source)
+    if info.pairs:
+        fix = "Call pack() before save(), or load them without."
+        raise ConfigError(
+            at="save",
+            problem="pairs of answers have no columns of their own until they are packed",
+            fix=fix,
+        )
+    if is_documents(source):
+        below = source.below if isinstance(source, Source) else None
+        rows = CachedDocuments(source.materialize(), below or source, info.extra_columns)
+    fingerprint = rows.fingerprint if planned is None else planned.prepare().content()
+    return Rows(rows, fingerprint, info.tokens, lambda: ledger_of(target.dataset, source))

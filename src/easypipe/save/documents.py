@@ -1,0 +1,68 @@
+"""The documents of a token cache as rows to save, with columns of the rows they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.cache.reader import TokenCache
+from easypipe.core.config import digest
+from easypipe.core.errors import SourceError, place
+from easypipe.core.protocols import Shard, ShardedSource, Source, scan
+from easypipe.core.schema import INPUT_IDS, LOSS_MASK, ROW_NUMBER
+
+
+class CachedDocuments(Source):
+    """`input_ids`, and `loss_mask` where there is one, a shard for each token file; and `columns`
+    of the rows of `source`.
+
+    The cache keeps row numbers and no columns: those are read from the source, so it must still be
+    there and be what it was.
+    """
+
+    def __init__(
+        self, cache: TokenCache, source: ShardedSource, columns: Sequence[str] = ()
+    ) -> None:
+        self._cache, self._source, self._columns = cache, source, list(columns)
+        self._parts = [part for part in cache.manifest.parts if part.docs]
+        self._tokens = [name for name in (INPUT_IDS, LOSS_MASK) if name in cache.schema.names]
+        kept = [source.schema.field(name) for name in self._columns]
+        self.schema = pa.schema([*map(cache.schema.field, self._tokens), *kept])
+        self.fingerprint = cache.fingerprint
+        if columns:
+            self.fingerprint = digest(
+                "tokens and columns", cache.fingerprint, source.fingerprint, self._columns
+            )
+        self.shards = tuple(
+            Shard(name=part.file, num_rows=part.docs, num_bytes=part.num_bytes)
+            for part in self._parts
+        )
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        """Raises SourceError naming a row that the source has no more."""
+        part = self._parts[shard]
+        documents = self._cache.read(part.shard, part.start, part.stop).slice(start, stop - start)
+        kept = self._kept(part.shard, documents.column(ROW_NUMBER).to_numpy())
+        return pa.RecordBatch.from_arrays(
+            [*(documents.column(name) for name in self._tokens), *kept], schema=self.schema
+        )
+
+    def _kept(self, shard: int, numbers: np.ndarray) -> list[pa.Array]:
+        if not len(numbers) or not self._columns:
+            return [pa.nulls(0, self.schema.field(name).type) for name in self._columns]
+        first = int(numbers[0])
+        rows = scan(self._source, shard, first, int(numbers[-1]) + 1).batch
+        found = np.arange(first, first + rows.num_rows)
+        if ROW_NUMBER in rows.schema.names:
+            found = rows.column(ROW_NUMBER).to_numpy()
+        gone = numbers[~np.isin(numbers, found)]
+        if gone.size:
+            raise SourceError(
+                at=place(self._source.shards[shard].name, row=int(gone[0])),
+                problem="was tokenized, and cannot be read any more",
+                fix="Prepare the dataset again, or leave out additional_fields.",
+            )
+        at = pa.array(np.searchsorted(found, numbers))
+        return [rows.column(name).take(at) for name in self._columns]

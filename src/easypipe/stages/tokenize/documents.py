@@ -1,0 +1,368 @@
+"""Sources of token documents: tokenized when they are read or, once, into the token cache; and what
+later stages ask of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TypedDict, TypeGuard, Unpack
+
+import pyarrow as pa
+
+from easypipe.cache.bad_rows import OnError, bad_row
+from easypipe.cache.encoder import EncodedDocuments
+from easypipe.cache.folder import CacheFolder, folder_of
+from easypipe.cache.location import cache_folder_of
+from easypipe.cache.manifest import TokenizerIdentity
+from easypipe.cache.reader import TokenCache, cache_schema
+from easypipe.cache.writer import CacheWriter
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, StageOrderError, place
+from easypipe.core.protocols import (
+    PipelineContext,
+    ProgressListener,
+    Scan,
+    Shard,
+    ShardedSource,
+    Source,
+    SourceInfo,
+    TokenInfo,
+    info_of,
+    select,
+)
+from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.sources.splits import PartialSource
+from easypipe.stages.config import datasets_of, settings_of
+from easypipe.stages.tokenize.encoders import RowForm, TextColumn, TextEncoder, TokenEncoder
+from easypipe.transforms.chat.render import Turns, turns_of
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger("easypipe")
+
+
+class WriterOptions(TypedDict, total=False):
+    """Those of CacheWriter."""
+
+    on_error: OnError
+    max_bad_rows: int | None
+    num_workers: int | None
+    progress: ProgressListener
+
+
+class TokenizedShardedSource(Source):
+    """The documents of a source of text, as rows of `cache_schema` with the row numbers of that
+    source.
+
+    Law: `read` gives the rows that `materialize().read` gives. Rows without text are rejects; with
+    on_error="error" `read` raises at the first of them. Thread safe.
+    """
+
+    def __init__(
+        self,
+        source: ShardedSource,
+        tokenizer: Tokenizer,
+        *,
+        dataset: str,
+        cache_dir: Path | CacheFolder,
+        content_field: str = "text",
+        batch_size: int = 1000,
+        keep: Sequence[str] = (),
+        form: RowForm | None = None,
+        **options: Unpack[WriterOptions],
+    ) -> None:
+        """Opens nothing, and reads no rows.
+
+        Args:
+            cache_dir: Of the token cache: a folder of this machine, or a CacheFolder.
+            batch_size: Texts encoded at a time; decides memory and speed, never tokens.
+            keep: Columns that are saved beside the tokens; a row in which one is bad is bad.
+            form: What the rows are; None: text in the column `content_field`.
+            options: As in CacheWriter.
+
+        Raises:
+            SourceError: `content_field` is no column of text.
+        """
+        self.form: RowForm = form or TextColumn(content_field)
+        self.form.require(source, dataset)
+        self.keep, self.tokenizer, folder = tuple(keep), tokenizer, folder_of(cache_dir)
+        columns = list(dict.fromkeys([*self.form.columns, *keep]))
+        self.source = select(source, columns)
+        self.encoder = TextEncoder(
+            self.form, tokenizer, dataset=dataset, memo=folder.local, batch_size=batch_size
+        )
+        self.writer = CacheWriter(
+            source=self.source, encoder=self.encoder, dataset=dataset, folder=folder, **options
+        )
+
+    @property
+    def schema(self) -> pa.Schema:
+        return cache_schema(self.tokenizer.vocab_size, loss_mask=self.form.masked)
+
+    @property
+    def info(self) -> SourceInfo:
+        return dataclasses.replace(
+            info_of(self.source),
+            tokens=self.encoder.tokenizer_identity.tokens,
+            pairs=self.form.pairs,
+            extra_columns=self.keep,
+        )
+
+    @property
+    def below(self) -> ShardedSource:
+        return self.source
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return self.source.shards
+
+    @property
+    def fingerprint(self) -> str:
+        recipe = self.form.recipe(self.tokenizer, refuted=False)
+        return digest("tokenized", self.source.fingerprint, recipe, self.writer.on_error)
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        batch, rejects = self.scan(shard, start, stop)
+        bad = next((reject for reject in rejects if not reject.benign), None)
+        if bad is not None and self.writer.on_error == "error":
+            at = place(self.shards[shard].name, row=bad.row, column=self.form.label)
+            raise bad_row(at, bad)
+        return batch
+
+    def materialize(self) -> TokenCache:
+        """The token cache of all rows: opened, finished or made; see CacheWriter.fill."""
+        return self.writer.fill()
+
+    def scan(self, shard: int, start: int, stop: int) -> Scan:
+        documents = self.documents(shard, start, stop)
+        return Scan(documents.batch, documents.rejects)
+
+    def documents(
+        self, shard: int, start: int, stop: int, audit_key: str | None = None
+    ) -> EncodedDocuments:
+        """What `scan` gives, with what was counted on the way. audit_key: as in `encode_texts`."""
+        rows = self.encoder.read(self.source, shard, start, stop)
+        made = self.encoder.encode(rows, at=self.shards[shard].name, audit_key=audit_key)
+        rejects = sorted((*rows.rejects, *made.rejects), key=lambda reject: reject.row)
+        return dataclasses.replace(made, rejects=tuple(rejects))
+
+
+class ImportedTokens(Source):
+    """Documents of a source of tokens. Reads nothing until `materialize()`, which gives its token
+    cache.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: ShardedSource,
+        tokens: TokenInfo,
+        folder: CacheFolder,
+        progress: ProgressListener,
+    ) -> None:
+        self.source = source
+        self._tokens = tokens
+        self._encoder = TokenEncoder(source, tokens)
+        self.writer = CacheWriter(
+            source=source,
+            encoder=self._encoder,
+            dataset=name,
+            folder=folder,
+            on_error="skip",
+            progress=progress,
+            stage="adopt",
+        )
+
+    @property
+    def schema(self) -> pa.Schema:
+        return cache_schema(self._tokens.vocab_size, loss_mask=self._encoder.masked)
+
+    @property
+    def info(self) -> SourceInfo:
+        return dataclasses.replace(info_of(self.source), tokens=self._tokens)
+
+    @property
+    def below(self) -> ShardedSource:
+        return self.source
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return self.source.shards
+
+    @property
+    def fingerprint(self) -> str:
+        # the key alone: in streaming nobody has counted the rows that ranges are cut from
+        return digest(self._encoder.key(), self.source.fingerprint)
+
+    def materialize(self) -> TokenCache:
+        """The token cache of all rows: opened, finished or made; see CacheWriter.fill."""
+        return self.writer.fill()
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        return self._encoder.read(self.source, shard, start, stop).documents.batch
+
+
+class Documents(ShardedSource, Protocol):
+    """Token documents that can be had as a token cache: tokenized on the first call, opened on
+    every later one.
+    """
+
+    def materialize(self) -> TokenCache: ...
+
+
+def is_documents(source: ShardedSource) -> TypeGuard[Documents]:
+    return callable(getattr(type(source), "materialize", None))
+
+
+def tokenized_of(source: ShardedSource) -> TokenizedShardedSource | None:
+    """The source, where it tokenizes text."""
+    return source if isinstance(source, TokenizedShardedSource) else None
+
+
+def cached_of(source: ShardedSource) -> TokenizedShardedSource | ImportedTokens | None:
+    """The source, where its token cache is ours to make: one of users' own has to know itself."""
+    return source if isinstance(source, TokenizedShardedSource | ImportedTokens) else None
+
+
+def require_documents(
+    name: str, source: ShardedSource, context: PipelineContext, *, stage: str
+) -> Documents:
+    """Raises StageOrderError for text, ConfigError for rows that are packed already."""
+    if SEGMENT_IDS in source.schema.names:
+        raise ConfigError(
+            at=stage,
+            problem=f"the rows of dataset {name!r} are packed already",
+            fix=f"Leave out {stage}() and load them as they are, or start from documents.",
+        )
+    if is_documents(source):
+        return source
+    if INPUT_IDS not in source.schema.names:
+        raise StageOrderError(
+            at="",
+            problem=f"Call tokenize() before {stage}(): dataset {name!r} has no column "
+            f"{INPUT_IDS!r}",
+        )
+    own = datasets_of(context).get(name)
+    tokens = token_info(source) or _named_tokenizer(name, context)
+    folder = cache_folder_of(own, source, context)
+    return ImportedTokens(name, source, tokens, folder, context.progress)
+
+
+def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:
+    """The tokenizer that the config names for tokens which do not say whose they are. Raises
+    ConfigError where it names none.
+    """
+    own = datasets_of(context).get(name)
+    chosen = (own and own.tokenizer) or settings_of(context).default_tokenizer
+    if chosen is None:
+        raise ConfigError(
+            at=f"datasets.{name}.tokenizer",
+            problem="nobody knows whose tokens these are",
+            fix="Name the tokenizer that made them.",
+        )
+    return TokenizerIdentity.of(load_tokenizer(chosen)).tokens
+
+
+def is_paired(source: ShardedSource) -> bool:
+    """Whether every document is a pair of answers, which must stay in one row."""
+    return info_of(source).pairs
+
+
+def holds_pairs(source: ShardedSource) -> bool | None:
+    """Whether a source of tokens, mixed and packed or not, holds pairs of answers; None where its
+    rows were made before.
+    """
+    mixture = getattr(source, "mixture", None)
+    if mixture is not None:
+        return bool(mixture.paired)
+    return is_paired(source) if is_documents(source) else None
+
+
+def same_kind(parts: Mapping[str, Documents]) -> None:
+    """Raises ConfigError where some datasets hold pairs and others do not: a loss is either of
+    pairs or of tokens.
+    """
+    paired = [name for name, source in parts.items() if is_paired(source)]
+    others = [name for name in parts if name not in paired]
+    if paired and others:
+        problem = f"dataset {paired[0]!r} holds pairs of answers, and {others[0]!r} does not"
+        raise ConfigError(at="mix", problem=problem, fix="Train on them in two runs.")
+
+
+def token_info(source: ShardedSource) -> TokenInfo | None:
+    """Whose tokens these are; None where nobody knows."""
+    return info_of(source).tokens
+
+
+def tokenizer_of(source: ShardedSource) -> Tokenizer | None:
+    """The tokenizer that a source runs; None for tokens that were made before."""
+    tokenized = tokenized_of(source)
+    return None if tokenized is None else tokenized.tokenizer
+
+
+def trained_turns(source: ShardedSource) -> Turns | None:
+    """How the conversations of a source, mixed and packed or not, are written; None where it holds
+    none, and for rows made before.
+
+    Of several templates the first is told, with all the tokens that end turns. Raises
+    HostileTemplateError.
+    """
+    if isinstance(source, PartialSource):
+        return trained_turns(source.source)
+    mixture = getattr(source, "mixture", None)
+    found: dict[str, Turns] = {}
+    for part in [source] if mixture is None else mixture.parts.values():
+        tokenizer, template = (
+            tokenizer_of(part),
+            getattr(getattr(getattr(part, "form", None), "engine", None), "template", None),
+        )
+        if tokenizer is not None and template is not None and template.source not in found:
+            found[template.source] = turns_of(template, tokenizer)
+    if not found:
+        return None
+    stops = dict.fromkeys(number for turns in found.values() for number in turns.stop_token_ids)
+    return Turns(next(iter(found)), tuple(stops))
+
+
+def same_tokenizer(parts: Mapping[str, Documents], *, allow: bool) -> None:
+    """Raises ConfigError naming the first two datasets whose tokens mean different things; with
+    `allow`, a warning names them.
+    """
+    first: tuple[str, TokenInfo] | None = None
+    for name, source in parts.items():
+        info = token_info(source)
+        if info is None:
+            continue
+        if first is None:
+            first = (name, info)
+        elif first[1].tokenizer_fingerprint != info.tokenizer_fingerprint:
+            problem = (
+                f"datasets {first[0]!r} and {name!r} have different tokenizers, "
+                f"{first[1].tokenizer!r} and {info.tokenizer!r}"
+            )
+            if not allow:
+                raise ConfigError(
+                    at="mix",
+                    problem=problem,
+                    fix="Give them one tokenizer, or set mix.allow_mixed_tokenizers=True.",
+                )
+            log.warning(
+                "mix: %s: equal ids mean different tokens, and each document ends with its own "
+                "tokenizer's EOS",
+                problem,
+            )
+
+
+def warn_of_left_columns(stage: str, data: Mapping[str, ShardedSource]) -> None:
+    """Says which extra columns do not go on behind `stage`."""
+    for name, source in data.items():
+        columns = info_of(source).extra_columns
+        if columns:
+            log.warning(
+                "dataset %s: %s() leaves columns behind, save() before it writes them: %s",
+                name,
+                stage,
+                ", ".join(columns),
+            )
