@@ -306,8 +306,8 @@ class TextEncoder:
 
 
 # pairs: a document of both answers to a prompt, the chosen one first. Where the second begins, the
-# loss mask is SEGMENT_BREAK (loader/rows/gather.py makes two segments of it). An answer that is left
-# out takes the other one with it.
+# loss mask is SEGMENT_BREAK (loader/rows/gather.py makes two segments of it). An answer that is
+# left out takes the other one with it.
 
 
 def encode_pairs(
