@@ -80,17 +80,26 @@ def _inverse_sqrt(config: OptimizerConfig, peak: float, final: float, steps: int
     return lambda k: peak * jnp.sqrt(start / (start + jnp.maximum(k, 0)))
 
 
+def _cosine(_: OptimizerConfig, peak: float, final: float, steps: int) -> optax.Schedule:
+    return optax.cosine_decay_schedule(peak, steps, alpha=final)
+
+
+def _constant(_: OptimizerConfig, peak: float, *__: float) -> optax.Schedule:
+    return optax.constant_schedule(peak)
+
+
 # config, peak, final fraction, steps behind the warm-up -> schedule
 MAIN: dict[str, Callable[[OptimizerConfig, float, float, int], optax.Schedule]] = {
+    "cosine": _cosine,
+    "linear": lambda _, peak, final, steps: optax.linear_schedule(peak, final * peak, steps),
+    "wsd": _constant,
     "polynomial": lambda config, peak, final, steps: optax.polynomial_schedule(
         peak, final * peak, config.chosen_power, steps
     ),
-    "linear": lambda _, peak, final, steps: optax.linear_schedule(peak, final * peak, steps),
-    "cosine": lambda _, peak, final, steps: optax.cosine_decay_schedule(peak, steps, alpha=final),
-    "constant": lambda _, peak, *__: optax.constant_schedule(peak),
     "inverse_sqrt": _inverse_sqrt,
+    "constant": _constant,
+    "one_cycle": _cosine,
 }
-MAIN |= {"one_cycle": MAIN["cosine"], "wsd": MAIN["constant"]}
 
 
 Arrays = dict[str, jax.Array]  # a flat dict of parameters, or what is made of them
