@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.errors import ConfigError
-from easypipe.kernels.loss import chunked, reference, rows
+from easypipe.kernels.loss import chunked, reference
 from easypipe.kernels.loss.api import (
     fused_cross_entropy,
     fused_linear_cross_entropy,
@@ -225,7 +225,7 @@ def test_the_head_gradient_is_whole_whatever_its_blocks(vocab_block, vector, chu
             chunk_size=chunk_size,
             vocab_block=vocab_block,
             # rows are XLA's; 19 columns are two vectors of 8 and a rest
-            kernel=SimpleNamespace(**vars(rows) | {"VECTOR": vector}),
+            kernel=SimpleNamespace(**vars(chunked) | {"VECTOR": vector}),
         )
         want = oracle(given, z_loss=0.1, label_smoothing=0.2, reduction="sum").grads
         for name, grad in zip(("hidden", "head", "bias"), grads, strict=True):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from easypipe.kernels.loss import chunked, reference, rows
+from easypipe.kernels.loss import chunked, reference
 from easypipe.kernels.loss.api import (
     fused_cross_entropy,
     fused_linear_cross_entropy,
@@ -149,7 +149,7 @@ def test_of_parts_of_the_vocabulary():
     logits, labels = given()
     losses, _ = oracle()
     parts = [
-        rows.row_stats(part, jnp.asarray(labels - first), soft_cap=None)
+        chunked.row_stats(part, jnp.asarray(labels - first), soft_cap=None)
         for first, part in ((0, logits[:, :100]), (100, logits[:, 100:]))
     ]
     whole: LogitStats = merged(parts)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from easypipe.kernels.loss import reference, rows
+from easypipe.kernels.loss import chunked, reference
 from easypipe.kernels.loss.gpu import kernel as pallas_gpu
 from easypipe.kernels.loss.gpu.rows import RowBlock
 from easypipe.kernels.loss.stats import Cotangents, Inputs, Objective, loss_cotangents
@@ -148,7 +148,7 @@ def test_the_rows_equal_those_of_xla(vocab, soft_cap):
     objective = Objective(z_loss=0.01, label_smoothing=0.1, vocab=vocab)
     options = {"block": RowBlock(columns=64, num_warps=4), "interpret": True, "soft_cap": soft_cap}
     dx, stats = pallas_gpu.row_step(logits, labels, weights, objective=objective, **options)
-    wanted_dx, wanted = rows.row_step(
+    wanted_dx, wanted = chunked.row_step(
         logits, labels, weights, objective=objective, soft_cap=soft_cap
     )
     for value, target in zip((dx, *stats), (wanted_dx, *wanted), strict=True):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from easypipe.core.errors import ConfigError
-from easypipe.kernels.loss import reference, rows
+from easypipe.kernels.loss import chunked, reference
 from easypipe.kernels.loss.api import fused_linear_cross_entropy
 from easypipe.kernels.loss.stats import Cotangents, Inputs, Objective
 from easypipe.kernels.loss.tpu import kernel as pallas_tpu
@@ -265,7 +265,7 @@ def test_rows(tokens, vocab, dtype, soft_cap):
     labels = jnp.asarray(rng.integers(-3, vocab + 3, size=tokens), jnp.int32)
     weights = jnp.asarray(rng.random(tokens), jnp.float32)
     objective, interpret = Objective(1e-2, 0.1, vocab), watched(1)
-    exact_dx, exact = rows.row_step(
+    exact_dx, exact = chunked.row_step(
         logits.astype(jnp.float32), labels, weights, objective=objective, soft_cap=soft_cap
     )
     dx, stats = pallas_tpu.row_step(
@@ -281,7 +281,7 @@ def test_rows(tokens, vocab, dtype, soft_cap):
     dx = pallas_tpu.row_gradients(
         logits, labels, stats.lse, g, soft_cap=soft_cap, interpret=interpret
     )
-    exact_dx = rows.row_gradients(
+    exact_dx = chunked.row_gradients(
         logits.astype(jnp.float32), labels, stats.lse, g, soft_cap=soft_cap
     )
     close(dx, exact_dx, 1e-6 if dtype == jnp.float32 else 5e-3)
