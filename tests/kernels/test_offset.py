@@ -106,7 +106,7 @@ def test_of_the_rows_of_every_kernel(name):
     logits, labels = given()
     losses, grad = oracle()
     kernel, options = {
-        "xla": (rows, {}),
+        "xla": (chunked, {}),
         "tpu": (pallas_tpu, {"interpret": True}),
         "gpu": (pallas_gpu, {"interpret": True, "block": RowBlock(columns=64, num_warps=4)}),
     }[name]

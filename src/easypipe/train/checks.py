@@ -139,8 +139,9 @@ def resolve_steps(config: TrainingConfig, train: BatchLoader) -> int:
 
 
 def micro_batches(at: str, loader: BatchLoader, pieces: int) -> bool:
-    """Whether the loader yields [A, B/A, ...] already. Raises ConfigError where its A is not
-    `pieces`.
+    """Whether the loader yields [A, B/A, ...] already.
+
+    Raises ConfigError where its A is not `pieces`.
     """
     cut = getattr(loader, "accumulation_steps", 1)  # of any other BatchLoader
     if cut in (1, pieces):

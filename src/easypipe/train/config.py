@@ -84,8 +84,9 @@ class PreferenceConfig:
 
 @config
 class CheckpointConfig:
-    """Model, optimizer, loader state and configuration, committed together. The last step is always
-    saved.
+    """Model, optimizer, loader state and configuration, committed together.
+
+    The last step is always saved.
     """
 
     every: int | None = 500  # steps; None: only at the end and when stopped by a signal
@@ -121,9 +122,11 @@ class SpikeConfig:
 
 @config
 class TrainingConfig:
-    """One training run. `output_dir` holds checkpoints/, metrics.jsonl, run.yaml, versions.json,
-    fingerprints.json and the plots; `easypipe report` makes a page of it. `learning_rate` and
-    `random_seed` are other names of optimizer.learning_rate and seed.
+    """One training run.
+
+    `output_dir` holds checkpoints/, metrics.jsonl, run.yaml, versions.json, fingerprints.json and
+    the plots; `easypipe report` makes a page of it. `learning_rate` and `random_seed` are other
+    names of optimizer.learning_rate and seed.
     """
 
     output_dir: str | Path = "run"

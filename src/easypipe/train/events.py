@@ -89,8 +89,9 @@ class StatefulListener(TrainListener, Protocol):
 
 
 class Callback:
-    """A listener to subclass: override what you want to hear. `Trainer(...,
-    callbacks=[MyCallback()])`.
+    """A listener to subclass: override what you want to hear.
+
+    `Trainer(..., callbacks=[MyCallback()])`.
 
     Called in every process of a run: what writes files does so in one of them (`jax.process_index()
     == 0`).

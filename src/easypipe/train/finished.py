@@ -36,8 +36,9 @@ from easypipe.train.parallel.mesh import make_mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a run had at a step. tokenizer: the name of the one that made its tokens, None where it
-    is not known.
+    """What a run had at a step.
+
+    tokenizer: the name of the one that made its tokens, None where it is not known.
     """
 
     model: Any

@@ -124,8 +124,9 @@ def write_changes(
 
 
 def read_changes(folder: Path) -> list[Json]:
-    """The entries of changes.json, by step; [] where nothing was ever changed. Raises StateError
-    where it is no such file.
+    """The entries of changes.json, by step; [] where nothing was ever changed.
+
+    Raises StateError where it is no such file.
     """
     return read_kept(folder / CHANGES) or []
 
@@ -137,8 +138,9 @@ def fingerprint(loader: BatchLoader) -> dict[str, str] | None:
 
 
 def recorded_seed(output_dir: str | Path) -> int | None:
-    """The data seed of the run in `output_dir`, None where there is no run yet. Raises StateError
-    where its record has none.
+    """The data seed of the run in `output_dir`, None where there is no run yet.
+
+    Raises StateError where its record has none.
     """
     record = Path(output_dir).expanduser() / RECORD
     if not record.exists():
@@ -159,8 +161,9 @@ def write_kept(path: Path, value: Json | Sequence[Json]) -> None:
 
 
 def read_kept(path: Path) -> Any:
-    """What `write_kept` wrote, or an earlier version; None where there is no such file. Raises
-    StateError where it is damaged.
+    """What `write_kept` wrote, or an earlier version; None where there is no such file.
+
+    Raises StateError where it is damaged.
     """
     try:
         data = storage.read_bytes(path)

@@ -14,8 +14,9 @@ from easypipe.train.parallel.distributed import Largest
 
 
 class Interrupted(TrainError):
-    """Training was stopped by a signal, and saved at `step`. `exit_code` is what a shell expects:
-    128 + the signal's number.
+    """Training was stopped by a signal, and saved at `step`.
+
+    `exit_code` is what a shell expects: 128 + the signal's number.
     """
 
     def __init__(self, *, signum: int, step: int, folder: str) -> None:

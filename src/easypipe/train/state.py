@@ -31,8 +31,9 @@ Path = tuple[Hashable, ...]
 
 
 class TrainState(NamedTuple):
-    """params: Arrays, what the optimizer moves. rest: Arrays, what else the model has (dropout
-    keys, ..., parameters that are frozen).
+    """params: Arrays, what the optimizer moves.
+
+    rest: Arrays, what else the model has (dropout keys, ..., parameters that are frozen).
     step: Int32[], steps taken.
 
     The same shape holds abstract arrays and shardings.
@@ -89,8 +90,9 @@ def layout_of(
     *,
     spread: tuple[str, ...] = (),
 ) -> ModelLayout:
-    """The layout of `model`, whose arrays may be abstract (nnx.eval_shape). Raises ConfigError for
-    a sharding that cannot be.
+    """The layout of `model`, whose arrays may be abstract (nnx.eval_shape).
+
+    Raises ConfigError for a sharding that cannot be.
 
     trained: nnx.LoRAParam where only adapters move. spread: see ModelLayout.
     """
@@ -173,8 +175,9 @@ def gradient_places(layout: ModelLayout) -> dict[str, NamedSharding]:
 def init_state(
     build: Callable[[], nnx.Module], layout: ModelLayout, optimizer: Optimizer
 ) -> TrainState:
-    """A new state, every array born where it belongs: no device ever holds more than its part. Call
-    inside `on(mesh)`.
+    """A new state, every array born where it belongs: no device ever holds more than its part.
+
+    Call inside `on(mesh)`.
     """
 
     def born() -> TrainState:
@@ -211,8 +214,9 @@ def shardings(abstract: PyTree) -> PyTree:
 
 
 def flatten(tree: PyTree) -> dict[str, PyTree]:
-    """name → leaf. Of a TrainState `params/...`, `rest/...`, `optimizer/...`, `step`: what
-    checkpoints hold.
+    """name → leaf.
+
+    Of a TrainState `params/...`, `rest/...`, `optimizer/...`, `step`: what checkpoints hold.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {_keys(path): leaf for path, leaf in leaves}

@@ -173,8 +173,9 @@ def _float32(out: LossOutput) -> LossOutput:
 
 
 def _tokens(batch: Mapping[str, jax.Array]) -> jax.Array:
-    """What is counted as tokens: [..., B, S]. Rows of something else (images) count as one each, by
-    their labels [..., B].
+    """What is counted as tokens: [..., B, S].
+
+    Rows of something else (images) count as one each, by their labels [..., B].
     """
     if "input_ids" in batch:
         return batch["input_ids"]

@@ -96,8 +96,9 @@ Batch = Mapping[str, jax.Array]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """A finished run. `first` and `last` are records of metrics.jsonl; `last["eval"]` has the
-    held-out losses.
+    """A finished run.
+
+    `first` and `last` are records of metrics.jsonl; `last["eval"]` has the held-out losses.
     """
 
     steps: int
@@ -113,10 +114,9 @@ class TrainResult:
     seen: Seen  # what the data was, for `save`
 
     def save(self, path: str | Path, *, tokenizer: Any = None) -> Path:
-        """Writes the model, its adapters merged, and its tokenizer to the new folder `path`, for
-        `transformers`.
+        """Writes the model and its tokenizer to the new folder `path`, for `transformers`.
 
-        tokenizer: as save_pretrained takes it; None: the one of the data. Raises what
+        Adapters are merged. tokenizer: as save_pretrained takes it; None: the one of the data. Raises what
         save_pretrained raises.
         """
         tokenizer = self.tokenizer if tokenizer is None else tokenizer

@@ -85,8 +85,9 @@ def attention(
     *,
     scale: float,
 ) -> Float[Array, "B Q H h"]:
-    """Softmax attention within segments, in the dtype of the query, summed in float32. Q and S are
-    multiples of 128.
+    """Softmax attention within segments, in the dtype of the query, summed in float32.
+
+    Q and S are multiples of 128.
     """
     # The kernel scales nothing; the product is rounded once to the dtype.
     query, key, value = (

@@ -67,8 +67,9 @@ def attention(
     runs: Runs,
     options: Options,
 ) -> Float[Array, "B Q H h"]:
-    """Softmax attention over `runs`, in the dtype of the query, summed in float32. Q and S:
-    multiples of 128; h: a power of two from 16.
+    """Softmax attention over `runs`, in the dtype of the query, summed in float32.
+
+    Q and S: multiples of 128; h: a power of two from 16.
     """
     return _forward(query_BQHh, key_BSKh, value_BSKh, runs, options)[0]
 

@@ -36,8 +36,9 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 class TokenStats(NamedTuple):
-    """Of every token, in the shape of the labels; no gradient passes through it. Float32 (float64
-    for float64 inputs).
+    """Of every token, in the shape of the labels; no gradient passes through it.
+
+    Float32 (float64 for float64 inputs).
     """
 
     lse: Float[Array, " *tokens"]  # log sum_v exp z, in nats; of ignored tokens too
@@ -208,8 +209,9 @@ def fused_cross_entropy(
     sharding: LossSharding | None = None,
     implementation: Implementation | None = None,
 ) -> Array | LossWithTokens:
-    """fused_linear_cross_entropy for those who have the logits. Nothing of their size is made but
-    their gradient, which has their dtype.
+    """fused_linear_cross_entropy for those who have the logits.
+
+    Nothing of their size is made but their gradient, which has their dtype.
 
     Options as there; `sharding.vocab` is that of the last dimension of the logits, `sharding.embed`
     is not asked. "pallas_tpu" is no implementation here: on TPU, XLA's own row kernels run. Raises
@@ -247,8 +249,9 @@ def token_log_probs(
     implementation: Implementation | None = None,
     float32_logits: bool = True,
 ) -> Float[Array, "*tokens"]:
-    """log p(label) of every token, in nats, 0 where it does not count; differentiable, by the rule
-    "strict".
+    """log p(label) of every token, in nats, 0 where it does not count.
+
+    Differentiable, by the rule "strict".
 
     For losses that are no weighted sum of cross entropies, such as those of preferences (Rafailov
     et al., DPO, 2023). Arguments, dtypes and errors are those of fused_linear_cross_entropy; but
@@ -279,8 +282,9 @@ def sequence_log_probs(
     labels: Int[Array, "*batch S"],
     **options: Unpack[_LogProbOptions],
 ) -> Float[Array, "*batch"]:
-    """The sum of `token_log_probs` over each sequence: log p(response) where the prompt's labels
-    are `ignore_index`. Options as there.
+    """The sum of `token_log_probs` over each sequence, with its options.
+
+    It is log p(response) where the prompt's labels are `ignore_index`.
     """
     return token_log_probs(hidden, lm_head, labels, **options).sum(axis=-1)
 

@@ -47,8 +47,9 @@ FEWEST_TOKENS = 256  # of a chunk: below this, *strict* is both smaller and fast
 
 @dataclass(frozen=True)
 class LossSharding:
-    """The mesh axes over which the arguments of the loss lie; all of them axes of the mesh in
-    `jax.set_mesh`.
+    """The mesh axes over which the arguments of the loss lie.
+
+    All of them are axes of the mesh in `jax.set_mesh`.
     """
 
     tokens: tuple[str, ...] = ("data", "fsdp")  # the first dimension of hidden and labels
@@ -79,8 +80,9 @@ class Plan:
         return _dividing(self.sharding.vocab) if self.sharding else ()
 
     def token_axes(self, ndim: int) -> tuple[tuple[str, ...] | None, ...]:
-        """The mesh axes of every dimension of the labels. What the sequence shares with the
-        vocabulary is gathered before the logits.
+        """The mesh axes of every dimension of the labels.
+
+        What the sequence shares with the vocabulary is gathered before the logits.
         """
         if self.sharding is None:
             return (None,) * ndim
@@ -99,8 +101,9 @@ def _dividing(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def kernel(name: Implementation) -> Kernel:
-    """The module of an implementation. Imported when first asked for: Pallas takes half a
-    second.
+    """The module of an implementation.
+
+    Imported when first asked for: Pallas takes half a second.
     """
     return cast("Kernel", importlib.import_module(MODULES[name]))
 
@@ -153,8 +156,9 @@ def candidates(
 
 
 def platform_at_hand() -> str:
-    """That of the mesh in `jax.set_mesh`, else of the default device. What is lowered may be for
-    another one.
+    """That of the mesh in `jax.set_mesh`, else of the default device.
+
+    What is lowered may be for another one.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return platform_name(jax.default_backend() if device is None else device.platform)
@@ -176,8 +180,9 @@ def misplaced(implementation: str | None, platforms: Collection[str]) -> str | N
 
 
 def chunk_tokens(plan: Plan, platform: str, hidden: Array, lm_head: Array) -> int:
-    """Tokens of a chunk under *fast*, on this device. XLA's alone can be tuned (`easypipe kernels
-    tune`): a kernel's are as many as fit.
+    """Tokens of a chunk under *fast*, on this device.
+
+    XLA's alone can be tuned (`easypipe kernels tune`): a kernel's are as many as fit.
     """
     if plan.chunk_size is not None:
         return plan.chunk_size

@@ -121,8 +121,10 @@ def gradients(
     block: tuple[int, int] | None = None,
     grad_dtype: DTypeLike | None = None,
 ) -> Gradients:
-    """Kernel.gradients. One pass over the tiles gives both where the float32 sums of d_hidden may
-    stand; else each has its own.
+    """Kernel.gradients.
+
+    One pass over the tiles gives both where the float32 sums of d_hidden may stand; else each has
+    its own.
     """
     hidden, lm_head, bias, _ = inputs
     tiles = _Tiles(inputs, layout, soft_cap, block)

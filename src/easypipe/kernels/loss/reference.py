@@ -27,8 +27,9 @@ from easypipe.kernels.loss.stats import (
 def stats(
     inputs: Inputs, *, layout: Layout, soft_cap: float | None, block: None = None
 ) -> LogitStats:
-    """Kernel.stats, differentiable by jax itself: a second opinion on every `gradients`. Leading
-    shapes other than [T] will do.
+    """Kernel.stats, differentiable by jax itself: a second opinion on every `gradients`.
+
+    Leading shapes other than [T] will do.
     """
     z_TV = soft_capped(_logits(inputs, layout), soft_cap)
     best_T = jax.lax.stop_gradient(z_TV.max(axis=-1))

@@ -71,8 +71,9 @@ def stats(inputs: Inputs, plan: Plan) -> LogitStats:
 
 
 def gradients(inputs: Inputs, lse: Array, g: Cotangents, plan: Plan) -> Gradients:
-    """Kernel.gradients over all shards. Sums over shards are taken in the dtypes of the results, so
-    that no float32 copy of them stands.
+    """Kernel.gradients over all shards.
+
+    Sums over shards are taken in the dtypes of the results, so that no float32 copy of them stands.
     """
 
     def on_device(inputs: Inputs, lse: Array, *g: Array) -> Gradients:
@@ -131,8 +132,10 @@ def _on_mesh(
     plan: Plan,
     out_specs: Callable[[P, Gradients], object],
 ) -> Result:
-    """`on_device(inputs, *per_token)` on every device. Tokens that do not divide over their devices
-    are padded, and cut off the results. `out_specs`: from how tokens and how gradients lie.
+    """`on_device(inputs, *per_token)` on every device.
+
+    Tokens that do not divide over their devices are padded, and cut off the results. `out_specs`:
+    from how tokens and how gradients lie.
     """
     if plan.sharding is None:
         return on_device(inputs, *per_token)

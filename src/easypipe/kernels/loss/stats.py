@@ -36,8 +36,9 @@ Layout = Literal["dv", "vd"]  # of lm_head: [D, V], or [V, D] as an embedding ta
 
 
 class LogitStats(NamedTuple):
-    """Sums over the local columns; float32, float64 for float64 inputs. A leading shape other than
-    [T] is that of the labels.
+    """Sums over the local columns; float32, float64 for float64 inputs.
+
+    A leading shape other than [T] is that of the labels.
     """
 
     # log sum_v exp(z - best): lse without what a large offset of the logits would round away
@@ -59,8 +60,9 @@ class LogitStats(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What logits are made of, and what they are held against. An implementation gets [T]; the door
-    takes any leading shape.
+    """What logits are made of, and what they are held against.
+
+    An implementation gets [T]; the door takes any leading shape.
     """
 
     hidden: Float[Array, "T D"]  # the logits themselves, [T, V], where there is no lm_head
@@ -97,8 +99,10 @@ class Objective(NamedTuple):
 
 
 class Kernel(Protocol):
-    """A module that computes the loss. It may take further keyword arguments with defaults (such as
-    `interpret`). The rows of XLA (rows.py) serve those that have none of their own.
+    """A module that computes the loss.
+
+    It may take further keyword arguments with defaults (such as `interpret`). The rows of XLA
+    (rows.py) serve those that have none of their own.
     """
 
     # `block: Any`: each implementation has sizes of its own
@@ -113,8 +117,9 @@ class Kernel(Protocol):
         *,
         layout: Layout,
     ) -> list[str]:
-        """Every reason why these arguments cannot run here; empty where they can. No device is
-        asked.
+        """Every reason why these arguments cannot run here; empty where they can.
+
+        No device is asked.
         """
         ...
 
@@ -135,8 +140,9 @@ class Kernel(Protocol):
         block: Any = None,
         grad_dtype: DTypeLike | None = None,
     ) -> Gradients:
-        """`lse` is over all shards. Any shift will do in its place, with `g.lse` scaled by
-        exp(shift - lse): see `about_best`.
+        """`lse` is over all shards.
+
+        Any shift will do in its place, with `g.lse` scaled by exp(shift - lse): see `about_best`.
 
             dz[t, v] = exp(z[t, v] - lse[t]) * g.lse[t] + [v == labels[t]] * g.target[t] + g.sum[t]
             dx       = dz * (1 - (z / soft_cap)**2), or dz

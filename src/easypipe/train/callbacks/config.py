@@ -13,9 +13,10 @@ Mode = Literal["min", "max"]
 
 @config
 class EarlyStoppingConfig:
-    """Stops once `metric` did not get better for `patience` of its values in a row. The step that
-    shows it is saved, as a last step is, and the run is at its end: run again, it stays there,
-    unless `train.resume_changes: [ended]` lets it go on.
+    """Stops once `metric` did not get better for `patience` of its values in a row.
+
+    The step that shows it is saved, as a last step is, and the run is at its end: run again, it
+    stays there, unless `train.resume_changes: [ended]` lets it go on.
     """
 
     # of held-out data, as eval.held_out.loss, or of each logged step, as loss, or what an own loss
@@ -65,6 +66,7 @@ class TensorBoardConfig:
 @config
 class WandbConfig:
     """Sends every number of metrics.jsonl, and the resolved configuration, to Weights & Biases.
+
     Needs the extra [wandb].
 
     The API key is not part of this configuration: log in with `wandb login`, or set WANDB_API_KEY.
@@ -81,6 +83,7 @@ class WandbConfig:
 @config
 class ProfileConfig:
     """Traces host and devices from the dispatch of step `start` until `steps` steps are through.
+
     The traces lie in `profile/` in the output folder (one process of a run writes them);
     `tensorboard --logdir` opens it, with the plugin of the package xprof.
     """
@@ -112,8 +115,9 @@ class HeartbeatConfig:
 
 @config
 class CallbacksConfig:
-    """Callbacks by name; one that is given, if only as `{}`, is on. Others come from Python:
-    `Trainer(..., callbacks=[...])`.
+    """Callbacks by name; one that is given, if only as `{}`, is on.
+
+    Others come from Python: `Trainer(..., callbacks=[...])`.
     """
 
     # end the run when a metric no longer gets better

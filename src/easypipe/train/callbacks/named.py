@@ -35,8 +35,10 @@ HELD_OUT = ("loss", "nll", "ppl")  # of each held-out loader
 
 @dataclass(frozen=True)
 class Known:
-    """What a run will measure. evals: names of its held-out loaders. eval_every: steps between
-    evaluations; None: only the last step's.
+    """What a run will measure.
+
+    evals: names of its held-out loaders. eval_every: steps between evaluations; None: only the last
+    step's.
 
     more: the loss tells further means under names of its own, which are known once it has run:
     `value_of` refuses what is none of them.
@@ -49,6 +51,7 @@ class Known:
 
     def check(self, at: str, metric: str, *, training: bool) -> None:
         """Raises ConfigError for a metric that will not be there, or only when all is over.
+
         training: False takes held-out ones only.
         """
         held_out = [f"eval.{name}.{key}" for name in self.evals for key in HELD_OUT]
@@ -375,8 +378,9 @@ class ProfilerWindow(Callback):
 
 
 class Heartbeat(Callback):
-    """The file is whole at any moment: written beside, and renamed. It is not synced: after a crash
-    of the machine it may be old.
+    """The file is whole at any moment: written beside, and renamed.
+
+    It is not synced: after a crash of the machine it may be old.
     """
 
     def __init__(

@@ -60,8 +60,9 @@ class _Saving(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints in `folder`, of which the newest `keep` are kept, and the `protected`. Close
-    it, or use it as a context manager.
+    """The checkpoints in `folder`, of which the newest `keep` are kept, and the `protected`.
+
+    Close it, or use it as a context manager.
 
     keep: None only reads, and leaves what another process may be writing alone.
     """
@@ -106,8 +107,9 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def save(self, step: int, arrays: Arrays, run: Json) -> None:
-        """Starts writing, and returns: `copied` tells when the arrays may be donated. One save runs
-        at a time.
+        """Starts writing, and returns: `copied` tells when the arrays may be donated.
+
+        One save runs at a time.
 
         run: plain JSON. Raises StorageError where the save before this one could not be written; of
         this one `wait` raises it.
@@ -179,8 +181,9 @@ class Checkpoints:
             files.delete(self.folder, [old for old in steps if old not in kept])
 
     def run(self, step: int) -> dict[str, Any]:
-        """What `save` was given as `run`. Raises DamagedCheckpoint, and StateError for a checkpoint
-        of another version.
+        """What `save` was given as `run`.
+
+        Raises DamagedCheckpoint, and StateError for a checkpoint of another version.
         """
         self._check(step, RUN)
         saved = self._read(step, RUN, None)
@@ -228,6 +231,7 @@ class Checkpoints:
 
     def set_aside(self, step: int) -> Path:
         """Moves a damaged checkpoint out of the way, so that no later one is deleted in its place.
+
         Returns where to.
         """
         target = self.folder.with_name(f"{self.folder.name}-damaged") / str(step)
@@ -255,8 +259,9 @@ class Checkpoints:
                 self._agree(f"saved {step}")
 
     def close(self) -> None:
-        """Returns once nothing is being written. Raises StorageError where the newest save failed,
-        if `wait` did not.
+        """Returns once nothing is being written.
+
+        Raises StorageError where the newest save failed, if `wait` did not.
         """
         self._writer.shutdown()
         self.wait(agree=False)  # the other processes may be gone
@@ -274,8 +279,9 @@ class Checkpoints:
             raise self._damaged(step, _reason(error)) from error
 
     def _check(self, step: int, part: str) -> None:
-        """Raises DamagedCheckpoint where files of a part are not as they were committed. Arrays are
-        shared out among the processes.
+        """Raises DamagedCheckpoint where files of a part are not as they were committed.
+
+        Arrays are shared out among the processes.
         """
         several = part == ARRAYS and self._several
         share = (jax.process_index(), jax.process_count()) if several else (0, 1)
@@ -318,8 +324,9 @@ class Snapshots:
         self._room: bool | None = None
 
     def expect(self, like: Arrays | Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        """On a CPU, gets the memory for arrays like these, which may be abstract. Elsewhere
-        nothing.
+        """On a CPU, gets the memory for arrays like these, which may be abstract.
+
+        Elsewhere nothing.
         """
         places = {name: leaf.sharding for name, leaf in like.items()}
         if _on_cpu(places):
@@ -354,8 +361,9 @@ class Snapshots:
 
 
 def has_room(needed: int, told: Iterable[Mapping[str, int]]) -> bool:
-    """Whether each device had `needed` bytes left when it held most. told: their memory_stats; one
-    that does not tell has room.
+    """Whether each device had `needed` bytes left when it held most.
+
+    told: their memory_stats; one that does not tell has room.
     """
     known = [stats for stats in told if {"bytes_limit", "peak_bytes_in_use"} <= set(stats)]
     return all(needed <= stats["bytes_limit"] - stats["peak_bytes_in_use"] for stats in known)

@@ -93,8 +93,9 @@ def sweep(folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What `check` found: problems by file, and how much was read. sealed: whether there were
-    checksums to compare with.
+    """What `check` found: problems by file, and how much was read.
+
+    sealed: whether there were checksums to compare with.
     """
 
     problems: dict[str, str]

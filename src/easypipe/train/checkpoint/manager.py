@@ -24,7 +24,9 @@ from easypipe.train.state import flatten, unflatten
 
 
 class CheckpointManager:
-    """`path = manager.save(model=model, optimizer=optimizer, epoch=5, metrics={"val_loss": 0.38},
+    """Saves and loads checkpoints of a training loop of one's own.
+
+    `path = manager.save(model=model, optimizer=optimizer, epoch=5, metrics={"val_loss": 0.38},
     loader=loader)`; `manager.load(path)`.
 
     Checkpoints are folders in `checkpoint_dir`, numbered as they were saved; a process that is
@@ -132,8 +134,9 @@ class CheckpointManager:
         scheduler: Any = None,
         loader: BatchLoader | None = None,
     ) -> dict[str, Any]:
-        """What `save` was given: model, optimizer, scheduler, epoch, metrics, custom_state and
-        loader (its state).
+        """Gives back what `save` was given.
+
+        That is model, optimizer, scheduler, epoch, metrics, custom_state and loader (its state).
 
         path: what `save` returned; None: the newest. A model or an optimizer that is given here is
         what the arrays are put into: an nnx.Module is changed in place, of other trees one of the
@@ -178,8 +181,9 @@ class CheckpointManager:
         return None if step is None else self._path(step)
 
     def best(self) -> Path | None:
-        """The checkpoint with the best `best_metric`, the earlier one of two alike. Raises
-        ConfigError where none was named.
+        """The checkpoint with the best `best_metric`, the earlier one of two alike.
+
+        Raises ConfigError where none was named.
         """
         require(
             self._metric is not None,

@@ -60,9 +60,10 @@ LossFn = Callable[[Any, Batch], Loss]  # of any module
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """What the fused loss takes: Decoder, and modules with the same two methods. Where the head is
-    [V, D], the attribute `lm_head_layout` is "vd"; where logits are capped, `logit_soft_cap` is by
-    how much.
+    """What the fused loss takes: Decoder, and modules with the same two methods.
+
+    Where the head is [V, D], the attribute `lm_head_layout` is "vd"; where logits are capped,
+    `logit_soft_cap` is by how much.
     """
 
     def hidden(

@@ -36,8 +36,9 @@ Arrays = Mapping[str, Array]
 
 
 def log_probs(model: LanguageModel, batch: Batch) -> Float[Array, "B S"]:
-    """log p of every label, in nats, 0 where there is none; float32. `model` and `batch` as for
-    `loss_sums`; no logits exist as a whole.
+    """log p of every label, in nats, 0 where there is none; float32.
+
+    `model` and `batch` as for `loss_sums`; no logits exist as a whole.
     """
     arrays, of_model = hidden_and_head(model, batch)
     return token_log_probs(*arrays, sharding=loss_sharding(), **of_model)
@@ -122,8 +123,9 @@ class Reference:
 
 
 def _by_segment(values: Float[Array, "B S"], segments: Array) -> Float[Array, "B N"]:
-    """Sums over each segment. N: a column for padding, then two for every pair that a row could
-    hold.
+    """Sums over each segment.
+
+    N: a column for padding, then two for every pair that a row could hold.
     """
     num_segments = 1 + 2 * -(-segments.shape[1] // 2)
     return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments))(values, segments)

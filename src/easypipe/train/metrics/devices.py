@@ -25,9 +25,10 @@ from easypipe.train.state import ModelLayout, abstract_state
 
 
 class Device(NamedTuple):
-    """flops: dense bfloat16 a second. memory: bytes of HBM, as the device tells them. memory_rate:
-    bytes of it a second. link_rate: bytes a second that it can send to its neighbours (ICI,
-    NVLink), over all of its links together.
+    """flops: dense bfloat16 a second.
+
+    memory: bytes of HBM, as the device tells them. memory_rate: bytes of it a second. link_rate:
+    bytes a second that it can send to its neighbours (ICI, NVLink), over all of its links together.
     """
 
     flops: float

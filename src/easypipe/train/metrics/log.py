@@ -24,8 +24,9 @@ class MetricsFile:
     """Appends records; opening it cuts what stands there to the step that the run goes on from."""
 
     def __init__(self, path: Path, *, after_step: int, write: bool = True) -> None:
-        """Keeps the lines up to and including `after_step`. write: False in all processes of a run
-        but one.
+        """Keeps the lines up to and including `after_step`.
+
+        write: False in all processes of a run but one.
 
         Raises StorageError where the file is not one of metrics, or cannot be written.
         """
@@ -76,8 +77,9 @@ class MetricsFile:
 
 
 def read_metrics(path: str | Path) -> list[Record]:
-    """The records of a metrics.jsonl. A last line that a killed process left half written is not
-    one.
+    """The records of a metrics.jsonl.
+
+    A last line that a killed process left half written is not one.
 
     Raises StorageError naming the line that is no record.
     """

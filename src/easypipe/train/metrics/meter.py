@@ -45,8 +45,9 @@ class Meter:
         self._marks: deque[tuple[float, ...]] = deque(maxlen=WINDOW_STEPS + 1)
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        """The next batch, or None at the end. Time counts as waited only where the device had run
-        dry when the batch came.
+        """The next batch, or None at the end.
+
+        Time counts as waited only where the device had run dry when the batch came.
         """
         began = time.perf_counter()
         batch = next(batches, None)

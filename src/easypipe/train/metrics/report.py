@@ -39,8 +39,9 @@ NO_SUCH_SHAPE = (KeyError, TypeError, AttributeError, ValueError, IndexError)
 
 
 def plot_run(folder: str | Path, names: Sequence[str] = ()) -> dict[str, Path]:
-    """Draws what is known of the run in `folder` into it: name -> path of `<name>.png`. names: of
-    PLOTS, and "mixture"; () is all of them.
+    """Draws what is known of the run in `folder` into it: name -> path of `<name>.png`.
+
+    names: of PLOTS, and "mixture"; () is all of them.
 
     Raises TrainError where no step was logged.
     """
@@ -198,6 +199,7 @@ pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; } .none { color: #77
 
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     """Writes the page of the run in `folder` to `out` (None: report.html in it), and returns where.
+
     A run under way has one too.
 
     Raises StateError where `folder` holds no run, or a file of it cannot be read.
@@ -225,8 +227,9 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
 
 
 def page(folder: Path) -> str:
-    """The HTML of `write_report`. Raises StateError, StorageError and TrainError for files that are
-    no run's.
+    """The HTML of `write_report`.
+
+    Raises StateError, StorageError and TrainError for files that are no run's.
     """
     records = read_metrics(folder / "metrics.jsonl")
     plots = "".join(

@@ -145,16 +145,18 @@ def head_axes() -> tuple[str, ...]:
 
 
 def segment_mask(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
-    """True where query slot s may see key slot t: same segment, t not after s. Padding sees
-    padding, so that no row of it is empty.
+    """True where query slot s may see key slot t: same segment, t not after s.
+
+    Padding sees padding, so that no row of it is empty.
     """
     causal_SS = jnp.tril(jnp.ones((segment_ids.shape[1],) * 2, dtype=bool))
     return (segment_ids[:, :, None] == segment_ids[:, None, :]) & causal_SS
 
 
 def _near(length: int, window: Int[Array, ""]) -> Bool[Array, "S S"]:
-    """True where key slot t is less than `window` before query slot s. Segments are contiguous, so
-    slots count as positions do.
+    """True where key slot t is less than `window` before query slot s.
+
+    Segments are contiguous, so slots count as positions do.
     """
     index_S = jnp.arange(length)
     return index_S[:, None] - index_S[None, :] < window

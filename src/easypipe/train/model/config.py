@@ -83,8 +83,9 @@ class RopeScaling:
 
 @config
 class ModelConfig:
-    """The shape of a decoder. The defaults have 4.7 M parameters with a vocabulary of 8,192: what 2
-    cores train in minutes.
+    """The shape of a decoder.
+
+    The defaults have 4.7 M parameters with a vocabulary of 8,192: what 2 cores train in minutes.
     """
 
     vocab_size: int | None = None  # None: the tokenizer's, filled in by the run
@@ -207,8 +208,9 @@ class ModelConfig:
 
 @config
 class ClassifierConfig:
-    """A small network that tells classes of images apart, untrained. The defaults have 19,000
-    parameters for ten classes of grey images.
+    """A small network that tells classes of images apart, untrained.
+
+    The defaults have 19,000 parameters for ten classes of grey images.
 
     kind: "convnet": for each of hidden_sizes a 3 x 3 convolution with so many channels and a
     pooling that halves both sides, then the mean
@@ -255,8 +257,9 @@ class ClassifierConfig:
 
 @config
 class LoraConfig:
-    """Low-rank adapters (Hu et al., 2021): a projection W becomes W + scale·A·B, and A and B alone
-    are trained; all else is frozen.
+    """Low-rank adapters (Hu et al., 2021), which are trained while all else is frozen.
+
+    A projection W becomes W + scale·A·B.
 
     A is [inputs, rank], drawn evenly from ±inputs^-1/2; B is [rank, outputs], zero at first, so
     that training begins at the model itself. Both are float32, whatever W is. Optimizer state and

@@ -36,8 +36,9 @@ Turns = tuple[Float[Array, "B S 1 h/2"], Float[Array, "B S 1 h/2"]]
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each added to the stream it reads. Arrays of options that are off do not
-    exist.
+    """Attention and MLP, each added to the stream it reads.
+
+    Arrays of options that are off do not exist.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
@@ -239,8 +240,9 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "B S"] | None = None,
         position_ids: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S V"]:
-        """Float32 logits of every slot. They are large: training goes through train/losses/loss.py,
-        which never holds them.
+        """Float32 logits of every slot.
+
+        They are large: training goes through train/losses/loss.py, which never holds them.
         """
         return self.logits(self.hidden(input_ids, segment_ids, position_ids))
 
@@ -311,8 +313,9 @@ class Decoder(nnx.Module):
         return rotation(position_ids, config.head_width, config.rope_theta, config.rope_scaling)
 
     def lm_head(self) -> Float[Array, "D V"] | Float[Array, "V D"]:
-        """The matrix that turns hidden states into logits, in `config.dtype`; which way round,
-        `lm_head_layout` says.
+        """The matrix that turns hidden states into logits, in `config.dtype`.
+
+        `lm_head_layout` says which way round it lies.
         """
         matrix = self.embedding[...] if self.config.tie_embeddings else self.head.kernel[...]
         return matrix.astype(self.config.dtype)

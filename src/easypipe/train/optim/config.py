@@ -126,8 +126,9 @@ _LIMITS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str, str | None],
 
 @config
 class ParameterGroup:
-    """Parameters that train otherwise. The first group whose `match` fits a parameter's name has
-    it.
+    """Parameters that train otherwise.
+
+    The first group whose `match` fits a parameter's name has it.
 
     `match` is a pattern of the shell (`*` and `?`) over dotted names such as `layers.query.kernel`;
     a group that fits none is refused.
@@ -145,8 +146,10 @@ class ParameterGroup:
 
 @config
 class OptimizerConfig:
-    """The optimizer and its schedule. None means the optimizer's own value (docs/training.md lists
-    them); an option that the chosen optimizer or schedule does not have is refused.
+    """The optimizer and its schedule.
+
+    None means the optimizer's own value (docs/training.md lists them); an option that the chosen
+    optimizer or schedule does not have is refused.
 
     Weight decay is decoupled and multiplied by the learning rate (Loshchilov and Hutter, 2019, as
     in PyTorch), for every optimizer.

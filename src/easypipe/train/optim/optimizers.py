@@ -28,8 +28,9 @@ ONE_CYCLE_START = 1 / 25  # of the peak (Smith and Topin, 2018)
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate of every step, counted from 0. Raises ConfigError where the warm-up and
-    cool-down leave no step.
+    """Learning rate of every step, counted from 0.
+
+    Raises ConfigError where the warm-up and cool-down leave no step.
 
     Warm-up: p (k + 1) / (W + 1), so that no step is spent at 0. Then, with j = k - W and M = N - W:
     cosine  half a cosine from p to f p over M (Loshchilov and Hutter, 2017) · linear, polynomial  p
@@ -108,8 +109,9 @@ Numbers = Mapping[str, float]  # OptimizerConfig.numbers()
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A transformation, and what a trainer must know about it. Called as optax calls it: `init`,
-    `update`.
+    """A transformation, and what a trainer must know about it.
+
+    Called as optax calls it: `init`, `update`.
     """
 
     transformation: optax.GradientTransformation
@@ -359,8 +361,9 @@ DIRECTIONS: dict[str, Callable[[Numbers, Roles], optax.GradientTransformation]] 
 
 
 class AdanState(NamedTuple):
-    """By parameter name, in the dtype of the parameters. The fields are named as optax names
-    them.
+    """By parameter name, in the dtype of the parameters.
+
+    The fields are named as optax names them.
     """
 
     m: optax.Params  # average of the gradients

@@ -39,8 +39,9 @@ _TOGETHER = (
 
 @config
 class MeshConfig:
-    """Devices along each axis of the mesh; -1: those that remain. An axis that is not given has one
-    device, or what the preset says.
+    """Devices along each axis of the mesh; -1: those that remain.
+
+    An axis that is not given has one device, or what the preset says.
 
     data: replicas of the model, each with rows of its own. fsdp: replicas that share one copy of
     the parameters. sequence: devices that share the slots of a row. tensor: devices that share
@@ -137,9 +138,11 @@ class MeshConfig:
 
 @config
 class DistributedConfig:
-    """The processes of a run on several hosts. All left out: JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID are asked, then the scheduler (TPU pods, Slurm, Kubernetes,
-    Open MPI); where none speaks of several processes there is one.
+    """The processes of a run on several hosts.
+
+    All left out: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID are asked, then the
+    scheduler (TPU pods, Slurm, Kubernetes, Open MPI); where none speaks of several processes there
+    is one.
     """
 
     enabled: bool = True  # False: this process is alone, whatever the environment says
@@ -178,8 +181,9 @@ class DistributedConfig:
 
 
 def mesh_config(mesh: MeshConfig | Mapping[str, Any] | str | None, at: str = "mesh") -> MeshConfig:
-    """A MeshConfig from what stands for one: a preset's name, sizes by axis, None for dp. Raises
-    ConfigError.
+    """A MeshConfig from what stands for one: a preset's name, sizes by axis, None for dp.
+
+    Raises ConfigError.
     """
     if isinstance(mesh, MeshConfig):
         return mesh

@@ -30,8 +30,9 @@ VARIABLES = {
 
 
 def initialize(config: DistributedConfig | None = None) -> bool:
-    """Joins this process to the others of its run; True where there are others. Call it before
-    anything asks JAX for a device.
+    """Joins this process to the others of its run; True where there are others.
+
+    Call it before anything asks JAX for a device.
 
     What config and VARIABLES leave open is asked of the scheduler: Slurm, Open MPI, Kubernetes
     (indexed Jobs and JobSets), TPU pods. Where nothing speaks of other processes nothing is done,
@@ -90,8 +91,9 @@ def initialize(config: DistributedConfig | None = None) -> bool:
 
 
 def several() -> bool:
-    """Whether the run has more processes than this one. Asks JAX for no device where there was no
-    `initialize`.
+    """Whether the run has more processes than this one.
+
+    Asks JAX for no device where there was no `initialize`.
     """
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
@@ -102,8 +104,9 @@ def is_first() -> bool:
 
 
 def shared_seed() -> int | None:
-    """A new seed, the same in every process of a run of several; None in a run of one. Every
-    process calls it in the same place.
+    """A new seed, the same in every process of a run of several; None in a run of one.
+
+    Every process calls it in the same place.
     """
     if not several():
         return None
@@ -138,8 +141,9 @@ class Largest:
 
 
 def _described(config: DistributedConfig, variables: Mapping[str, str]) -> dict[str, str | int]:
-    """What config and environment say, by the names of `jax.distributed.initialize`. Raises
-    ConfigError.
+    """What config and environment say, by the names of `jax.distributed.initialize`.
+
+    Raises ConfigError.
     """
     given = to_dict(config)
     described: dict[str, str | int] = {}
@@ -162,8 +166,9 @@ def _described(config: DistributedConfig, variables: Mapping[str, str]) -> dict[
 
 
 def _scheduler(variables: Mapping[str, str]) -> str | None:
-    """Who started several processes of this run, by name; None: nobody. Raises ConfigError where
-    jax could not ask it.
+    """Who started several processes of this run, by name; None: nobody.
+
+    Raises ConfigError where jax could not ask it.
     """
     if int(variables.get("SLURM_NTASKS", "1")) > 1 and {
         "SLURM_PROCID",

@@ -127,8 +127,9 @@ def _named(sizes: Mapping[str, int]) -> str:
 
 
 def checked_mesh(mesh: Mesh) -> Mesh:
-    """A mesh from elsewhere, with the axes of `make_mesh`. Raises ConfigError where it lacks
-    one.
+    """A mesh from elsewhere, with the axes of `make_mesh`.
+
+    Raises ConfigError where it lacks one.
     """
     if missing := [axis for axis in MESH_AXES if axis not in mesh.axis_names]:
         problem = f"has no axis {', '.join(missing)}"

@@ -64,8 +64,9 @@ def roofline(
     held: int,
     sent: float,
 ) -> Roofline:
-    """shape: rows of a step over all devices, slots of a row, micro-batches. held: bytes of
-    parameters and moments on a device. sent: bytes a step that a device sends.
+    """shape: rows of a step over all devices, slots of a row, micro-batches.
+
+    held: bytes of parameters and moments on a device. sent: bytes a step that a device sends.
     """
     batch_size, seq_length, accumulate_steps = shape
     devices, slots = math.prod(mesh.values()), batch_size * seq_length
@@ -132,8 +133,9 @@ PACKED = (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS)
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on each device. Where XLA refused the program, `temporaries` and `peak` are what it
-    said it wanted, if it did.
+    """Bytes on each device.
+
+    Where XLA refused the program, `temporaries` and `peak` are what it said it wanted, if it did.
     """
 
     parameters: int
@@ -157,8 +159,10 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What `plan_step` found. `str()` is a report, `to_json()` the same as plain data; nothing is
-    known of the data's documents.
+    """What `plan_step` found.
+
+    `str()` is a report, `to_json()` the same as plain data; nothing is known of the data's
+    documents.
     """
 
     topology: str

@@ -156,8 +156,9 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _times(computations: dict[str, list[str]], entry: str) -> tuple[dict[str, int], int]:
-    """How often a step runs each computation. Of branches, one runs: each is counted as if it
-    did.
+    """How often a step runs each computation.
+
+    Of branches, one runs: each is counted as if it did.
     """
     times: dict[str, int] = {}
     unknown = 0

@@ -19,8 +19,9 @@ from easypipe.train.metrics.devices import known_device
 
 
 class Topology(NamedTuple):
-    """name: as it was asked for. devices: jax devices that can be compiled for, and nothing
-    else.
+    """name: as it was asked for.
+
+    devices: jax devices that can be compiled for, and nothing else.
     """
 
     name: str

@@ -101,8 +101,9 @@ def stats(
     interpret: bool = False,
     float32_logits: bool = False,
 ) -> LogitStats:
-    """The four sums (see stats.Kernel). `float32_logits`: the products' float32 sums are not
-    rounded to the dtype of the inputs.
+    """The four sums (see stats.Kernel).
+
+    `float32_logits`: the products' float32 sums are not rounded to the dtype of the inputs.
     """
     hidden, lm_head, bias, labels = inputs
     sizes = _blocks(block, hidden, lm_head, layout)
@@ -349,8 +350,9 @@ def _row_block(sizes: Mapping[str, int]) -> RowBlock:
 
 
 def _whole_vectors(hidden: Array, per_token: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
-    """Tokens to a multiple of VECTOR, by some without cotangents: else XLA would pad every slab. It
-    copies `hidden` then.
+    """Tokens to a multiple of VECTOR, by some without cotangents: else XLA would pad every slab.
+
+    It copies `hidden` then.
     """
     missing = -hidden.shape[0] % VECTOR
     if missing == 0:
@@ -368,8 +370,9 @@ def _problem(
     asked: int,
     float32_logits: bool,
 ) -> tuple[Problem, jnp.dtype]:
-    """The problem, and the dtype of its logits. `asked`: tokens of `hidden` before it was copied
-    to whole vectors.
+    """The problem, and the dtype of its logits.
+
+    `asked`: tokens of `hidden` before it was copied to whole vectors.
     """
     item = hidden.dtype.itemsize
     copied = hidden.size * item if hidden.shape[0] != asked else 0

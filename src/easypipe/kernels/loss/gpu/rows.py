@@ -34,8 +34,9 @@ LOWEST = -1e30  # stands for -inf: inf - inf would be nan in a row that has met 
 
 
 class RowBlock(NamedTuple):
-    """How a row is walked. The values are those of the arithmetic above; a table for the device may
-    say better.
+    """How a row is walked.
+
+    The values are those of the arithmetic above; a table for the device may say better.
     """
 
     columns: int = 8192  # a power of two: what one step of the walk holds in registers

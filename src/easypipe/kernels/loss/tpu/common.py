@@ -99,8 +99,9 @@ def logits(
 
 
 def product(a: Array, b: Array, over_a: int, over_b: int) -> Array:
-    """Contracts dimension `over_a` of `a` with `over_b` of `b`, into float32. Products of float32
-    are exact, not passes in bfloat16.
+    """Contracts dimension `over_a` of `a` with `over_b` of `b`, into float32.
+
+    Products of float32 are exact, not passes in bfloat16.
     """
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(

@@ -172,9 +172,11 @@ def _blocks(
 
 
 def _as_it_lies(inputs: Inputs, layout: Layout) -> tuple[Inputs, Layout, bool]:
-    """`(inputs, layout, whether lm_head was transposed)`. A TPU stores a matrix with that dimension
-    last which needs less padding to tiles of 8 by 128; read so, nothing is copied: the transpose
-    here is but another name for the same bytes."""
+    """`(inputs, layout, whether lm_head was transposed)`.
+
+    A TPU stores a matrix with that dimension last which needs less padding to tiles of 8 by 128;
+    read so, nothing is copied: the transpose here is but another name for the same bytes.
+    """
     rows, columns = inputs.lm_head.shape
     if rounded(rows, 8) * rounded(columns) <= rounded(columns, 8) * rounded(rows):
         return inputs, layout, False

@@ -113,8 +113,9 @@ def _call(
     results: tuple[str, ...],
     interpret: Interpret,
 ) -> list[Array]:
-    """`kernel(logits_ref, known_ref, *refs of the results)` for some rows at once. `results`: "dx",
-    in the place of the logits, and "stats", float32[C, 8].
+    """`kernel(logits_ref, known_ref, *refs of the results)` for some rows at once.
+
+    `results`: "dx", in the place of the logits, and "stats", float32[C, 8].
     """
     (tokens, vocab), device = logits.shape, device_of(tuning.device_kind())
     rows = min(tokens, row_block(device, vocab, logits.dtype))

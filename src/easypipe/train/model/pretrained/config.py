@@ -14,10 +14,9 @@ from easypipe.train.model.pretrained.files import commit_of, model_folder
 
 @config
 class PretrainedConfig:
-    """A model to train further, in place of a ModelConfig: its shape is in its own config.json, its
-    first values in its files.
+    """A published model to train further, in place of a ModelConfig.
 
-    Its tokenizer is the default of data that names none.
+    Its shape is in its own config.json, its first values in its files. Its tokenizer is the default of data that names none.
     """
 
     pretrained: str | Path  # a folder in the manner of transformers, or a Hub name
@@ -40,6 +39,7 @@ class PretrainedConfig:
 
     def resolved(self) -> tuple[PretrainedConfig, Path]:
         """The same at its commit, and the folder of its small files (config.json, tokenizer).
+
         Raises what `model_folder` raises.
         """
         folder = model_folder(self.pretrained, self.revision, weights=False)

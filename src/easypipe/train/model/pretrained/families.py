@@ -194,8 +194,9 @@ def _supported(value: object, have: Sequence[object], at: str, fix: str | None =
 
 
 def from_hf(hf: Json, at: str = "config.json") -> ModelConfig:
-    """The ModelConfig of a config.json, of transformers 4 or 5. Raises ConfigError, with the key,
-    for what this decoder cannot do.
+    """The ModelConfig of a config.json, of transformers 4 or 5.
+
+    Raises ConfigError, with the key, for what this decoder cannot do.
     """
     family = family_of(hf, at)
     for key, neutral in _NEUTRAL.items():
@@ -239,8 +240,9 @@ _OPTIONAL = ("sliding_window", "final_logit_softcapping", "attn_logit_softcappin
 
 
 def to_hf(config: ModelConfig) -> Json:
-    """A config.json for `transformers`: of the first family that can be exactly this. Raises
-    ConfigError where none can.
+    """A config.json for `transformers`: of the first family that can be exactly this.
+
+    Raises ConfigError where none can.
     """
     for family in FAMILIES.values():
         hf = _written(family, config)

@@ -38,8 +38,9 @@ _LARGE = ["model*.safetensors"]
 def model_folder(
     path_or_hub_name: str | Path, revision: str | None, *, weights: bool = True
 ) -> Path:
-    """The folder itself, or the Hub's files in the cache of its client. What looks like a path is
-    never looked up on the Hub.
+    """The folder itself, or the Hub's files in the cache of its client.
+
+    What looks like a path is never looked up on the Hub.
 
     weights: False leaves out what is large. Raises MissingFileError for neither; SourceError for a
     gated repository, and for a revision given beside a folder.
@@ -130,8 +131,9 @@ def as_tokens(given: int | Sequence[int] | None) -> list[int]:
 
 
 class WeightFiles:
-    """The tensors of a folder, by name. Nothing is read but headers until a part of a tensor is
-    asked for. Use it as a context manager.
+    """The tensors of a folder, by name.
+
+    Nothing is read but headers until a part of a tensor is asked for. Use it as a context manager.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -55,8 +55,9 @@ def load_pretrained(
     scan_layers: bool = True,
     revision: str | None = None,
 ) -> Decoder:
-    """A Decoder with the weights of a folder, or of a Hub repository, in the manner of
-    `transformers`; called on Int[B, S] it gives logits.
+    """A Decoder with the weights of a model in the manner of `transformers`.
+
+    They are those of a folder, or of a Hub repository; called on Int[B, S] it gives logits.
 
     Families: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), and whatever else calls itself
     by their names, such as SmolLM2.
@@ -107,8 +108,9 @@ class Pretrained:
         return decoder
 
     def read(self, layout: states.ModelLayout) -> states.Arrays:
-        """The weights, by the decoder's names, laid out as `layout` says. Raises what
-        load_pretrained does.
+        """The weights, by the decoder's names, laid out as `layout` says.
+
+        Raises what load_pretrained does.
         """
         named, arrays = weights(self.config), {**layout.params, **layout.rest}
         with WeightFiles(model_folder(self.named.pretrained, self.named.revision)) as files:
@@ -117,8 +119,9 @@ class Pretrained:
 
 
 def find_pretrained(config: PretrainedConfig, *, has_adapters: bool = False) -> Pretrained:
-    """What load_pretrained would load. has_adapters: parameters are frozen, so that `dtype` serves
-    them too where none is given.
+    """What load_pretrained would load.
+
+    has_adapters: parameters are frozen, so that `dtype` serves them too where none is given.
 
     Raises what load_pretrained does.
     """
@@ -253,8 +256,9 @@ class Origin:
         )
 
     def state(self, layout: states.ModelLayout, optimizer: Optimizer) -> states.TrainState:
-        """The state before the first step. Raises what load_pretrained raises for files. Call
-        inside `state.on(layout.mesh)`.
+        """The state before the first step.
+
+        Raises what load_pretrained raises for files. Call inside `state.on(layout.mesh)`.
         """
         if self.is_module:
             return states.state_from(self.build(), layout, optimizer)

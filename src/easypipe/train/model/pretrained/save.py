@@ -53,8 +53,9 @@ logger = logging.getLogger("easypipe")
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a model has seen in training, as far as whoever writes with it must know. A checkpoint
-    records it.
+    """What a model has seen in training, as far as whoever writes with it must know.
+
+    A checkpoint records it.
     """
 
     chat_template: str | None = None
@@ -106,8 +107,9 @@ def save_pretrained(
     max_length: int | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> Path:
-    """Writes `module` to the new folder `path`, for
-    `transformers.AutoModelForCausalLM.from_pretrained`, and returns the folder.
+    """Writes `module` to the new folder `path` for `transformers`, and returns the folder.
+
+    `transformers.AutoModelForCausalLM.from_pretrained` opens it.
 
     config.json, generation_config.json, and model.safetensors, or several files with
     model.safetensors.index.json where the tensors take more than `max_shard_bytes` (bytes; no file
@@ -160,8 +162,9 @@ def save_pretrained(
 
 @contextlib.contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `path` when all is written. Raises ConfigError where
-    `path` is there; StorageError.
+    """A folder to write into, which becomes `path` when all is written.
+
+    Raises ConfigError where `path` is there; StorageError.
     """
     target = Path(path).expanduser().absolute()
     require(
@@ -196,8 +199,9 @@ def _usual_modes(folder: Path) -> None:
 def _config_json(
     module: Decoder, special: Json, eos_token_id: int | Sequence[int] | None, max_length: int | None
 ) -> tuple[Json, Json]:
-    """config.json and generation_config.json. special: the tokenizer's bos_token_id, eos_token_id
-    and pad_token_id, where there are.
+    """config.json and generation_config.json.
+
+    special: the tokenizer's bos_token_id, eos_token_id and pad_token_id, where there are.
     """
     config = json.loads(module.hf_config) if module.hf_config else None
     if config is None or from_hf(config) != shape_of(module.config):
