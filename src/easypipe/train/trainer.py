@@ -116,8 +116,8 @@ class TrainResult:
     def save(self, path: str | Path, *, tokenizer: Any = None) -> Path:
         """Writes the model and its tokenizer to the new folder `path`, for `transformers`.
 
-        Adapters are merged. tokenizer: as save_pretrained takes it; None: the one of the data. Raises what
-        save_pretrained raises.
+        Adapters are merged. tokenizer: as save_pretrained takes it; None: the one of the data.
+        Raises what save_pretrained raises.
         """
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         return save_pretrained(self.model, path, tokenizer=tokenizer, **self.seen.options())

@@ -16,7 +16,8 @@ from easypipe.train.model.pretrained.files import commit_of, model_folder
 class PretrainedConfig:
     """A published model to train further, in place of a ModelConfig.
 
-    Its shape is in its own config.json, its first values in its files. Its tokenizer is the default of data that names none.
+    Its shape is in its own config.json, its first values in its files. Its tokenizer is the default
+    of data that names none.
     """
 
     pretrained: str | Path  # a folder in the manner of transformers, or a Hub name
