@@ -48,14 +48,14 @@ READER_VERSION = 1
 class Survey:
     """What one look over a file tells.
 
-    num_rows: physical records; of a head (FileRef.head_bytes) those that it holds, while its file
-    has `total_rows`, None where nobody has counted them. cuts: as Shard.cuts. schema: every column
-    of the file, in plain types (schemas.plain_type).
+    num_rows: physical records, None where they are not counted; of a head (FileRef.head_bytes)
+    those that it holds, while its file has `total_rows`, None where nobody has counted them. cuts:
+    as Shard.cuts. schema: every column of the file, in plain types (schemas.plain_type).
     detail: whatever the format needs in order to find rows again. ended: False where the file stops
     without the mark of its end, so that rows may be missing that nobody can count.
     """
 
-    num_rows: int
+    num_rows: int | None
     total_rows: int | None
     cuts: tuple[int, ...]
     schema: pa.Schema
@@ -130,7 +130,7 @@ class FileSource(Source):
     every batch has exactly `schema`. Safe to use from many threads at once.
     """
 
-    kind: ClassVar[str]
+    kind: str
     checks_text: ClassVar[bool] = True
 
     def __init__(

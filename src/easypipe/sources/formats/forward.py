@@ -8,90 +8,91 @@ compressed file is entered at its start, or where a zstd frame or gzip member wa
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import threading
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from easypipe.core.config import digest
-from easypipe.core.errors import SourceError, require_columns
-from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo
+from easypipe.core.errors import SourceError
+from easypipe.core.protocols import Reject, Scan, Shard, SourceInfo
 from easypipe.core.remote import StorageOptions
-from easypipe.core.schema import ROW_NUMBER
-from easypipe.sources.base import READER_VERSION, OnError
+from easypipe.sources.base import READER_VERSION, FileSource, Format, OnError, Rows, Survey
 from easypipe.sources.files import DataFiles, FileRef, compression_of, format_of, resolve
 from easypipe.sources.formats import jsonlines, txt
 from easypipe.sources.formats.jsontypes import Observer, schema_of
 from easypipe.sources.formats.records import BOM, MAX_RECORD_BYTES, Records, frozen, read_head
 from easypipe.sources.formats.scanners import split_lines
 from easypipe.sources.formats.streams import PlainBytes
-from easypipe.sources.schemas import column
 
 HEAD_BYTES = 1 << 20  # of the first file, from which the columns of JSON lines follow
 BLOCK_BYTES = 1 << 20  # read at a time to find the end of the first lines
 BEHIND_BYTES = 1 << 16  # read past a range at first, for the end of its last line
 
 
-class ForwardSource(Source):
-    """Rows of JSON lines or plain text whose numbers are byte offsets.
-    One shard per file.
+class LinesByByte(Format):
+    """Lines of JSON or text, known by the byte at which they begin; implements base.Format.
 
-    A plain file's shard has as many "rows" as the file has bytes; that of a compressed one has
-    None, and `at_end` says where it ends. Columns of JSON lines are those of the first HEAD_BYTES
-    of the first file that has rows there; one that is null throughout them is taken for text.
-    Rejects and errors are those of the indexed readers, with bytes in the place of rows. Thread
-    safe.
-    num_rows: only the first so many lines, over the files in order. Where they end is found by
-    reading them once.
+    Columns of JSON lines are those of the first HEAD_BYTES of the first file that has rows there;
+    one that is null throughout them is taken for text. exact: as in Source.exactly.
     """
 
-    def __init__(
-        self,
-        files: Sequence[FileRef],
-        kind: str,
-        *,
-        columns: Sequence[str] | None = None,
-        on_error: OnError = "error",
-        num_rows: int | None = None,
-    ) -> None:
-        self.files = tuple(files)
-        self.kind = kind
-        self.columns = None if columns is None else tuple(columns)
-        self.on_error: OnError = on_error
-        self.num_rows = num_rows
-        self.exact: tuple[str, ...] = ()
-        self._bytes = PlainBytes(tells=True)
-        self._parse = txt.parse_lines if kind == "txt" else jsonlines.parse_lines
+    numbered = True
 
-    @cached_property
-    def _data(self) -> pa.Schema:
-        """The columns, without ROW_NUMBER."""
-        if self.kind == "txt":
-            found = txt.SCHEMA
-        else:
-            found = next(filter(None, map(self._columns_of, self.files)), pa.schema([]))
-        require_columns(self.columns or (), found.names, self.files[0].path)
-        return (
-            found
-            if self.columns is None
-            else pa.schema([found.field(name) for name in self.columns])
+    def __init__(
+        self, files: Sequence[FileRef], kind: str, plain: PlainBytes, exact: Sequence[str] = ()
+    ) -> None:
+        self._files, self._kind, self._plain, self._exact = files, kind, plain, exact
+        self._parse = txt.parse_lines if kind == "txt" else jsonlines.parse_lines
+        self._lock = threading.Lock()
+        self._schemas: dict[tuple[str, ...] | None, pa.Schema] = {}
+
+    def survey(
+        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
+    ) -> Survey:
+        return Survey(num_rows=None, total_rows=None, cuts=(0,), schema=self._schema(columns))
+
+    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+        piece = self._lines(file, start, stop)
+        if piece is None:
+            return Rows(fields.empty_table(), np.zeros(0, np.int64))
+        table, numbers, rejects = self._parse(piece, fields)
+        places = piece.starts + piece.offset
+        return Rows(
+            table,
+            places[numbers],
+            [dataclasses.replace(reject, row=int(places[reject.row])) for reject in rejects],
         )
 
-    def _columns_of(self, file: FileRef) -> pa.Schema | None:
+    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
+        piece = self._lines(file, row, row + 1)
+        return None if piece is None else piece.record(0).decode("utf-8", "replace").strip()
+
+    def _schema(self, columns: tuple[str, ...] | None) -> pa.Schema:
+        if self._kind == "txt":
+            return txt.SCHEMA
+        with self._lock:
+            if columns not in self._schemas:
+                found = (self._columns_of(file, columns) for file in self._files)
+                self._schemas[columns] = next(filter(None, found), pa.schema([]))
+            return self._schemas[columns]
+
+    def _columns_of(self, file: FileRef, columns: tuple[str, ...] | None) -> pa.Schema | None:
         """The columns of the first rows of a file of JSON lines; None where it begins with none."""
-        num_bytes, head = HEAD_BYTES, read_head(file, HEAD_BYTES, self._bytes)
+        num_bytes, head = HEAD_BYTES, read_head(file, HEAD_BYTES)
         # the first line is longer
         while b"\n" not in head and len(head) == num_bytes < MAX_RECORD_BYTES:
             num_bytes *= 4
-            head = read_head(file, num_bytes, self._bytes)
+            head = read_head(file, num_bytes)
         stop = head.rfind(b"\n") + 1 or len(head)
-        observer = Observer(file.path, self.columns)
+        observer = Observer(file.path, columns)
         piece = _split(head[:stop], len(BOM) if head.startswith(BOM) else 0)
         observer(piece.data, piece.starts, piece.ends)
-        kinds = schema_of(observer.facts(), self.exact, known=False)
+        kinds = schema_of(observer.facts(), self._exact, known=False)
         return (
             pa.schema(
                 [
@@ -103,9 +104,55 @@ class ForwardSource(Source):
             else None
         )
 
-    @property
-    def schema(self) -> pa.Schema:
-        return self._data.append(pa.field(ROW_NUMBER, pa.int64()))
+    def _lines(self, file: FileRef, start: int, stop: int) -> Records | None:
+        """The lines that begin in [start, stop), whole; None where none does."""
+        begin = max(0, start - 1)  # the byte before tells whether a line begins at `start`
+        behind = BEHIND_BYTES
+        while True:
+            data = self._plain.fetch(file, begin, stop + behind)
+            ended = len(data) < stop + behind - begin
+            first = data.find(b"\n", 0, stop - 1 - begin) + 1 if start else 0
+            if (start and not first) or first + begin >= begin + len(data):
+                return None
+            last = data.find(b"\n", stop - 1 - begin) + 1
+            if last or ended:
+                break
+            if behind > MAX_RECORD_BYTES:
+                problem = f"a line of more than {MAX_RECORD_BYTES >> 20} MiB stands here"
+                raise SourceError(
+                    at=f"{file.path}, byte {stop}", problem=problem, fix="Write one row a line."
+                )
+            behind *= 4
+        skip = len(BOM) if not start and data.startswith(BOM) else 0
+        piece = _split(data[first + skip : last or len(data)], 0)
+        return piece._replace(offset=begin + first + skip) if len(piece.starts) else None
+
+
+class ForwardSource(FileSource):
+    """Rows of JSON lines or plain text whose numbers are byte offsets.
+    One shard per file.
+
+    A plain file's shard has as many "rows" as the file has bytes; that of a compressed one has
+    None, and `at_end` says where it ends. Rejects and errors are those of the indexed readers, with
+    bytes in the place of rows. Other options are those of FileSource.
+    num_rows: only the first so many lines, over the files in order. Where they end is found by
+    reading them once.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[FileRef],
+        kind: str,
+        *,
+        on_error: OnError = "error",
+        num_rows: int | None = None,
+    ) -> None:
+        self.kind, self.num_rows = kind, num_rows
+        self._plain = PlainBytes(tells=True)
+        super().__init__(files, on_error=on_error)
+
+    def _make_format(self) -> LinesByByte:
+        return LinesByByte(self.files, self.kind, self._plain)
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -132,7 +179,7 @@ class ForwardSource(Source):
         left, cuts = self.num_rows, []
         for file in self.files:
             position, open_line = 0, False
-            while left and (data := self._bytes.fetch(file, position, position + BLOCK_BYTES)):
+            while left and (data := self._plain.fetch(file, position, position + BLOCK_BYTES)):
                 ends = np.flatnonzero(np.frombuffer(data, np.uint8) == 10)
                 if len(ends) >= left:
                     position, left, open_line = position + int(ends[left - 1]) + 1, 0, False
@@ -146,7 +193,7 @@ class ForwardSource(Source):
 
     @property
     def info(self) -> SourceInfo:
-        return SourceInfo(rows_are_bytes=True, uncounted=True)
+        return SourceInfo(rows_are_bytes=True, uncounted=True, checks_text=True)
 
     @property
     def fingerprint(self) -> str:
@@ -161,97 +208,33 @@ class ForwardSource(Source):
             *more,
         )
 
-    def select(self, columns: Sequence[str]) -> ForwardSource:
-        """The same rows with only `columns`."""
-        twin = copy.copy(self)
-        twin.__dict__.pop("_data", None)
-        twin.columns = tuple(columns)
-        return twin
+    def head(self, num_bytes: int, files: int | None = None) -> ForwardSource:
+        return self
 
     def exactly(self, columns: Sequence[str]) -> ForwardSource:
         """The same rows, in which lists and objects of `columns` are JSON text: what types those
         that follow have is not known.
         """
-        twin = copy.copy(self)
-        twin.__dict__.pop("_data", None)
-        twin.exact = tuple(columns)
-        return twin
-
-    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        return self.scan(shard, start, stop).batch
+        return self.reopened(LinesByByte(self.files, self.kind, self._plain, columns))
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        """The lines that begin in plain bytes `start` to `stop`; of a compressed file `stop` may
-        lie behind its end.
-        """
-        file = self.files[shard]
-        if not 0 <= start <= stop:
-            raise SourceError(
-                at=file.path,
-                problem=f"bytes {start}:{stop} were asked for",
-                fix="Give a range that ascends.",
-            )
-        stop = stop if self.num_rows is None else min(stop, self._cuts[shard])
-        piece = self._lines(file, start, stop) if start <= stop else None
-        if piece is None:
-            return Scan(
-                pa.RecordBatch.from_arrays(
-                    [pa.nulls(0, field.type) for field in self.schema], schema=self.schema
-                ),
-                (),
-            )
-        table, kept, rejects = self._parse(piece, self._data)
-        arrays = [column(table.column(field.name).chunks, field.type) for field in self._data]
-        places = piece.starts + piece.offset
-        rejects = tuple(
-            dataclasses.replace(reject, row=int(places[reject.row])) for reject in rejects
-        )
-        bad = next((reject for reject in rejects if not reject.benign), None)
-        if bad is not None and self.on_error == "error":
-            raise self.refusal(shard, bad)
-        numbers = pa.array(places[kept])
-        return Scan(pa.RecordBatch.from_arrays([*arrays, numbers], schema=self.schema), rejects)
+        """The lines that begin in plain bytes `start` to `stop`, which may lie behind the end."""
+        if self.num_rows is not None:
+            stop = max(start, min(stop, self._cuts[shard]))
+        return super().scan(shard, start, stop)
 
     def at_end(self, shard: int, position: int) -> bool:
         """Whether no plain byte stands at `position` or behind it."""
-        file = self.files[shard]
         if self.num_rows is not None:
             return position >= self._cuts[shard]
-        return self._bytes.ends(file, position)
+        return self._plain.ends(self.files[shard], position)
 
-    def refusal(self, shard: int, reject: Reject) -> SourceError:
+    def _refusal(self, file: FileRef, survey: Survey, reject: Reject) -> SourceError:
         return SourceError(
-            at=f"{self.files[shard].path}, line at byte {reject.row}",
+            at=f"{file.path}, line at byte {reject.row}",
             problem=reject.detail or reject.reason,
             fix="Correct the file, or read it with on_error='skip'.",
         )
-
-    def raw(self, shard: int, row: int) -> str | None:
-        piece = self._lines(self.files[shard], row, row + 1)
-        return None if piece is None else piece.record(0).decode("utf-8", "replace").strip()
-
-    def _lines(self, file: FileRef, start: int, stop: int) -> Records | None:
-        """The lines that begin in [start, stop), whole; None where none does."""
-        begin = max(0, start - 1)  # the byte before tells whether a line begins at `start`
-        behind = BEHIND_BYTES
-        while True:
-            data = self._bytes.fetch(file, begin, stop + behind)
-            ended = len(data) < stop + behind - begin
-            first = data.find(b"\n", 0, stop - 1 - begin) + 1 if start else 0
-            if (start and not first) or first + begin >= begin + len(data):
-                return None
-            last = data.find(b"\n", stop - 1 - begin) + 1
-            if last or ended:
-                break
-            if behind > MAX_RECORD_BYTES:
-                problem = f"a line of more than {MAX_RECORD_BYTES >> 20} MiB stands here"
-                raise SourceError(
-                    at=f"{file.path}, byte {stop}", problem=problem, fix="Write one row a line."
-                )
-            behind *= 4
-        skip = len(BOM) if not start and data.startswith(BOM) else 0
-        piece = _split(data[first + skip : last or len(data)], 0)
-        return piece._replace(offset=begin + first + skip) if len(piece.starts) else None
 
 
 def open_forward(
@@ -275,15 +258,10 @@ def open_forward(
     ):  # folders that name values are columns too
         return None
     kind = str(kinds.pop())
-    empty = next((file for file in files if file.num_bytes == 0), None)
-    if empty is not None:
-        raise SourceError(
-            at=empty.path, problem="is empty (0 bytes)", fix="Remove it from data_files."
-        )
-    if kind == "json" and read_head(files[0], 1 << 12).removeprefix(BOM).lstrip(
-        b" \t\r\n"
-    ).startswith(b"["):
-        return None
+    if kind == "json" and files[0].num_bytes:
+        head = read_head(files[0], 1 << 12).removeprefix(BOM)
+        if head.lstrip(b" \t\r\n").startswith(b"["):
+            return None
     return ForwardSource(files, kind, on_error=on_error, num_rows=num_rows)
 
 
