@@ -6,11 +6,11 @@ B rows of a batch · A micro-batches
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from easypipe.core.errors import require
 from easypipe.train.losses.loss import AsSums, LossFn, LossOutput
@@ -61,26 +61,30 @@ def make_train_step(
     places, summed = shardings(abstract_state(layout, optimizer)), gradient_places(layout)
     added, curvature = AsSums(loss), AsSums(curvature_loss or loss)
 
-    def sums(params: Any, rest: Any, batch: Any) -> tuple[jax.Array, tuple[LossOutput, Any]]:
+    def sums(
+        params: PyTree, rest: PyTree, batch: PyTree
+    ) -> tuple[jax.Array, tuple[LossOutput, PyTree]]:
         model = layout.merge(params, rest)
         out = added(model, batch)
         return out.loss_sum, (out, layout.split(model)[1])
 
-    def gradients(params: Any, rest: Any, batch: Any) -> tuple[Any, LossOutput, Any]:
+    def gradients(params: PyTree, rest: PyTree, batch: PyTree) -> tuple[PyTree, LossOutput, PyTree]:
         (_, (out, rest)), grads = jax.value_and_grad(sums, has_aux=True)(params, rest, batch)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         if added.of_means and accumulate_steps > 1:
             grads = jax.tree.map(lambda g: jnp.where(out.num_targets > 0, g, 0), grads)
         return jax.lax.with_sharding_constraint(grads, summed), _float32(out), rest
 
-    def objective(state: TrainState, batch: Mapping[str, jax.Array]) -> Callable[[Any], jax.Array]:
+    def objective(
+        state: TrainState, batch: Mapping[str, jax.Array]
+    ) -> Callable[[PyTree], jax.Array]:
         first = (
             batch
             if accumulate_steps == 1
             else {name: array[0] for name, array in _micro_batches(batch, accumulate_steps).items()}
         )
 
-        def mean(params: Any) -> jax.Array:
+        def mean(params: PyTree) -> jax.Array:
             out = curvature(layout.merge(params, state.rest), first)
             return out.loss_sum / jnp.maximum(out.num_targets, 1)
 
@@ -127,7 +131,7 @@ def make_eval_step(layout: ModelLayout, loss: LossFn) -> EvalStep:
     """
     added = AsSums(loss)
 
-    def step(params: Any, rest: Any, batch: Any) -> LossOutput:
+    def step(params: PyTree, rest: PyTree, batch: PyTree) -> LossOutput:
         model = layout.merge(params, rest)
         model.set_attributes(deterministic=True, use_running_average=True, raise_if_not_found=False)
         return _float32(added(model, batch))
@@ -144,9 +148,9 @@ def _micro_batches(batch: Mapping[str, jax.Array], pieces: int) -> dict[str, jax
 
 
 def _accumulate(
-    gradients: Any, state: TrainState, batch: Mapping[str, jax.Array], pieces: int
-) -> tuple[Any, LossOutput, Any]:
-    def one(carry: Any, micro: Any) -> tuple[Any, None]:
+    gradients: PyTree, state: TrainState, batch: Mapping[str, jax.Array], pieces: int
+) -> tuple[PyTree, LossOutput, PyTree]:
+    def one(carry: PyTree, micro: PyTree) -> tuple[PyTree, None]:
         grads, out, rest = carry
         more, added, rest = gradients(state.params, rest, micro)
         return (jax.tree.map(jnp.add, grads, more), jax.tree.map(jnp.add, out, added), rest), None
