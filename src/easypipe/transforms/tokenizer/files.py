@@ -122,16 +122,13 @@ def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
     Raises TokenizerError where the tokenizer has none.
     """
     path = Path(name_or_path).expanduser()
+    names = ("chat_template.jinja", "tokenizer_config.json")
     if path.exists() or _looks_like_path(name_or_path):
         folder = path if path.is_dir() else path.parent
-        own: Path | None = folder / "chat_template.jinja"
-        options = _options(folder / "tokenizer_config.json")
+        own, config = (folder / name for name in names)
     else:
-        found, config = (
-            _optional_from_hub(name_or_path, "chat_template.jinja"),
-            _optional_from_hub(name_or_path, "tokenizer_config.json"),
-        )
-        own, options = found, _options(config) if config else {}
+        own, config = (_optional_from_hub(name_or_path, name) for name in names)
+    options = _options(config)
     if own is not None and own.is_file():
         try:
             return own.read_text(encoding="utf-8"), None, str(own)
@@ -221,9 +218,9 @@ def _decoded(raw: bytes) -> str:
     return kept[1]
 
 
-def _options(path: Path) -> Options:
+def _options(path: Path | None) -> Options:
     """What names eos, bos and pad. Not every tokenizer has it."""
-    if not path.is_file():
+    if path is None or not path.is_file():
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -282,9 +279,7 @@ def _from_hub(name: str) -> TokenizerFiles:
         problem = problem.replace("{why}", _root(error))
         raise TokenizerError(at=name, problem=problem, fix=fix) from None
     config = _optional_from_hub(name, "tokenizer_config.json")
-    return TokenizerFiles(
-        _read(path, path.parent).definition, _options(config) if config else {}, f"hub:{name}"
-    )
+    return TokenizerFiles(_read(path, path.parent).definition, _options(config), f"hub:{name}")
 
 
 def _optional_from_hub(name: str, file: str) -> Path | None:
