@@ -6,11 +6,11 @@ Conversations are lists of objects with role and content, or JSON text of that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pyarrow as pa
 
 from easypipe.transforms.chat.conversations import loaded, value_of
+from easypipe.transforms.chat.sandbox import Json
 
 
 def is_messages(kind: pa.DataType) -> bool:
@@ -38,7 +38,7 @@ def is_text(kind: pa.DataType) -> bool:
     )
 
 
-def values_of(column: pa.Array, *, keep: Sequence[str]) -> list[Any]:
+def values_of(column: pa.Array, *, keep: Sequence[str]) -> list[Json]:
     """Python values.
 
     Of structs without the keys that Arrow filled up with nulls, but for those in `keep` of the
@@ -47,7 +47,7 @@ def values_of(column: pa.Array, *, keep: Sequence[str]) -> list[Any]:
     return [value_of(value, keep=keep) for value in plain_of(column)]
 
 
-def plain_of(column: pa.Array) -> list[Any]:
+def plain_of(column: pa.Array) -> list[Json]:
     """Python values of any column; bytes for text that is no UTF-8."""
     return (
         strings_of(column)
@@ -56,7 +56,7 @@ def plain_of(column: pa.Array) -> list[Any]:
     )
 
 
-def decoded_of(column: pa.Array) -> list[Any]:
+def decoded_of(column: pa.Array) -> list[Json]:
     """Python values of any column; of JSON by its type what it says."""
     return (
         [None if text is None else loaded(text) for text in strings_of(column)]
@@ -65,7 +65,7 @@ def decoded_of(column: pa.Array) -> list[Any]:
     )
 
 
-def strings_of(column: pa.Array) -> list[Any]:
+def strings_of(column: pa.Array) -> list[Json]:
     """Texts, None for null, bytes for what is no UTF-8."""
     if pa.types.is_null(column.type):
         return [None] * len(column)

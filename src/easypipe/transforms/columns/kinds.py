@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import pyarrow as pa
 
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SOURCE
 from easypipe.transforms.chat.messages import is_messages, is_text, values_of
+from easypipe.transforms.chat.sandbox import Json, Row
 from easypipe.transforms.columns.mapper import Choice, Match, Slot, Tie, match_columns
 
 KindName = Literal[
@@ -116,7 +117,7 @@ class Kind:
 
 def guess_kind(
     schema: pa.Schema,
-    rows: Sequence[Mapping[str, Any]] = (),
+    rows: Sequence[Row] = (),
     *,
     kind: str | None = None,
     columns: Mapping[str, str] | None = None,
@@ -182,7 +183,7 @@ def _holding(columns: Mapping[str, str], kinds: list[str], names: list[str]) -> 
     return held
 
 
-def _kind(name: str, found: Match, rows: Sequence[Mapping[str, Any]]) -> Kind:
+def _kind(name: str, found: Match, rows: Sequence[Row]) -> Kind:
     choices, ties = found
     kind = Kind(name=cast(KindName, name), choices=choices, ties=ties)
     if name not in ("messages", "sharegpt", "preference"):
@@ -203,7 +204,7 @@ def _kind(name: str, found: Match, rows: Sequence[Mapping[str, Any]]) -> Kind:
     return replace(kind, roles=tuple(roles), tools=named or called)
 
 
-def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Mapping[str, Any]]) -> bool:
+def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Row]) -> bool:
     """Whether a column could be this by its type, or where that is text by what the first rows
     hold.
     """
@@ -225,7 +226,7 @@ def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Mapping[str, Any
     return text and not talk
 
 
-def _says(keys: tuple[str, str], field: pa.Field, rows: Sequence[Mapping[str, Any]]) -> bool:
+def _says(keys: tuple[str, str], field: pa.Field, rows: Sequence[Row]) -> bool:
     if is_messages(field.type):
         inside = field.type.value_type
         return all(inside.get_field_index(key) >= 0 for key in keys)
@@ -233,7 +234,7 @@ def _says(keys: tuple[str, str], field: pa.Field, rows: Sequence[Mapping[str, An
     return all(isinstance(message, Mapping) and keys[0] in message for message in first)
 
 
-def _talks(rows: Sequence[Mapping[str, Any]], column: str) -> list[list[Any]]:
+def _talks(rows: Sequence[Row], column: str) -> list[list[Json]]:
     """The conversations of a column: lists as they are, or JSON of lists, where all of its text is
     that.
     """

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Reference
 
 logger = logging.getLogger("easypipe")
 
@@ -35,7 +38,7 @@ class LostCharacters:
     the normalizer and the pre-tokenizer make of it holds one that the vocabulary lacks.
     """
 
-    def __init__(self, reference: Any, name: str) -> None:
+    def __init__(self, reference: Reference, name: str) -> None:
         import tokenizers
 
         self._reference, self._name = reference, name

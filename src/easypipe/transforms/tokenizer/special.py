@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,9 @@ import pyarrow as pa
 from easypipe.core.arrays import Bools, Ints
 from easypipe.core.errors import TokenizerError
 from easypipe.transforms.tokenizer.ragged import Ids, Mask, Tokens
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Reference
 
 SpecialPolicy = Literal["allow", "escape", "error"]
 
@@ -41,7 +44,9 @@ class SpecialStrings:
     string by itself.
     """
 
-    def __init__(self, reference: Any, definition: str, policy: SpecialPolicy, name: str) -> None:
+    def __init__(
+        self, reference: Reference, definition: str, policy: SpecialPolicy, name: str
+    ) -> None:
         self.policy: SpecialPolicy = policy
         added = reference.get_added_tokens_decoder()
         self._strings: dict[int, str] = {
@@ -81,7 +86,7 @@ class SpecialStrings:
         return tuple(self._strings.values())
 
     @property
-    def escaped(self) -> Any:
+    def escaped(self) -> Reference:
         """The reference that takes special strings for ordinary text."""
         return _escaping(self._definition)
 
@@ -132,7 +137,7 @@ class SpecialStrings:
 
 
 @functools.lru_cache(maxsize=1)
-def _escaping(definition: str) -> Any:
+def _escaping(definition: str) -> Reference:
     import tokenizers
 
     reference = tokenizers.Tokenizer.from_str(definition)

@@ -17,7 +17,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -45,6 +45,9 @@ from easypipe.transforms.tokenizer.proof import Verdict
 from easypipe.transforms.tokenizer.ragged import EncodedTexts, Tokens, offsets_of
 from easypipe.transforms.tokenizer.special import SpecialStrings
 from easypipe.transforms.tokenizer.token_bytes import TokenBytes, token_bytes
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Reference
 
 logger = logging.getLogger("easypipe")
 
@@ -89,7 +92,7 @@ class Tokenizer:
         self.name = config.name_or_path
         self.origin = files.origin
         self._files = files
-        self._reference: Any
+        self._reference: Reference
         self._reference, self._definition, self.vocab_size = _load_reference(
             files.definition, files.origin, declared_tokens(files.options)
         )
@@ -397,7 +400,7 @@ def _sha256(definition: str) -> str:
 @functools.lru_cache(maxsize=1)
 def _load_reference(
     definition: str, origin: str, declared: tuple[DeclaredToken, ...]
-) -> tuple[Any, str, int]:
+) -> tuple[Reference, str, int]:
     """The tokenizer with the tokens that are declared beside it, its definition with them, and its
     highest id + 1.
     """
@@ -430,7 +433,7 @@ def _load_reference(
     return reference, definition, _vocab_size(reference, definition, origin)
 
 
-def _vocab_size(reference: Any, definition: str, origin: str) -> int:
+def _vocab_size(reference: Reference, definition: str, origin: str) -> int:
     """The highest id + 1; warns of ids that several tokens have: they cannot be told apart."""
     vocabulary: dict[str, int] = reference.get_vocab(with_added_tokens=True)
     vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -469,7 +472,7 @@ def _vocab_size(reference: Any, definition: str, origin: str) -> int:
     return vocab_size
 
 
-def _declare(reference: Any, declared: Sequence[DeclaredToken], origin: str) -> bool:
+def _declare(reference: Reference, declared: Sequence[DeclaredToken], origin: str) -> bool:
     """Adds those that tokenizer.json lacks, as transformers does: their strings would be text
     otherwise. Whether there were any.
     """
@@ -496,7 +499,7 @@ def _declare(reference: Any, declared: Sequence[DeclaredToken], origin: str) -> 
     return added
 
 
-def _specials(reference: Any, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _specials(reference: Reference, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(before, after): what the post-processor puts around every text."""
     found: set[tuple[tuple[int, ...], tuple[int, ...]]] | None = None
     for probe in _PROBES:
