@@ -70,13 +70,10 @@ class DatasetSection:
 
         Raises ConfigError for a split that data_files does not name.
         """
-        return {
+        rows: dict[str, Any] = {
             "num_rows": self.num_rows,
             "storage_options": self.storage_options,
-            **self._files(split),
         }
-
-    def _files(self, split: str) -> dict[str, Any]:
         if self.data_files is not None:
             if split not in self.data_files:
                 fix = did_you_mean(split, self.data_files) or "Name it in dataset.data_files."
@@ -86,16 +83,11 @@ class DatasetSection:
                     have=self.data_files,
                     fix=fix,
                 )
-            return {"data_files": self.data_files[split]}
-        if self.is_local:
-            return {"data_files": self.name, "split": split}
-        return {
-            "data_files": self.name,
-            "type": "huggingface",
-            "split": split,
-            "subset": self.subset,
-            "revision": self.revision,
-        }
+            return {**rows, "data_files": self.data_files[split]}
+        rows |= {"data_files": self.name, "split": split}
+        if not self.is_local:
+            rows |= {"type": "huggingface", "subset": self.subset, "revision": self.revision}
+        return rows
 
     @property
     def is_local(self) -> bool:

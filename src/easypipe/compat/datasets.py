@@ -63,7 +63,8 @@ class PreprocessedDataset:
                 fix="Use create_preprocessed_dataset(..., streaming=True).",
             )
         self._data, self._engine = hf_dataset, prompt_engine
-        self._kept: dict[int, Encoded] | None = {} if cache_enabled else None
+        self._kept: dict[int, Encoded] = {}
+        self._keeps = cache_enabled
 
     def __len__(self) -> int:
         return len(self._data)
@@ -73,10 +74,10 @@ class PreprocessedDataset:
         number = index + len(self) if index < 0 else index
         if not 0 <= number < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        if self._kept is not None and number in self._kept:
+        if number in self._kept:
             return dict(self._kept[number])
         made = _encode(self._engine, self._data[number], number)
-        if self._kept is not None:
+        if self._keeps:
             self._kept[number] = made
         return dict(made)
 
@@ -89,13 +90,9 @@ class PreprocessedDataset:
         Those that were encoded stay so.
         """
         chosen = [int(i) for i in indices]
-        made = PreprocessedDataset(
-            subset(self._data, chosen), self._engine, cache_enabled=self._kept is not None
-        )
-        if self._kept is not None and made._kept is not None:
-            made._kept |= {
-                new: self._kept[old] for new, old in enumerate(chosen) if old in self._kept
-            }
+        made = PreprocessedDataset(subset(self._data, chosen), self._engine, self._keeps)
+        kept = self._kept
+        made._kept = {new: kept[old] for new, old in enumerate(chosen) if old in kept}
         return made
 
     @property

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.arrays import Bools, Ints
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
 from easypipe.transforms.tokenizer.config import length_limit
-from easypipe.transforms.tokenizer.ragged import EncodedTexts, offsets_of
+from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Mask, offsets_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 Boundary = Literal["sentence", "clause", "word"]
@@ -135,7 +134,7 @@ class Lengths:
         )
 
     @property
-    def identity(self) -> list[Any]:
+    def identity(self) -> list[object]:
         # 2: packing ends no document inside a text; a boundary leaves at least one token. 3: nor
         # does the tokenizer's own EOS
         masked = self.masks and not self.policy.overlap
@@ -176,8 +175,8 @@ class Shaped(NamedTuple):
     """
 
     offsets: Ints
-    ids: NDArray[Any]
-    mask: NDArray[np.uint8] | None
+    ids: Ids
+    mask: Mask | None
     origin: Ints
     added: Ints
     continued: Bools
@@ -278,7 +277,7 @@ def _special(made: EncodedTexts) -> Bools:
 
 def _cut_to_length(
     made: EncodedTexts,
-    mask: NDArray[np.uint8] | None,
+    mask: Mask | None,
     text_of: Callable[[int], str],
     lengths: Lengths,
     i: int,
