@@ -309,13 +309,10 @@ class FileSource(Source):
         ]
 
     def _open(self) -> _Opened:
-        opened = self._opened
-        if opened is None:
-            with self._lock:
-                opened = self._opened
-                if opened is None:
-                    opened = self._opened = self._survey()
-        return opened
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._survey()
+            return self._opened
 
     def _survey(self) -> _Opened:
         def one(file: FileRef) -> Survey:
@@ -325,17 +322,9 @@ class FileSource(Source):
                 )
             return self._format.survey(file, self.columns, self._index_dir)
 
-        if len(self.files) == 1:
-            surveys = [one(self.files[0])]
-        else:
-            workers = min(len(self.files), 16 if self.files[0].remote else (os.cpu_count() or 1))
-            with ThreadPoolExecutor(workers, thread_name_prefix="easypipe-index") as pool:
-                pending = [pool.submit(one, file) for file in self.files]
-                try:
-                    surveys = [future.result() for future in pending]
-                finally:
-                    for future in pending:  # after a failure the rest need not start
-                        future.cancel()
+        workers = min(len(self.files), 16 if self.files[0].remote else (os.cpu_count() or 1))
+        with ThreadPoolExecutor(workers, thread_name_prefix="easypipe-index") as pool:
+            surveys = list(pool.map(one, self.files))  # which, after a failure, starts no more
         found = [
             _with_partitions(file, survey.schema)
             for file, survey in zip(self.files, surveys, strict=True)

@@ -40,14 +40,7 @@ def choose_files(
 
     Raises MissingFileError, with what there is, for a pattern, subset or split that names no file.
     """
-    data = sorted((name for name in names if _is_data(name)), key=natural)
-    if not data:
-        raise MissingFileError(
-            at=at,
-            problem="holds no data file that could be read",
-            have=names[:8],
-            fix="Check the name of the dataset.",
-        )
+    data = _data_files(names, at)
     if pattern is not None:
         chosen = _matching(data, [pattern])
         if not chosen:
@@ -76,6 +69,16 @@ def layouts(
     """subset -> split -> names of its data files, of a whole dataset. Raises MissingFileError where
     there is no data file.
     """
+    data = _data_files(names, at)
+    subsets = (
+        sorted({name.split("/")[0] for name in data})
+        if converted
+        else list(_configs(card)) or ["default"]
+    )
+    return {subset: _splits(data, card, subset, at, converted) for subset in subsets}
+
+
+def _data_files(names: Sequence[str], at: str) -> list[str]:
     data = sorted((name for name in names if _is_data(name)), key=natural)
     if not data:
         raise MissingFileError(
@@ -84,12 +87,7 @@ def layouts(
             have=names[:8],
             fix="Check the name of the dataset.",
         )
-    subsets = (
-        sorted({name.split("/")[0] for name in data})
-        if converted
-        else list(_configs(card)) or ["default"]
-    )
-    return {subset: _splits(data, card, subset, at, converted) for subset in subsets}
+    return data
 
 
 def _splits(
