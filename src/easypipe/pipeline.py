@@ -51,7 +51,11 @@ from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.source.transform import TransformStage
 from easypipe.stages.streamable import no_plan, require_streamable
 from easypipe.stages.tokenize.config import TokenizeStageConfig
-from easypipe.stages.tokenize.documents import TokenizedShardedSource, warn_of_left_columns
+from easypipe.stages.tokenize.documents import (
+    TokenizedShardedSource,
+    tokenized_of,
+    warn_of_left_columns,
+)
 from easypipe.stages.tokenize.encoders import PromptRows
 from easypipe.stages.tokenize.stage import TokenizeStage
 from easypipe.transforms.tokenizer.config import TokenizerConfig
@@ -304,11 +308,8 @@ class Pipeline:
             (step.data for step in reversed(self._plan) if isinstance(step.stage, TokenizeStage)),
             {},
         )
-        return {
-            name: source
-            for name, source in data.items()
-            if isinstance(source, TokenizedShardedSource)
-        }
+        found = {name: tokenized_of(source) for name, source in data.items()}
+        return {name: source for name, source in found.items() if source is not None}
 
     def _chain(self, last: BaseStage) -> tuple[BaseStage, ...]:
         """The stages up to `last`, without source(), of which the config tells."""

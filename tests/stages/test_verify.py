@@ -18,9 +18,11 @@ import yaml
 
 from easypipe import ConfigError, MissingFileError, Pipeline, StorageError
 from easypipe.cache.reader import TokenCache
+from easypipe.cache.repair import aside
 from easypipe.cache.verify import wrong_content
 from easypipe.cache.writer import CacheWriter
 from easypipe.cli import main
+from easypipe.core import storage
 from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.config import to_dict
 from easypipe.core.schema import ROW_NUMBER
@@ -519,3 +521,21 @@ def test_wrong_row_numbers_do_not_pass(tmp_path: Path, numbers: Callable[[Any], 
             place, field, pa.array(numbers(batch.column(place).to_numpy()), field.type)
         )
         assert "row numbers" in str(wrong_content(cache.manifest, part, wrong))
+
+
+def test_what_is_set_aside_stands_beside_its_place(tmp_path: Path) -> None:
+    """In a bucket too: a repair that is killed leaves the damaged file where it can be found."""
+    for folder in (f"memory://aside-{tmp_path.name}", str(tmp_path)):
+        file = f"{folder}/tokens.arrow"
+        storage.commit_bytes(file, b"damaged")
+        fs, place = storage.filesystem(folder)
+        with pytest.raises(KeyboardInterrupt), aside({file}, None):
+            assert not storage.exists(file)
+            [beside] = fs.ls(place, detail=False)
+            assert fs.cat_file(beside) == b"damaged"
+            raise KeyboardInterrupt
+        assert storage.read_bytes(file) == b"damaged"
+        assert len(fs.ls(place, detail=False)) == 1
+        with aside({file}, None):
+            pass
+        assert not fs.ls(place, detail=False)

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import tempfile
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,40 +73,39 @@ def aside(files: Iterable[str], options: StorageOptions) -> Generator[dict[str, 
     """Sets files aside for the block: gone for good when it ends, put back where it raises. Yields
     the bytes of the JSON files.
 
-    What was in a bucket is kept in a temporary folder of this machine meanwhile.
+    They stand beside their places meanwhile, in a bucket too, so that a process that is killed
+    leaves them there.
     """
-    moved: dict[str, Path] = {}
+    moved: dict[str, str] = {}
     kept: dict[str, bytes] = {}
-    with tempfile.TemporaryDirectory(prefix="easypipe-repair-") as folder:
-        try:
-            for i, file in enumerate(files):
-                if not storage.exists(file, options):
-                    continue
-                if file.endswith(".json"):
-                    kept[file] = storage.read_bytes(file, options)
-                if storage.is_remote(file):
-                    moved[file] = Path(folder) / str(i)
-                    with open(moved[file], "wb") as copy:
-                        copy.writelines(storage.chunks(file, options))
-                    storage.remove(file, options)
-                else:
-                    moved[file] = Path(file).with_name(
-                        f"{storage.TEMPORARY}{storage._owner()}-repair-{Path(file).name}"
-                    )
-                    os.replace(file, moved[file])
-            yield kept
-        except BaseException:
-            for file, there in moved.items():
-                if storage.exists(file, options):
-                    continue
-                if storage.is_remote(file):
-                    storage.commit_bytes(file, there.read_bytes(), options)
-                else:
-                    os.replace(there, file)
-            raise
-        finally:
-            for there in moved.values():
-                there.unlink(missing_ok=True)
+    try:
+        for file in files:
+            if not storage.exists(file, options):
+                continue
+            if file.endswith(".json"):
+                kept[file] = storage.read_bytes(file, options)
+            folder, _, name = file.rpartition("/")
+            there = f"{folder}/{storage.TEMPORARY}{storage.owner()}-repair-{name}"
+            _move(file, there, options)
+            moved[file] = there
+        yield kept
+    except BaseException:
+        for file, there in moved.items():
+            if not storage.exists(file, options):
+                _move(there, file, options)
+        raise
+    finally:
+        for there in moved.values():
+            storage.remove(there, options)
+
+
+def _move(file: str, there: str, options: StorageOptions) -> None:
+    if not storage.is_remote(file):
+        os.replace(file, there)
+        return
+    with storage.commit_file(there, options) as (temporary, _), open(temporary, "wb") as copy:
+        copy.writelines(storage.chunks(file, options))
+    storage.remove(file, options)
 
 
 def _keep_the_old_facts(path: str, before: bytes | None, options: StorageOptions) -> None:

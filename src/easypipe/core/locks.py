@@ -155,22 +155,25 @@ def mark_reader(cache_dir: Path, key: str) -> Hold | None:
 
 
 @contextlib.contextmanager
+def _going_on(told: str, *where: object) -> Generator[None]:
+    """Where there are no locks, warns and goes on."""
+    try:
+        yield
+    except StorageError as error:
+        log.warning(told, *where, error)
+
+
+@contextlib.contextmanager
 def working(cache_dir: Path) -> Generator[None]:
     """While something is written that no manifest names yet: nobody clears the folder. Warns, and
     goes on, where there are no locks.
     """
+    told = "%s: written without locks, others may clear it at the same time: %s"
     with contextlib.ExitStack() as stack:
-        try:
+        with _going_on(told, cache_dir):
             what = "another process that clears the cache"
-            stack.enter_context(
-                hold(work_lock(cache_dir), exclusive=False, what=what, timeout_s=60.0)
-            )
-        except StorageError as error:
-            log.warning(
-                "%s: written without locks, others may clear it at the same time: %s",
-                cache_dir,
-                error,
-            )
+            held = hold(work_lock(cache_dir), exclusive=False, what=what, timeout_s=60.0)
+            stack.enter_context(held)
         yield
 
 
@@ -182,22 +185,14 @@ def preparing(cache_dir: Path, key: str, dataset: str) -> Generator[bool]:
     Yields whether there was such a wait. Where the file system has no locks this warns, and goes
     on: two processes that prepare the same do it twice, each range committed whole.
     """
+    told = "dataset %s: prepared without locks, others may prepare or clear it at the same time: %s"
+    path, waited = writer_lock(cache_dir, key), False
     with working(cache_dir), contextlib.ExitStack() as stack:
-        try:
-            what = f"another process that prepares dataset {dataset!r}"
-            path, waited = writer_lock(cache_dir, key), False
+        with _going_on(told, dataset):
             alone = try_hold(path, exclusive=True)
-            if alone is None:
-                alone, waited = hold(path, exclusive=True, what=what), True
-            stack.enter_context(alone)
-        except StorageError as error:
-            log.warning(
-                "dataset %s: prepared without locks, others may prepare or clear it at the same "
-                "time: %s",
-                dataset,
-                error,
-            )
-            waited = False
+            waited = alone is None
+            what = f"another process that prepares dataset {dataset!r}"
+            stack.enter_context(alone or hold(path, exclusive=True, what=what))
         yield waited
 
 
@@ -217,17 +212,11 @@ def saving(folder: Path) -> Generator[None]:
             problem=f"cannot be written: {error}",
             fix="Check the path and permissions.",
         ) from error
+    told = "%s: written without locks, others may save there at the same time: %s"
     with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(
-                hold(folder, exclusive=True, what="another process that saves there")
-            )
-        except StorageError as error:
-            log.warning(
-                "%s: written without locks, others may save there at the same time: %s",
-                folder,
-                error,
-            )
+        with _going_on(told, folder):
+            what = "another process that saves there"
+            stack.enter_context(hold(folder, exclusive=True, what=what))
         yield
 
 

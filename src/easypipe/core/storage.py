@@ -337,7 +337,7 @@ def commit_file(
             Path(target).parent.mkdir(parents=True, exist_ok=True)
             temporary = (
                 Path(target).parent
-                / f"{TEMPORARY}{_owner()}-{secrets.token_hex(4)}-{Path(target).name}"
+                / f"{TEMPORARY}{owner()}-{secrets.token_hex(4)}-{Path(target).name}"
             )
             folder = None
     except OSError as error:
@@ -482,7 +482,8 @@ def _host() -> str:
     return "".join(c for c in socket.gethostname() if c.isalnum()) or "host"
 
 
-def _owner() -> str:
+def owner() -> str:
+    """What temporaries of this process are called by: its machine and number."""
     return f"{_host()}_{os.getpid()}"
 
 

@@ -23,7 +23,7 @@ from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK
 from easypipe.loader.streams.feed import Loaded
 from easypipe.loader.streams.ledger import LOST
 from easypipe.stages.config import datasets_of
-from easypipe.stages.tokenize.documents import Documents, TokenizedShardedSource
+from easypipe.stages.tokenize.documents import Documents, tokenized_of
 from easypipe.stages.tokenize.token_rows import AUDITED_BYTES, AUDITED_SHARE
 from easypipe.transforms.refused import advice
 
@@ -113,10 +113,11 @@ class ForwardDocuments:
         """(documents, rejects, what became of special strings in their texts, and of those over
         max_length).
         """
-        if not isinstance(self._source, TokenizedShardedSource):
+        tokenized = tokenized_of(self._source)
+        if tokenized is None:
             batch, rejects = scan(self._source, shard, start, stop)
             return batch, rejects, Counter(), Counter()
-        found = self._source.documents(shard, start, stop, self._audit_key(shard, start, stop))
+        found = tokenized.documents(shard, start, stop, self._audit_key(shard, start, stop))
         strings = Counter(
             {
                 "special tokens": found.counts.special,

@@ -27,9 +27,10 @@ from easypipe.plan.spec import PlanSpec
 from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.decoding import decoder_of
 from easypipe.stages.load.forward import ForwardDocuments
+from easypipe.stages.mix.mixture import planned_of
 from easypipe.stages.mix.stage import MixedShardedSource
-from easypipe.stages.pack.stage import PackedShardedSource, mixture_of
-from easypipe.stages.tokenize.documents import TokenizedShardedSource, token_info, tokenizer_of
+from easypipe.stages.pack.stage import PackedShardedSource, mixture_of, packed_of
+from easypipe.stages.tokenize.documents import token_info, tokenized_of, tokenizer_of
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
 DOCUMENTS_AT_A_TIME = 1 << 20  # whose lengths are looked at, where all are
@@ -100,20 +101,16 @@ class LoadStage(BaseStage):
         says of the order of rows.
         """
         options = self.config
-        factor = (
-            source.config.shuffle_buffer_factor if isinstance(source, PackedShardedSource) else None
-        )
+        packed, planned = packed_of(source), planned_of(source)
+        factor = None if packed is None else packed.config.shuffle_buffer_factor
         if factor is not None and options.shuffle_buffer_size is None:
             options = dataclasses.replace(options, shuffle_buffer_size=factor * options.batch_size)
-        if (
-            not isinstance(source, MixedShardedSource | PackedShardedSource)
-            or not source.mixture.restarts
-        ):
+        if planned is None or not planned.mixture.restarts:
             return options
         if options.num_epochs not in (1, None):
             why = (
                 "never ends"
-                if source.mixture.endless
+                if planned.mixture.endless
                 else "is drawn once, until mix.max_epochs ends it"
             )
             raise ConfigError(
@@ -127,8 +124,8 @@ class LoadStage(BaseStage):
     def _rows(
         self, name: str, source: ShardedSource, context: PipelineContext, num_epochs: int | None
     ) -> Rows:
-        if isinstance(source, PackedShardedSource):
-            return source.rows(num_epochs)
+        if (packed := packed_of(source)) is not None:
+            return packed.rows(num_epochs)
         info = token_info(source)
         # packed and saved: in the order in which the rows stand, which packing has shuffled
         if SEGMENT_IDS in source.schema.names:
@@ -144,13 +141,13 @@ class LoadStage(BaseStage):
     def _collate(
         self, name: str, source: ShardedSource, context: PipelineContext, rows: Rows | None
     ) -> CollateConfig:
-        inner = (
-            source.mixture if isinstance(source, MixedShardedSource | PackedShardedSource) else None
-        )
-        first, origin = next(iter(({name: source} if inner is None else inner.parts).items()))
+        packed, planned = packed_of(source), planned_of(source)
+        parts = {name: source} if planned is None else planned.mixture.parts
+        first, origin = next(iter(parts.items()))
         options = _tokenizer_options(first, origin, context)
-        packed = isinstance(source, PackedShardedSource)
-        rule: dict[str, Any] = {"segment_ids": source.config.include_segment_ids} if packed else {}
+        rule: dict[str, Any] = {}
+        if packed is not None:
+            rule["segment_ids"] = packed.config.include_segment_ids
         if options is not None:
             rule |= {
                 "attention_mask": options.return_attention_mask,
@@ -159,7 +156,9 @@ class LoadStage(BaseStage):
                 "pad_to_multiple_of": options.pad_to_multiple_of,
                 "length_buckets": _widths(options.length_buckets, rows),
             }
-            if not packed and SEGMENT_IDS not in source.schema.names:  # else rows are full already
+            if (
+                packed is None and SEGMENT_IDS not in source.schema.names
+            ):  # else rows are full already
                 rule |= {
                     "padding": options.padding,
                     "max_length": options.max_length if options.padding == "max_length" else None,
@@ -212,15 +211,13 @@ def _stepped(source: ShardedSource, options: LoadStageConfig) -> ShardedSource:
     """The source; where its weights follow the training step, one that knows how many rows a step
     has.
     """
-    if isinstance(source, MixedShardedSource | PackedShardedSource):
-        mixture = source.mixture.for_load(options)
-        if mixture is not source.mixture:
-            return (
-                MixedShardedSource(mixture)
-                if isinstance(source, MixedShardedSource)
-                else PackedShardedSource(mixture, source.config)
-            )
-    return source
+    planned, packed = planned_of(source), packed_of(source)
+    mixture = None if planned is None else planned.mixture.for_load(options)
+    if planned is None or mixture is None or mixture is planned.mixture:
+        return source
+    if packed is None:
+        return MixedShardedSource(mixture)
+    return PackedShardedSource(mixture, packed.config)
 
 
 def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
@@ -244,14 +241,14 @@ def _stream_rows(
     name: str, source: ShardedSource, context: PipelineContext, config: LoadStageConfig
 ) -> StreamRows:
     """The rows of `source`, read forward. Reads none of them."""
-    if SEGMENT_IDS in source.schema.names and not isinstance(source, PackedShardedSource):
+    packed = packed_of(source)
+    if SEGMENT_IDS in source.schema.names and packed is None:
         raise ConfigError(
             at="streaming",
             problem=f"the rows of dataset {name!r} are packed already: they are counted, and read "
             "where they lie",
             fix="Leave streaming out.",
         )
-    packed = source if isinstance(source, PackedShardedSource) else None
     mixture = mixture_of(name, source, context, stage="load")
     sizes = [config.batch_size, *(size for _, size in config.batch_size_schedule)]
     num_streams = settings_of(context).num_streams or default_streams(*sizes)
@@ -293,8 +290,8 @@ def _stream_rows(
     prints = ["" if info is None else info.tokenizer_fingerprint for info in tokens]
     workers = [
         part.writer.num_workers
-        for part in mixture.parts.values()
-        if isinstance(part, TokenizedShardedSource)
+        for part in map(tokenized_of, mixture.parts.values())
+        if part is not None
     ]
     return StreamRows(
         [ForwardDocuments(part, documents, context) for part, documents in mixture.parts.items()],
