@@ -529,7 +529,7 @@ def test_what_is_set_aside_stands_beside_its_place(tmp_path: Path) -> None:
         file = f"{folder}/tokens.arrow"
         storage.commit_bytes(file, b"damaged")
         fs, place = storage.filesystem(folder)
-        with pytest.raises(KeyboardInterrupt), aside({file}, None):
+        with pytest.raises(KeyboardInterrupt), aside({file}, None):  # noqa: PT012 (a block is left)
             assert not storage.exists(file)
             [beside] = fs.ls(place, detail=False)
             assert fs.cat_file(beside) == b"damaged"
