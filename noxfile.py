@@ -52,6 +52,15 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def audit(session: nox.Session) -> None:
+    """Known holes in the packages that an installation brings along. It gates nothing: asks a
+    service, whose answer changes by the day.
+    """
+    session.install(".", "pip-audit>=2.7")
+    session.run("pip-audit", "--skip-editable", *session.posargs, success_codes=[0, 1])
+
+
+@nox.session
 def types(session: nox.Session) -> None:
     """Pyright: strict for the core, standard for the rest (see pyproject.toml); then over a script
     of a user's, in which it has to find what is wrong and nothing else."""

@@ -10,6 +10,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from easypipe.core import locks
 from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import BatchLoader, ProgressListener, TokenInfo, silent
@@ -176,7 +177,8 @@ class Inputs:
         """
         folder, data = Path(self.run.train.output_dir).expanduser(), self.run.data
         if writes:
-            write_kept(folder / LEDGER, self.prepared.report.ledger.to_json())
+            with locks.training(folder):  # before a ledger of other data takes its place
+                write_kept(folder / LEDGER, self.prepared.report.ledger.to_json())
         drawn = writes and not data.streaming and len(data.datasets) > 1
         try:
             result = training()

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
+from easypipe.cli import app, main
 from pipelines import jsonl, texts, tokenizer
 
 COMMAND = [sys.executable, "-c", "import sys; from easypipe.cli import main; sys.exit(main())"]
@@ -53,3 +55,17 @@ def test_a_locale_of_ascii_shows_names_as_numbers(tmp_path: Path) -> None:
         text = (done.stdout + done.stderr).decode("ascii")
         assert done.returncode == code, text
         assert said in text
+
+
+def test_a_panic_of_a_library_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class PanicException(BaseException):
+        """What pyo3 raises."""
+
+    def panics(*_: object, **__: object) -> None:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(app, "app", panics)
+    assert main(["plan", "x.yaml"]) == 1
+    assert capsys.readouterr().err.startswith("easypipe: PanicException: index out of bounds. ")

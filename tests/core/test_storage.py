@@ -144,3 +144,14 @@ def test_a_sweep_leaves_what_a_living_process_is_writing(tmp_path: Path) -> None
         assert storage.sweep(tmp_path) == 0
         assert temporary.exists()
     assert (tmp_path / "file").read_bytes() == b"half"
+
+
+def test_what_is_committed_stays_so_where_the_temporary_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "no", str(self))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    storage.commit_bytes(tmp_path / "a", b"whole")
+    assert (tmp_path / "a").read_bytes() == b"whole"

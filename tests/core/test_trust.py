@@ -21,6 +21,7 @@ from easypipe import (
     SaveStageConfig,
     SourceError,
 )
+from easypipe.cache.location import cache_folder
 from easypipe.cli import main
 from easypipe.core import storage, trust
 from easypipe.core.checked import commit_checked, read_checked
@@ -206,3 +207,16 @@ def test_a_saved_folder_names_no_file_outside_of_it(tmp_path: Path) -> None:
     commit_checked(manifest, values)
     with pytest.raises(CacheError, match=r"_easypipe.json: .*stolen' is not a file of this folder"):
         load_saved(folder)
+
+
+def test_a_cache_that_everybody_may_write_to_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "easypipe"):
+        (tmp_path / "own").mkdir(mode=0o755)
+        cache_folder(tmp_path / "own")
+        assert not caplog.text
+        (tmp_path / "all").mkdir()
+        (tmp_path / "all").chmod(0o777)
+        cache_folder(tmp_path / "all")
+    assert "all: every user of this machine may write to this cache" in caplog.text

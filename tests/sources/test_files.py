@@ -275,3 +275,19 @@ def test_real_data(shared_data: Path) -> None:
         assert texts or "messages" in source.schema.names
         read = source.read(0, 0, source.shards[0].num_rows).select(texts).to_pylist()
         assert read == [{name: row.get(name) for name in texts} for row in rows]
+
+
+def test_brackets_in_a_folder_that_is_there_are_no_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "w[1]" / "part[ab]"
+    (here / "sub").mkdir(parents=True)
+    for name in ("a.jsonl", "sub/b.jsonl"):
+        (here / name).write_text('{"text": "x"}\n')
+    monkeypatch.chdir(here)
+    everywhere = ["sub/b.jsonl"], ["a.jsonl"], ["a.jsonl", "sub/b.jsonl"]
+    for pattern, names in zip(("*/*.jsonl", "*.jsonl", "**/*.jsonl"), everywhere, strict=True):
+        for given in (pattern, str(here / pattern)):
+            assert [file.path for file in resolve(given)] == [str(here / name) for name in names]
+    with pytest.raises(MissingFileError, match=r"no such file or folder \(have: a.jsonl, sub\)"):
+        resolve("c.jsonl")

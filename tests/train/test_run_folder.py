@@ -16,12 +16,13 @@ from flax import nnx
 
 from easypipe.cli import main
 from easypipe.core.config import from_dict
-from easypipe.core.errors import StateError
+from easypipe.core.errors import StateError, TrainError
 from easypipe.history import spans_of
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.config import SpikeConfig, TrainingConfig
+from easypipe.train.events import TrainEvent, TrainListener, null_listener
 from easypipe.train.metrics.report import page, write_report
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.record import read_kept, write_changes, write_kept, write_versions
@@ -294,3 +295,24 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(folder, tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("hello\n\n")
     assert main(["report", str(tmp_path)]) != 0
     assert "line 1: not a metrics record" in capsys.readouterr().err
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def second(event: TrainEvent) -> None:
+        if event.kind == "step" and event.step == 1:
+            with pytest.raises(TrainError, match="another process trains in this folder") as caught:
+                trainer(null_listener).run()
+            said.append(str(caught.value))
+
+    def trainer(listener: TrainListener) -> Trainer:
+        how = settings(tmp_path / "run", steps=4)
+        return Trainer(Tiny, how, loader(), mesh=MESH, listener=listener)
+
+    assert trainer(second).run().steps == 4
+    assert said == [
+        f"{tmp_path / 'run'}: another process trains in this folder. Wait until it has ended, or "
+        "give another train.output_dir."
+    ]
+    assert trainer(null_listener).run().resumed_from == 4, "the lock ends with the run"

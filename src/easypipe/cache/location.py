@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import weakref
 from pathlib import Path
@@ -36,6 +38,25 @@ class TemporaryFolder(CacheFolder):
         self._remove = weakref.finalize(self, shutil.rmtree, self.local, ignore_errors=True)
 
 
+@functools.cache  # once for each folder
+def _tell_who_writes(folder: Path) -> None:
+    """Says where others than this user decide what tokens are read: checksums find damage, not
+    what somebody wrote on purpose.
+    """
+    try:
+        status = folder.stat()
+    except OSError:  # it will be made, for this user alone to write
+        return
+    if status.st_mode & stat.S_IWOTH:
+        log.warning(
+            "%s: every user of this machine may write to this cache, and so decide what tokens are "
+            "read from it. chmod o-w it, or give a cache_dir of your own.",
+            folder,
+        )
+    elif status.st_uid not in (os.getuid(), 0):
+        log.info("%s: this cache is written by another user (uid %d)", folder, status.st_uid)
+
+
 def cache_folder(given: str | Path | None, options: CacheConfig | None = None) -> CacheFolder:
     """The cache folder of a pipeline: the config's, else EASYPIPE_CACHE, else the user's.
 
@@ -43,7 +64,9 @@ def cache_folder(given: str | Path | None, options: CacheConfig | None = None) -
     """
     chosen = given or os.environ.get("EASYPIPE_CACHE") or platformdirs.user_cache_dir("easypipe")
     if not storage.is_remote(chosen):
-        return CacheFolder(Path(str(chosen).removeprefix("file://")).expanduser().absolute())
+        local = Path(str(chosen).removeprefix("file://")).expanduser().absolute()
+        _tell_who_writes(local)
+        return CacheFolder(local)
     options = options or CacheConfig()
     url = str(chosen).rstrip("/")
     staging = (

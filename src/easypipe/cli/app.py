@@ -121,7 +121,9 @@ def run(arguments: Sequence[str] | None) -> int:
             if "JAX has removed its internal frames" not in note:
                 _say(f"  {note}")
         return error.exit_code
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of a library in Rust is no Exception
         show = getattr(error, "show", None)  # a usage error of the command line itself
         if show is not None and not debug:
             show()

@@ -8,7 +8,7 @@ cache_dir/locks/
   <key>.reader.lock     shared by every open reader of the manifest <key>; exclusive for whoever removes it
   <key>.writer.lock     exclusive for the one process that prepares the manifest <key>
 
-A folder that rows are saved into is locked itself: no file is left in it.
+A folder that rows are saved into, or that a run trains in, is locked itself: no file is left in it.
 
 flock(2): a lock belongs to an open file, so two readers in one process are two as well. (That of
 fasteners 0.19 is lockf, which belongs to the process: the first reader that closes frees all.) Over
@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from easypipe.core.errors import StallError, StorageError
+from easypipe.core.errors import StallError, StorageError, TrainError
 
 FOLDER = "locks"
 POLL_S = 0.02
@@ -204,6 +204,35 @@ def saving(folder: Path) -> Generator[None]:
     Raises StorageError where it cannot be made. Warns, and goes on, where the file system has no
     locks for folders.
     """
+    _make(folder)
+    told = "%s: written without locks, others may save there at the same time: %s"
+    with contextlib.ExitStack() as stack:
+        with _going_on(told, folder):
+            what = "another process that saves there"
+            stack.enter_context(hold(folder, exclusive=True, what=what))
+        yield
+
+
+@contextlib.contextmanager
+def training(folder: Path) -> Generator[None]:
+    """While a run trains into `folder`, which is made. Raises TrainError where another one does;
+    warns, and goes on, where the file system has no locks for folders.
+    """
+    _make(folder)
+    with contextlib.ExitStack() as stack:
+        with _going_on("%s: written without locks, others may train there too: %s", folder):
+            held = try_hold(folder, exclusive=True)
+            if held is None:
+                raise TrainError(
+                    at=str(folder),
+                    problem="another process trains in this folder",
+                    fix="Wait until it has ended, or give another train.output_dir.",
+                )
+            stack.enter_context(held)
+        yield
+
+
+def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -212,12 +241,6 @@ def saving(folder: Path) -> Generator[None]:
             problem=f"cannot be written: {error}",
             fix="Check the path and permissions.",
         ) from error
-    told = "%s: written without locks, others may save there at the same time: %s"
-    with contextlib.ExitStack() as stack:
-        with _going_on(told, folder):
-            what = "another process that saves there"
-            stack.enter_context(hold(folder, exclusive=True, what=what))
-        yield
 
 
 def remove(path: Path) -> None:

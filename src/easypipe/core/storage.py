@@ -367,7 +367,8 @@ def commit_file(
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it has its name by now, or the error is told
+                temporary.unlink(missing_ok=True)
 
 
 def commit_folder(temporary: Path, target: Path) -> None:

@@ -128,8 +128,8 @@ def join(folder: str | Path, name: str) -> str:
 
 
 def is_saved(path: str | Path, storage_options: StorageOptions = None) -> bool:
-    if any(c in str(path) for c in "*?[") or (
-        storage.is_remote(path) and format_of(str(path)) is not None
+    if storage.is_remote(path) and (
+        any(c in str(path) for c in "*?[") or format_of(str(path)) is not None
     ):
         # a pattern, or a URL that names a file, is no folder: nobody need ask the server
         return False

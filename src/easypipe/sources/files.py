@@ -29,7 +29,7 @@ from easypipe.sources.refs import EXTENSIONS as EXTENSIONS
 from easypipe.sources.refs import FileRef as FileRef
 from easypipe.sources.refs import changed as changed
 from easypipe.sources.refs import compression_of as compression_of
-from easypipe.sources.refs import data_files_in, fixed_part, partitioned
+from easypipe.sources.refs import data_files_in, partitioned
 from easypipe.sources.refs import format_of as format_of
 from easypipe.sources.refs import natural as natural
 from easypipe.sources.refs import reading as reading
@@ -294,9 +294,11 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
         )
     if os.path.exists(path):  # first, so that a file called data[1].txt can be named
         return [_local(path)]
-    if glob.has_magic(path):
+    folder = _nearest(path)  # which is there, so brackets in its name are no pattern
+    if glob.has_magic(rest := path[len(folder) :]):
         circles: list[str] = []
-        matches = [name for name in _matches(path, circles) if os.path.isfile(name)]
+        pattern = glob.escape(folder) + rest
+        matches = [name for name in _matches(pattern, circles) if os.path.isfile(name)]
         if circles:
             log.warning(
                 "%s: %s leads to a folder that it has already, and is not followed",
@@ -307,13 +309,11 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
             raise MissingFileError(
                 at=text,
                 problem="the pattern matches no file",
-                have=_neighbours(path),
+                have=_names_in(folder),
                 fix="Correct the pattern.",
             )
-        return partitioned(
-            [_local(name) for name in sorted(matches, key=natural)], fixed_part(path)
-        )
-    near = _neighbours(path)
+        return partitioned([_local(name) for name in sorted(matches, key=natural)], folder)
+    near = _names_in(folder)
     hint = did_you_mean(os.path.basename(path), near)
     raise MissingFileError(
         at=text, problem="no such file or folder", have=near, fix=hint or "Check the path."
@@ -376,12 +376,14 @@ def _local(path: str) -> FileRef:
     return FileRef(path=path, num_bytes=status.st_size, identity=str(status.st_mtime_ns))
 
 
-def _neighbours(path: str) -> list[str]:
-    """Names in the nearest folder above `path` that exists, without magic in its own name; a few,
-    for a message.
-    """
-    folder = os.path.dirname(path)
-    while glob.has_magic(folder) or not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
+def _nearest(path: str) -> str:
+    """The nearest folder above `path` that exists."""
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def _names_in(folder: str) -> list[str]:
+    """A few, for a message."""
     names = sorted((name for name in os.listdir(folder) if not name.startswith(".")), key=natural)
     return [*names[:8], "..."] if len(names) > 8 else names

@@ -50,6 +50,8 @@ def remember(
     try:
         if not _read(here, name).get("unknown", "?"):
             return
+        if isinstance(path, Path) and path.parent.is_dir():
+            storage.sweep(path.parent)  # a killed process may have left half of one
         commit_checked(path, _described(stages, context), here.options)
     except StorageError as error:
         log.info("`easypipe verify --repair` will have to be given the config: %s", error)

@@ -24,6 +24,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import easypipe
+from easypipe.core import locks
 from easypipe.core.checked import Json
 from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, EasypipeError, StateError, TrainError, require
@@ -314,6 +315,7 @@ class Engine:
                 TrainingConfig.on_nonfinite) or leave their range for ever, a loader that ends
                 early, or a device out of memory: it names what is held and what to change.
             StateError: A checkpoint of another run.
+            TrainError: Another process trains in output_dir.
             StorageError: Something cannot be written.
         """
         try:
@@ -448,6 +450,8 @@ class _Run:
     def __init__(self, trainer: Engine, stack: contextlib.ExitStack) -> None:
         """Opens what the run needs, on `stack`, and finds the state to go on from."""
         self.trainer, self.config, folder = trainer, trainer.config, trainer.output_dir
+        if trainer.writes:
+            stack.enter_context(locks.training(folder))
         stack.enter_context(states.on(trainer.mesh, trainer.rules))
         self.checkpoints = stack.enter_context(
             Checkpoints(folder / CHECKPOINTS, keep=self.config.checkpoint.keep)

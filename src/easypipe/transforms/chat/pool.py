@@ -130,7 +130,7 @@ class _Worker:
         self._connection, its = Pipe()
         files = (self._number.fileno(), its.fileno())
         with its:
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: S603  (this Python, and a module of ours)
                 [sys.executable, "-P", "-m", WORKER, *map(str, files)],
                 pass_fds=files,
                 stdin=subprocess.DEVNULL,

@@ -408,7 +408,9 @@ def _load_reference(
 
     try:
         reference = tokenizers.Tokenizer.from_str(definition)
-    except Exception as error:  # noqa: BLE001 (tokenizers raises plain Exception)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 (a plain Exception; a Rust panic is none)
         try:
             json.loads(definition)
             cause = f"not a tokenizer: {error}"
