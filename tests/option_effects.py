@@ -668,13 +668,13 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output",
             "plan/test_pack.py::test_fill",
             "how documents are laid into rows, window by window",
-            "the same, in the windows of each stream; with `stream` each canonical stream is one "
+            "the same, in the windows of each stream; with `concat` each canonical stream is one "
             "run",
         ),
         "segments": Effect(
             "output",
             "stages/test_pack_stream.py::test_in_order_it_is_the_text_from_the_first_file_to_the_last",
-            "of strategy `stream`: what sees each other, and what is a label",
+            "of strategy `concat`: what sees each other, and what is a label",
         ),
         "num_packers": Effect(
             "output",

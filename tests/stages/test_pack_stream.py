@@ -1,4 +1,4 @@
-"""Strategy `stream` through the pipeline: one continuous run of tokens, whatever window, file or
+"""Strategy `concat` through the pipeline: one continuous run of tokens, whatever window, file or
 epoch a row stands in.
 """
 
@@ -26,6 +26,8 @@ from easypipe.core.schema import INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MASK, SEGME
 from easypipe.save.verify import verify
 from pipelines import config, texts, tokenizer, two_datasets
 
+NAMES: tuple[Any, Any] = ("stream", "concat")
+
 
 def packed(
     folder: Path,
@@ -43,8 +45,19 @@ def packed(
             )
         )
     )
-    pipeline.pack(PackStageConfig(**({"seq_length": 64, "strategy": "stream"} | pack)))
+    pipeline.pack(PackStageConfig(**({"seq_length": 64, "strategy": "concat"} | pack)))
     return pipeline if load is None else pipeline.load(LoadStageConfig(**load))
+
+
+def test_the_older_name_is_the_same(tmp_path: Path) -> None:
+    """Rows, identities and so states: who wrote `stream` goes on with `concat`."""
+    rows = [packed(tmp_path, strategy=name).get_data()["mixed"].rows() for name in NAMES]
+    old, new = (one.batch(np.arange(one.num_rows), 64) for one in rows)
+    assert all((old[name] == new[name]).all() for name in old)
+    assert rows[0].identity == rows[1].identity
+    for name in NAMES:
+        with pytest.raises(ConfigError, match=f"no effect on strategy '{name}', which cuts"):
+            PackStageConfig(seq_length=8, strategy=name, oversize="drop")
 
 
 @pytest.mark.parametrize("segments", ["document", "row"])

@@ -25,7 +25,7 @@ LOSS_MASK = "loss_mask"  # 1: this token is a target; absent: every token is
 SEGMENT_BREAK = 2
 SEGMENT_IDS = "segment_ids"  # 0 is padding, segments of a row count from 1
 POSITION_IDS = "position_ids"  # restart at 0 with each segment
-# rows of strategy "stream" only, one number a row: the label of the last slot, which lies in
+# rows of strategy "concat" only, one number a row: the label of the last slot, which lies in
 # another row
 LOOK_AHEAD = "look_ahead"
 LABELS = "labels"  # batches only: the next token of the same segment, or IGNORE

@@ -71,7 +71,7 @@ def documents(
     permutes by `child(key, epoch + e)`.
     """
     out = np.empty(int(counts.sum()), dtype=np.int64)
-    _documents_into(num_docs, keys, epoch, drawn, counts, order.shuffle, order.block_rows, out)
+    _documents_into(num_docs, keys, epoch, drawn, counts, (order.shuffle, order.block_rows), out)
     return out
 
 
@@ -179,7 +179,8 @@ def _step_all(words, count, bits, rounds):
 
 
 @jit
-def _documents_into(num_docs, keys, epoch, drawn, counts, shuffle, block, out):
+def _documents_into(num_docs, keys, epoch, drawn, counts, order, out):
+    shuffle, block = order
     rounds = np.empty(ROUNDS, np.uint64)
     n = 0
     for i in range(num_docs.shape[0]):

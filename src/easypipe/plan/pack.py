@@ -35,8 +35,8 @@ class PackSpec:
     strategy: "greedy" puts a document into the one open row and opens the next where it does not
     fit; "pool" keeps `num_packers` rows open
         and takes the fullest that fits; "first_fit" sees the whole window and takes the fullest row
-        that fits, longest document first. "stream" lays documents one behind the other and begins a
-        row wherever the one before is full.
+        that fits, longest document first. "stream" (in options `concat`) lays documents one behind
+        the other and begins a row wherever the one before is full.
     oversize: a document longer than a row is cut into full rows and a remainder ("split"), cut off
     ("truncate"), left out ("drop"), or
         refused ("error"). Documents that fit a row are never cut. "stream" cuts where rows end, and
@@ -55,8 +55,15 @@ class PackSpec:
         assert 1 <= self.seq_length <= MAX_SEQ_LENGTH, f"{self.seq_length} tokens make no row"
         assert self.strategy in STRATEGIES, f"no strategy {self.strategy!r}"
         assert self.oversize in OVERSIZE, f"no rule {self.oversize!r}"
-        assert self.strategy != "stream" or self.oversize == "split", "a stream cuts everywhere"
+        assert not self.concat or self.oversize == "split", "a stream cuts everywhere"
         assert self.num_packers > 0, "no open row"
+
+    @property
+    def concat(self) -> bool:
+        """Whether documents lie end to end, over the ends of rows. Fingerprints and states of plans
+        know the strategy by its older name.
+        """
+        return self.strategy == "stream"
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ def pack_window(lengths: NDArray[np.int32], spec: PackSpec, key: int) -> Layout:
     oversize "error".
     """
     lengths = np.require(lengths, dtype=np.int32, requirements=["C", "W"])
-    if spec.strategy == "stream":
+    if spec.concat:
         return cut_stream(lengths, spec, key)
     if spec.oversize == "error" and lengths.size and lengths.max() > spec.seq_length:
         draw = int(np.argmax(lengths > spec.seq_length))

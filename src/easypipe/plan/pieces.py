@@ -34,21 +34,12 @@ NO_PIECES = Pieces(_NONE_64, _NONE_32, _NONE_32, _NONE_32, _NONE_64, _NONE_32, _
 
 def pieces_of(window: Window, rows: NDArray[np.int64]) -> Pieces | None:
     """None where a row stands outside the window."""
-    layout = window.layout
-    total = _count_pieces(rows, window.first_row, layout.first_piece)
+    view = window.view
+    total = _count_pieces(rows, view)
     if total < 0:
         return None
     wide, narrow = np.empty((2, total), dtype=np.int64), np.empty((5, total), dtype=np.int32)
-    _gather_pieces(
-        rows,
-        window.first_row,
-        layout.first_piece,
-        layout.table,
-        window.dataset,
-        window.doc,
-        wide,
-        narrow,
-    )
+    _gather_pieces(rows, view, wide, narrow)
     return Pieces(wide[0], narrow[0], narrow[1], narrow[2], wide[1], narrow[3], narrow[4])
 
 
@@ -59,10 +50,10 @@ def join(parts: Sequence[Pieces]) -> Pieces:
 
 
 @jit
-def _count_pieces(rows, first_row, first_piece):
-    total = 0
+def _count_pieces(rows, view):
+    total, first_piece = 0, view.first_piece
     for n in range(rows.shape[0]):
-        row = rows[n] - first_row
+        row = rows[n] - view.first_row
         if row < 0 or row >= first_piece.shape[0] - 1:
             return -1
         total += first_piece[row + 1] - first_piece[row]
@@ -70,18 +61,15 @@ def _count_pieces(rows, first_row, first_piece):
 
 
 @jit
-def _gather_pieces(rows, first_row, first_piece, table, dataset, doc, wide, narrow):
+def _gather_pieces(rows, view, wide, narrow):
     at = 0
     for n in range(rows.shape[0]):
-        row = rows[n] - first_row
-        first = first_piece[row]
-        for piece in range(first, first_piece[row + 1]):
-            draw = table[2, piece]
-            wide[0, at], wide[1, at] = n, doc[draw]
-            narrow[0, at], narrow[1, at], narrow[2, at] = (
-                table[1, piece],
-                piece - first + 1,
-                dataset[draw],
-            )
-            narrow[3, at], narrow[4, at] = table[3, piece], table[4, piece]
+        row = rows[n] - view.first_row
+        first = view.first_piece[row]
+        for piece in range(first, view.first_piece[row + 1]):
+            draw = view.table[2, piece]
+            wide[0, at], wide[1, at] = n, view.doc[draw]
+            narrow[0, at], narrow[1, at] = view.table[1, piece], piece - first + 1
+            narrow[2, at], narrow[3, at] = view.dataset[draw], view.table[3, piece]
+            narrow[4, at] = view.table[4, piece]
             at += 1

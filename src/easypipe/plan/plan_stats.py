@@ -24,7 +24,7 @@ class DatasetStats:
     (partly) in a row behind it.
     dropped: longer than a row. empty: without tokens, so without a place in a packed row.
     docs_truncated: those of docs_placed that lost tokens_truncated. segments: pieces with tokens;
-    each starts with a token that is no target. Under strategy "stream" a piece that goes on with a
+    each starts with a token that is no target. Under strategy "concat" a piece that goes on with a
     document of the row before does not count: its first token is a target there.
     """
 
@@ -108,11 +108,11 @@ def count(
     """Add the draws of a window to `into` (Int64[k, COUNTERS]), of whose rows the first `num_rows`
     are reached.
 
-    draws: dataset and length of each, Int32[n]. cut: under strategy "stream", tokens of the first
+    draws: dataset and length of each, Int32[n]. cut: under strategy "concat", tokens of the first
     document that stand in rows of windows that were counted before, with the document itself.
     """
     pieces = int(layout.first_piece[num_rows])
-    streams = pack is not None and pack.strategy == "stream"
+    streams = pack is not None and pack.concat
     rule = (WHOLE, 0) if pack is None else (_RULES[pack.oversize], pack.seq_length)
     _count(*draws, layout.table, (num_rows, pieces, streams, cut), rule, into)
 

@@ -205,7 +205,7 @@ def stages_choice(schedule: Schedule | None, pack: PackSpec | None) -> dict[str,
     """What names packed plans whose windows end by an estimate of where weights change: before, a
     search for that row decided.
     """
-    by_estimate = schedule is not None and pack is not None and pack.strategy != "stream"
+    by_estimate = schedule is not None and pack is not None and not pack.concat
     return {"stages_end": "estimated"} if by_estimate else {}
 
 

@@ -6,7 +6,8 @@ The one place that makes windows, of counted data and of streams.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic
+from functools import cached_property
+from typing import Generic, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,19 @@ from easypipe.plan.spec import PlanSpec, Stage
 from easypipe.plan.state import At, WindowState
 
 
+class View(NamedTuple):
+    """A window as kernels take it: the row that it begins with, and columns of its layout and of
+    its draws.
+    """
+
+    first_row: int
+    first_piece: NDArray[np.int64]
+    table: NDArray[np.int32]
+    dataset: NDArray[np.int32]
+    doc: NDArray[np.int64]
+    length: NDArray[np.int32]
+
+
 @dataclass(frozen=True)
 class Window(Generic[At]):
     """One window, planned. dataset, length: Int32[draws]; doc: Int64[draws], numbers within the
@@ -64,6 +78,11 @@ class Window(Generic[At]):
     def num_rows(self) -> int:
         return self.layout.num_rows
 
+    @cached_property
+    def view(self) -> View:
+        at = (self.first_row, self.layout.first_piece, self.layout.table)
+        return View(*at, self.dataset, self.doc, self.length)
+
     @property
     def num_bytes(self) -> int:
         return (
@@ -85,7 +104,7 @@ class Planner(Generic[At]):
         """
         pack, stage = self.spec.pack, self.feed.stage(state)
         mixing = _Mixing(self, state, stage)
-        if pack is not None and pack.strategy == "stream":
+        if pack is not None and pack.concat:
             return self._concat(state, mixing, stage, pack)
         draws, key = mixing.draw(*self.feed.size(state, stage)), self.feed.row_key(state)
         while True:

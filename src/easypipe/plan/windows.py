@@ -1,7 +1,7 @@
 """The plan: windows one after another, found again from any row.
 
 row     a row of the whole run, counted over all epochs
-window  `spec.window_docs` draws (fewer where an epoch ends; under "stream", those that fill whole
+window  `spec.window_docs` draws (fewer where an epoch ends; under "concat", those that fill whole
 rows); no row holds two windows draw    the n-th document of the mixture
 mark    a state that the scan passed and keeps, one every MARK_EVERY windows
 
@@ -182,7 +182,7 @@ class Plan:
         size, epochs = len(self.datasets), self._planner.last_epoch
         fits = len(state.drawn) == len(state.deficits) == len(state.active) == size
         if fits and (cut := state.cut) is not None:
-            runs = self.spec.pack is not None and self.spec.pack.strategy == "stream"
+            runs = self.spec.pack is not None and self.spec.pack.concat
             fits = runs and 0 <= cut[0] < size and state.drawn[cut[0]] > 0 and cut[1] > 0
         if (
             not fits

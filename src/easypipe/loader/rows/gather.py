@@ -20,8 +20,7 @@ from easypipe.cache.blocks import INDEX, note
 from easypipe.core.jit import jit
 from easypipe.core.schema import IGNORE, SEGMENT_BREAK
 from easypipe.loader.collate import shift_labels
-from easypipe.plan.state import At
-from easypipe.plan.window import Window
+from easypipe.plan.window import View
 
 NO_CHECKS = np.empty((2, 0), np.int64)  # `todo` where everything was checked
 CACHE_LINE = 64  # bytes that memory is read by
@@ -88,25 +87,6 @@ def eos_ids(eos: int | Sequence[int] | None, datasets: int) -> NDArray[np.int64]
     return np.full(datasets, -1 if eos is None else eos, np.int64)
 
 
-class View(NamedTuple):
-    """A window as kernels take it: the row that it begins with, and columns of its layout and of
-    its draws (plan/window.py).
-    """
-
-    first_row: int
-    first_piece: NDArray[np.int64]
-    table: NDArray[np.int32]
-    dataset: NDArray[np.int32]
-    doc: NDArray[np.int64]
-    length: NDArray[np.int32]
-
-
-def view(window: Window[At]) -> View:
-    layout = window.layout
-    at = (window.first_row, layout.first_piece, layout.table)
-    return View(*at, window.dataset, window.doc, window.length)
-
-
 @jit
 def find(tables, dataset, doc, todo, unchecked):
     """The part that document `doc` of `dataset` lies in, the last that starts at or before it; its
@@ -151,7 +131,7 @@ def touch(tables, part, span, todo, unchecked):
 
 
 @jit
-def write_rows(view, rows, done, tables, rule, columns, todo):
+def write_rows(view: View, rows, done, tables: Tables, rule, columns, todo):
     """Writes those rows of the window that are not done. A row of -1 is all padding.
 
     columns: Int32[R, T] ids, labels if they are wanted, segments, positions, and UInt8[R, T] mask

@@ -16,11 +16,12 @@ from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, PlanError, place
 from easypipe.core.schema import LOSS_MASK
-from easypipe.loader.rows.gather import Tables, View, eos_ids, tables, view
+from easypipe.loader.rows.gather import Tables, eos_ids, tables
 from easypipe.loader.rows.rows import NumberedRows, RowReader, Share, default_width
 from easypipe.loader.rows.write import RowWriter
 from easypipe.loader.state import MAX_DATASETS, SHORT, LoaderState
 from easypipe.plan.spec import choices, in_words
+from easypipe.plan.window import View
 from easypipe.plan.windows import Plan, WindowState
 
 
@@ -60,11 +61,11 @@ class PlannedRows(NumberedRows):
                     f"{cache.num_docs}",
                     fix="Make the plan from this cache.",
                 )
-        runs = plan.spec.pack is not None and plan.spec.pack.strategy == "stream"
+        runs = plan.spec.pack is not None and plan.spec.pack.concat
         if joined and not runs:
             raise PlanError(
                 at="joined",
-                problem="only rows of strategy 'stream' go over the ends of documents",
+                problem="only rows of strategy 'concat' go over the ends of documents",
                 fix="Leave it out.",
             )
         self.joined = joined
@@ -171,7 +172,7 @@ class PlannedRows(NumberedRows):
     # As write.Tokens.
 
     def window_at(self, row: int) -> tuple[View, Tables]:
-        return view(self.plan.window_at(max(row, 0))), self._tables
+        return self.plan.window_at(max(row, 0)).view, self._tables
 
     def pinned(
         self, view: View, rows: NDArray[np.int64]

@@ -71,7 +71,7 @@ class RowReader(Protocol):
         """Columns at rest, Int32[n, width], in new memory: input_ids, segment_ids, position_ids,
         and loss_mask where a dataset has one.
 
-        Rows of strategy "stream" have look_ahead too, Int32[n].
+        Rows of strategy "concat" have look_ahead too, Int32[n].
         width: None for `seq_length`, or the longest of these rows.
         """
         ...

@@ -11,7 +11,7 @@ from easypipe.cache.address import uint8_at
 from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.jit import jit
 from easypipe.core.schema import LOSS_MASK
-from easypipe.loader.rows.gather import NO_CHECKS, find, goes_on_masked, tables, view
+from easypipe.loader.rows.gather import NO_CHECKS, find, goes_on_masked, tables
 from easypipe.plan.windows import Plan, Window
 
 
@@ -34,14 +34,14 @@ def count_targets(
     where = tables([cache.buffers() for cache in caches])
     # else no token is looked at
     masked = caches if any(LOSS_MASK in cache.schema.names for cache in caches) else ()
-    goes_on = plan.spec.pack is not None and plan.spec.pack.strategy == "stream"
+    goes_on = plan.spec.pack is not None and plan.spec.pack.concat
     row = 0
     while row < num_rows:
         window = plan.window_at(row)
         last = window.layout.first_piece[min(num_rows - window.first_row, window.num_rows)]
         begins = _first_draw(window) if joined and row == 0 else -1
         with pin(masked, window.dataset, window.doc):
-            _count(last, view(window), where, (goes_on, joined, begins, hold), NO_CHECKS, found)
+            _count(last, window.view, where, (goes_on, joined, begins, hold), NO_CHECKS, found)
         row = window.after.first_row
     return found
 

@@ -24,12 +24,12 @@ from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, shift_labels
 from easypipe.loader.rows.gather import (
     NO_CHECKS,
     Tables,
-    View,
     join_segments,
     last_labels,
     open_pairs,
     write_rows,
 )
+from easypipe.plan.window import View
 
 AT_REST = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS)
 
@@ -77,7 +77,7 @@ class RowWriter:
 
     eos: Int64[datasets], as `gather.eos_ids` gives them. hold: held pieces have no targets.
     seq_length: slots of every row, None where it is a document.
-    runs: rows are those of strategy "stream": a document goes on in the next row. joined: each of
+    runs: rows are those of strategy "concat": a document goes on in the next row. joined: each of
     those is one segment, over the ends of documents. paired: documents are two segments.
     """
 
@@ -104,16 +104,10 @@ class RowWriter:
     ) -> dict[str, NDArray[np.int32]]:
         """As RowReader.batch."""
         columns = fresh_columns(BATCH_COLUMNS, len(rows), width)
-        self.fill(tokens, rows, columns)
-        return columns
-
-    def fill(
-        self, tokens: Tokens, rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]]
-    ) -> None:
-        """Writes the rows (Int64[R]) into BATCH_COLUMNS, Int32[R, width] each."""
         _, ahead = self._write(tokens, rows, columns)
         if self.runs:
             columns[LABELS][:, -1] = ahead
+        return columns
 
     def _write(
         self, tokens: Tokens, rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]]

@@ -18,6 +18,7 @@ to know when the others end, and reads all.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import os
@@ -36,7 +37,7 @@ from easypipe.core.schema import (
 )
 from easypipe.loader.placement import gather_bytes
 from easypipe.loader.prefetch import ReadPool
-from easypipe.loader.rows.gather import Tables, View, eos_ids
+from easypipe.loader.rows.gather import Tables, eos_ids
 from easypipe.loader.rows.rows import RowReader, Rows, Share, default_width
 from easypipe.loader.rows.write import RowWriter
 from easypipe.loader.state import LoaderState
@@ -48,7 +49,7 @@ from easypipe.loader.streams.stream import Made, Stream, StreamFeed, lay
 from easypipe.plan import turns
 from easypipe.plan.pack import nothing_fits
 from easypipe.plan.spec import in_words
-from easypipe.plan.window import Window
+from easypipe.plan.window import View, Window
 
 log = logging.getLogger("easypipe")
 
@@ -114,14 +115,9 @@ class StreamRows(Rows):
 
     def with_seed(self, seed: int) -> StreamRows:
         """The rows of the same data in the order of another seed."""
-        return StreamRows(
-            self.sources,
-            dataclasses.replace(self.spec, plan=dataclasses.replace(self.spec.plan, seed=seed)),
-            self._tokens_identity,
-            pad_token_id=self.pad_token_id,
-            workers=self.workers,
-            name=self.name,
-        )
+        other, plan = copy.copy(self), dataclasses.replace(self.spec.plan, seed=seed)
+        other.spec = dataclasses.replace(self.spec, plan=plan)
+        return other
 
     def open(self, state: LoaderState | None = None, share: Share | None = None) -> RowReader:
         batch, texts = (0, []) if state is None else (state.batch, state.hint or [])
@@ -185,7 +181,7 @@ class StreamReader(RowReader):
         self._rows_before = 0
         self._bad: Counter[int] = Counter()  # by dataset
         spec = rows.spec
-        runs = spec.plan.pack is not None and spec.plan.pack.strategy == "stream"
+        runs = spec.plan.pack is not None and spec.plan.pack.concat
         self._writer = RowWriter(
             eos=eos_ids(spec.eos, len(spec.plan.weights)),
             pad_token_id=rows.pad_token_id,

@@ -14,7 +14,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.random import child, fold
 from easypipe.loader.collate import address
 from easypipe.loader.prefetch import ReadPool
-from easypipe.loader.rows.gather import Tables, View, view
+from easypipe.loader.rows.gather import Tables
 from easypipe.loader.streams.feed import Cursor, Deal, Loaded, Piece, Place
 from easypipe.loader.streams.ledger import Books
 from easypipe.loader.streams.spec import StreamSpec
@@ -22,7 +22,7 @@ from easypipe.loader.streams.state import StreamState
 from easypipe.plan import mix, plan_stats, turns
 from easypipe.plan.pack import nothing_fits
 from easypipe.plan.spec import Stage
-from easypipe.plan.window import Planner, Window
+from easypipe.plan.window import Planner, View, Window
 
 BLOCK_DOCS = 256  # drawn at a time; a window ends between two blocks
 
@@ -82,8 +82,7 @@ class StreamFeed:
         if rows is not None and plan.pack is None:
             docs = min(docs, rows)
         elif rows is not None and plan.pack is not None:
-            runs = plan.pack.strategy == "stream"
-            full = (rows + runs) * plan.pack.seq_length
+            full = (rows + plan.pack.concat) * plan.pack.seq_length
             tokens = full if tokens is None else min(full, tokens)
         return docs, tokens
 
@@ -246,7 +245,7 @@ class Stream:
         bad = [cursor.bad_chunks() for cursor in self._feed.cursors]
         tables = lay(chunks)
         masked = bool(tables.mask.any())
-        return Made(window, view(window), tables, masked, chunks, self._books(), bad)
+        return Made(window, window.view, tables, masked, chunks, self._books(), bad)
 
     def _books(self) -> Books:
         """As they stand now."""

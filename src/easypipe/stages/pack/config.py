@@ -17,11 +17,11 @@ class PackStageConfig:
     strategies.
 
     enabled: False skips the stage.
-    strategy: `stream` lays documents one behind the other and cuts them wherever a row ends; the
-    others cut only what is longer than a row.
+    strategy: `concat` lays documents one behind the other and cuts them wherever a row ends; the
+    others cut only what is longer than a row. `stream` is an older name of `concat`.
     num_packers: open rows that `pool` keeps (16 where it is None); it has no effect on other
     strategies, which a warning says.
-    oversize: what becomes of a document longer than a row; `stream` refuses all but `split`. Under
+    oversize: what becomes of a document longer than a row; `concat` refuses all but `split`. Under
     `split`,
         tokenize() cuts conversations between turns to fit rows, unless they have a max_length or a
         length of their own.
@@ -29,7 +29,7 @@ class PackStageConfig:
     first turn of a conversation) is trained
         in the pieces behind its first too, which stand in other rows, without that prompt.
         Elsewhere they have no targets.
-    segments: of `stream`, what a segment is: a `document`, as everywhere else, or the whole `row`:
+    segments: of `concat`, what a segment is: a `document`, as everywhere else, or the whole `row`:
     documents of a row then see each other,
         positions count through, and every token but the first of all is a label.
     eos_token_id: ends every document that does not end with it already. None: the tokenizer's own;
@@ -48,7 +48,7 @@ class PackStageConfig:
 
     enabled: bool = True
     seq_length: int = 2048
-    strategy: Literal["greedy", "pool", "first_fit", "stream"] = "greedy"
+    strategy: Literal["greedy", "pool", "first_fit", "concat", "stream"] = "greedy"
     num_packers: int | None = None
     oversize: Literal["split", "truncate", "drop", "error"] = "split"
     train_continued: bool = False
@@ -85,9 +85,9 @@ class PackStageConfig:
                 problem=f"{self.num_packers} open rows hold nothing",
                 fix="Give at least 1.",
             )
-        if self.strategy == "stream" and self.oversize != "split":
+        if self.concat and self.oversize != "split":
             problem = (
-                f"{self.oversize!r} has no effect on strategy 'stream', which cuts "
+                f"{self.oversize!r} has no effect on strategy {self.strategy!r}, which cuts "
                 "documents "
                 "where rows end"
             )
@@ -96,22 +96,27 @@ class PackStageConfig:
                 problem=problem,
                 fix="Leave it out, or set max_length to truncate when tokenizing.",
             )
-        if self.train_continued and (self.strategy == "stream" or self.oversize != "split"):
+        if self.train_continued and (self.concat or self.oversize != "split"):
             what = (
-                "strategy 'stream', which trains them"
-                if self.strategy == "stream"
+                f"strategy {self.strategy!r}, which trains them"
+                if self.concat
                 else f"oversize {self.oversize!r}, which makes none"
             )
             raise ConfigError(
                 at="train_continued", problem=f"has no effect on {what}", fix="Leave it out."
             )
-        if self.segments == "row" and self.strategy != "stream":
+        if self.segments == "row" and not self.concat:
             problem = (
                 f"'row' has no effect on strategy {self.strategy!r}, which keeps documents apart"
             )
             raise ConfigError(
-                at="segments", problem=problem, fix="Leave it out, or set strategy to 'stream'."
+                at="segments", problem=problem, fix="Leave it out, or set strategy to 'concat'."
             )
+
+    @property
+    def concat(self) -> bool:
+        """Whether documents lie end to end, over the ends of rows."""
+        return self.strategy in ("concat", "stream")
 
     @property
     def holds(self) -> bool:
@@ -121,14 +126,14 @@ class PackStageConfig:
         return (
             self.enabled
             and self.oversize == "split"
-            and self.strategy != "stream"
+            and not self.concat
             and not self.train_continued
         )
 
     def spec(self) -> PackSpec:
         return PackSpec(
             seq_length=self.seq_length,
-            strategy=self.strategy,
+            strategy="stream" if self.strategy == "concat" else self.strategy,
             num_packers=DEFAULT_PACKERS if self.num_packers is None else self.num_packers,
             oversize=self.oversize,
             shuffle_rows=self.shuffle_packed,

@@ -102,7 +102,7 @@ class PackedShardedSource(PlannedSource):
     """Rows of `seq_length` slots: `input_ids`, `segment_ids`, `position_ids` (and `loss_mask` where
     a dataset has one).
 
-    Those of strategy `stream` have a number each too, `look_ahead`: the label of the last slot,
+    Those of strategy `concat` have a number each too, `look_ahead`: the label of the last slot,
     which is the first token of another row. Opening it reads nothing; its rows are counted by
     `prepare()`, those of an endless mixture never.
     """
@@ -154,7 +154,7 @@ class PackedShardedSource(PlannedSource):
             pa.field(name, pa.large_list(places), nullable=False)
             for name in (SEGMENT_IDS, POSITION_IDS)
         ]
-        if self.config.strategy == "stream":
+        if self.config.concat:
             fields.append(pa.field(LOOK_AHEAD, pa.int32(), nullable=False))
         return pa.schema(fields + ([PROVENANCE] if self.mixture.provenance else []))
 
@@ -260,8 +260,10 @@ def _tell_uncut(mixture: Mixture, seq_length: int) -> None:
 
 def _check_pairs(config: PackStageConfig) -> None:
     """Both halves of a pair stand in one row, whole."""
-    if config.strategy == "stream":
-        problem = "'stream' cuts documents wherever a row ends, and pairs must stay whole"
+    if config.concat:
+        problem = (
+            f"{config.strategy!r} cuts documents wherever a row ends, and pairs must stay whole"
+        )
         raise ConfigError(at="pack.strategy", problem=problem, fix="Use 'first_fit'.")
     if config.oversize in ("split", "truncate"):
         problem = (
