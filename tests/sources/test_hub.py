@@ -99,7 +99,7 @@ def test_offline_is_said_at_once(hub: WebServer, monkeypatch: pytest.MonkeyPatch
     assert not hub.seen
 
 
-@pytest.mark.parametrize("where", ["refused", "dropped", "unknown"])
+@pytest.mark.parametrize("where", ["refused", "dropped", "unknown", "proxy"])
 def test_without_a_network_it_is_said_within_five_seconds(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,10 +115,16 @@ def test_without_a_network_it_is_said_within_five_seconds(
                 one.connect_ex(listener.getsockname())
         host = "no-such-host.invalid" if where == "unknown" else "127.0.0.1"
         endpoint = f"http://{host}:{listener.getsockname()[1]}"
+        if where == "proxy":
+            monkeypatch.setenv("http_proxy", endpoint)
+            monkeypatch.delenv("no_proxy", raising=False)
+            monkeypatch.delenv("NO_PROXY", raising=False)
+            endpoint = "http://hub.invalid"
         began = time.monotonic()
         with pytest.raises(
             SourceError,
-            match=r"org/stories: the Hub cannot be reached: .*hf download --repo-type dataset "
+            match=rf"org/stories: the Hub cannot be reached: {'the proxy' * (where == 'proxy')}.*"
+            r"hf download --repo-type dataset "
             r"org/stories",
         ):
             HuggingFaceShardedSource("org/stories", storage_options={"endpoint": endpoint})

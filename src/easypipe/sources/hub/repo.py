@@ -208,15 +208,19 @@ def _require_someone_there(endpoint: str, at: str) -> None:
     """Raises SourceError within CONNECT_S where no connection to the Hub comes about: a machine
     without a network is told at once.
 
-    Asked once for each host. Behind a proxy, and where the Hub's client was told to ask nobody,
-    that client says what is wrong.
+    Asked once for each host, or proxy before it: what lies behind a proxy, and where the Hub's
+    client was told to ask nobody, that client says.
     """
     from huggingface_hub import constants
 
     parts = urlsplit(endpoint)
-    host, port = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
-    proxied = {parts.scheme, "all"} & getproxies().keys() and not proxy_bypass(host)
-    if constants.HF_HUB_OFFLINE or proxied or (host, port) in _answered:
+    proxy = {} if proxy_bypass(parts.hostname or "") else getproxies()
+    via = proxy.get(parts.scheme) or proxy.get("all")
+    if via:
+        parts = urlsplit(via if "://" in via else f"http://{via}")
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 1080)  # the last is SOCKS
+    host, role = parts.hostname or "", "the proxy " if via else ""
+    if constants.HF_HUB_OFFLINE or (host, port) in _answered:
         return
     said: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
     began = time.monotonic()
@@ -242,9 +246,9 @@ def _require_someone_there(endpoint: str, at: str) -> None:
     if failure is not None:
         raise SourceError(
             at=at,
-            problem=f"the Hub cannot be reached: {host}:{port}: {failure}",
-            fix="Check the network, or HF_ENDPOINT where a mirror is used; else download it where "
-            "there is one "
+            problem=f"the Hub cannot be reached: {role}{host}:{port}: {failure}",
+            fix=f"Check the network{', or https_proxy' if via else ''}, or HF_ENDPOINT where a "
+            "mirror is used; else download it where there is one "
             f"(hf download --repo-type dataset {at.removeprefix('hf://datasets/')} --local-dir "
             "FOLDER) and give data_files the folder.",
         )
