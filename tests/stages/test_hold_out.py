@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+import xxhash
 
 from easypipe import (
     ConfigError,
@@ -21,6 +23,7 @@ from easypipe import (
 )
 from easypipe.cli.prepare import data_of
 from easypipe.jobs import prepare_data
+from easypipe.transforms.columns.hold_out import HoldOut, HoldOutConfig
 from pipelines import jsonl, texts, tokenizer
 
 
@@ -54,6 +57,20 @@ def test_the_two_sides_are_disjoint_and_stable(tmp_path: Path) -> None:
     for wrong in (0, 1.0):
         with pytest.raises(ConfigError, match=r"hold_out\.fraction: .* is no part of the rows"):
             read(tmp_path, {"fraction": wrong})
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.string(), pa.int64()], ids=str)
+def test_which_rows_are_held_out_is_the_hash_of_what_they_hold(kind: pa.DataType) -> None:
+    """The rule may never change: rows would go from one side to the other."""
+    rows: list[Any] = [None if i % 7 == 0 else i for i in range(300)]
+    if kind != pa.int64():
+        rows = [row if row is None else f"héé {row}" * (row % 5) for row in rows]
+    options = HoldOutConfig(fraction=0.3, seed=9, held=True)
+    batch = pa.RecordBatch.from_arrays([pa.array(rows, kind)], names=["text"])[10:]
+    held = HoldOut(options, ["text"])(batch).column(0).to_pylist()
+    texts = [row if isinstance(row, str) else json.dumps([row]) for row in rows[10:]]
+    hashes = [xxhash.xxh3_64_intdigest(text.encode(), 9) for text in texts]
+    assert held == [rows[10 + i] for i, one in enumerate(hashes) if one < int(0.3 * 2**64)]
 
 
 def run(tmp_path: Path, held_out: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -63,17 +64,29 @@ class HoldOut(ColumnTransform):
         return before
 
     def rows(self, rows: Rows) -> Rows:
-        columns = [rows.batch.column(name).to_pylist() for name in self.names]
         limit, seed = int(self.options.fraction * 2**64), self.options.seed
-        held = np.zeros(len(rows.numbers), np.bool_)
-        for i, values in enumerate(zip(*columns, strict=True)):  # hashes are of rows
-            text = (
-                values[0]
-                if len(values) == 1 and isinstance(values[0], str)
-                else json.dumps(values, sort_keys=True, default=str)
-            )
-            held[i] = xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"), seed) < limit
+        columns = [rows.batch.column(name) for name in self.names]
+        texts = len(columns) == 1 and str(columns[0].type).endswith("string")
+        keys = _texts(columns[0]) if texts else _json(columns)
+        hashes = map(xxhash.xxh3_64_intdigest, keys, itertools.repeat(seed))
+        held = np.fromiter(hashes, np.uint64, len(rows.numbers)) < limit
         return rows.kept(held == self.options.held)
 
     def __repr__(self) -> str:
         return f"HoldOut({self.options.fraction}, seed={self.options.seed})"
+
+
+def _texts(column: pa.Array) -> Iterator[bytes | memoryview]:
+    """The bytes of each text where they lie: decoding them would cost more than their hashes."""
+    column = column.cast(pa.large_string()).fill_null("[null]")
+    _, offsets, data = column.buffers()
+    borders = np.frombuffer(offsets, np.int64)[column.offset :][: len(column) + 1].tolist()
+    return map(memoryview(data or b"").__getitem__, map(slice, borders, borders[1:]))
+
+
+def _json(columns: Sequence[pa.Array]) -> Iterator[bytes]:
+    """The JSON of each row; of rows that are one text (JSON in a file too) the text."""
+    for values in zip(*(column.to_pylist() for column in columns), strict=True):
+        whole = len(values) == 1 and isinstance(values[0], str)
+        text = values[0] if whole else json.dumps(values, sort_keys=True, default=str)
+        yield text.encode("utf-8", "surrogatepass")
