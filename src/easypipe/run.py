@@ -13,7 +13,7 @@ from typing import Any
 from easypipe.core import locks
 from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
 from easypipe.core.errors import ConfigError
-from easypipe.core.protocols import BatchLoader, ProgressListener, TokenInfo, silent
+from easypipe.core.protocols import BatchLoader, ProgressListener, TokenInfo, Turns, silent
 from easypipe.history import host_load, plan_of_run
 from easypipe.jobs import Prepared, prepare_data, with_hold_outs, with_tokenizer_of
 from easypipe.loader.config import LoadStageConfig
@@ -34,7 +34,6 @@ from easypipe.train.plan.aot import StepPlan, plan_step
 from easypipe.train.record import LEDGER, PLAN, recorded_seed, write_kept
 from easypipe.train.signals import Interrupted
 from easypipe.train.trainer import Engine, TrainResult
-from easypipe.transforms.chat.render import Turns
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("easypipe")

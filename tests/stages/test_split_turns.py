@@ -233,3 +233,16 @@ def test_nothing_is_cut_where_something_else_is_said(
     )
     assert before.fingerprint == after.fingerprint
     assert after.read(0, 0, 1).num_rows == 1
+
+
+def test_the_plan_tells_of_answers_that_are_longer_than_a_row(tmp_path: Path) -> None:
+    rows = [{"messages": talk("fox", "Four " * 200)}, {"messages": talk("a", "b")}]
+
+    def notes(pack: PackStageConfig) -> list[str]:
+        made = pipeline(tmp_path, rows, pack).pack()
+        return [note for note in made.plan().notes if "go on with a document" in note]
+
+    (note,) = notes(PackStageConfig(seq_length=64))
+    assert note.startswith("chat: 6 pieces go on with a document of another row")
+    assert not notes(PackStageConfig(seq_length=64, train_continued=True))
+    assert not notes(PackStageConfig(seq_length=600))

@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 from flax import nnx
 
-from easypipe import DatasetConfig, Decoder, ModelConfig, PipelineConfig, Trainer, train_bpe
+from easypipe import (
+    DatasetConfig,
+    Decoder,
+    LoadStageConfig,
+    ModelConfig,
+    PackStageConfig,
+    Pipeline,
+    PipelineConfig,
+    SaveStageConfig,
+    Trainer,
+    train_bpe,
+)
 from easypipe.cli import main
 from easypipe.train import save_pretrained
 from easypipe.train.finished import load_trained
@@ -174,3 +185,29 @@ def test_a_template_goes_where_every_version_of_transformers_looks(
     )
     assert (saved / "chat_template.jinja").read_text() == "new {{ messages }}"
     assert read(saved, "tokenizer_config.json")["chat_template"] == "new {{ messages }}"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_saved_conversations_tell_how_they_were_written(
+    tokenizer: Path, tmp_path: Path, packed: bool
+) -> None:
+    talk = [{"role": "user", "content": "say 1"}, {"role": "assistant", "content": "1 it is"}]
+    dataset = DatasetConfig(
+        name="d", data_files={"messages": [talk] * 20}, tokenizer=str(tokenizer), **CHAT
+    )
+    chain = Pipeline(PipelineConfig(datasets=[dataset], seed=1, cache_dir=tmp_path / "cache"))
+    chain.source().tokenize()
+    if packed:
+        chain.pack(PackStageConfig(seq_length=48))
+    chain.save(SaveStageConfig(output_dir=tmp_path / "saved")).build()
+    again = [DatasetConfig(name="d", data_files=str(tmp_path / "saved"))]
+    data: Any = (
+        PipelineConfig(datasets=again, seed=1, load=LoadStageConfig(batch_size=4))
+        if packed
+        else again
+    )
+    how: dict[str, Any] = {} if packed else {"seq_length": 48, "batch_size": 4}
+    trainer = Trainer(SHAPE, data=data, output_dir=tmp_path / "run", steps=1, **how)
+    saved = trainer.run().save(tmp_path / "model")
+    assert (saved / "chat_template.jinja").read_text() == CHAT_TEMPLATES["chatml"]
+    assert read(saved, "config.json")["eos_token_id"] == IM_END

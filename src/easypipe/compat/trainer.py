@@ -14,7 +14,7 @@ from easypipe.compat.foreign import Dataset, Values
 from easypipe.core.config import from_dict, load_yaml, meant, to_dict, with_aliases
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.progress import ProgressLine
-from easypipe.core.protocols import BatchLoader, ProgressListener
+from easypipe.core.protocols import BatchLoader, ProgressListener, Turns
 from easypipe.loader.config import LoadStageConfig
 from easypipe.run import Inputs, RunConfig, check_vocabulary, inputs_of, with_vocabulary
 from easypipe.stages.config import PipelineConfig
@@ -28,7 +28,6 @@ from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.optim.config import OptimizerConfig
 from easypipe.train.parallel.config import MeshConfig
 from easypipe.train.trainer import Engine, TrainResult
-from easypipe.transforms.chat.render import Turns
 
 Data = PipelineConfig | DatasetConfig | Sequence[DatasetConfig] | str | Path
 _DATA = (PipelineConfig, DatasetConfig, str, Path, list, tuple, Mapping)

@@ -199,11 +199,23 @@ class TokenInfo:
     seq_length: int | None
 
 
+@dataclass(frozen=True)
+class Turns:
+    """How conversations were written for training. template: its text, as `transformers` takes
+    it.
+    """
+
+    template: str
+    # what a model that was trained on it writes when its turn is over; none where nobody can tell
+    stop_token_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceInfo:
     """What a source declares of itself; a source over another passes on what holds for it too.
 
     tokens: whose tokens its rows hold; None where they hold none, or nobody knows.
+    turns: how the conversations were written whose tokens these are.
     pairs: every row is a pair of answers, which must stay in one row of a batch.
     cacheable: the next process knows these rows by the same fingerprint.
     rows_are_bytes: a row's number is the byte at which it begins, and `num_rows` counts bytes.
@@ -216,6 +228,7 @@ class SourceInfo:
     """
 
     tokens: TokenInfo | None = None
+    turns: Turns | None = None
     pairs: bool = False
     cacheable: bool = True
     rows_are_bytes: bool = False

@@ -27,6 +27,7 @@ from easypipe.core.protocols import (
     Source,
     SourceInfo,
     TokenInfo,
+    Turns,
 )
 from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
@@ -68,6 +69,7 @@ class SavedManifest:
     tokens: TokenInfo | None
     shards: tuple[SavedShard, ...]
     ledger: Json
+    turns: Turns | None = None
 
     @property
     def num_rows(self) -> int:
@@ -106,6 +108,7 @@ class SavedManifest:
             "num_rows": self.num_rows,
             "num_tokens": self.num_tokens,
             "tokens": None if self.tokens is None else asdict(self.tokens),
+            **({} if self.turns is None else {"turns": asdict(self.turns)}),
             "shards": [asdict(shard) for shard in self.shards],
             "ledger": self.ledger,
         }
@@ -164,11 +167,19 @@ def read_manifest(folder: str | Path, storage_options: StorageOptions = None) ->
             tokens=None if text["tokens"] is None else TokenInfo(**text["tokens"]),
             shards=tuple(SavedShard(**shard) for shard in text["shards"]),
             ledger=text["ledger"],
+            turns=_turns(text.get("turns")),
         )
     except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
         raise CacheError(
             at=path, problem=f"damaged: {error!r}", fix="Save the data again."
         ) from error
+
+
+def _turns(value: Json | None) -> Turns | None:
+    """Folders of conversations have them since they are exported with the model."""
+    if value is None:
+        return None
+    return Turns(str(value["template"]), tuple(map(int, value["stop_token_ids"])))
 
 
 class SavedSource(Source):
@@ -192,7 +203,11 @@ class SavedSource(Source):
 
     @property
     def info(self) -> SourceInfo:
-        return SourceInfo(tokens=self.tokens, num_tokens=self.manifest.num_tokens)
+        return SourceInfo(
+            tokens=self.tokens,
+            num_tokens=self.manifest.num_tokens,
+            turns=self.manifest.turns,
+        )
 
     @property
     def packed(self) -> bool:

@@ -23,6 +23,7 @@ from easypipe.core.protocols import (
     ProgressListener,
     ShardedSource,
     TokenInfo,
+    Turns,
 )
 from easypipe.save.card import write_card
 from easypipe.save.config import CODECS, SaveStageConfig, codec_of, max_bytes_of
@@ -117,6 +118,7 @@ class Rows(NamedTuple):
     source: ShardedSource
     fingerprint: str
     tokens: TokenInfo | None
+    turns: Turns | None
     ledger: Callable[[], Ledger]
 
 
@@ -171,6 +173,7 @@ def _write_folder(target: Target, rows: Rows, progress: ProgressListener) -> Sav
             compression=codec_of(config),
             schema=source.schema,
             tokens=rows.tokens,
+            turns=rows.turns,
             shards=shards,
             ledger={},
         ),

@@ -20,7 +20,7 @@ from easypipe.save.write_folder import Rows, SavedFolder, Target, write_folder
 from easypipe.stages.config import datasets_of
 from easypipe.stages.mix.mixture import planned_of
 from easypipe.stages.reports.ledger import ledger_of
-from easypipe.stages.tokenize.documents import is_documents
+from easypipe.stages.tokenize.documents import is_documents, trained_turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,4 +148,5 @@ def rows_of(target: Target) -> Rows:
         below = source.below if isinstance(source, Source) else None
         rows = CachedDocuments(source.materialize(), below or source, info.extra_columns)
     fingerprint = rows.fingerprint if planned is None else planned.prepare().content()
-    return Rows(rows, fingerprint, info.tokens, lambda: ledger_of(target.dataset, source))
+    turns = trained_turns(target.source)
+    return Rows(rows, fingerprint, info.tokens, turns, lambda: ledger_of(target.dataset, source))

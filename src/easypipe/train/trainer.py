@@ -28,7 +28,7 @@ from easypipe.core import locks
 from easypipe.core.checked import Json
 from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, EasypipeError, StateError, TrainError, require
-from easypipe.core.protocols import BatchLoader
+from easypipe.core.protocols import BatchLoader, Turns
 from easypipe.train import state as states
 from easypipe.train.callbacks.named import Known, checked_callbacks, make_callbacks
 from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint
@@ -88,7 +88,6 @@ from easypipe.train.record import write_changes, write_config, write_fingerprint
 from easypipe.train.signals import Interrupted, StopSignals
 from easypipe.train.spike_guard import SpikeGuard
 from easypipe.train.step import Metrics, make_eval_step, make_train_step
-from easypipe.transforms.chat.render import Turns
 
 logger = logging.getLogger("easypipe")
 

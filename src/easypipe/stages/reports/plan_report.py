@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from easypipe.core.errors import CacheError, ConfigError, StageOrderError
 from easypipe.core.protocols import PipelineContext, ShardedSource, info_of
-from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.steps import Begin, Steps
 from easypipe.plan.plan_stats import PlanStats
@@ -217,6 +217,8 @@ def _planned(
     notes += run.notes(name)
     notes += [note for d in datasets for note in _dataset_notes(d, mixture, plan)]
     notes += _mixture_notes(mixture, stats, whole=run.steps == run.available)
+    if packed and packed.rows(num_epochs).hold and not mixture.paired:
+        notes += _continued_notes(mixture, stats)
     notes += [*strange, *late_stages(plan, run.counted, run.steps)]
     if (said := unlike_weights(mixture, plan, requested)) is not None:
         notes.append(said)
@@ -497,6 +499,20 @@ def _mixture_notes(mixture: Mixture, stats: PlanStats, *, whole: bool) -> list[s
             "stop_strategy all_exhausted draws every document of an epoch once: "
             "weights say how early, not how often"
         )
+    return found
+
+
+def _continued_notes(mixture: Mixture, stats: PlanStats) -> list[str]:
+    """Of datasets with loss masks whose documents are cut where rows end."""
+    found = []
+    for (name, part), cache in zip(stats.datasets.items(), mixture.prepare(), strict=True):
+        pieces = part.segments - part.docs_placed
+        if pieces > 0 and LOSS_MASK in cache.schema.names:
+            found.append(
+                f"{name}: {pieces:,} pieces go on with a document of another row; those whose "
+                "document begins with a prompt have no targets (the ledger's 'without their "
+                "prompt'): raise pack.seq_length, or set pack.train_continued"
+            )
     return found
 
 

@@ -30,6 +30,7 @@ from easypipe.core.protocols import (
     Source,
     SourceInfo,
     TokenInfo,
+    Turns,
     info_of,
     select,
 )
@@ -37,7 +38,7 @@ from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.sources.splits import PartialSource
 from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.tokenize.encoders import RowForm, TextColumn, TextEncoder, TokenEncoder
-from easypipe.transforms.chat.render import Turns, turns_of
+from easypipe.transforms.chat.render import turns_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("easypipe")
@@ -304,7 +305,7 @@ def tokenizer_of(source: ShardedSource) -> Tokenizer | None:
 
 def trained_turns(source: ShardedSource) -> Turns | None:
     """How the conversations of a source, mixed and packed or not, are written; None where it holds
-    none, and for rows made before.
+    none.
 
     Of several templates the first is told, with all the tokens that end turns. Raises
     HostileTemplateError.
@@ -314,6 +315,8 @@ def trained_turns(source: ShardedSource) -> Turns | None:
     mixture = getattr(source, "mixture", None)
     found: dict[str, Turns] = {}
     for part in [source] if mixture is None else mixture.parts.values():
+        if (told := info_of(part).turns) is not None:
+            found.setdefault(told.template, told)
         tokenizer, template = (
             tokenizer_of(part),
             getattr(getattr(getattr(part, "form", None), "engine", None), "template", None),

@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, TokenizerError, did_you_mean
+from easypipe.core.protocols import Turns
 from easypipe.transforms.chat.conversations import MessageReader
 from easypipe.transforms.chat.pool import Asked, Ended, Hostile, asked
 from easypipe.transforms.chat.sandbox import Json
@@ -82,18 +83,6 @@ class ChatTemplate:
         """
         spec = {**self._spec, "reader": asdict(reader or MessageReader())}
         return answers_of(spec, rows, self.origin)
-
-
-@dataclass(frozen=True)
-class Turns:
-    """How conversations were written for training.
-
-    template: its text, as `transformers` takes it.
-    """
-
-    template: str
-    # what a model that was trained on it writes when its turn is over; none where nobody can tell
-    stop_token_ids: tuple[int, ...]
 
 
 def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:

@@ -28,6 +28,7 @@ from easypipe.core.errors import (
     raising,
     require,
 )
+from easypipe.core.protocols import Turns
 from easypipe.core.storage import commit_folder, json_bytes
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.lora import merge_lora
@@ -45,7 +46,6 @@ from easypipe.train.model.pretrained.files import (
     model_folder,
     read_json,
 )
-from easypipe.transforms.chat.render import Turns
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
 logger = logging.getLogger("easypipe")
