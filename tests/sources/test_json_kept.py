@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from easypipe import DatasetConfig, Pipeline, PromptConfig
+from easypipe import DatasetConfig, Pipeline, PromptConfig, ShardedDataSource
 from easypipe.core.errors import SourceError
+from easypipe.sources.external.objects import open_object
 from easypipe.sources.formats.jsonlines import JsonShardedSource
 from easypipe.sources.open import open_files
 from easypipe.sources.schemas import JSON
@@ -113,6 +114,34 @@ def test_a_null_that_stood_in_the_file_stays(tmp_path: Path, value: Any) -> None
         .type
     )
     assert texts_of(tmp_path, str(path)) == written(plain)
+
+
+class ByNumber:
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.rows[number]
+
+
+class Listed(ShardedDataSource):
+    shard_names = ("one",)
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def open_shard(self, shard_name: str) -> Any:
+        yield from self.rows
+
+
+@pytest.mark.parametrize("make", [list, ByNumber, Listed])
+@pytest.mark.parametrize("late", [0, 1100], ids=["in the first rows", "behind them"])
+def test_a_null_of_a_python_row_stays(tmp_path: Path, make: Any, late: int) -> None:
+    rows = [talk({"lang": "en"}), *[talk({})] * late, talk({"lang": None, "deep": [{"x": None}]})]
+    assert texts_of(tmp_path, make(rows)) == written(rows)
 
 
 def chat(path: Path, **options: Any) -> DatasetConfig:
@@ -282,15 +311,17 @@ def test_rows_of_python_are_read_as_those_of_files(tmp_path: Path, given: Any) -
     "given", [lambda rows: lambda: iter(rows), Numbered], ids=["function", "by number"]
 )
 def test_a_key_that_only_late_rows_have_is_not_lost(tmp_path: Path, given: Any) -> None:
-    """Arrow drops keys that a type does not name."""
+    """Arrow drops keys that a type does not name: what a template reads is kept as JSON."""
     rows = [talk({"c": 1})] * 1100
-    assert len(texts_of(tmp_path, given([*rows, talk({"c": 1, "d": None})]))) == 1101
+    late = [*rows, talk({"c": 1, "d": None}), talk({"c": 1, "e": 2})]
+    assert texts_of(tmp_path, given(late)) == written(late)
+    source = open_object(given(late), name="d", version="1")
     with pytest.raises(
         SourceError,
-        match="d, row 1100, column 'messages': has the key 'e', which no object there has in the "
+        match="d, row 1101, column 'messages': has the key 'e', which no object there has in the "
         "first 1024",
     ):
-        texts_of(tmp_path / "bad", given([*rows, talk({"c": 1, "e": 2})]))
+        source.read(0, 1000, 1102)
     mixed = [talk({"c": 1}), talk({"c": "x"}), *rows[2:], talk({"e": 2})]
     assert texts_of(tmp_path / "json", given(mixed)) == written(mixed)
     with pytest.raises(

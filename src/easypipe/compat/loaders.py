@@ -259,7 +259,7 @@ def text_stream(
     load, together = options.load_options(), options.num_epochs or 1
     if options.num_epochs is not None:
         load = dataclasses.replace(load, num_epochs=1)  # streams would begin theirs one by one
-    return EpochLoader(passes_of_streams(pipeline.load(load).build()), together)
+    return passes_of_streams(pipeline.load(load).build(), together)
 
 
 def _text_pipeline(

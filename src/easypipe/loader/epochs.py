@@ -38,12 +38,14 @@ class EpochLoader(Loader):
     made of this one (`copy`, `map_rows`, `of_rank`) have passes of their own, from the first one
     on.
     make: the Loader of a pass; those of all passes have one config.
-    together: passes that one iteration chains, each with a last batch of its own: it ends behind
-    every pass whose number counted from 1 is a multiple of it, wherever it began.
     """
 
-    def __init__(self, make: Callable[[int], Loader], together: int = 1) -> None:
-        self._made, self._together = make, together
+    # passes that one iteration chains, each with a last batch of its own: it ends behind every pass
+    # whose number counted from 1 is a multiple of it, wherever it began
+    _together = 1
+
+    def __init__(self, make: Callable[[int], Loader]) -> None:
+        self._made = make
         self._told: Callable[[int], None] = lambda epoch: None
         first = make(0)
         super().__init__(first.rows, first.config, seed=first.seed, **first._options)
@@ -107,7 +109,9 @@ class EpochLoader(Loader):
         return self._each(lambda one: one.of_rank(rank, world_size))
 
     def _each(self, change: Callable[[Loader], Loader]) -> EpochLoader:
-        return EpochLoader(lambda epoch: change(self._made(epoch)), self._together)
+        other = EpochLoader(lambda epoch: change(self._made(epoch)))
+        other._together = self._together
+        return other
 
     def _begin(self, entry: LoaderState | None) -> Iterator[dict[str, Any]]:
         first = super()._begin(entry)
@@ -183,8 +187,10 @@ def passes_over(
     return make
 
 
-def passes_of_streams(first: Loader) -> Callable[[int], Loader]:
-    """Makes the Loader of every pass over data that is read forward. first: of the first pass."""
+def passes_of_streams(first: Loader, together: int) -> EpochLoader:
+    """The passes over data that is read forward, `together` of them in one iteration. first: the
+    Loader of the first pass.
+    """
     rows = first.rows
     assert isinstance(rows, StreamRows), "other rows are counted"
 
@@ -192,7 +198,9 @@ def passes_of_streams(first: Loader) -> Callable[[int], Loader]:
         seed = seed_of_epoch(first.seed, epoch)
         return first._twin(rows.with_seed(seed), first.config, seed)
 
-    return make
+    loader = EpochLoader(make)
+    loader._together = together
+    return loader
 
 
 def seed_of_epoch(seed: int, epoch: int) -> int:

@@ -6,7 +6,7 @@ import datetime
 import decimal
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,11 +50,32 @@ def _is_row(row: Any) -> bool:
     return isinstance(row, Mapping) and all(isinstance(key, str) for key in row)
 
 
-def columns_of(rows: Iterable[Any], name: str, *, skip: bool = False) -> pa.Schema:
+def next_rows(rows: Iterator[Any], start: int, count: int, at: str) -> list[Any]:
+    """The next `count` rows, fewer where it ends. What the user's code raises is passed on with the
+    place.
+    """
+    taken: list[Any] = []
+    for _ in range(count):
+        try:
+            row = next(rows)
+        except StopIteration:
+            break
+        except Exception as error:
+            error.add_note(f"while reading {place(at, row=start + len(taken))}")
+            raise
+        taken.append(row)
+    return taken
+
+
+def columns_of(
+    rows: Iterable[Any], name: str, *, skip: bool = False, exact: Sequence[str] = ()
+) -> pa.Schema:
     """The columns of the first rows. Raises SourceError where the values of one have no common
     type, or where there are none.
 
-    skip: rows that do not fit are left out: the type that most values have decides.
+    skip: rows that do not fit are left out: the type that most values have decides. exact: columns
+    whose lists and objects are JSON: rows behind these may hold nulls that no Arrow type would tell
+    from keys that are not there.
     """
     found: dict[str, Counter[pa.DataType]] = {}
     for row in rows:  # Python objects: there is no column to work on yet
@@ -72,6 +93,7 @@ def columns_of(rows: Iterable[Any], name: str, *, skip: bool = False) -> pa.Sche
             except TypeConflict as error:
                 if not skip:
                     raise _no_common_type(key, error, name) from error
+    kinds |= {key: JSON for key in exact if key in kinds and holds_struct(kinds[key])}
     if not kinds:
         raise SourceError(
             at=name,
@@ -215,7 +237,7 @@ def _array(numbers: Sequence[int], values: list[Any], field: pa.Field, name: str
             problem=f"{wanted}: {error}",
             fix="Give every row the same type.",
         ) from error
-    if _holds_struct(field.type):  # Arrow drops keys of objects that the type does not name
+    if holds_struct(field.type):  # Arrow drops keys of objects that the type does not name
         for number, value in zip(numbers, values, strict=True):
             lost = _lost(value, field.type)
             if lost is not None:
@@ -229,9 +251,9 @@ def _array(numbers: Sequence[int], values: list[Any], field: pa.Field, name: str
     return array
 
 
-def _holds_struct(kind: pa.DataType) -> bool:
+def holds_struct(kind: pa.DataType) -> bool:
     return pa.types.is_struct(kind) or (
-        pa.types.is_nested(kind) and _holds_struct(kind.field(0).type)
+        pa.types.is_nested(kind) and holds_struct(kind.field(0).type)
     )
 
 
@@ -245,7 +267,7 @@ def _lost(value: Any, kind: pa.DataType) -> str | None:
             inner = key if at < 0 else _lost(item, kind.field(at).type)
             if inner is not None:
                 return inner
-    elif isinstance(value, list | tuple) and _holds_struct(kind):
+    elif isinstance(value, list | tuple) and holds_struct(kind):
         inside = kind.field(0).type
         return next(
             (key for key in (_lost(item, inside) for item in value) if key is not None), None

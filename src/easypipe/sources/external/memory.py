@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place, require_columns, require_rows
 from easypipe.core.protocols import Shard, Source
 from easypipe.sources.base import READER_VERSION
-from easypipe.sources.external.dicts import MISFITS, as_json, outer_kind
+from easypipe.sources.external.dicts import MISFITS, as_json, holds_struct, outer_kind
 from easypipe.sources.schemas import column, plain_schema
 
 CUT_ROWS = 8192  # rows in memory can be read from anywhere; cuts only say where work may be divided
@@ -37,6 +38,14 @@ class InMemoryShardedSource(Source):
         name: str = "memory",
     ) -> None:
         table = _table(data, name)
+        self._again = functools.partial(type(self), columns=columns, name=name)
+        # as Python gave them: Arrow would tell no null from a key that a row does not have
+        self._nested = {
+            key: values
+            for key in table.column_names
+            if holds_struct(table.schema.field(key).type)
+            and (values := _python_values(data, key)) is not None
+        }
         if columns is not None:
             require_columns(columns, table.column_names, name)
             table = table.select(list(columns))
@@ -73,6 +82,14 @@ class InMemoryShardedSource(Source):
 
     def shard_identity(self, shard: int) -> str:
         return self._content
+
+    def exactly(self, columns: Sequence[str]) -> InMemoryShardedSource:
+        nulls = [key for key in columns if any(map(_holds_null, self._nested.get(key, ())))]
+        table = pa.Table.from_batches([self._batch])
+        for key in nulls:
+            as_text = as_json(self._nested[key])
+            table = table.set_column(table.column_names.index(key), key, as_text)
+        return self._again(table) if nulls else self
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         require_rows(start, stop, self._batch.num_rows, self._shard.name)
@@ -119,6 +136,20 @@ def _table(data: Any, name: str) -> pa.Table:
         problem=f"cannot read rows from {type(data).__name__}",
         fix="Give a pyarrow.Table, a list of dicts or a dict of columns.",
     )
+
+
+def _python_values(data: Any, key: str) -> Sequence[Any] | None:
+    """A column as Python objects; None of what Arrow holds already."""
+    if isinstance(data, Mapping):
+        return data[key] if isinstance(data[key], list | tuple) else None
+    return None if isinstance(data, pa.Table | pa.RecordBatch) else [row.get(key) for row in data]
+
+
+def _holds_null(value: Any) -> bool:
+    """Whether an object within `value` holds a null."""
+    if isinstance(value, Mapping):
+        return any(item is None or _holds_null(item) for item in value.values())
+    return isinstance(value, list | tuple) and any(map(_holds_null, value))
 
 
 def _array(values: Any, name: str, key: str) -> pa.Array | pa.ChunkedArray:

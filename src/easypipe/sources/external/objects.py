@@ -222,6 +222,7 @@ class RandomAccessSource(Source):
     ) -> None:
         """identity: what its rows are known by, in place of their content."""
         self._identity, self._skip = identity, skip
+        self._exact: tuple[str, ...] = ()  # columns whose lists and objects are JSON
         rows = len(data)
         if rows >= ENDLESS:
             raise SourceError(
@@ -243,7 +244,7 @@ class RandomAccessSource(Source):
                 rows = self._there(0, min(self._rows, FIRST_ROWS))[1]
                 for i, row in ({} if self._skip else rows).items():
                     require_row(row, i, self._name)
-                columns = columns_of(rows.values(), self._name, skip=self._skip)
+                columns = columns_of(rows.values(), self._name, skip=self._skip, exact=self._exact)
                 self._schema = columns.append(pa.field(ROW_NUMBER, pa.int64()))
             return self._schema
 
@@ -258,6 +259,13 @@ class RandomAccessSource(Source):
 
     def shard_identity(self, shard: int) -> str:
         return self.fingerprint
+
+    def exactly(self, columns: Sequence[str]) -> RandomAccessSource:
+        twin = RandomAccessSource(
+            self._data, name=self._name, identity=self._identity, skip=self._skip
+        )
+        twin._exact = tuple(columns)
+        return twin
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         return self.scan(shard, start, stop).batch

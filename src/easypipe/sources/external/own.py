@@ -30,7 +30,6 @@ from easypipe.core.config import digest
 from easypipe.core.errors import (
     ConfigError,
     SourceError,
-    place,
     require_columns,
     require_rows,
 )
@@ -46,7 +45,8 @@ from easypipe.core.protocols import (
 )
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.base import READER_VERSION
-from easypipe.sources.external.dicts import FIRST_ROWS, as_scan, columns_of, require_row
+from easypipe.sources.external import dicts
+from easypipe.sources.schemas import is_json
 
 log = logging.getLogger("easypipe")
 
@@ -195,17 +195,13 @@ class OwnSource(Source):
         skip: bool = False,
     ) -> None:
         self._skip = skip
-        self._given, self._name, self._identity, self.cacheable, self._num_rows = (
-            given,
-            name,
-            identity,
-            cacheable,
-            num_rows,
-        )
+        self._given, self._name, self._identity = given, name, identity
+        self.cacheable, self._num_rows = cacheable, num_rows
         self._counted = counted or num_rows is not None
         self._columns: tuple[str, ...] | None = None
         self._folder = folder
         self._kept = _Kept(given, folder, skip)
+        self._exact: tuple[str, ...] = ()  # columns whose lists and objects are JSON
         self._known: dict[str, Any] = {}  # shared by those that `select` gives: what was found out
         self._lock = threading.RLock()
 
@@ -237,18 +233,33 @@ class OwnSource(Source):
 
     @property
     def fingerprint(self) -> str:
-        return digest(
-            "own", self._identity, [shard.name for shard in self._given.shards], self._num_rows
-        )
+        return digest(*self._rows, *self._as_json)
 
     def shard_identity(self, shard: int) -> str:
-        return digest("own shard", self._identity, self._given.shards[shard].name)
+        name = self._given.shards[shard].name
+        return digest("own shard", self._identity, name, *self._as_json)
+
+    @property
+    def _rows(self) -> tuple[Any, ...]:
+        names = [shard.name for shard in self._given.shards]
+        return "own", self._identity, names, self._num_rows
+
+    @property
+    def _as_json(self) -> list[str]:
+        there = [name for name in self._exact if name in self._whole.names]
+        return [name for name in there if is_json(self._whole.field(name).type)]
 
     def select(self, columns: Sequence[str]) -> OwnSource:
         """The same rows with only `columns`; what is read is read once for both."""
         twin = copy.copy(self)
         require_columns(columns, self.schema.names, self._name)
         twin._columns = tuple(dict.fromkeys([*columns, ROW_NUMBER] if self._skip else columns))
+        return twin
+
+    def exactly(self, columns: Sequence[str]) -> OwnSource:
+        twin = copy.copy(self)
+        twin._known, twin._lock, twin._exact = {}, threading.RLock(), tuple(columns)
+        twin._kept = _Kept(self._given, self._folder, self._skip)
         return twin
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
@@ -291,8 +302,11 @@ class OwnSource(Source):
             if "schema" not in self._known:
                 self._recall()
             if "schema" not in self._known:
-                schema = columns_of(
-                    self._kept.first_rows(FIRST_ROWS, self._at), self._name, skip=self._skip
+                schema = dicts.columns_of(
+                    self._kept.first_rows(dicts.FIRST_ROWS, self._at),
+                    self._name,
+                    skip=self._skip,
+                    exact=self._exact,
                 )
                 self._known["schema"] = (
                     schema.append(pa.field(ROW_NUMBER, pa.int64())) if self._skip else schema
@@ -307,10 +321,10 @@ class OwnSource(Source):
         at, columns = self._at(shard), self._whole
         rows = iter(self._given.open(self._given.shards[shard].name, start))
         try:
-            taken = _taken(rows, start, stop - start, at)
+            taken = dicts.next_rows(rows, start, stop - start, at)
         finally:
             _close(rows)
-        return as_scan(taken, range(start, start + len(taken)), columns, at, skip=self._skip)
+        return dicts.as_scan(taken, range(start, start + len(taken)), columns, at, skip=self._skip)
 
     def _count(self) -> Iterator[Shard]:
         left = self._num_rows
@@ -336,8 +350,8 @@ class OwnSource(Source):
         """What is known of a source with a version outlives the process."""
         if self._folder is None or not (self.cacheable and self._counted):
             return None
-        read_as = [READER_VERSION, *(["tolerant"] if self._skip else [])]
-        return self._folder / f"{digest('counted', *read_as, self.fingerprint)}.rows.json"
+        read_as = [READER_VERSION, *(["tolerant"] if self._skip else []), *self._exact]
+        return self._folder / f"{digest('counted', *read_as, digest(*self._rows))}.rows.json"
 
     def _remember(self) -> None:
         path = self._path()
@@ -397,11 +411,11 @@ class _Kept:
             for number, shard in enumerate(self._given.shards):
                 rows = iter(self._given.open(shard.name, 0))
                 try:
-                    taken = _taken(rows, 0, count, at(number))
+                    taken = dicts.next_rows(rows, 0, count, at(number))
                 finally:
                     _close(rows)
                 for row, one in enumerate([] if self._skip else taken):
-                    require_row(one, row, at(number))
+                    dicts.require_row(one, row, at(number))
                 if taken:
                     return taken
             return []
@@ -474,14 +488,14 @@ class _Kept:
                     self._given.open(self._given.shards[shard].name, pulled.rows)
                 )
             try:
-                taken = _taken(
+                taken = dicts.next_rows(
                     pulled.iterator,
                     pulled.rows,
                     min(BLOCK_ROWS, (limit or sys.maxsize) - pulled.rows),
                     at,
                 )
                 numbers = range(pulled.rows, pulled.rows + len(taken))
-                batch, rejects = as_scan(taken, numbers, columns, at, skip=self._skip)
+                batch, rejects = dicts.as_scan(taken, numbers, columns, at, skip=self._skip)
             except BaseException:
                 _close(pulled.iterator)
                 # an iterator that raised looks as if it had ended: another one is begun behind what
@@ -610,23 +624,6 @@ def _behind(rows: Iterator[Any], row: int) -> Iterator[Any]:
     for _ in itertools.islice(rows, row):
         pass
     return rows
-
-
-def _taken(rows: Iterator[Any], start: int, count: int, at: str) -> list[Any]:
-    """The next `count` rows, fewer where it ends. What the user's code raises is passed on with the
-    place.
-    """
-    taken: list[Any] = []
-    for _ in range(count):
-        try:
-            row = next(rows)
-        except StopIteration:
-            break
-        except Exception as error:
-            error.add_note(f"while reading {place(at, row=start + len(taken))}")
-            raise
-        taken.append(row)
-    return taken
 
 
 def _close(rows: Any) -> None:
