@@ -28,7 +28,7 @@ class _PythonRows(Source):
     _again: Callable[[pa.Table], ShardedSource]
     _nested: Mapping[str, Sequence[Any]]
 
-    def exactly(self, columns: Sequence[str]) -> ShardedSource:
+    def exactly(self, columns: Sequence[str]) -> Any:
         nulls = [key for key in columns if any(map(_holds_null, self._nested.get(key, ())))]
         table = pa.Table.from_batches([self._batch])
         for key in nulls:
