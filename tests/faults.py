@@ -201,7 +201,7 @@ FAULTS = [
           "short_at + tail - start", "short_at - start"),
     fault("draws are released by a looser bound", "plan/mix.py", "tests/plan/test_mix.py -k bound_at_every",
           "slack = np.int64(2 * alive - 2)", "slack = np.int64(2 * alive)"),
-    fault("a draw of many tokens grants as few as one", "plan/deficit.py", "tests/plan/test_schedule.py -k tokens",
+    fault("a draw of many tokens grants as few as one", "plan/mix.py", "tests/plan/test_schedule.py -k tokens",
           "grant = tokens if by_size else np.int64(0)", "grant = np.int64(by_size)"),
     fault("a document that just fits an open row opens another", "plan/pack.py", "tests/plan/test_pack.py -k oracle",
           "word if word >= need else _NO_ROW", "word if word > need else _NO_ROW"),

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from easypipe.core.random import child, fold, permute
-from easypipe.plan.deficit import ROWS_TOTAL, TOKENS_TOTAL, weights_of
 from easypipe.plan.feed import CachedFeed
-from easypipe.plan.mix import Stop
+from easypipe.plan.mix import ROWS_TOTAL, TOKENS_TOTAL, Stop, weights_of
 from easypipe.plan.order import OrderConfig
 from easypipe.plan.pack import PackSpec
-from easypipe.plan.spec import PlanDataset, PlanSpec
-from easypipe.plan.state import WindowState
+from easypipe.plan.spec import PlanDataset, PlanSpec, WindowState
 
 Item = tuple[int, int, int]  # draw, start, length
 Document = tuple[int, int, int]  # dataset, doc, length

@@ -41,7 +41,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what `easypipe quickstart` writes before it prepares and trains; the examples
     use its files.
     """
-    from easypipe.cli.project import TOKENIZER, VOCAB_SIZE, training_texts, write_project
+    from easypipe.cli.quickstart import TOKENIZER, VOCAB_SIZE, training_texts, write_project
     from easypipe.transforms.tokenizer.bpe import train_bpe
 
     folder = tmp_path_factory.mktemp("docs") / "easypipe-quickstart"

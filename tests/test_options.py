@@ -239,6 +239,7 @@ def test_num_packers_fills_rows_better(tmp_path: Path) -> None:
                 seq_length=160, strategy="pool", num_packers=num_packers, oversize="truncate"
             )
         )
+        packed.prepare()
         return sum(shard.num_rows or 0 for shard in packed.get_data()["d"].shards)
 
     assert rows(16) < rows(1)
@@ -254,8 +255,8 @@ def test_stop_strategy_decides_when_a_mixture_ends(tmp_path: Path) -> None:
             .get_data()["mixed"]
         )
 
-    assert mixed("all_exhausted").shards[0].num_rows == 60 + 90
-    assert mixed("first_exhausted").shards[0].num_rows in (120, 121)
+    assert mixed("all_exhausted").prepare().shards[0].num_rows == 60 + 90
+    assert mixed("first_exhausted").prepare().shards[0].num_rows in (120, 121)
     assert mixed("restart").mixture.endless
 
 
@@ -328,6 +329,7 @@ def test_shuffle_packed_moves_rows_and_changes_none(tmp_path: Path) -> None:
         pipeline.source().tokenize().pack(
             PackStageConfig(seq_length=64, strategy="first_fit", shuffle_packed=shuffle_packed)
         )
+        pipeline.prepare()
         source = pipeline.get_data()["d"]
         return source.read(0, 0, source.shards[0].num_rows or 0).column(INPUT_IDS).to_pylist()
 

@@ -2,7 +2,7 @@
 
 from easypipe.cache.reader import TokenCache
 from easypipe.cache.verify import Verification
-from easypipe.compat.classify import ClassifyConfig
+from easypipe.compat.classify import ClassifyConfig, ImagesConfig
 from easypipe.compat.collators import (
     create_causal_lm_collate,
     create_collate_fn,
@@ -15,11 +15,9 @@ from easypipe.compat.datasets import (
     StreamingPreprocessedDataset,
     create_preprocessed_dataset,
 )
-from easypipe.compat.images import ImagesConfig
-from easypipe.compat.language import LanguageModelingDataCollator
 from easypipe.compat.loaders import DataLoaderBuilder, DataLoaderConfig, DataLoaderFactory
 from easypipe.compat.masking import create_masked_lm_collate
-from easypipe.compat.registry import CollatorRegistry
+from easypipe.compat.registry import CollatorRegistry, LanguageModelingDataCollator
 from easypipe.compat.small_transformer import (
     BPETokenizer,
     TransformerDataset,

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from easypipe import ConfigError
-from easypipe.cli.project import MARKER, standard_library, training_texts, write_project
+from easypipe.cli.quickstart import MARKER, standard_library, training_texts, write_project
 from easypipe.core import storage
 from easypipe.save.saved import MANIFEST
 

@@ -27,7 +27,7 @@ import laws
 from easypipe import ClassifyConfig, ConfigError, SourceError, TaskSpec, UniversalDataModule
 from easypipe.cli import main
 from easypipe.compat import classify
-from easypipe.compat.images import Images, ImagesConfig
+from easypipe.compat.classify import Images, ImagesConfig
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.train import trainer as engine
 from easypipe.train.finished import load_trained

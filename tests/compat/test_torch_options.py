@@ -20,7 +20,7 @@ from easypipe import (
 )
 from easypipe.compat.data_pipeline import TokenizerSection
 from easypipe.core.errors import ConfigError
-from easypipe.transforms.tokenizer.options import with_options
+from easypipe.transforms.tokenizer.config import with_options
 from pipelines import tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "faces.md"

@@ -22,7 +22,7 @@ from easypipe.core.protocols import Shard
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.loader import Loader
 from easypipe.loader.streams.feed import Deal, deal
-from easypipe.plan.turns import NEVER, given_by, rows_before
+from easypipe.plan.order import NEVER, given_by, rows_before
 from laws import assert_conserved, assert_exact_resume, assert_same_batch, assert_same_batches
 from strategies import examples
 

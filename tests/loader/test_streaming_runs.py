@@ -30,7 +30,7 @@ from easypipe.loader.streams import spec
 from easypipe.loader.streams.feed import Place
 from easypipe.loader.streams.state import StreamState, from_text, to_text
 from easypipe.plan import mix
-from easypipe.plan.turns import in_order_of_streams
+from easypipe.plan.order import in_order_of_streams
 from laws import (
     assert_conserved,
     assert_contiguous,

@@ -17,16 +17,18 @@ from hypothesis import strategies as st
 
 import plan_oracle as oracle
 from easypipe.core.errors import PlanError
-from easypipe.plan.deficit import (
+from easypipe.plan.feed import CachedFeed
+from easypipe.plan.mix import (
+    MAX_DATASETS,
     MAX_SIZE,
+    NEVER,
     ROWS_TOTAL,
     TOKENS_TOTAL,
     Known,
     draw_largest_deficit,
+    integer_weights,
     weights_of,
 )
-from easypipe.plan.feed import CachedFeed
-from easypipe.plan.mix import MAX_DATASETS, NEVER, integer_weights
 from easypipe.plan.mix_schedule import KINDS, Schedule, apportion, half_wave
 from easypipe.plan.order import OrderConfig
 from easypipe.plan.pack import STRATEGIES, PackSpec

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.sources.formats import jsonkeys, records
+from easypipe.sources.formats import jsontypes, records
 from easypipe.sources.formats.jsonlines import JsonShardedSource
 from easypipe.sources.formats.jsontypes import merge_json
 from easypipe.sources.schemas import JSON
@@ -157,16 +157,16 @@ def test_rows_with_different_keys(tmp_path: Path) -> None:
 
 
 def test_more_keys_than_can_be_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{f"key{i}": i, "text": "t"} for i in range(jsonkeys.MAX_KEYS + 5)]
+    rows = [{f"key{i}": i, "text": "t"} for i in range(jsontypes.MAX_KEYS + 5)]
     path = lines_of(tmp_path, rows)
     with pytest.raises(
         SourceError, match=r"have more than 4096 different keys\. Name those to read with columns="
     ):
         JsonShardedSource(path).schema  # noqa: B018
-    last = f"key{jsonkeys.MAX_KEYS + 4}"
+    last = f"key{jsontypes.MAX_KEYS + 4}"
     source = JsonShardedSource(path, columns=["text", last])
     assert types_of(source) == {"text": pa.large_string(), last: pa.int64()}
-    assert source.read(0, len(rows) - 1, len(rows)).to_pylist()[0][last] == jsonkeys.MAX_KEYS + 4
+    assert source.read(0, len(rows) - 1, len(rows)).to_pylist()[0][last] == jsontypes.MAX_KEYS + 4
 
 
 def test_line_breaks_of_windows_and_byte_order_mark(tmp_path: Path) -> None:

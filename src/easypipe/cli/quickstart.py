@@ -1,17 +1,202 @@
-"""`easypipe quickstart`: from the text that every Python brings to a trained model."""
+"""`easypipe quickstart`, and the project folder it writes: text, a config, a README."""
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import io
+import json
 import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import typer
 
 from easypipe.cli.prepare import Overrides
-from easypipe.cli.project import CONFIG, TOKENIZER, VOCAB_SIZE, training_texts, write_project
 from easypipe.cli.show import console, say
 from easypipe.cli.train import load, run_training, show_result
+from easypipe.core import storage
+from easypipe.core.errors import ConfigError, SourceError
+
+# The project folder of the quickstart: text of the standard library, a config, a README.
+#
+# data/code/*.jsonl       a row for each module of the standard library: its source
+# data/docs/*.parquet     a row for each of those modules that has docstrings: all of them, under
+# the names they belong to data/heldout/*.jsonl    one module in twenty of both, never trained on
+# quickstart.yaml README.md .project.json           committed last; from then on nothing here is
+# written again, so that edits stay
+
+
+MARKER = ".project.json"
+CONFIG = "quickstart.yaml"
+TOKENIZER = "tokenizer"
+VOCAB_SIZE = 8192
+
+CODE_SHARDS, DOC_SHARDS = 3, 2
+HELD_OUT = 20  # one module in so many
+
+# Tests, generated tables and bundled packages: text that teaches little, and that distributions
+# leave out differently.
+_SKIPPED = {
+    *(
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "lib2to3",
+        "idlelib",
+        "turtledemo",
+        "ensurepip",
+    ),
+    *("encodings", "pydoc_data", "_pyrepl", "_bundled", "__phello__"),
+}
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    source: str
+    docs: str  # "" where it has none
+
+    @property
+    def held_out(self) -> bool:
+        """By name, so that the same module is held out whatever else a Python version has."""
+        return (
+            int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little")
+            % HELD_OUT
+            == 0
+        )
+
+
+def write_project(folder: Path) -> bool:
+    """Writes the project where it is not there yet; returns whether it did. Killed on the way, the
+    next call finishes it.
+
+    Raises ConfigError where `folder` holds something else.
+    """
+    if (folder / MARKER).exists():
+        return False
+    ours = {"data", CONFIG, "README.md"}
+    if folder.exists():
+        foreign = sorted(
+            path.name
+            for path in folder.iterdir()
+            if path.name not in ours and not path.name.startswith(storage.TEMPORARY)
+        )
+        if foreign:
+            raise ConfigError(
+                at=str(folder),
+                problem=f"is not empty: {', '.join(foreign[:5])}",
+                fix="Choose another folder with --output-dir.",
+            )
+        storage.sweep(folder)
+    modules = list(standard_library())
+    train = [module for module in modules if not module.held_out]
+    held = [module for module in modules if module.held_out]
+    documented = [module for module in train if module.docs]
+    files = {
+        f"data/code/part-{i}.jsonl": _jsonl(_code(train[i::CODE_SHARDS]))
+        for i in range(CODE_SHARDS)
+    }
+    files |= {
+        f"data/docs/part-{i}.parquet": _parquet(_docs(documented[i::DOC_SHARDS]))
+        for i in range(DOC_SHARDS)
+    }
+    files |= {
+        "data/heldout/code.jsonl": _jsonl(_code(held)),
+        "data/heldout/docs.jsonl": _jsonl(_docs(m for m in held if m.docs)),
+    }
+    files |= {CONFIG: _template("quickstart.yaml"), "README.md": _template("README.md")}
+    for name, data in files.items():
+        path = folder / name
+        # a file that stands keeps its date, by which change is detected
+        if not (path.exists() and path.read_bytes() == data):
+            storage.commit_bytes(path, data)
+    storage.commit_json(
+        folder / MARKER, {"files": sorted(files), "modules": len(train), "held_out": len(held)}
+    )
+    return True
+
+
+def standard_library() -> Iterator[Module]:
+    """Modules of the running Python's standard library that have source, by path. Raises
+    SourceError where there are none.
+    """
+    root, found = Path(sysconfig.get_paths()["stdlib"]), 0
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(
+            name for name in folders if name not in _SKIPPED and not name.startswith("config-")
+        )
+        for name in sorted(names):
+            if not name.endswith(".py") or name.startswith("_sysconfigdata"):
+                continue
+            path = Path(folder) / name
+            try:
+                source = path.read_text(encoding="utf-8")
+                tree = ast.parse(source)
+            except (UnicodeDecodeError, SyntaxError):
+                continue  # a module in another encoding, of which this Python may have a few
+            if source.strip():
+                found += 1
+                dotted = ".".join(path.relative_to(root).with_suffix("").parts)
+                yield Module(
+                    name=dotted, source=source, docs="\n\n".join(_docstrings(tree, dotted))
+                )
+    if not found:
+        raise SourceError(
+            at=str(root),
+            problem="this Python has no source of its standard library",
+            fix="Use another Python build.",
+        )
+
+
+def training_texts(folder: Path) -> Iterator[str]:
+    """What the tokenizer learns from: the rows of both datasets, as they stand in the project."""
+    for path in sorted((folder / "data/code").glob("*.jsonl")):
+        with open(path, encoding="utf-8") as lines:
+            for line in lines:
+                yield json.loads(line)["text"]
+    for path in sorted((folder / "data/docs").glob("*.parquet")):
+        yield from pq.read_table(path, columns=["text"]).column("text").to_pylist()
+
+
+def _docstrings(node: ast.AST, name: str) -> Iterator[str]:
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        text = ast.get_docstring(node)
+        if text:
+            yield f"{name}\n{text}"
+        for child in node.body:
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from _docstrings(child, f"{name}.{child.name}")
+
+
+def _code(modules: Sequence[Module]) -> Iterator[dict[str, str]]:
+    return ({"module": module.name, "text": module.source} for module in modules)
+
+
+def _docs(modules: Iterator[Module] | Sequence[Module]) -> Iterator[dict[str, str]]:
+    return ({"module": module.name, "text": module.docs} for module in modules)
+
+
+def _jsonl(rows: Iterator[dict[str, str]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def _parquet(rows: Iterator[dict[str, str]]) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(list(rows)), sink, compression="zstd")
+    return sink.getvalue()
+
+
+def _template(name: str) -> bytes:
+    return (Path(__file__).parent / "templates" / name).read_bytes()
 
 
 def quickstart(

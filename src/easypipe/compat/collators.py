@@ -29,7 +29,6 @@ from easypipe.compat.foreign import (
     attribute_of,
     pad_of,
 )
-from easypipe.core.arrays import Ints
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.schema import (
     ATTENTION_MASK,
@@ -40,6 +39,7 @@ from easypipe.core.schema import (
     LABELS,
     LOSS_MASK,
     SEGMENT_IDS,
+    Ints,
     OutputSchema,
 )
 from easypipe.loader.collate import CollateConfig, collate, row_width

@@ -27,10 +27,9 @@ from easypipe.compat.foreign import (
 from easypipe.compat.loaders import DataLoaderConfig, DataLoaderFactory, require_rows, text_loader
 from easypipe.compat.registry import DEFAULT, CollatorRegistry
 from easypipe.compat.vision import IMAGE_COLUMNS
-from easypipe.core.arrays import Ints
 from easypipe.core.errors import ConfigError
 from easypipe.core.random import draw_seed, fold
-from easypipe.core.schema import INPUT_IDS, TaskSpec
+from easypipe.core.schema import INPUT_IDS, Ints, TaskSpec
 from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.loader import Loader
 from easypipe.plan.order import permute

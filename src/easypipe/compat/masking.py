@@ -15,11 +15,18 @@ from numpy.typing import NDArray
 
 from easypipe.compat.collators import Padding, Side, Tensors, integers, token_columns
 from easypipe.compat.foreign import Batch, Row, Rows
-from easypipe.core.arrays import Bools, Ints
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.random import fold, mix64
-from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, OutputSchema
+from easypipe.core.schema import (
+    ATTENTION_MASK,
+    IGNORE,
+    INPUT_IDS,
+    LABELS,
+    Bools,
+    Ints,
+    OutputSchema,
+)
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from easypipe.transforms.tokenizer.words import word_starts

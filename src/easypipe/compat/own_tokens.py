@@ -22,7 +22,7 @@ from easypipe.core.protocols import (
 from easypipe.core.schema import INPUT_IDS
 from easypipe.stages.tokenize.documents import require_documents
 from easypipe.stages.tokenize.text_rows import require_text
-from easypipe.transforms.chat.messages import is_text
+from easypipe.transforms.chat.conversations import is_text
 from easypipe.transforms.columns.base import ColumnTransform, Rows, TransformedSource
 from easypipe.transforms.refused import EMPTY
 from easypipe.transforms.tokenizer.ragged import offsets_of

@@ -1,7 +1,4 @@
-# pyright: strict
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Column names and dtypes, in one place.
+"""Column names and dtypes, and the NumPy array types that signatures name, in one place.
 
 At rest (token cache, saved rows) a row has `input_ids`, `loss_mask`, `segment_ids`, `position_ids`;
 `labels` exist only in batches.
@@ -15,9 +12,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, SourceError
+
+# pyright: strict
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
+
 
 INPUT_IDS = "input_ids"
 LOSS_MASK = "loss_mask"  # 1: this token is a target; absent: every token is
@@ -151,3 +154,10 @@ class TaskSpec:
     def vision_tiny(cls) -> TaskSpec:
         """The class of images that are all of one size."""
         return cls(name="vision_tiny", modality="vision", task_type="classification")
+
+
+# Short names for the types of NumPy arrays that signatures give: Ints and Bools.
+
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]

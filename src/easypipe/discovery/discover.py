@@ -23,7 +23,7 @@ from easypipe.discovery.inspection import (
     inspect_rows,
     read_paths,
 )
-from easypipe.discovery.trial import Fields
+from easypipe.discovery.proposal import Fields
 from easypipe.save.saved import is_saved, join, read_manifest
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.external.objects import is_dataset_dict, open_object

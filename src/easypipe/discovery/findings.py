@@ -12,8 +12,7 @@ import pyarrow as pa
 
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.visible import visible
-from easypipe.discovery.proposal import Proposal, propose
-from easypipe.discovery.trial import Fields, Row, try_rows
+from easypipe.discovery.proposal import Fields, Proposal, Row, propose, try_rows
 from easypipe.transforms.columns.kinds import Kind
 
 SHOWN = 160  # characters of a value, in a report

@@ -16,7 +16,7 @@ from easypipe.core.protocols import ShardedSource, scan
 from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.discovery.findings import Column, Part, bytes_text
-from easypipe.discovery.trial import Fields, Row
+from easypipe.discovery.proposal import Fields, Row
 from easypipe.save.saved import SavedManifest
 from easypipe.sources.base import FileSource
 from easypipe.sources.external.token_files import TokenFilesConfig

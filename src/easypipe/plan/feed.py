@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from easypipe.core.errors import PlanError
 from easypipe.core.random import child, fold
 from easypipe.plan import mix
-from easypipe.plan.deficit import weights_of
+from easypipe.plan.mix import weights_of
 from easypipe.plan.mix_schedule import normalized
 from easypipe.plan.order import documents
 from easypipe.plan.pack import PackSpec, placed_tokens
-from easypipe.plan.spec import PlanDataset, PlanSpec, Stage
-from easypipe.plan.state import At, WindowState
+from easypipe.plan.spec import At, PlanDataset, PlanSpec, Stage, WindowState
 
 _LOOK = 1 << 16  # lengths that are asked for together
 _UNIT = 1 << 32  # parts of a token, and of a share

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from easypipe.core.errors import PlanError
 from easypipe.core.jit import jit
 from easypipe.plan import mix
-from easypipe.plan.deficit import (
+from easypipe.plan.feed import Feed
+from easypipe.plan.mix import (
     MAX_SIZE,
     ROWS_TOTAL,
     TOKENS_TOTAL,
@@ -24,7 +25,6 @@ from easypipe.plan.deficit import (
     weights_of,
     with_margin,
 )
-from easypipe.plan.feed import Feed
 from easypipe.plan.order import permute
 from easypipe.plan.pack import (
     Layout,
@@ -35,8 +35,7 @@ from easypipe.plan.pack import (
     pack_window,
     placed_tokens,
 )
-from easypipe.plan.spec import PlanSpec, Stage
-from easypipe.plan.state import At, WindowState
+from easypipe.plan.spec import At, PlanSpec, Stage, WindowState
 
 
 class View(NamedTuple):

@@ -27,8 +27,7 @@ from easypipe.plan.mix import NEVER
 from easypipe.plan.pack import nothing_fits
 from easypipe.plan.pieces import NO_PIECES, Pieces, join, pieces_of
 from easypipe.plan.plan_stats import COUNTERS, FIELDS, DatasetStats, PlanStats
-from easypipe.plan.spec import PlanDataset, PlanSpec, check, fingerprint, window_docs
-from easypipe.plan.state import WindowState
+from easypipe.plan.spec import PlanDataset, PlanSpec, WindowState, check, fingerprint, window_docs
 from easypipe.plan.window import Planner, Window
 
 __all__ = [

@@ -29,7 +29,7 @@ from easypipe.stages.reports.ledger import ledger_of
 from easypipe.stages.save import SaveStage
 from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
-from easypipe.transforms.chat.messages import values_of
+from easypipe.transforms.chat.conversations import values_of
 
 FIRST_ROWS = 200  # of each dataset, from which samples are made
 KEPT = ("written", "stored", "targets", "masked")  # outcomes that lose nothing

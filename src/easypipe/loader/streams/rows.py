@@ -6,7 +6,7 @@ share    the ranges of every dataset that a stream reads (feed.py); they follow 
 window   documents of a stream that are drawn, shuffled and packed together (stream.py); a row
          never holds two
 turn     one row of each stream that has not ended: rows are numbered turn after turn, and stand in
-         a batch stream after stream (plan/turns.py)
+         a batch stream after stream (plan/order.py)
 state    of a stream: what its next window depends on (state.py)
 
 Streams that have ended hand their places in the batch to the others, so that a pass over finite
@@ -46,7 +46,7 @@ from easypipe.loader.streams.ledger import Books, ledger_of
 from easypipe.loader.streams.spec import StreamSpec
 from easypipe.loader.streams.state import StreamState, from_text, to_text
 from easypipe.loader.streams.stream import Made, Stream, StreamFeed, lay
-from easypipe.plan import turns
+from easypipe.plan import order
 from easypipe.plan.pack import nothing_fits
 from easypipe.plan.spec import in_words
 from easypipe.plan.window import View, Window
@@ -174,7 +174,7 @@ class StreamReader(RowReader):
         self._windows_ahead = share.workers > 0
         self._streams: dict[int, Stream] = {}
         # rows of each stream, once it has ended
-        self._ends = np.full(rows.spec.num_streams, turns.NEVER)
+        self._ends = np.full(rows.spec.num_streams, order.NEVER)
         # rows of each stream that were given before the iteration began, and how many of these
         # stand in windows that are made anew
         self._given_before = np.zeros(rows.spec.num_streams, np.int64)
@@ -262,14 +262,14 @@ class StreamReader(RowReader):
         return AssertionError(f"piece {piece} of a window is not in its tokens")
 
     def mark(self, row: int) -> StreamMark:
-        given = turns.given_by(self._ends, row)
+        given = order.given_by(self._ends, row)
         for number, stream in self._streams.items():
             stream.forget(given[number])
         states = {n: stream.state_at(given[n]) for n, stream in self._streams.items()}
         return self._mark(row, given, states)
 
     def finish(self, row: int, left_out: int) -> StreamMark:
-        mark = self._mark(row, turns.given_by(self._ends, row), {})
+        mark = self._mark(row, order.given_by(self._ends, row), {})
         return mark._replace(counts={**mark.counts, "rows_left_out": left_out})
 
     def _mark(
@@ -326,7 +326,7 @@ class StreamReader(RowReader):
             windows = self._window_pool if ahead else None
             stream = self._streams[number] = Stream(feed, self._pool, state, windows)
             self._note_end(stream)
-        self._given_before = turns.given_by(self._ends, self._begin_row)
+        self._given_before = order.given_by(self._ends, self._begin_row)
         self._rows_before = sum(
             int(self._given_before[number]) - stream.state.first_row
             for number, stream in self._streams.items()
@@ -343,7 +343,7 @@ class StreamReader(RowReader):
             for number, stream in self._streams.items()
             if not stream.ended
         ]
-        return (turns.rows_before(self._ends, *min(live)), min(live)[1]) if live else None
+        return (order.rows_before(self._ends, *min(live)), min(live)[1]) if live else None
 
     def _note_end(self, stream: Stream) -> None:
         if stream.ended:
@@ -370,13 +370,13 @@ class StreamReader(RowReader):
     def _places(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(stream, row of it) of each row, (-1, -1) of padding."""
         real = rows >= 0
-        if (self._ends == turns.NEVER).all():
+        if (self._ends == order.NEVER).all():
             turn, stream = np.divmod(rows, len(self._ends))
             return np.where(real, stream, -1), np.where(real, turn, -1)
         if not real.any():
             return rows, rows
         first = int(rows[real].min())
-        streams, numbers = turns.in_order_of_streams(self._ends, first, int(rows.max()) + 1)
+        streams, numbers = order.in_order_of_streams(self._ends, first, int(rows.max()) + 1)
         at = np.lexsort((streams, numbers))[np.where(real, rows - first, 0)]
         return np.where(real, streams[at], -1), np.where(real, numbers[at], -1)
 

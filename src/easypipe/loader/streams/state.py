@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from easypipe.core.errors import StateError
 from easypipe.loader.streams.feed import Place
-from easypipe.plan.state import WindowState
+from easypipe.plan.spec import WindowState
 
 StreamState = WindowState[Place]
 

@@ -19,7 +19,7 @@ from easypipe.loader.streams.feed import Cursor, Deal, Loaded, Piece, Place
 from easypipe.loader.streams.ledger import Books
 from easypipe.loader.streams.spec import StreamSpec
 from easypipe.loader.streams.state import StreamState
-from easypipe.plan import mix, plan_stats, turns
+from easypipe.plan import mix, order, plan_stats
 from easypipe.plan.pack import nothing_fits
 from easypipe.plan.spec import Stage
 from easypipe.plan.window import Planner, View, Window
@@ -31,7 +31,7 @@ class StreamFeed:
     """The documents of one stream, read forward: states have to come in order. Implements Feed.
 
     Weights that follow the training step look at the rows of all streams: `ends` says where those
-    ended that have, kept by whoever makes the windows in the order of their rows (plan/turns.py).
+    ended that have, kept by whoever makes the windows in the order of their rows (plan/order.py).
     taken: the documents of the window that was made last. counts: one for each dataset.
     """
 
@@ -67,12 +67,12 @@ class StreamFeed:
         if plan.schedule is None:
             return plan.stage(row)
         # which counts the rows of one stream among streams that all live
-        known = turns.known_before(self._ends, row, self.number)
-        there = turns.rows_before(known, row, self.number) // streams
+        known = order.known_before(self._ends, row, self.number)
+        there = order.rows_before(known, row, self.number) // streams
         stage = plan.stage(there)
         if stage.rows is None:
             return stage
-        rows = int(turns.given_by(known, (there + stage.rows) * streams)[self.number]) - row
+        rows = int(order.given_by(known, (there + stage.rows) * streams)[self.number]) - row
         return Stage(stage.shares, rows, rows + stage.most - stage.rows)
 
     def size(self, state: StreamState, stage: Stage) -> tuple[int, int | None]:

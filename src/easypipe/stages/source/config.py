@@ -35,9 +35,8 @@ from easypipe.transforms.columns.columns import Rename
 from easypipe.transforms.columns.hold_out import HoldOutConfig
 from easypipe.transforms.columns.types import column_types
 from easypipe.transforms.prompt.config import PromptConfig, TrainOn, check_thinking
-from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.config import TokenizerConfig, with_options
 from easypipe.transforms.tokenizer.lengths import LengthPolicy
-from easypipe.transforms.tokenizer.options import with_options
 
 WHOLE = "train"  # how `datasets` calls all rows of files that name no splits
 

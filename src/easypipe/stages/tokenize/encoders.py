@@ -44,7 +44,13 @@ from easypipe.stages.tokenize.text_rows import (
     texts_of,
 )
 from easypipe.stages.tokenize.token_rows import encode_texts, ends_closed, ends_with, sample_of
-from easypipe.transforms.chat.messages import decoded_of, is_json, is_messages, is_text, plain_of
+from easypipe.transforms.chat.conversations import (
+    decoded_of,
+    is_json,
+    is_messages,
+    is_text,
+    plain_of,
+)
 from easypipe.transforms.chat.render import HostileTemplateError
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.chat.turns import CUT_BY

@@ -18,8 +18,7 @@ from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.stages.tokenize.encoders import form_of
-from easypipe.transforms.tokenizer.config import TokenizerConfig
-from easypipe.transforms.tokenizer.options import with_options
+from easypipe.transforms.tokenizer.config import TokenizerConfig, with_options
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("easypipe")

@@ -15,7 +15,7 @@ from easypipe.core.errors import SourceError, did_you_mean, place
 from easypipe.core.protocols import Reject, ShardedSource, counted, info_of, left_out, scan
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.text import bytes_of, has_text
-from easypipe.transforms.chat.messages import is_text
+from easypipe.transforms.chat.conversations import is_text
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.refused import EMPTY, Refused
 

@@ -1,4 +1,4 @@
-"""Conversations as values: read from JSON, told apart from what is none, put into OpenAI's keys.
+"""Conversations as values: read from columns and JSON, checked, put into OpenAI's keys.
 
 Imports no Arrow: what stands as JSON in a row is read in the worker process of worker.py, and
 everything else by its parent.
@@ -11,6 +11,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import pyarrow as pa
 
 from easypipe.transforms.chat.sandbox import Json, Message, texts_within
 from easypipe.transforms.chat.spans import FLAG, WEIGHT, flag_of
@@ -206,3 +208,78 @@ def _kind(value: Json) -> str:
         bool: "true or false",
         list: "a list",
     }.get(type(value), "null")
+
+
+# Columns of conversations and texts as Python values, whatever Arrow type they have.
+#
+# Conversations are lists of objects with role and content, or JSON text of that.
+
+
+def is_messages(kind: pa.DataType) -> bool:
+    t = pa.types
+    return (t.is_list(kind) or t.is_large_list(kind) or t.is_list_view(kind)) and t.is_struct(
+        kind.value_type
+    )
+
+
+def is_json(kind: pa.DataType) -> bool:
+    """Whether a column is JSON text by its type: lists or objects that have no common one."""
+    return isinstance(kind, pa.JsonType)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values are strings, JSON among them."""
+    t = pa.types
+    if is_json(kind):
+        return True
+    return (
+        t.is_large_string(kind)
+        or t.is_string(kind)
+        or t.is_string_view(kind)
+        or (t.is_dictionary(kind) and is_text(kind.value_type))
+    )
+
+
+def values_of(column: pa.Array, *, keep: Sequence[str]) -> list[Json]:
+    """Python values.
+
+    Of structs without the keys that Arrow filled up with nulls, but for those in `keep` of the
+    outermost.
+    """
+    return [value_of(value, keep=keep) for value in plain_of(column)]
+
+
+def plain_of(column: pa.Array) -> list[Json]:
+    """Python values of any column; bytes for text that is no UTF-8."""
+    return (
+        strings_of(column)
+        if is_text(column.type) or pa.types.is_null(column.type)
+        else column.to_pylist()
+    )
+
+
+def decoded_of(column: pa.Array) -> list[Json]:
+    """Python values of any column; of JSON by its type what it says."""
+    return (
+        [None if text is None else loaded(text) for text in strings_of(column)]
+        if is_json(column.type)
+        else plain_of(column)
+    )
+
+
+def strings_of(column: pa.Array) -> list[Json]:
+    """Texts, None for null, bytes for what is no UTF-8."""
+    if pa.types.is_null(column.type):
+        return [None] * len(column)
+    try:
+        return column.cast(pa.large_string()).to_pylist()
+    except (UnicodeDecodeError, pa.ArrowInvalid):
+        raw = column.cast(pa.large_string(), safe=False).view(pa.large_binary()).to_pylist()
+    return [_decoded(value) for value in raw]
+
+
+def _decoded(value: bytes | None) -> str | bytes | None:
+    try:
+        return None if value is None else value.decode()
+    except UnicodeDecodeError:
+        return value

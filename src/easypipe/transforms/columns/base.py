@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.arrays import Bools, Ints
 from easypipe.core.config import digest
 from easypipe.core.errors import (
     ConfigError,
@@ -43,7 +42,7 @@ from easypipe.core.protocols import (
     scan,
     select,
 )
-from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.schema import ROW_NUMBER, Bools, Ints
 
 OnError = Literal["error", "skip", "quarantine"]
 

@@ -18,12 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from easypipe.core.arrays import Ints
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place, require_columns
 from easypipe.core.identity import UserFunction, why
 from easypipe.core.protocols import Reject
-from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.schema import ROW_NUMBER, Ints
 from easypipe.transforms.columns.base import (
     ColumnTransform,
     Rows,

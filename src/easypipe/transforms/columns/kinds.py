@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SOURCE
-from easypipe.transforms.chat.messages import is_messages, is_text, values_of
+from easypipe.transforms.chat.conversations import is_messages, is_text, values_of
 from easypipe.transforms.chat.sandbox import Json, Row
 from easypipe.transforms.columns.mapper import Choice, Match, Slot, Tie, match_columns
 

@@ -8,8 +8,14 @@ from typing import Protocol
 import pyarrow as pa
 
 from easypipe.core.errors import ConfigError
-from easypipe.transforms.chat.conversations import MessageReader, cleaned, value_of, wrong_messages
-from easypipe.transforms.chat.messages import is_messages, is_text
+from easypipe.transforms.chat.conversations import (
+    MessageReader,
+    cleaned,
+    is_messages,
+    is_text,
+    value_of,
+    wrong_messages,
+)
 from easypipe.transforms.chat.pool import WrittenTalk
 from easypipe.transforms.chat.render import ChatTemplate, check_whole, is_jinja
 from easypipe.transforms.chat.sandbox import Json, Message, Row

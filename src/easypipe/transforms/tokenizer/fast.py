@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from easypipe.core.arrays import Ints
+from easypipe.core.schema import Ints
 from easypipe.core.text import bytes_of
 
 # gigatoken remembers every word it meets: random text costs six times its size. A new tokenizer

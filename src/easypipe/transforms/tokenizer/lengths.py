@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from easypipe.core.arrays import Bools, Ints
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
+from easypipe.core.schema import Bools, Ints
 from easypipe.transforms.tokenizer.config import length_limit
 from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Mask, offsets_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from easypipe.core.arrays import Bools, Ints
 from easypipe.core.errors import TokenizerError
+from easypipe.core.schema import Bools, Ints
 from easypipe.transforms.tokenizer.config import length_limit
 from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Mask, Tokens, offsets_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer

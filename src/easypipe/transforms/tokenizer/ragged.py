@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.core.arrays import Bools, Ints
+from easypipe.core.schema import Bools, Ints
 
 Ids = NDArray[np.unsignedinteger]
 Mask = NDArray[np.uint8]  # 1 is a target

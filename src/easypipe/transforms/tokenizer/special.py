@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.arrays import Bools, Ints
 from easypipe.core.errors import TokenizerError
+from easypipe.core.schema import Bools, Ints
 from easypipe.transforms.tokenizer.ragged import Ids, Mask, Tokens
 
 if TYPE_CHECKING:

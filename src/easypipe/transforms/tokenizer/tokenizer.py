@@ -23,10 +23,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from easypipe.core.arrays import Ints
 from easypipe.core.config import digest
 from easypipe.core.errors import TokenizerError
-from easypipe.core.schema import token_dtype
+from easypipe.core.schema import Ints, token_dtype
 from easypipe.core.text import bytes_of
 from easypipe.transforms.tokenizer import proof
 from easypipe.transforms.tokenizer.config import TokenizerConfig, length_limit

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from easypipe.core.arrays import Bools
 from easypipe.core.errors import TokenizerError
+from easypipe.core.schema import Bools
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 CONTINUES = "##"  # WordPiece: what does not begin a word
