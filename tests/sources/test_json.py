@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.sources.formats import jsontypes, records
+from easypipe.sources.formats import jsonlines, jsontypes, records
 from easypipe.sources.formats.jsonlines import JsonShardedSource
 from easypipe.sources.formats.jsontypes import merge_json
 from easypipe.sources.schemas import JSON
@@ -167,6 +167,23 @@ def test_more_keys_than_can_be_columns(tmp_path: Path, monkeypatch: pytest.Monke
     source = JsonShardedSource(path, columns=["text", last])
     assert types_of(source) == {"text": pa.large_string(), last: pa.int64()}
     assert source.read(0, len(rows) - 1, len(rows)).to_pylist()[0][last] == jsontypes.MAX_KEYS + 4
+
+
+def test_thousands_of_values_of_another_kind_are_told_apart_quickly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by asking pyarrow about each of them: 600,000 took minutes."""
+    asked: list[int] = []
+    read = jsonlines.pj.read_json
+    monkeypatch.setattr(
+        jsonlines.pj, "read_json", lambda *a, **k: (asked.append(1), read(*a, **k))[1]
+    )
+    rows = [{"text": "t" if i % 50 == 0 else i} for i in range(2000)]
+    source = JsonShardedSource(lines_of(tmp_path, rows), on_error="skip")
+    assert [reject.row for reject in source.scan(0, 0, 2000).rejects] == [
+        i for i in range(2000) if i % 50
+    ]
+    assert len(asked) < 200
 
 
 def test_line_breaks_of_windows_and_byte_order_mark(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from easypipe.sources.formats.scanners import (
 from easypipe.sources.formats.streams import PlainBytes
 from easypipe.sources.schemas import is_json, json_array, json_text
 
+FEW = 64  # lines of a refused block that are looked at one by one
 KIND_NAMES = {
     bool: "true or false",
     int: "a number",
@@ -176,10 +177,24 @@ class _Lines:
                 tables.append(result)
             elif b - a == 1:
                 bad.append((a, result))
+            elif b - a <= FEW and (wrong := [i for i in range(a, b) if self._is_wrong(i)]):
+                bad += [(i, result) for i in wrong]  # sooner said than by halving down to each
+                edges = [a, *(edge for i in wrong for edge in (i, i + 1)), b]
+                pending += list(zip(edges[::2], edges[1::2], strict=True))[::-1]
             else:
                 middle = (a + b) // 2
                 pending += [(middle, b), (a, middle)]  # the first half is looked at first
         return pa.concat_tables(tables) if tables else self.schema.empty_table(), bad
+
+    def _is_wrong(self, line: int) -> bool:
+        """Whether a value is of another kind than its column, which pyarrow refuses."""
+        try:
+            row = json.loads(
+                bytes(self.text[int(self.borders[line]) : int(self.borders[line + 1])])
+            )
+            return misfit(row, self.schema) is not None
+        except (ValueError, RecursionError, AttributeError):
+            return False  # for pyarrow to say
 
     def _block(self, a: int, b: int) -> pa.Table | str:
         text = self.text[int(self.borders[a]) : int(self.borders[b])]
@@ -221,24 +236,26 @@ def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Rej
         return reject(
             "not_an_object", f"expected an object, found {KIND_NAMES.get(type(value), 'null')}"
         )
-    for field in fields:
-        item = value.get(field.name)
-        if item is not None and not is_json(field.type) and not _fits(item, field.type):
-            wanted = _kind_name(field.type)
-            reason = "not_a_string" if wanted == "a string" else "wrong_type"
-            return reject(
-                reason, f"column {field.name!r}: expected {wanted}, found {KIND_NAMES[type(item)]}"
-            )
+    if field := misfit(value, fields):
+        wanted, found = _kind_name(field.type), KIND_NAMES[type(value[field.name])]
+        reason = "not_a_string" if wanted == "a string" else "wrong_type"
+        return reject(reason, f"column {field.name!r}: expected {wanted}, found {found}")
     if error is None:
         return reject("unparsable", "nested too deeply")
     return reject("unparsable", f"not a row: {re.sub(r' in row [0-9]+$', '', error)}")
 
 
-def _fits(value: Any, kind: pa.DataType) -> bool:
-    """Whether the outer kind of a value goes with a type; what lies inside is for pyarrow to
-    say.
+def misfit(row: dict[str, Any], fields: pa.Schema) -> pa.Field | None:
+    """The first column whose value is of another outer kind than its type, if there is one; what
+    lies inside is for pyarrow to say.
     """
-    return KIND_NAMES[type(value)] == _kind_name(kind)
+    for field in fields:
+        value = row.get(field.name)
+        if value is None or is_json(field.type):
+            continue
+        if KIND_NAMES[type(value)] != _kind_name(field.type):
+            return field
+    return None
 
 
 def _kind_name(kind: pa.DataType) -> str:
@@ -249,7 +266,7 @@ def _kind_name(kind: pa.DataType) -> str:
         return KIND_NAMES[int]
     if t.is_struct(kind):
         return KIND_NAMES[dict]
-    if t.is_large_list(kind):
+    if t.is_large_list(kind) or t.is_list(kind):
         return KIND_NAMES[list]
     return "null" if t.is_null(kind) else KIND_NAMES[str]
 
