@@ -1,5 +1,6 @@
-"""Sources of token documents: tokenized when they are read or, once, into the token cache; and what
-later stages ask of them.
+"""Sources of token documents, which tokenize when read or, once, into the token cache.
+
+And what later stages ask of them.
 """
 
 from __future__ import annotations
