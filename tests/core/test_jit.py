@@ -99,3 +99,33 @@ def test_threads_that_call_a_kernel_first_at_the_same_time_get_one() -> None:
         thread.join()
     assert {result for result, _ in made} == {42}
     assert len({id(kernel) for _, kernel in made}) == 1
+
+
+KERNEL = """
+from typing import NamedTuple
+import numpy as np
+from easypipe.core.jit import jit
+class NAME(NamedTuple):
+    numbers: np.ndarray
+@jit
+def total(given):
+    return given.numbers.sum()
+print(total(NAME(np.arange(4))))
+"""
+
+
+def test_code_kept_for_a_class_that_is_gone_is_compiled_anew(tmp_path: Path) -> None:
+    """As after an upgrade: Numba alone ends with an AttributeError."""
+    module, environment = tmp_path / "kernels.py", os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    for name in ("Before", "After"):
+        module.write_text(KERNEL.replace("NAME", name), encoding="utf-8")
+        found = subprocess.run(
+            [sys.executable, "-c", "import kernels"],
+            env=environment | {"PYTHONPATH": f"{tmp_path}:{Path(easypipe.__file__).parents[1]}"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert found.stdout == "6\n", found.stderr
+        assert list(tmp_path.rglob("*.nbi")), "Numba keeps its code there"

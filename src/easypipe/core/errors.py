@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""One tree of errors; each names the place, the cause, what there was to choose from, and the fix.
+"""The tree of errors, each with place, cause, choices and fix; and what was perhaps meant instead.
 
 EasypipeError
 ├── ConfigError        (ValueError)        a configuration value; `at` is its key path

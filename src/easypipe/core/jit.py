@@ -10,6 +10,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -72,9 +73,23 @@ def _compiled(function: Callable[..., Any]) -> Any:
             known[name] = named.made()
     try:
         made = numba.njit(nogil=True, cache=True)(function)
+        _drop_foreign_index(made)
     except RuntimeError as error:
         logger.debug("no disk cache for %s: %s", function.__name__, error)
         made = numba.njit(nogil=True)(function)
     if isinstance(known.get(function.__name__), _Later):
         known[function.__name__] = made
     return made
+
+
+def _drop_foreign_index(kernel: Any) -> None:
+    """Numba unpickles what it kept before it looks whether that belongs to this source, and fails
+    where a class in it is gone, as after an upgrade of easypipe: such an index is deleted.
+    """
+    kept = getattr(getattr(kernel, "_cache", None), "_cache_file", None)
+    if kept is None:
+        return
+    try:
+        kept._load_index()
+    except (AttributeError, ImportError):
+        Path(kept._index_path).unlink(missing_ok=True)
