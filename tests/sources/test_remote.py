@@ -218,6 +218,7 @@ def test_another_range_than_was_asked_for_is_not_believed(
         storage.read_range(f"{web.url}/a.parquet", 100, 200)
 
 
+@pytest.mark.usefixtures("large")
 def test_a_server_without_ranges(
     web: WebServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
