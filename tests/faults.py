@@ -211,7 +211,7 @@ FAULTS = [
           "return min(spec.window_docs, rows), None", "return spec.window_docs, None"),
     fault("a window ends as far behind a change of weights as its estimate says", "plan/window.py",
           "tests/plan/test_schedule.py -k late", "rows <= stage.most", "rows <= 1 << 62"),
-    fault("windows are cut where deficits of tokens are those of documents", "plan/window.py", "tests/plan/test_windows.py -k scan",
+    fault("windows are cut where deficits of tokens are those of documents", "plan/window.py", "tests/plan/test_windows.py tests/plan/test_schedule.py",
           "tokens = total[begin + counts] - total[begin]", "pass"),
     fault("books of a part of a window count all of it", "plan/windows.py", "tests/plan/test_windows.py -k stats",
           "self._count(partly, stop_row - partly.first_row, counters)", "self._count(partly, partly.num_rows, counters)"),

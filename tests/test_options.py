@@ -331,7 +331,7 @@ def test_shuffle_packed_moves_rows_and_changes_none(tmp_path: Path) -> None:
         )
         pipeline.prepare()
         source = pipeline.get_data()["d"]
-        return source.read(0, 0, source.shards[0].num_rows or 0).column(INPUT_IDS).to_pylist()
+        return source.read(0, 0, source.shards[0].num_rows).column(INPUT_IDS).to_pylist()
 
     moved, unmoved = rows(True), rows(False)
     assert moved != unmoved

@@ -552,7 +552,7 @@ def test_a_thousandth_of_the_texts_is_encoded_again(
     forward = ForwardDocuments(
         "code", documents, PipelineContext(config=config, seed=7, cache_dir=tmp_path / "cache")
     )
-    size = forward.shards[0].num_rows or 0
+    size = forward.shards[0].num_rows
     assert (
         sum(forward._audit_key(0, a, a + 8192) is not None for a in range(0, 1000 * 8192, 8192))
         < 12
@@ -781,7 +781,7 @@ def test_reads_by_byte_are_stateless(
         .equals(pa.Table.from_batches([whole]).combine_chunks())
     )
     counted = open_files(str(path), on_error="skip")
-    texts = counted.read(0, 0, counted.shards[0].num_rows or 0).column("text").to_pylist()
+    texts = counted.read(0, 0, counted.shards[0].num_rows).column("text").to_pylist()
     assert whole.column("text").to_pylist() == texts
     assert source.at_end(0, len(data))
     assert not source.at_end(0, len(data) - 1)

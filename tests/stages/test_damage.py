@@ -32,7 +32,7 @@ def chain(folder: Path) -> Pipeline:
 
 def batches(folder: Path) -> list[bytes]:
     source = chain(folder).get_data()["mixed"]
-    batch = source.read(0, 0, source.shards[0].num_rows)
+    batch = source.read(0, 0, source.prepare().shards[0].num_rows)
     return [np.ascontiguousarray(column.flatten().to_numpy()).tobytes() for column in batch.columns]
 
 

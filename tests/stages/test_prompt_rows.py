@@ -67,7 +67,7 @@ def tokenized(folder: Path, data: Any, **options: Any) -> TokenizedShardedSource
 
 
 def documents(source: TokenizedShardedSource) -> list[tuple[list[int], list[int]]]:
-    batch = source.read(0, 0, source.shards[0].num_rows or 0)
+    batch = source.read(0, 0, source.shards[0].num_rows)
     return list(
         zip(batch.column(INPUT_IDS).to_pylist(), batch.column(LOSS_MASK).to_pylist(), strict=True)
     )
@@ -81,8 +81,7 @@ def targets(document: tuple[list[int], list[int]]) -> str:
 
 def reasons(source: TokenizedShardedSource) -> dict[int, str]:
     return {
-        reject.row: reject.reason
-        for reject in source.scan(0, 0, source.shards[0].num_rows or 0).rejects
+        reject.row: reject.reason for reject in source.scan(0, 0, source.shards[0].num_rows).rejects
     }
 
 

@@ -194,7 +194,7 @@ def test_composition_is_associative(values: pa.Table, picks: list[int]) -> None:
         right = step >> right
     assert left.fingerprint == right.fingerprint == Chain(steps).fingerprint
     source = InMemoryShardedSource(values)
-    total = source.shards[0].num_rows or 0
+    total = source.shards[0].num_rows
     one, other = TransformedSource(source, left), TransformedSource(source, steps)
     step_by_step: Any = source
     for step in steps:
@@ -242,7 +242,7 @@ def test_a_filter_is_known_by_all_of_its_values() -> None:
 
 def one(transform: Any, **values: Any) -> dict[str, list[Any]]:
     source = InMemoryShardedSource(values)
-    return transform(source.read(0, 0, source.shards[0].num_rows or 0)).to_pydict()
+    return transform(source.read(0, 0, source.shards[0].num_rows)).to_pydict()
 
 
 def test_rename_select_drop() -> None:

@@ -67,7 +67,7 @@ def tokenized(
 def documents(source: TokenizedShardedSource) -> dict[int, list[tuple[list[int], list[int]]]]:
     """By row, its documents: (tokens, mask)."""
     found: dict[int, list[tuple[list[int], list[int]]]] = {}
-    for row in source.scan(0, 0, source.shards[0].num_rows or 0).batch.to_pylist():
+    for row in source.scan(0, 0, source.shards[0].num_rows).batch.to_pylist():
         found.setdefault(row[ROW_NUMBER], []).append(
             (row[INPUT_IDS], row.get(LOSS_MASK, [1] * len(row[INPUT_IDS])))
         )

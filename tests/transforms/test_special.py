@@ -64,7 +64,7 @@ def source_of(
 
 
 def documents(source: TokenizedShardedSource) -> list[list[int]]:
-    return source.read(0, 0, source.shards[0].num_rows or 0).column(INPUT_IDS).to_pylist()
+    return source.read(0, 0, source.shards[0].num_rows).column(INPUT_IDS).to_pylist()
 
 
 @examples(30)
