@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -68,8 +69,10 @@ def _programs_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test sees the user's cache, and none leaves a fault hook behind."""
+    """No test sees the user's cache, nor a fault hook or a level of the log that another left."""
     from easypipe.core import storage
+
+    logging.getLogger("easypipe").setLevel(logging.NOTSET)
 
     monkeypatch.setenv("EASYPIPE_CACHE", str(tmp_path_factory.getbasetemp() / "easypipe-cache"))
     storage.set_fault_hook(None)
