@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -16,8 +15,6 @@ from typing import Any, TypeVar, cast
 F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger("easypipe")
-
-_making = threading.RLock()
 
 
 def jit(function: F) -> F:
@@ -44,7 +41,12 @@ class _Later:
         self._value: Any = None
 
     def made(self) -> Any:
-        with _making:
+        """Numba's tables of types are not for several threads: while one compiles, no other may
+        add to them, so both hold Numba's own lock.
+        """
+        from numba.core.compiler_lock import global_compiler_lock
+
+        with global_compiler_lock:
             if self._value is None:
                 self._value = self._make()
             return self._value
