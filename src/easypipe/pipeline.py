@@ -131,7 +131,7 @@ class Pipeline:
 
         Args:
             data: Whatever `DatasetConfig.data_files` takes, or a DatasetConfig; several as a dict
-            by name, one alone is named by its place.
+                by name, one alone is named by its place.
         """
         if any(not _is_own(step.stage) for step in self._plan):
             raise StageOrderError(

@@ -99,14 +99,14 @@ def as_source(
 
     Args:
         data: A ShardedSource; an object that opens shards by name; a function that gives rows; or
-        what can be iterated over again.
+            what can be iterated over again.
         name: Of the dataset, for errors and for the one shard of what has no shards.
         version: What its rows are known by; None takes that of `data`. Without one its tokens are
-        not kept.
+            not kept.
         num_rows: Only the first so many, over the shards in order; no row behind them is asked for.
-        Of a ShardedSource, all.
+            Of a ShardedSource, all.
         counted: Whether the rows of every shard are needed before the first is read; False leaves
-        shards whose ends are not known.
+            shards whose ends are not known.
         folder: Where the counts of sources with a version are kept between runs; None keeps none.
         skip: Whether rows that do not fit the columns are rejects, not an error.
 

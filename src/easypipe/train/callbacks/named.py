@@ -287,7 +287,7 @@ class Wandb(Callback):
     def __init__(self, config: WandbConfig, folder: Path, run_config: Json) -> None:
         """Raises ConfigError where the package wandb is not installed."""
         try:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             problem = f"needs the package wandb: {error}"
             raise ConfigError(
