@@ -410,7 +410,7 @@ def estimate(datasets: Sequence[PlanDataset], spec: PlanSpec, row: int, mixing: 
         index=0, epoch=0, first_row=row, drawn=(), deficits=(), active=tuple(mixing.active)
     )
     feed = CachedFeed(datasets, spec)
-    return feed.size(state, feed.stage(state))[0]
+    return feed.rule(state).docs
 
 
 def num_draws(

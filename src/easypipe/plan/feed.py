@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,22 @@ _LOOK = 1 << 16  # lengths that are asked for together
 _UNIT = 1 << 32  # parts of a token, and of a share
 
 
+class WindowRule(NamedTuple):
+    """How a window is made: `docs` documents of it, or fewer that hold `tokens` tokens.
+
+    stage: the shares that it is drawn by. parts: about which part of its draws each dataset will
+    have; changes speed, never a draw. row_key: permutes its rows. document_keys: permute its
+    documents, one key for each dataset; none where they are permuted already.
+    """
+
+    stage: Stage
+    docs: int
+    tokens: int | None
+    parts: Sequence[Fraction]
+    row_key: int
+    document_keys: Sequence[int] = ()
+
+
 class Feed(Protocol[At]):
     """The datasets of a mixture, each in the order in which its documents are drawn.
 
@@ -36,24 +52,8 @@ class Feed(Protocol[At]):
     draws_next: bool  # whether a window takes the document behind its last token, of which it holds
     # none: under "concat", where rows go over the ends of documents
 
-    def stage(self, state: WindowState[At]) -> Stage:
-        """What the window behind `state` is drawn by."""
-        ...
-
-    def size(self, state: WindowState[At], stage: Stage) -> tuple[int, int | None]:
-        """Where that window ends: after so many documents, or where they hold so many tokens."""
-        ...
-
-    def parts(self, state: WindowState[At], stage: Stage) -> Sequence[Fraction]:
-        """About which part of its draws each dataset will have: changes speed, never a draw."""
-        ...
-
-    def row_key(self, state: WindowState[At]) -> int:
-        """Permutes its rows."""
-        ...
-
-    def document_keys(self, state: WindowState[At]) -> Sequence[int]:
-        """Permute its documents, one key for each dataset; none where they are permuted already."""
+    def rule(self, state: WindowState[At]) -> WindowRule:
+        """How the window behind `state` is made."""
         ...
 
     def remaining(self, state: WindowState[At], enough: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -105,46 +105,40 @@ class CachedFeed:
         )
         self._row_key = fold(spec.seed, "rows")
 
-    def stage(self, state: WindowState[int]) -> Stage:
-        return self.spec.stage(state.first_row)
+    def rule(self, state: WindowState[int]) -> WindowRule:
+        """Under a schedule a window ends before its shares change, as the mean lengths tell."""
+        spec, stage = self.spec, self.spec.stage(state.first_row)
+        docs, parts = spec.window_docs, self._parts(state, stage)
+        if stage.rows is not None and spec.pack is None:
+            docs = min(docs, stage.rows)
+        elif stage.rows is not None and spec.pack is not None:
+            longest = spec.pack.seq_length * _UNIT if spec.pack.oversize == "truncate" else 1 << 62
+            mean = sum(  # of a document that is drawn, in 2^-32 tokens
+                int(part * min(longest, d.total_tokens * _UNIT // max(1, d.num_docs)))
+                for part, d in zip(parts, self.datasets, strict=True)
+            )
+            full = stage.rows * spec.pack.seq_length * _UNIT // max(1, mean)
+            docs = max(1, min(docs, full))
+        return WindowRule(stage, docs, None, parts, child(self._row_key, state.index))
 
-    def size(self, state: WindowState[int], stage: Stage) -> tuple[int, int | None]:
-        """Documents: under a schedule those before its shares change, as the mean lengths tell."""
-        spec, rows = self.spec, stage.rows
-        if rows is None:
-            return spec.window_docs, None
-        if spec.pack is None:
-            return min(spec.window_docs, rows), None
-        longest = spec.pack.seq_length * _UNIT if spec.pack.oversize == "truncate" else 1 << 62
-        mean = sum(  # of a document that is drawn, in 2^-32 tokens
-            int(part * min(longest, d.total_tokens * _UNIT // max(1, d.num_docs)))
-            for part, d in zip(self.parts(state, stage), self.datasets, strict=True)
-        )
-        full = rows * spec.pack.seq_length * _UNIT // max(1, mean)
-        return max(1, min(spec.window_docs, full)), None
-
-    def parts(self, state: WindowState[int], stage: Stage) -> Sequence[Fraction]:
-        """A dataset's share, divided by its mean length where shares are of tokens.
+    def _parts(self, state: WindowState[int], stage: Stage) -> Sequence[Fraction]:
+        """A dataset's share, divided by its mean length where shares are of tokens; none where
+        weights count documents.
 
         Where all have left (only the rest of a document is to come, under strategy "concat") all
         have the same.
         """
+        if stage.shares is None:
+            return ()
         if not any(state.active):
             return normalized([1] * len(self.datasets))
-        shares = normalized(self.spec.weights) if stage.shares is None else stage.shares
-        weights = weights_of(shares, state.active, _UNIT)
+        weights = weights_of(stage.shares, state.active, _UNIT)
         if self.spec.unit == "tokens":
             weights = [
                 w * max(1, d.num_docs) * _UNIT // max(1, d.total_tokens)
                 for w, d in zip(weights, self.datasets, strict=True)
             ]
         return normalized(weights if any(weights) else [1] * len(weights))
-
-    def row_key(self, state: WindowState[int]) -> int:
-        return child(self._row_key, state.index)
-
-    def document_keys(self, state: WindowState[int]) -> Sequence[int]:
-        return ()
 
     def remaining(
         self, state: WindowState[int], enough: NDArray[np.int64] | None = None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from easypipe.core.errors import PlanError
 from easypipe.core.jit import jit
 from easypipe.plan import mix
-from easypipe.plan.feed import Feed
+from easypipe.plan.feed import Feed, WindowRule
 from easypipe.plan.mix import (
     MAX_SIZE,
     ROWS_TOTAL,
@@ -35,7 +35,7 @@ from easypipe.plan.pack import (
     pack_window,
     placed_tokens,
 )
-from easypipe.plan.spec import At, PlanSpec, Stage, WindowState
+from easypipe.plan.spec import At, PlanSpec, WindowState
 
 
 class View(NamedTuple):
@@ -101,15 +101,18 @@ class Planner(Generic[At]):
         """The window behind `state`. Where weights change at a row, it ends there as far as lengths
         tell, or before: one that would end far behind is laid anew with fewer documents.
         """
-        pack, stage = self.spec.pack, self.feed.stage(state)
-        mixing = _Mixing(self, state, stage)
+        pack, rule = self.spec.pack, self.feed.rule(state)
+        mixing, stage = _Mixing(self, state, rule), rule.stage
         if pack is not None and pack.concat:
-            return self._concat(state, mixing, stage, pack)
-        draws, key = mixing.draw(*self.feed.size(state, stage)), self.feed.row_key(state)
+            return self._concat(state, mixing, rule, pack)
+        draws = mixing.draw(rule.docs, rule.tokens)
         while True:
             dataset, doc, length = mixing.documents(draws)
-            self._permute(state, None, dataset, doc, length)
-            layout = one_row_each(length) if pack is None else pack_window(length, pack, key)
+            _permute(rule, state.cut, None, dataset, doc, length)
+            if pack is None:
+                layout = one_row_each(length)
+            else:
+                layout = pack_window(length, pack, rule.row_key)
             rows = layout.num_rows
             if pack is None or stage.rows is None or rows <= stage.most or length.size < 2:
                 break
@@ -118,7 +121,7 @@ class Planner(Generic[At]):
         return Window(state, after, dataset, doc, length, layout)
 
     def _concat(
-        self, state: WindowState[At], mixing: _Mixing[At], stage: Stage, pack: PackSpec
+        self, state: WindowState[At], mixing: _Mixing[At], rule: WindowRule, pack: PackSpec
     ) -> Window[At]:
         """As many full rows as the documents of a window give, more of them where they give none;
         at the end of an epoch all there is.
@@ -127,7 +130,7 @@ class Planner(Generic[At]):
         ends: with it the next window begins.
         """
         feed, size, start = self.feed, pack.seq_length, 0 if state.cut is None else state.cut[1]
-        limit, enough = feed.size(state, stage)
+        stage, limit, enough = rule.stage, rule.docs, rule.tokens
         while True:
             draws = mixing.draw(limit, enough)
             dataset, doc, length = mixing.documents(draws)
@@ -156,30 +159,10 @@ class Planner(Generic[At]):
             ahead = at == 0 and (taken or feed.counted)
             kept = slice(last + (at > 0 or ahead))
             dataset, doc, length = dataset[kept], doc[kept], length[kept]
-        self._permute(state, cut, dataset, doc, length)
-        layout = cut_stream(length, pack, feed.row_key(state), start=start, num_rows=rows)
+        _permute(rule, state.cut, cut, dataset, doc, length)
+        layout = cut_stream(length, pack, rule.row_key, start=start, num_rows=rows)
         after = self._after(state, draws, rows, cut)
         return Window(state, after, dataset, doc, length, layout, ahead)
-
-    def _permute(
-        self,
-        state: WindowState[At],
-        cut: tuple[int, int] | None,
-        dataset: NDArray[np.int32],
-        doc: NDArray[np.int64],
-        length: NDArray[np.int32],
-    ) -> None:
-        """Documents of a dataset change places, but the one that is cut where the window begins
-        stays first, the one where it ends last.
-        """
-        for i, key in enumerate(self.feed.document_keys(state)):
-            here = np.flatnonzero(dataset == i)
-            first = state.cut is not None and state.cut[0] == i
-            last = cut is not None and cut[0] == i
-            here = here[int(first) : here.size - last]
-            if here.size > 1:
-                there = here[permute(np.arange(here.size), here.size, key)]
-                doc[here], length[here] = doc[there], length[there]
 
     def _after(
         self,
@@ -204,8 +187,8 @@ class Planner(Generic[At]):
 
     def after_draws(self, state: WindowState[At]) -> WindowState[At]:
         """The state behind the next window of a plan without packing, whose rows are its draws."""
-        stage = self.feed.stage(state)
-        draws = _Mixing(self, state, stage).draw(*self.feed.size(state, stage))
+        rule = self.feed.rule(state)
+        draws = _Mixing(self, state, rule).draw(rule.docs, rule.tokens)
         return self._after(state, draws, draws.dataset.size)
 
     def epoch_start(self, index: int, epoch: int, first_row: int) -> WindowState[At]:
@@ -232,10 +215,10 @@ class _Mixing(Generic[At]):
     beyond those that are taken is looked for; where there is none, the draw is made anew.
     """
 
-    def __init__(self, planner: Planner[At], state: WindowState[At], stage: Stage) -> None:
+    def __init__(self, planner: Planner[At], state: WindowState[At], rule: WindowRule) -> None:
         self._feed, self._spec = planner.feed, planner.spec
         self._stop: mix.Stop = planner.stop
-        self._state, self._stage = state, stage
+        self._state, self._rule = state, rule
         # documents of each dataset that the window has before its draws: the one that is cut
         self._cut = np.zeros(len(state.active), np.int64)
         if state.cut is not None:
@@ -271,10 +254,9 @@ class _Mixing(Generic[At]):
         active: NDArray[np.bool_],
     ) -> mix.Draws:
         """At most `count` draws behind those that have taken `drawn` documents."""
-        left, by_weight, sizes = self._left.copy(), self._stage.shares is None, None
+        left, by_weight, sizes = self._left.copy(), self._rule.stage.shares is None, None
         if self._spec.unit == "tokens":
-            parts = self._feed.parts(self._state, self._stage)
-            expected = [with_margin(int(count * part)) for part in parts]
+            expected = [with_margin(int(count * part)) for part in self._rule.parts]
             self._look(drawn + np.minimum(expected, left))
             sizes = lambda counts: self._sizes(drawn, counts)  # noqa: E731
         while True:
@@ -340,7 +322,7 @@ class _Mixing(Generic[At]):
 
     def weigh(self, active: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Integer weights of the datasets that are in the mixture, 0 for the others."""
-        spec, shares = self._spec, self._stage.shares
+        spec, shares = self._spec, self._rule.stage.shares
         if shares is None:
             return np.where(active, np.array(spec.weights, dtype=np.int64), 0)
         total = TOKENS_TOTAL if spec.unit == "tokens" else ROWS_TOTAL
@@ -377,6 +359,27 @@ class _Mixing(Generic[At]):
             docs = np.concatenate([self._docs, docs])[order]
             lengths = np.concatenate([self._lengths, lengths])[order]
         self._docs, self._lengths, self._known = docs, lengths, known + more
+
+
+def _permute(
+    rule: WindowRule,
+    first_cut: tuple[int, int] | None,
+    last_cut: tuple[int, int] | None,
+    dataset: NDArray[np.int32],
+    doc: NDArray[np.int64],
+    length: NDArray[np.int32],
+) -> None:
+    """Documents of a dataset change places, but the one that is cut where the window begins stays
+    first, the one where it ends last.
+    """
+    for i, key in enumerate(rule.document_keys):
+        here = np.flatnonzero(dataset == i)
+        first = first_cut is not None and first_cut[0] == i
+        last = last_cut is not None and last_cut[0] == i
+        here = here[int(first) : here.size - last]
+        if here.size > 1:
+            there = here[permute(np.arange(here.size), here.size, key)]
+            doc[here], length[here] = doc[there], length[there]
 
 
 class _Fewer(Exception):

@@ -20,6 +20,7 @@ from easypipe.loader.streams.ledger import Books
 from easypipe.loader.streams.spec import StreamSpec
 from easypipe.loader.streams.state import StreamState
 from easypipe.plan import mix, order, plan_stats
+from easypipe.plan.feed import WindowRule
 from easypipe.plan.pack import nothing_fits
 from easypipe.plan.spec import Stage
 from easypipe.plan.window import Planner, View, Window
@@ -62,8 +63,23 @@ class StreamFeed:
             cursor.wish(wish, plan.window_tokens)
             self.cursors.append(cursor)
 
-    def stage(self, state: StreamState) -> Stage:
-        plan, row, streams = self.spec.plan, state.first_row, self.spec.num_streams
+    def rule(self, state: StreamState) -> WindowRule:
+        plan, stage = self.spec.plan, self._stage(state.first_row)
+        docs, tokens = plan.window_docs, plan.window_tokens
+        if stage.rows is not None and plan.pack is None:
+            docs = min(docs, stage.rows)
+        elif stage.rows is not None and plan.pack is not None:
+            full = (stage.rows + plan.pack.concat) * plan.pack.seq_length
+            tokens = full if tokens is None else min(full, tokens)
+        parts = [Fraction(1, len(self.names))] * len(self.names)
+        keys = self._keys if self.spec.shuffle_window else ()
+        documents = [child(key, state.first_row + state.epoch) for key in keys]
+        return WindowRule(
+            stage, docs, tokens, parts, child(self._row_key, state.first_row), documents
+        )
+
+    def _stage(self, row: int) -> Stage:
+        plan, streams = self.spec.plan, self.spec.num_streams
         if plan.schedule is None:
             return plan.stage(row)
         # which counts the rows of one stream among streams that all live
@@ -74,27 +90,6 @@ class StreamFeed:
             return stage
         rows = int(order.given_by(known, (there + stage.rows) * streams)[self.number]) - row
         return Stage(stage.shares, rows, rows + stage.most - stage.rows)
-
-    def size(self, state: StreamState, stage: Stage) -> tuple[int, int | None]:
-        """Documents, or the blocks of them that hold so many tokens."""
-        plan, rows = self.spec.plan, stage.rows
-        docs, tokens = plan.window_docs, plan.window_tokens
-        if rows is not None and plan.pack is None:
-            docs = min(docs, rows)
-        elif rows is not None and plan.pack is not None:
-            full = (rows + plan.pack.concat) * plan.pack.seq_length
-            tokens = full if tokens is None else min(full, tokens)
-        return docs, tokens
-
-    def parts(self, state: StreamState, stage: Stage) -> Sequence[Fraction]:
-        return [Fraction(1, len(self.names))] * len(self.names)
-
-    def row_key(self, state: StreamState) -> int:
-        return child(self._row_key, state.first_row)
-
-    def document_keys(self, state: StreamState) -> Sequence[int]:
-        keys = self._keys if self.spec.shuffle_window else ()
-        return [child(key, state.first_row + state.epoch) for key in keys]
 
     def remaining(self, state: StreamState, enough: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.array(
