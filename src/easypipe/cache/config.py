@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from easypipe.core import storage
 from easypipe.core.config import config
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 
 
 @config
@@ -38,12 +38,12 @@ class CacheConfig:
     )
 
     def check(self) -> None:
-        if self.staging_bytes < 1:
-            raise ConfigError(
-                at="staging_bytes",
-                problem=f"{self.staging_bytes} is no room",
-                fix="Give at least what a batch needs.",
-            )
+        require(
+            self.staging_bytes >= 1,
+            "staging_bytes",
+            f"{self.staging_bytes} is no room",
+            "Give at least what a batch needs.",
+        )
 
 
 def check_cache(
@@ -57,13 +57,10 @@ def check_cache(
     if options is None:
         return
     chosen = [cache_dir or os.environ.get("EASYPIPE_CACHE"), *own]
-    if streaming:
-        raise ConfigError(
-            at="cache", problem="has no effect: streaming keeps no tokens", fix="Leave it out."
-        )
-    if not any(place is not None and storage.is_remote(place) for place in chosen):
-        raise ConfigError(
-            at="cache",
-            problem="has no effect: no token cache is at a URL",
-            fix="Leave it out, or give cache_dir a URL.",
-        )
+    require(not streaming, "cache", "has no effect: streaming keeps no tokens", "Leave it out.")
+    require(
+        any(place is not None and storage.is_remote(place) for place in chosen),
+        "cache",
+        "has no effect: no token cache is at a URL",
+        "Leave it out, or give cache_dir a URL.",
+    )

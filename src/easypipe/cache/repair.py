@@ -21,7 +21,7 @@ from easypipe.cache.manifest import parse_manifest, read_manifest
 from easypipe.cache.verify import RECORDS, TOKEN_CACHE, Verification
 from easypipe.cache.writer import CacheWriter
 from easypipe.core import storage
-from easypipe.core.errors import ConfigError, EasypipeError
+from easypipe.core.errors import EasypipeError, require
 from easypipe.core.remote import StorageOptions
 
 log = logging.getLogger("easypipe")
@@ -38,11 +38,13 @@ def repair_cache(
     wanted = {found.path: broken_files(found) for found in broken if found.kind == TOKEN_CACHE}
     stale = {file for found in broken if found.kind == RECORDS for file in broken_files(found)}
     have = sorted({place_of(writer.folder.at()) for writer in writers})
-    if here not in have:
-        fix = f"Set cache_dir={here}, or give the config that filled it."
-        raise ConfigError(
-            at="cache_dir", problem=f"no dataset has its tokens in {here}", have=have, fix=fix
-        )
+    require(
+        here in have,
+        "cache_dir",
+        f"no dataset has its tokens in {here}",
+        f"Set cache_dir={here}, or give the config that filled it.",
+        have=have,
+    )
     for writer in writers:
         path = str(writer.path())
         files = wanted.get(path, set())

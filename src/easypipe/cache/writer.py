@@ -44,7 +44,7 @@ from easypipe.cache.ranges import (
 from easypipe.cache.reader import TokenCache
 from easypipe.core import locks, storage
 from easypipe.core.config import digest
-from easypipe.core.errors import CacheError, ConfigError, MissingFileError, StorageError
+from easypipe.core.errors import CacheError, MissingFileError, StorageError, require
 from easypipe.core.protocols import (
     ProgressEvent,
     ProgressListener,
@@ -90,12 +90,12 @@ class CacheWriter(Generic[R]):
     when_made: Callable[[str], None] = lambda key: None
 
     def __post_init__(self) -> None:
-        if self.max_bad_rows is not None and self.on_error == "error":
-            raise ConfigError(
-                at="max_bad_rows",
-                problem="has no effect while on_error is 'error'",
-                fix="Set on_error to 'skip'.",
-            )
+        require(
+            self.max_bad_rows is None or self.on_error != "error",
+            "max_bad_rows",
+            "has no effect while on_error is 'error'",
+            "Set on_error to 'skip'.",
+        )
         self._lock = threading.Lock()
         self._cache: TokenCache | None = None
         self._ranges: tuple[str, Sequence[Range]] = "", ()
@@ -159,13 +159,12 @@ class CacheWriter(Generic[R]):
         Errors as `fill`; bad rows are charged to the budget by `fill`, in their order. Returns how
         many rows were gone through.
         """
-        if self.folder.temporary:
-            raise ConfigError(
-                at=f"datasets.{self.dataset}.cache_enabled",
-                problem="its tokens are not kept, so no other process could take up this part",
-                fix="Set cache_enabled and tokenize.cache_tokenized, and give its functions a "
-                "version.",
-            )
+        require(
+            not self.folder.temporary,
+            f"datasets.{self.dataset}.cache_enabled",
+            "its tokens are not kept, so no other process could take up this part",
+            "Set cache_enabled and tokenize.cache_tokenized, and give its functions a version.",
+        )
         key, ranges = self.ranges()
         work = _Work(self, key, [ranges[number] for number in numbers])
         budget = ErrorBudget(self.dataset, self.encoder.label, self.on_error, None)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.config import config
-from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.errors import ConfigError, SourceError, require
 from easypipe.core.jit import jit
 from easypipe.core.schema import (
     ATTENTION_MASK,
@@ -53,18 +53,18 @@ class CollateConfig:
     segment_ids: bool = True  # False leaves that column out of batches
 
     def check(self) -> None:
-        if self.max_length is not None and self.max_length < 1:
-            raise ConfigError(
-                at="max_length",
-                problem=f"{self.max_length} is no row length",
-                fix="Give at least 1.",
-            )
-        if self.padding == "max_length" and self.max_length is None:
-            raise ConfigError(
-                at="max_length",
-                problem="padding='max_length' needs it",
-                fix="Set max_length, or padding='longest'.",
-            )
+        require(
+            self.max_length is None or self.max_length >= 1,
+            "max_length",
+            f"{self.max_length} is no row length",
+            "Give at least 1.",
+        )
+        require(
+            self.padding != "max_length" or self.max_length is not None,
+            "max_length",
+            "padding='max_length' needs it",
+            "Set max_length, or padding='longest'.",
+        )
         check_padding(self)
 
     @property
@@ -267,12 +267,12 @@ def known_width(rule: CollateConfig, seq_length: int | None) -> int | None:
     """
     if seq_length is None:
         return rule.max_length if rule.padding == "max_length" else None
-    if rule.padding == "max_length" and rule.max_length != seq_length:
-        raise ConfigError(
-            at="collate.max_length",
-            problem=f"{rule.max_length}, but every row has {seq_length} slots already",
-            fix="Leave padding at 'longest' for packed rows.",
-        )
+    require(
+        rule.padding != "max_length" or rule.max_length == seq_length,
+        "collate.max_length",
+        f"{rule.max_length}, but every row has {seq_length} slots already",
+        "Leave padding at 'longest' for packed rows.",
+    )
     for name, value in rule.shaping.items():
         raise ConfigError(
             at=name,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from easypipe.core.config import ListOf, config
-from easypipe.core.errors import ConfigError, PlacementError
+from easypipe.core.errors import ConfigError, PlacementError, require
 
 MOST_STREAMS = 8  # that a batch has where nothing else is said
 MOST_EPOCHS = 100_000  # of a few documents each, that are planned in a minute
@@ -77,43 +77,45 @@ class LoadStageConfig:
         )
         for name in (*counts, "group_by_length", "num_epochs"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(at=name, problem=f"{value} is too few", fix="Give at least 1.")
-        if self.num_epochs is not None and self.num_epochs > MOST_EPOCHS:
-            raise ConfigError(
-                at="num_epochs",
-                problem=f"{self.num_epochs} passes are too many to plan and count",
-                fix="Give null, which goes on forever, and end the run by its steps.",
-            )
+            require(value is None or value >= 1, name, f"{value} is too few", "Give at least 1.")
+        require(
+            self.num_epochs is None or self.num_epochs <= MOST_EPOCHS,
+            "num_epochs",
+            f"{self.num_epochs} passes are too many to plan and count",
+            "Give null, which goes on forever, and end the run by its steps.",
+        )
         self._check_schedule()
-        if not self.stall_timeout_s > 0:
-            raise ConfigError(
-                at="stall_timeout_s",
-                problem=f"{self.stall_timeout_s} is no time to wait",
-                fix="Give seconds above 0.",
-            )
+        require(
+            self.stall_timeout_s > 0,
+            "stall_timeout_s",
+            f"{self.stall_timeout_s} is no time to wait",
+            "Give seconds above 0.",
+        )
         if isinstance(self.mesh, Mapping):
             check_axes(self.mesh)
-        if self.partition_spec is not None and self.mesh is None and not self.prefetch_to_device:
-            raise ConfigError(
-                at="partition_spec",
-                problem="there is no mesh to lie on",
-                fix="Set mesh, for example {'data': -1}.",
-            )
+        require(
+            self.partition_spec is None or self.mesh is not None or self.prefetch_to_device,
+            "partition_spec",
+            "there is no mesh to lie on",
+            "Set mesh, for example {'data': -1}.",
+        )
 
     def _check_schedule(self) -> None:
-        if self.group_by_length is not None and self.batch_size_schedule:
-            problem = "groups are batches of one size, and batch_size_schedule changes it"
-            raise ConfigError(at="group_by_length", problem=problem, fix="Leave one of them out.")
+        require(
+            self.group_by_length is None or not self.batch_size_schedule,
+            "group_by_length",
+            "groups are batches of one size, and batch_size_schedule changes it",
+            "Leave one of them out.",
+        )
         before = 0
         for i, (step, _) in enumerate(self.batch_size_schedule):
-            if step <= before:
-                raise ConfigError(
-                    at=f"batch_size_schedule[{i}]",
-                    problem=f"step {step} does not come after step {before}",
-                    fix="Name steps in ascending order; until the first of them, batches have "
-                    "batch_size rows.",
-                )
+            require(
+                step > before,
+                f"batch_size_schedule[{i}]",
+                f"step {step} does not come after step {before}",
+                "Name steps in ascending order; until the first of them, batches have "
+                "batch_size rows.",
+            )
             before = step
         sizes = [("batch_size", self.batch_size)]
         sizes += [
@@ -121,8 +123,7 @@ class LoadStageConfig:
             for i, (_, size) in enumerate(self.batch_size_schedule)
         ]
         for at, size in sizes:
-            if size < 1:
-                raise ConfigError(at=at, problem=f"{size} rows are too few", fix="Give at least 1.")
+            require(size >= 1, at, f"{size} rows are too few", "Give at least 1.")
             if size % self.accumulation_steps:
                 below = size // self.accumulation_steps * self.accumulation_steps
                 above = below + self.accumulation_steps

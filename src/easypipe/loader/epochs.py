@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from typing import Any, Self
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.core.random import fold
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import After, Loader
@@ -58,10 +58,7 @@ class EpochLoader(Loader):
 
     def loader(self, epoch: int) -> Loader:
         """The loader of a pass. Raises ConfigError where there is none of that number."""
-        if epoch < 0:
-            raise ConfigError(
-                at="epoch", problem=f"there is no pass {epoch}", fix="They count from 0."
-            )
+        require(epoch >= 0, "epoch", f"there is no pass {epoch}", "They count from 0.")
         return self._made(epoch)
 
     def set_epoch(self, epoch: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, PlacementError, StallError, StateError
+from easypipe.core.errors import ConfigError, PlacementError, StallError, StateError, require
 from easypipe.core.ledger import Ledger
 from easypipe.loader.collate import CollateConfig, known_width, row_width, with_asked
 from easypipe.loader.config import LoadStageConfig
@@ -82,14 +82,12 @@ class Loader:
         self._decoder = decoder
         self._remember = remember
         self._seed = seed
-        if rows.num_epochs != self.config.num_epochs:
-            raise ConfigError(
-                at="load.num_epochs",
-                problem=f"{self.config.num_epochs}, but the rows are counted over "
-                f"{rows.num_epochs}",
-                fix=f"Set num_epochs={rows.num_epochs}, or make the rows for "
-                f"{self.config.num_epochs}.",
-            )
+        require(
+            rows.num_epochs == self.config.num_epochs,
+            "load.num_epochs",
+            f"{self.config.num_epochs}, but the rows are counted over {rows.num_epochs}",
+            f"Set num_epochs={rows.num_epochs}, or make the rows for {self.config.num_epochs}.",
+        )
         self._order = ReadingOrder(rows, self.config, self.collate, seed)
         self._steps = Steps(self.batch_size, self.config.batch_size_schedule)
         self._placements = self._place()
@@ -268,13 +266,12 @@ class Loader:
         and this state and all later ones record the change. Raises StateError naming what changed
         since.
         """
-        if allow_changed and not self.can_change:
-            raise ConfigError(
-                at="allow_changed",
-                problem="a stream cannot be entered at another place than where its files were "
-                "left",
-                fix="Start a new run, or leave streaming out.",
-            )
+        require(
+            not allow_changed or self.can_change,
+            "allow_changed",
+            "a stream cannot be entered at another place than where its files were left",
+            "Start a new run, or leave streaming out.",
+        )
         if not isinstance(state, LoaderState):
             state = LoaderState.from_json(state)
         saved = state

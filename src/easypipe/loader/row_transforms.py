@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.errors import SourceError, require
 from easypipe.core.random import fold
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import collate
@@ -48,18 +48,18 @@ class MappedRows(DerivedRows):
     """
 
     def __init__(self, rows: Rows, transform: RowTransform, version: str, seed: int) -> None:
-        if not callable(transform):
-            raise ConfigError(
-                at="map_rows",
-                problem=f"{transform!r} is no function",
-                fix="Give a function of (columns, key).",
-            )
-        if not isinstance(version, str) or not version:
-            raise ConfigError(
-                at="map_rows.version",
-                problem=f"{version!r} names no version",
-                fix="Give text, and another when the function changes.",
-            )
+        require(
+            callable(transform),
+            "map_rows",
+            f"{transform!r} is no function",
+            "Give a function of (columns, key).",
+        )
+        require(
+            isinstance(version, str) and version,
+            "map_rows.version",
+            f"{version!r} names no version",
+            "Give text, and another when the function changes.",
+        )
         super().__init__(rows, rows.num_epochs)
         self.transforms = (*rows.transforms, (_name(transform), version))
         self._transform = transform

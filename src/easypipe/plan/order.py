@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.config import config
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.core.jit import jit
 from easypipe.core.random import MAX_ROWS, ROUNDS
 
@@ -29,18 +29,18 @@ class OrderConfig:
     block_rows: int = 1
 
     def check(self) -> None:
-        if self.block_rows < 1:
-            raise ConfigError(
-                at="block_rows",
-                problem=f"{self.block_rows} is no block of rows",
-                fix="Give at least 1.",
-            )
-        if self.block_rows > 1 and not self.shuffle:
-            raise ConfigError(
-                at="block_rows",
-                problem="has no effect without shuffle",
-                fix="Leave it out, or set shuffle.",
-            )
+        require(
+            self.block_rows >= 1,
+            "block_rows",
+            f"{self.block_rows} is no block of rows",
+            "Give at least 1.",
+        )
+        require(
+            self.block_rows <= 1 or self.shuffle,
+            "block_rows",
+            "has no effect without shuffle",
+            "Leave it out, or set shuffle.",
+        )
 
 
 def permute(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 
 from easypipe.core import remote
-from easypipe.core.errors import ConfigError, MissingFileError, SourceError, did_you_mean
+from easypipe.core.errors import ConfigError, MissingFileError, SourceError, did_you_mean, require
 from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import filesystem, is_remote
 from easypipe.sources.listing import resolve_remote
@@ -62,12 +62,12 @@ def resolve(
     patterns: list[Any] = (
         [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files)
     )
-    if not patterns:
-        raise ConfigError(
-            at="data_files",
-            problem="names no file",
-            fix="Give a path, a glob, a folder, a URL, or a list of them.",
-        )
+    require(
+        patterns,
+        "data_files",
+        "names no file",
+        "Give a path, a glob, a folder, a URL, or a list of them.",
+    )
     kinds = tuple(EXTENSIONS) if extensions is None else tuple(extensions)
     with ThreadPoolExecutor(ASKED, thread_name_prefix="easypipe-list") as pool:
         listed = list(pool.map(partial(_listed, storage_options, kinds), patterns))

@@ -10,7 +10,7 @@ from typing import Any
 
 from easypipe.core import remote
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
+from easypipe.core.errors import MissingFileError, SourceError, StorageError, require
 from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import filesystem
 from easypipe.sources.refs import (
@@ -34,12 +34,12 @@ def resolve_remote(
     name = remote.public_url(text)
     here = FileRef(path=name, num_bytes=0, identity="")
     # a file there reads like any other: saved folders name theirs
-    if text.startswith("hf://") and "." not in text.rpartition("/")[2]:
-        raise ConfigError(
-            at="data_files",
-            problem=f"{name!r} is a dataset on the Hub",
-            fix="Read it with type='huggingface'.",
-        )
+    require(
+        not text.startswith("hf://") or "." in text.rpartition("/")[2],
+        "data_files",
+        f"{name!r} is a dataset on the Hub",
+        "Read it with type='huggingface'.",
+    )
     if remote.is_http(text):
         return [_resolve_http(text, name, here, storage_options)]
 
@@ -107,12 +107,12 @@ def resolve_remote(
 
 
 def _resolve_http(text: str, name: str, here: FileRef, storage_options: StorageOptions) -> FileRef:
-    if glob.has_magic(plain_name(text)):
-        raise ConfigError(
-            at="data_files",
-            problem=f"{name!r}: a web server lists no files",
-            fix="Give the URL of every file.",
-        )
+    require(
+        not glob.has_magic(plain_name(text)),
+        "data_files",
+        f"{name!r}: a web server lists no files",
+        "Give the URL of every file.",
+    )
 
     def attempt(timeout_s: float) -> remote.HttpFacts:
         fs, _ = filesystem(text, dict(storage_options or {}))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require
 from easypipe.core.remote import StorageOptions
 from easypipe.sources.base import FileSource, OnError
 from easypipe.sources.external.token_files import TokenFilesConfig, TokenShardedSource
@@ -97,12 +97,12 @@ def open_files(
 
 def require_text_files(text_unit: TextUnit | None, kind: str) -> None:
     """Raises ConfigError where a unit of text is named for files of another format."""
-    if text_unit is not None and kind != "txt":
-        raise ConfigError(
-            at="text_unit",
-            problem=f"has no effect on {kind} files",
-            fix="Leave it out: it is for text files.",
-        )
+    require(
+        text_unit is None or kind == "txt",
+        "text_unit",
+        f"has no effect on {kind} files",
+        "Leave it out: it is for text files.",
+    )
 
 
 def _unknown(path: str) -> SourceError:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.errors import ConfigError, SourceError, require
 from easypipe.core.protocols import (
     Scan,
     Shard,
@@ -51,12 +51,12 @@ class Part:
     def rows(self, num_rows: int) -> tuple[int, int]:
         """(first, behind the last). Raises ConfigError where that is none of `num_rows`."""
         start, stop = _bound(self.start, num_rows, 0), _bound(self.stop, num_rows, num_rows)
-        if start >= stop:
-            raise ConfigError(
-                at="split",
-                problem=f"{self.text!r} holds none of the {num_rows} rows",
-                fix="Correct its bounds.",
-            )
+        require(
+            start < stop,
+            "split",
+            f"{self.text!r} holds none of the {num_rows} rows",
+            "Correct its bounds.",
+        )
         return start, stop
 
 
@@ -185,12 +185,12 @@ def limited(source: ShardedSource, num_rows: int) -> PartialSource:
     """The first `num_rows` physical rows of a source, counted before any are refused; fewer where
     it has fewer. Raises ConfigError for a limit below 1.
     """
-    if num_rows < 1:
-        raise ConfigError(
-            at="num_rows",
-            problem=f"{num_rows} rows are no dataset",
-            fix="Give at least 1, or None for all rows.",
-        )
+    require(
+        num_rows >= 1,
+        "num_rows",
+        f"{num_rows} rows are no dataset",
+        "Give at least 1, or None for all rows.",
+    )
     return PartialSource(source, Part(f"[:{num_rows}]", None, str(num_rows), limits=True))
 
 

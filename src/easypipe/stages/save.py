@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Source, info_of
 from easypipe.core.publication import Publication, Pushed
@@ -102,12 +102,12 @@ class SaveStage(BaseStage):
             return []
         datasets = datasets_of(context)
         for name, dataset in datasets.items():
-            if dataset.save_path is not None and name not in data:
-                raise ConfigError(
-                    at=f"datasets.{name}.save_path",
-                    problem="has no effect after mix(), where the datasets are one",
-                    fix="Save before mix(), or drop it and set save.output_dir.",
-                )
+            require(
+                dataset.save_path is None or name in data,
+                f"datasets.{name}.save_path",
+                "has no effect after mix(), where the datasets are one",
+                "Save before mix(), or drop it and set save.output_dir.",
+            )
         targets = []
         for name, source in data.items():
             config, folder = self.config, self.config.output_dir
@@ -137,13 +137,12 @@ def rows_of(target: Target) -> Rows:
     """
     source = rows = target.source
     info, planned = info_of(source), planned_of(source)
-    if info.pairs:
-        fix = "Call pack() before save(), or load them without."
-        raise ConfigError(
-            at="save",
-            problem="pairs of answers have no columns of their own until they are packed",
-            fix=fix,
-        )
+    require(
+        not info.pairs,
+        "save",
+        "pairs of answers have no columns of their own until they are packed",
+        "Call pack() before save(), or load them without.",
+    )
     if is_documents(source):
         below = source.below if isinstance(source, Source) else None
         rows = CachedDocuments(source.materialize(), below or source, info.extra_columns)

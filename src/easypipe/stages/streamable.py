@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 
 # The options of each stage that streaming knows; every other one is refused where it is not at its
 # default.
@@ -66,12 +66,12 @@ def require_streamable(at: str, config: Any) -> None:
     if config is None or at not in (*KNOWN, "save"):
         return
     if at == "save":
-        if config.enabled:
-            raise ConfigError(
-                at="save",
-                problem="streaming writes nothing: it reads forward and keeps no tokens",
-                fix="Leave streaming out.",
-            )
+        require(
+            not config.enabled,
+            "save",
+            "streaming writes nothing: it reads forward and keeps no tokens",
+            "Leave streaming out.",
+        )
         return
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

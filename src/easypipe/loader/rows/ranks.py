@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.core.ledger import Ledger
 from easypipe.loader.rows.rows import Mark, RowReader, Rows, Share
 from easypipe.loader.state import LoaderState
@@ -23,9 +23,12 @@ from easypipe.loader.state import LoaderState
 
 def check_rank(rank: int, world_size: int) -> None:
     """Raises ConfigError where there is no such rank."""
-    if world_size < 1 or not 0 <= rank < world_size:
-        fix = f"Ranks count from 0 to {max(world_size, 1) - 1}."
-        raise ConfigError(at="rank", problem=f"there is no rank {rank} of {world_size}", fix=fix)
+    require(
+        world_size >= 1 and 0 <= rank < world_size,
+        "rank",
+        f"there is no rank {rank} of {world_size}",
+        f"Ranks count from 0 to {max(world_size, 1) - 1}.",
+    )
 
 
 class DerivedRows(Rows, RowReader):

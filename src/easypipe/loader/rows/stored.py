@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, place
+from easypipe.core.errors import ConfigError, SourceError, place, require
 from easypipe.core.protocols import Shard, ShardedSource, Source
 from easypipe.core.random import fold
 from easypipe.core.schema import (
@@ -55,8 +55,7 @@ class Arrays(Source):
                 arrays[name] = pa.array(np.asarray(values, np.int32))
             elif name in READ_COLUMNS:
                 arrays[name] = _as_lists(name, values)
-        if not arrays:
-            raise ConfigError(at="rows", problem=f"no column {INPUT_IDS!r}", have=columns)
+        require(arrays, "rows", f"no column {INPUT_IDS!r}", have=columns)
         if len({len(array) for array in arrays.values()}) > 1:
             counts = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
             raise ConfigError(at="rows", problem=f"columns of different numbers of rows: {counts}")

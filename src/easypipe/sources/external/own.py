@@ -27,12 +27,7 @@ import pyarrow as pa
 
 from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
-from easypipe.core.errors import (
-    ConfigError,
-    SourceError,
-    require_columns,
-    require_rows,
-)
+from easypipe.core.errors import ConfigError, SourceError, require, require_columns, require_rows
 from easypipe.core.identity import held_by, name_of
 from easypipe.core.protocols import (
     Reject,
@@ -115,18 +110,18 @@ def as_source(
     """
     if is_complete(data):
         missing = [member for member in ("schema", "fingerprint") if not _has(data, member)]
-        if missing:
-            problem = (
-                f"{type(data).__name__} has shards and read(), but no {' and no '.join(missing)}"
-            )
-            raise ConfigError(
-                at=name,
-                problem=problem,
-                fix="Give all four, or only shard_names and open_shard(name).",
-            )
-        if version is not None:
-            problem = f"has no effect: {type(data).__name__} has a fingerprint of its own"
-            raise ConfigError(at="version", problem=problem, fix="Leave it out.")
+        require(
+            not missing,
+            name,
+            f"{type(data).__name__} has shards and read(), but no {' and no '.join(missing)}",
+            "Give all four, or only shard_names and open_shard(name).",
+        )
+        require(
+            version is None,
+            "version",
+            f"has no effect: {type(data).__name__} has a fingerprint of its own",
+            "Leave it out.",
+        )
         return data
     given = _sharded(data) if is_sharded(data) else _one_shard(data, name)
     version = version if version is not None else given.version
@@ -555,13 +550,12 @@ def _sharded(data: Any) -> Given:
         for name in ("open_shard", "open_shard_at_row")
         if _has(data, name) and getattr(kind, name, None) is not getattr(base, name)
     ]
-    if not own:
-        problem = f"{kind.__name__} has neither open_shard(name) nor read(shard, start, stop)"
-        raise ConfigError(
-            at="data_files",
-            problem=problem,
-            fix="Give it shard_names and open_shard, which yields a dict for every row.",
-        )
+    require(
+        own,
+        "data_files",
+        f"{kind.__name__} has neither open_shard(name) nor read(shard, start, stop)",
+        "Give it shard_names and open_shard, which yields a dict for every row.",
+    )
     shards = getattr(data, "shards", None)
     names: Any = data.shard_names if shards is None else [shard.name for shard in shards]
     names = names() if callable(names) else names
@@ -592,16 +586,13 @@ def _sharded(data: Any) -> Given:
 
 
 def _one_shard(data: Any, name: str) -> Given:
-    if isinstance(data, Iterator):
-        problem = (
-            f"a {type(data).__name__} can be read only once, and rows are read again where "
-            "they are needed again"
-        )
-        raise ConfigError(
-            at="data_files",
-            problem=problem,
-            fix="Give the function that makes it, without calling it.",
-        )
+    require(
+        not isinstance(data, Iterator),
+        "data_files",
+        f"a {type(data).__name__} can be read only once, and rows are read again where "
+        "they are needed again",
+        "Give the function that makes it, without calling it.",
+    )
     called = callable(data) and not hasattr(data, "__iter__")
 
     def from_start(_: str, row: int) -> Iterable[Any]:

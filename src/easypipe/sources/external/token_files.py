@@ -20,7 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from easypipe.core.config import config, digest
-from easypipe.core.errors import ConfigError, MissingFileError, SourceError
+from easypipe.core.errors import MissingFileError, SourceError, require
 from easypipe.core.schema import INPUT_IDS
 from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
 from easypipe.sources.external.megatron import MegatronIndex, open_index
@@ -50,18 +50,20 @@ class TokenFilesConfig:
     document_tokens: int | None = None
 
     def check(self) -> None:
-        if self.separator_id is not None and self.document_tokens is not None:
-            raise ConfigError(
-                at="document_tokens",
-                problem="has no effect beside separator_id",
-                fix="Leave one of them out.",
-            )
+        require(
+            self.separator_id is None or self.document_tokens is None,
+            "document_tokens",
+            "has no effect beside separator_id",
+            "Leave one of them out.",
+        )
         for name, least in (("separator_id", 0), ("document_tokens", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(
-                    at=name, problem=f"{value} is too small", fix=f"Give at least {least}."
-                )
+            require(
+                value is None or value >= least,
+                name,
+                f"{value} is too small",
+                f"Give at least {least}.",
+            )
 
 
 @dataclass(frozen=True)

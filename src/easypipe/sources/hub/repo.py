@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from easypipe.core import remote, trust
-from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
+from easypipe.core.errors import MissingFileError, SourceError, StorageError, require
 from easypipe.core.remote import StorageOptions
 from easypipe.sources.refs import FileRef, format_of
 
@@ -58,14 +58,13 @@ class HubRepo:
         self.repo = repo
         self._endpoint = access.pop("endpoint", None) or os.environ.get("HF_ENDPOINT")
         self._token = trust.hub_token(self._endpoint, access.pop("token", None))
-        if access:
-            problem = f"{sorted(access)} mean nothing to the Hub"
-            raise ConfigError(
-                at="storage_options",
-                problem=problem,
-                have=["token", "endpoint"],
-                fix="Leave them out.",
-            )
+        require(
+            not access,
+            "storage_options",
+            f"{sorted(access)} mean nothing to the Hub",
+            "Leave them out.",
+            have=["token", "endpoint"],
+        )
 
     @property
     def at(self) -> str:

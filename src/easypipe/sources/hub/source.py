@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Unpack
 import pyarrow as pa
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.errors import ConfigError, SourceError, require
 from easypipe.core.protocols import Scan, Shard, Source
 from easypipe.sources.base import READER_VERSION, FileOptions, FileSource
 from easypipe.sources.formats.txt import TextUnit
@@ -46,13 +46,12 @@ def parse_hub_name(text: str) -> HubName:
     """
     rest = text.removeprefix("hf://")
     if rest != text:
-        if not rest.startswith("datasets/"):
-            problem = f"{text!r} does not name a dataset"
-            raise ConfigError(
-                at="data_files",
-                problem=problem,
-                fix="Write hf://datasets/owner/name, or hf://datasets/owner/name/*.parquet.",
-            )
+        require(
+            rest.startswith("datasets/"),
+            "data_files",
+            f"{text!r} does not name a dataset",
+            "Write hf://datasets/owner/name, or hf://datasets/owner/name/*.parquet.",
+        )
         rest = rest.removeprefix("datasets/")
     parts = rest.strip("/").split("/")
     if rest == text and len(parts) > 2:
@@ -100,18 +99,18 @@ class HuggingFaceShardedSource(Source):
         **options: Unpack[FileOptions],
     ) -> None:
         name = parse_hub_name(dataset)
-        if name.revision and revision and name.revision != revision:
-            raise ConfigError(
-                at="revision",
-                problem=f"{revision!r}, but data_files says {name.revision!r}",
-                fix="Leave one of them out.",
-            )
-        if name.pattern and (split or subset):
-            raise ConfigError(
-                at="split" if split else "subset",
-                problem="has no effect beside a pattern",
-                fix="Leave it or the pattern out.",
-            )
+        require(
+            not name.revision or not revision or name.revision == revision,
+            "revision",
+            f"{revision!r}, but data_files says {name.revision!r}",
+            "Leave one of them out.",
+        )
+        require(
+            not name.pattern or (not split and not subset),
+            "split" if split else "subset",
+            "has no effect beside a pattern",
+            "Leave it or the pattern out.",
+        )
         self._hub = HubRepo(name.repo, options.get("storage_options"))
         self.repo, self.split, self.subset = (
             name.repo,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from easypipe.cache.reader import TokenCache
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, StageOrderError
+from easypipe.core.errors import ConfigError, StageOrderError, require
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.collate import CollateConfig
@@ -226,15 +226,14 @@ def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
     num_rows = rows.open().available(0, needed)
     if not num_rows and isinstance(rows, PlannedRows):
         rows.plan.check_that_some_document_fits()
-    if num_rows < needed:
-        raise ConfigError(
-            at="load.batch_size",
-            problem=f"{options.batch_size}, but {name!r} has {num_rows} rows: no batch is ever "
-            "full",
-            fix=f"Give at most {num_rows}, or set drop_last=False."
-            if num_rows
-            else "Give the dataset rows.",
-        )
+    require(
+        num_rows >= needed,
+        "load.batch_size",
+        f"{options.batch_size}, but {name!r} has {num_rows} rows: no batch is ever full",
+        f"Give at most {num_rows}, or set drop_last=False."
+        if num_rows
+        else "Give the dataset rows.",
+    )
 
 
 def _stream_rows(
@@ -242,13 +241,13 @@ def _stream_rows(
 ) -> StreamRows:
     """The rows of `source`, read forward. Reads none of them."""
     packed = packed_of(source)
-    if SEGMENT_IDS in source.schema.names and packed is None:
-        raise ConfigError(
-            at="streaming",
-            problem=f"the rows of dataset {name!r} are packed already: they are counted, and read "
-            "where they lie",
-            fix="Leave streaming out.",
-        )
+    require(
+        SEGMENT_IDS not in source.schema.names or packed is not None,
+        "streaming",
+        f"the rows of dataset {name!r} are packed already: they are counted, and read "
+        "where they lie",
+        "Leave streaming out.",
+    )
     mixture = mixture_of(name, source, context, stage="load")
     sizes = [config.batch_size, *(size for _, size in config.batch_size_schedule)]
     num_streams = settings_of(context).num_streams or default_streams(*sizes)

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Literal
 
 from easypipe.core.config import ListOf, config
-from easypipe.core.errors import ConfigError, PlanError, did_you_mean
+from easypipe.core.errors import ConfigError, PlanError, did_you_mean, require
 from easypipe.plan.mix import integer_weights
 from easypipe.plan.spec import Unit
 
@@ -28,25 +28,22 @@ class WeightSchedulePoint:
     weights: dict[str, float]
 
     def check(self) -> None:
-        if self.step < 0:
-            raise ConfigError(
-                at="step",
-                problem=f"{self.step} is before the first step",
-                fix="Steps count from 0.",
-            )
+        require(
+            self.step >= 0, "step", f"{self.step} is before the first step", "Steps count from 0."
+        )
         for name, weight in self.weights.items():
-            if not math.isfinite(weight) or weight < 0:
-                raise ConfigError(
-                    at=f"weights.{name}",
-                    problem=f"{weight!r} is no weight",
-                    fix="Give a number of at least 0.",
-                )
-        if not any(self.weights.values()):
-            raise ConfigError(
-                at="weights",
-                problem="no dataset has any",
-                fix="Give at least one a number above 0.",
+            require(
+                math.isfinite(weight) and weight >= 0,
+                f"weights.{name}",
+                f"{weight!r} is no weight",
+                "Give a number of at least 0.",
             )
+        require(
+            any(self.weights.values()),
+            "weights",
+            "no dataset has any",
+            "Give at least one a number above 0.",
+        )
 
 
 @config
@@ -101,58 +98,58 @@ class MixStageConfig:
 
     def check(self) -> None:
         for name, weight in (self.weights or {}).items():
-            if not math.isfinite(weight) or weight <= 0:
-                raise ConfigError(
-                    at=f"weights.{name}",
-                    problem=f"{weight!r} is no weight",
-                    fix="Give a positive number, or leave the dataset out.",
-                )
-        if self.weights is not None and not self.weights:
-            raise ConfigError(
-                at="weights",
-                problem="there is nothing to mix",
-                fix="Give a weight for every dataset, or leave it out.",
+            require(
+                math.isfinite(weight) and weight > 0,
+                f"weights.{name}",
+                f"{weight!r} is no weight",
+                "Give a positive number, or leave the dataset out.",
             )
+        require(
+            self.weights is None or self.weights,
+            "weights",
+            "there is nothing to mix",
+            "Give a weight for every dataset, or leave it out.",
+        )
         if self.block_size is not None:
-            if not 1 <= self.block_size <= 1 << 40:
-                raise ConfigError(
-                    at="block_size",
-                    problem=f"{self.block_size} is no block of documents",
-                    fix="Give at least 1.",
-                )
-            if self.unit == "tokens":
-                raise ConfigError(
-                    at="block_size",
-                    problem="counts documents, and unit is 'tokens'",
-                    fix="Leave one of them out.",
-                )
+            require(
+                1 <= self.block_size <= 1 << 40,
+                "block_size",
+                f"{self.block_size} is no block of documents",
+                "Give at least 1.",
+            )
+            require(
+                self.unit != "tokens",
+                "block_size",
+                "counts documents, and unit is 'tokens'",
+                "Leave one of them out.",
+            )
             if self.weights is not None:
                 block_weights(self.weights, self.block_size)
         for name, epochs in (self.max_epochs or {}).items():
-            if epochs < 1:
-                raise ConfigError(
-                    at=f"max_epochs.{name}",
-                    problem=f"{epochs} is no pass",
-                    fix="Give at least 1, or leave the dataset out.",
-                )
+            require(
+                epochs >= 1,
+                f"max_epochs.{name}",
+                f"{epochs} is no pass",
+                "Give at least 1, or leave the dataset out.",
+            )
         self._check_schedule()
 
     def _check_schedule(self) -> None:
         if self.weight_schedule is None:
             for name, default in (("weight_schedule_type", "step"), ("batch_size", None)):
-                if getattr(self, name) != default:
-                    raise ConfigError(
-                        at=name,
-                        problem="has no effect without weight_schedule",
-                        fix="Leave it out, or give points.",
-                    )
+                require(
+                    getattr(self, name) == default,
+                    name,
+                    "has no effect without weight_schedule",
+                    "Leave it out, or give points.",
+                )
             return
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ConfigError(
-                at="batch_size",
-                problem=f"{self.batch_size} rows are no batch",
-                fix="Give at least 1.",
-            )
+        require(
+            self.batch_size is None or self.batch_size >= 1,
+            "batch_size",
+            f"{self.batch_size} rows are no batch",
+            "Give at least 1.",
+        )
         check_points(self.weight_schedule, "weight_schedule")
         for i, point in enumerate(self.weight_schedule):
             try:
@@ -203,13 +200,13 @@ def check_weights(
                 fix=did_you_mean(name, names),
             )
     for name in names:
-        if name not in weights:
-            raise ConfigError(
-                at=at,
-                problem=f"no weight for dataset {name!r}",
-                have=weights,
-                fix="Give it one, or leave the dataset out.",
-            )
+        require(
+            name in weights,
+            at,
+            f"no weight for dataset {name!r}",
+            "Give it one, or leave the dataset out.",
+            have=weights,
+        )
 
 
 def block_weights(weights: dict[str, float], block_size: int) -> tuple[int, ...]:
@@ -240,10 +237,7 @@ def check_points(points: Sequence[WeightSchedulePoint], at: str) -> None:
     """Raises ConfigError where points do not follow one another, or do not name the same
     datasets.
     """
-    if not points:
-        raise ConfigError(
-            at=at, problem="there is no point", fix="Give at least one, or leave it out."
-        )
+    require(points, at, "there is no point", "Give at least one, or leave it out.")
     first = points[0].weights
     for i, point in enumerate(points):
         if i and point.step <= points[i - 1].step:
@@ -262,13 +256,13 @@ def check_points(points: Sequence[WeightSchedulePoint], at: str) -> None:
                     or "Name the same datasets in every point; 0 leaves one out.",
                 )
         for name in first:
-            if name not in point.weights:
-                raise ConfigError(
-                    at=f"{at}[{i}].weights",
-                    problem=f"no weight for {name!r}",
-                    have=point.weights,
-                    fix="Give it one; 0 leaves it out.",
-                )
+            require(
+                name in point.weights,
+                f"{at}[{i}].weights",
+                f"no weight for {name!r}",
+                "Give it one; 0 leaves it out.",
+                have=point.weights,
+            )
 
 
 def exact_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[int, ...]:

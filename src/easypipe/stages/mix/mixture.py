@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from easypipe.cache.reader import TokenCache
 from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import PipelineContext, ShardedSource, Source
 from easypipe.core.schema import LOSS_MASK
 from easypipe.loader.config import LoadStageConfig
@@ -78,26 +78,26 @@ class Mixture:
         if self.schedule is None:
             return self
         sizes = batch_sizes_of(load)
-        if self.batch_size is not None and sizes != ((0, self.batch_size),):
-            raise ConfigError(
-                at="mix.batch_size",
-                problem=f"{self.batch_size}, but load() makes batches of "
-                f"{', then '.join(str(size) for _, size in sizes)} rows",
-                fix="Leave mix.batch_size out, or give load.batch_size the same.",
-            )
+        require(
+            self.batch_size is None or sizes == ((0, self.batch_size),),
+            "mix.batch_size",
+            f"{self.batch_size}, but load() makes batches of "
+            f"{', then '.join(str(size) for _, size in sizes)} rows",
+            "Leave mix.batch_size out, or give load.batch_size the same.",
+        )
         schedule = dataclasses.replace(self.schedule, batch_sizes=sizes)
         return dataclasses.replace(self, schedule=schedule)
 
     @property
     def steps(self) -> Schedule | None:
         """The schedule. Raises ConfigError where nobody has said how many rows a step has."""
-        if self.schedule is not None and not self.schedule.batch_sizes:
-            raise ConfigError(
-                at="mix.weight_schedule",
-                problem="its steps are training steps, and nobody has said how many rows one has",
-                fix="Set load.batch_size in the pipeline's config or call load() first, or set "
-                "mix.batch_size.",
-            )
+        require(
+            self.schedule is None or self.schedule.batch_sizes,
+            "mix.weight_schedule",
+            "its steps are training steps, and nobody has said how many rows one has",
+            "Set load.batch_size in the pipeline's config or call load() first, or set "
+            "mix.batch_size.",
+        )
         return self.schedule
 
     def requested(self, rows: int) -> dict[str, float]:

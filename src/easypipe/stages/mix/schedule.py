@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from easypipe.core.config import from_dict
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.loader.config import LoadStageConfig
 from easypipe.plan.mix_schedule import KINDS, Schedule
 from easypipe.stages.mix.config import (
@@ -37,8 +37,7 @@ class WeightScheduler:
             else from_dict(WeightSchedulePoint, point, f"points[{i}]")
             for i, point in enumerate(points)
         )
-        if type not in KINDS:
-            raise ConfigError(at="type", problem=f"{type!r} is not an option", have=KINDS)
+        require(type in KINDS, "type", f"{type!r} is not an option", have=KINDS)
         check_points(made, "points")
         self.points, self.type = made, type
         self._names = tuple(made[0].weights)
@@ -46,10 +45,7 @@ class WeightScheduler:
 
     def get_weights(self, step: int) -> dict[str, float]:
         """The share of each dataset at a training step; they sum to 1."""
-        if step < 0:
-            raise ConfigError(
-                at="step", problem=f"{step} is before the first step", fix="Steps count from 0."
-            )
+        require(step >= 0, "step", f"{step} is before the first step", "Steps count from 0.")
         return dict(zip(self._names, map(float, self._schedule.shares(step)), strict=True))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from easypipe.core.config import config
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.plan.pack import PackSpec
 
 DEFAULT_PACKERS = 16
@@ -61,41 +61,38 @@ class PackStageConfig:
 
     def check(self) -> None:
         factor = self.shuffle_buffer_factor
-        if factor is not None and factor < 1:
-            raise ConfigError(
-                at="shuffle_buffer_factor",
-                problem=f"{self.shuffle_buffer_factor} batches hold nothing",
-                fix="Give at least 1.",
-            )
-        if factor is not None and not self.shuffle_packed:
-            raise ConfigError(
-                at="shuffle_buffer_factor",
-                problem="has no effect without shuffle_packed",
-                fix="Leave it out.",
-            )
-        if not 1 <= self.seq_length <= 1 << 24:
-            raise ConfigError(
-                at="seq_length",
-                problem=f"{self.seq_length} is no row length",
-                fix=f"Give 1 to {1 << 24} tokens.",
-            )
-        if self.num_packers is not None and self.num_packers < 1:
-            raise ConfigError(
-                at="num_packers",
-                problem=f"{self.num_packers} open rows hold nothing",
-                fix="Give at least 1.",
-            )
-        if self.concat and self.oversize != "split":
-            problem = (
-                f"{self.oversize!r} has no effect on strategy {self.strategy!r}, which cuts "
-                "documents "
-                "where rows end"
-            )
-            raise ConfigError(
-                at="oversize",
-                problem=problem,
-                fix="Leave it out, or set max_length to truncate when tokenizing.",
-            )
+        require(
+            factor is None or factor >= 1,
+            "shuffle_buffer_factor",
+            f"{self.shuffle_buffer_factor} batches hold nothing",
+            "Give at least 1.",
+        )
+        require(
+            factor is None or self.shuffle_packed,
+            "shuffle_buffer_factor",
+            "has no effect without shuffle_packed",
+            "Leave it out.",
+        )
+        require(
+            1 <= self.seq_length <= 1 << 24,
+            "seq_length",
+            f"{self.seq_length} is no row length",
+            f"Give 1 to {1 << 24} tokens.",
+        )
+        require(
+            self.num_packers is None or self.num_packers >= 1,
+            "num_packers",
+            f"{self.num_packers} open rows hold nothing",
+            "Give at least 1.",
+        )
+        require(
+            not self.concat or self.oversize == "split",
+            "oversize",
+            f"{self.oversize!r} has no effect on strategy {self.strategy!r}, which cuts "
+            "documents "
+            "where rows end",
+            "Leave it out, or set max_length to truncate when tokenizing.",
+        )
         if self.train_continued and (self.concat or self.oversize != "split"):
             what = (
                 f"strategy {self.strategy!r}, which trains them"
@@ -105,13 +102,12 @@ class PackStageConfig:
             raise ConfigError(
                 at="train_continued", problem=f"has no effect on {what}", fix="Leave it out."
             )
-        if self.segments == "row" and not self.concat:
-            problem = (
-                f"'row' has no effect on strategy {self.strategy!r}, which keeps documents apart"
-            )
-            raise ConfigError(
-                at="segments", problem=problem, fix="Leave it out, or set strategy to 'concat'."
-            )
+        require(
+            self.segments != "row" or self.concat,
+            "segments",
+            f"'row' has no effect on strategy {self.strategy!r}, which keeps documents apart",
+            "Leave it out, or set strategy to 'concat'.",
+        )
 
     @property
     def concat(self) -> bool:

@@ -11,7 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import (
     BaseStage,
     PipelineContext,
@@ -111,13 +111,13 @@ class PackedShardedSource(PlannedSource):
         self.mixture = mixture
         self.config = config
         self.joined = config.segments == "row"
-        if self.joined and mixture.provenance:
-            raise ConfigError(
-                at="mix.provenance",
-                problem="names the dataset of every segment, and under pack.segments 'row' "
-                "documents have none of their own",
-                fix="Leave it out, or set pack.segments to 'document'.",
-            )
+        require(
+            not self.joined or not mixture.provenance,
+            "mix.provenance",
+            "names the dataset of every segment, and under pack.segments 'row' "
+            "documents have none of their own",
+            "Leave it out, or set pack.segments to 'document'.",
+        )
         if mixture.paired:
             _check_pairs(config)
         # of each dataset; they differ where the tokenizers do; () where none is
@@ -260,20 +260,18 @@ def _tell_uncut(mixture: Mixture, seq_length: int) -> None:
 
 def _check_pairs(config: PackStageConfig) -> None:
     """Both halves of a pair stand in one row, whole."""
-    if config.concat:
-        problem = (
-            f"{config.strategy!r} cuts documents wherever a row ends, and pairs must stay whole"
-        )
-        raise ConfigError(at="pack.strategy", problem=problem, fix="Use 'first_fit'.")
-    if config.oversize in ("split", "truncate"):
-        problem = (
-            f"{config.oversize!r} would cut pairs that are longer than a row, which must stay whole"
-        )
-        raise ConfigError(
-            at="pack.oversize",
-            problem=problem,
-            fix="Set it to 'drop' or 'error'; max_length cuts each answer by itself.",
-        )
+    require(
+        not config.concat,
+        "pack.strategy",
+        f"{config.strategy!r} cuts documents wherever a row ends, and pairs must stay whole",
+        "Use 'first_fit'.",
+    )
+    require(
+        config.oversize not in ("split", "truncate"),
+        "pack.oversize",
+        f"{config.oversize!r} would cut pairs that are longer than a row, which must stay whole",
+        "Set it to 'drop' or 'error'; max_length cuts each answer by itself.",
+    )
 
 
 def _eos(mixture: Mixture, config: PackStageConfig) -> tuple[int, ...]:
@@ -334,9 +332,9 @@ def _pad(mixture: Mixture, config: PackStageConfig, eos: int | None) -> int:
 
 
 def _in_vocabulary(at: str, token: int, mixture: Mixture) -> None:
-    if not 0 <= token < mixture.vocab_size:
-        raise ConfigError(
-            at=at,
-            problem=f"{token} lies outside the vocabulary of {mixture.vocab_size}",
-            fix="Give an id of the tokenizer.",
-        )
+    require(
+        0 <= token < mixture.vocab_size,
+        at,
+        f"{token} lies outside the vocabulary of {mixture.vocab_size}",
+        "Give an id of the tokenizer.",
+    )

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from easypipe.core.errors import CacheError, ConfigError, StageOrderError
+from easypipe.core.errors import CacheError, ConfigError, StageOrderError, require
 from easypipe.core.protocols import PipelineContext, ShardedSource, info_of
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
 from easypipe.loader.config import LoadStageConfig
@@ -168,9 +168,12 @@ def plan_report(
     Raises ConfigError where the data never ends and no steps are given, StageOrderError for text.
     """
     began = time.perf_counter()
-    if asked.steps is not None and asked.steps < 1:
-        problem = f"{asked.steps} steps are no run"
-        raise ConfigError(at="steps", problem=problem, fix="Give at least 1.")
+    require(
+        asked.steps is None or asked.steps >= 1,
+        "steps",
+        f"{asked.steps} steps are no run",
+        "Give at least 1.",
+    )
     if SEGMENT_IDS in source.schema.names and planned_of(source) is None:
         report = _stored(name, source, load, asked)
     elif INPUT_IDS not in source.schema.names:

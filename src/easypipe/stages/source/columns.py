@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import (
     ROW_NUMBER,
@@ -129,23 +129,20 @@ def kept_columns(
                 have=have,
                 fix=did_you_mean(column, have),
             )
-        if remove is not None and column in remove:
-            problem = f"{column!r} is one of the additional_fields of dataset {name!r}"
-            raise ConfigError(
-                at="tokenize.remove_columns", problem=problem, fix="Take it out of one of the two."
-            )
+        require(
+            remove is None or column not in remove,
+            "tokenize.remove_columns",
+            f"{column!r} is one of the additional_fields of dataset {name!r}",
+            "Take it out of one of the two.",
+        )
     if remove is None:
         return tuple(additional)
     kept = tuple(column for column in have if column not in remove)
     for column in kept:
-        if column in TOKEN_COLUMNS:
-            problem = (
-                f"{column!r} of dataset {name!r} would stay, and tokens have such a column "
-                "themselves"
-            )
-            raise ConfigError(
-                at="tokenize.remove_columns",
-                problem=problem,
-                fix=f"Add {column!r} to remove_columns.",
-            )
+        require(
+            column not in TOKEN_COLUMNS,
+            "tokenize.remove_columns",
+            f"{column!r} of dataset {name!r} would stay, and tokens have such a column themselves",
+            f"Add {column!r} to remove_columns.",
+        )
     return kept

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from easypipe.core.config import ListOf, config
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.schema import (
     ATTENTION_MASK,
     HAS_EOS,
@@ -225,46 +225,43 @@ class DatasetConfig:
                         problem=f"{path!r} is neither a path nor rows",
                         fix="Give a path, a glob, a list, or a table.",
                     )
-            if not paths:
-                raise ConfigError(
-                    at="data_files", problem="an empty list", fix="Give at least one path or row."
-                )
+            require(paths, "data_files", "an empty list", "Give at least one path or row.")
         elif self.type is not None:
             raise ConfigError(
                 at="type",
                 problem=f"{self.type!r} says nothing about rows in memory",
                 fix="Leave it out.",
             )
-        if self.name is not None and (not self.name or "/" in self.name):
-            raise ConfigError(
-                at="name",
-                problem=f"{self.name!r} cannot name a dataset",
-                fix="Use a word without a slash.",
-            )
-        if self.num_rows is not None and self.num_rows < 1:
-            raise ConfigError(
-                at="num_rows",
-                problem=f"{self.num_rows} rows are none",
-                fix="Give at least 1, or leave it out for all.",
-            )
-        if self.max_bad_rows is not None and self.on_error == "error":
-            raise ConfigError(
-                at="max_bad_rows",
-                problem="has no effect while on_error is 'error'",
-                fix="Set on_error to 'skip' or 'quarantine'.",
-            )
-        if self.max_bad_rows is not None and self.max_bad_rows < 0:
-            raise ConfigError(
-                at="max_bad_rows",
-                problem=f"{self.max_bad_rows} is no number of rows",
-                fix="Give 0 or more.",
-            )
-        if self.cache_path is not None and not self.cache_enabled:
-            raise ConfigError(
-                at="cache_path",
-                problem="has no effect while cache_enabled is False",
-                fix="Leave one of them out.",
-            )
+        require(
+            self.name is None or (self.name and "/" not in self.name),
+            "name",
+            f"{self.name!r} cannot name a dataset",
+            "Use a word without a slash.",
+        )
+        require(
+            self.num_rows is None or self.num_rows >= 1,
+            "num_rows",
+            f"{self.num_rows} rows are none",
+            "Give at least 1, or leave it out for all.",
+        )
+        require(
+            self.max_bad_rows is None or self.on_error != "error",
+            "max_bad_rows",
+            "has no effect while on_error is 'error'",
+            "Set on_error to 'skip' or 'quarantine'.",
+        )
+        require(
+            self.max_bad_rows is None or self.max_bad_rows >= 0,
+            "max_bad_rows",
+            f"{self.max_bad_rows} is no number of rows",
+            "Give 0 or more.",
+        )
+        require(
+            self.cache_path is None or self.cache_enabled,
+            "cache_path",
+            "has no effect while cache_enabled is False",
+            "Leave one of them out.",
+        )
         check_input(self)
         check_formats(self)
         check_prompts(self)
@@ -319,60 +316,63 @@ def check_input(dataset: DatasetConfig) -> None:
     files = dataset.data_files
     if dataset.split is not None:
         parse_split(dataset.split)
-    if dataset.version is not None and not is_object(files):
-        problem = "has no effect: files, and rows in memory, are known by their content"
-        raise ConfigError(at="version", problem=problem, fix="Leave it out.")
-    if dataset.token_files is not None and not is_tokens(dataset):
-        raise ConfigError(
-            at="token_files",
-            problem="has no effect: these are no files of tokens",
-            fix="Set type='tokens', or leave it out.",
-        )
-    if dataset.text_unit is not None and not _may_be_text(dataset):
-        raise ConfigError(
-            at="text_unit", problem="has no effect: these are no text files", fix="Leave it out."
-        )
+    require(
+        dataset.version is None or is_object(files),
+        "version",
+        "has no effect: files, and rows in memory, are known by their content",
+        "Leave it out.",
+    )
+    require(
+        dataset.token_files is None or is_tokens(dataset),
+        "token_files",
+        "has no effect: these are no files of tokens",
+        "Set type='tokens', or leave it out.",
+    )
+    require(
+        dataset.text_unit is None or _may_be_text(dataset),
+        "text_unit",
+        "has no effect: these are no text files",
+        "Leave it out.",
+    )
     if is_hub(dataset):
-        if dataset.type not in (None, "huggingface"):
-            problem = (
-                f"{dataset.type!r}, but {files} is on the Hub, where file names tell the format"
-            )
-            raise ConfigError(
-                at="type",
-                problem=problem,
-                fix="Leave it out, or name files: hf://datasets/owner/name/*.jsonl.",
-            )
+        require(
+            dataset.type in (None, "huggingface"),
+            "type",
+            f"{dataset.type!r}, but {files} is on the Hub, where file names tell the format",
+            "Leave it out, or name files: hf://datasets/owner/name/*.jsonl.",
+        )
         if not isinstance(files, str):
             raise ConfigError(
                 at="data_files",
                 problem=f"{files!r} names no dataset of the Hub",
                 fix="Write owner/name.",
             )
-        if parse_hub_name(files).pattern and (dataset.split or dataset.subset):
-            at = "split" if dataset.split else "subset"
-            raise ConfigError(
-                at=at, problem="has no effect beside a pattern", fix="Leave it or the pattern out."
-            )
+        require(
+            not parse_hub_name(files).pattern or (not dataset.split and not dataset.subset),
+            "split" if dataset.split else "subset",
+            "has no effect beside a pattern",
+            "Leave it or the pattern out.",
+        )
         return
     for name in ("subset", "revision"):
-        if getattr(dataset, name) is not None:
-            raise ConfigError(
-                at=name,
-                problem="means something for datasets of the Hub alone",
-                fix="Set type='huggingface', or leave it out.",
-            )
+        require(
+            getattr(dataset, name) is None,
+            name,
+            "means something for datasets of the Hub alone",
+            "Set type='huggingface', or leave it out.",
+        )
     if (
         dataset.split is None
         or is_object(files)
         or (isinstance(files, str | Path) and is_saved_dataset(files))
     ):
         return
-    if parse_split(dataset.split)[0] != WHOLE:
-        raise ConfigError(
-            at="split",
-            problem=f"{dataset.split!r}, but these rows name no splits: all of them are {WHOLE!r}",
-            fix="Leave it out, and give the files of that split by data_files.",
-        )
+    require(
+        parse_split(dataset.split)[0] == WHOLE,
+        "split",
+        f"{dataset.split!r}, but these rows name no splits: all of them are {WHOLE!r}",
+        "Leave it out, and give the files of that split by data_files.",
+    )
 
 
 def split_of(dataset: DatasetConfig) -> tuple[str | None, Part | None]:
@@ -385,10 +385,12 @@ def check_formats(dataset: DatasetConfig) -> None:
     call = dataset.format_callback
     if call is None:
         for name in ("format_columns", "format_version", "format_batched"):
-            if getattr(dataset, name):
-                raise ConfigError(
-                    at=name, problem="has no effect without a format_callback", fix="Leave it out."
-                )
+            require(
+                not getattr(dataset, name),
+                name,
+                "has no effect without a format_callback",
+                "Leave it out.",
+            )
     elif not callable(call) and not (isinstance(call, str) and ":" in call):
         raise ConfigError(
             at="format_callback",
@@ -405,12 +407,12 @@ def check_formats(dataset: DatasetConfig) -> None:
             ) from None
     fields = dataset.additional_fields
     for i, name in enumerate(fields):
-        if name in fields[:i]:
-            raise ConfigError(
-                at=f"additional_fields[{i}]",
-                problem=f"{name!r} stands twice",
-                fix="Leave one of them out.",
-            )
+        require(
+            name not in fields[:i],
+            f"additional_fields[{i}]",
+            f"{name!r} stands twice",
+            "Leave one of them out.",
+        )
         require_free(name, f"additional_fields[{i}]")
     try:
         with_options("any", dataset.tokenizer_kwargs)
@@ -420,11 +422,12 @@ def check_formats(dataset: DatasetConfig) -> None:
 
 def require_free(name: str, at: str) -> None:
     """Raises ConfigError for a column that would stand where tokens have one of their own."""
-    if name in TOKEN_COLUMNS:
-        fix = f'Give it another name: format_fields={{"{name}": "my_{name}"}}.'
-        raise ConfigError(
-            at=at, problem=f"{name!r} is a column that tokens have themselves", fix=fix
-        )
+    require(
+        name not in TOKEN_COLUMNS,
+        at,
+        f"{name!r} is a column that tokens have themselves",
+        f'Give it another name: format_fields={{"{name}": "my_{name}"}}.',
+    )
 
 
 def check_prompts(dataset: DatasetConfig) -> None:
@@ -433,13 +436,12 @@ def check_prompts(dataset: DatasetConfig) -> None:
     """
     given = [name for name in PROMPT_OPTIONS if getattr(dataset, name) is not None]
     if dataset.prompt is not None:
-        if given or dataset.content_field != "text":
-            at = given[0] if given else "content_field"
-            raise ConfigError(
-                at=at,
-                problem="has no effect beside prompt",
-                fix="Say it in prompt, or leave prompt out.",
-            )
+        require(
+            not given and dataset.content_field == "text",
+            given[0] if given else "content_field",
+            "has no effect beside prompt",
+            "Say it in prompt, or leave prompt out.",
+        )
         return
     if (dataset.prompt_field is None) != (dataset.completion_field is None):
         missing, given = (
@@ -451,22 +453,26 @@ def check_prompts(dataset: DatasetConfig) -> None:
             at=missing, problem=f"{given} needs it", fix=f"Name the column, or leave {given} out."
         )
     if dataset.prompt_field is not None:
-        if dataset.prompt_field == dataset.completion_field:
-            raise ConfigError(
-                at="completion_field", problem="is the prompt_field too", fix="Name another column."
-            )
+        require(
+            dataset.prompt_field != dataset.completion_field,
+            "completion_field",
+            "is the prompt_field too",
+            "Name another column.",
+        )
         for name in ("chat_template", "template_date", "train_empty_thinking", "tools_field"):
-            if getattr(dataset, name) is not None:
-                raise ConfigError(
-                    at=name, problem="has no effect on prompts and completions", fix="Leave it out."
-                )
-        if dataset.train_on in ("assistant", "last_assistant"):
-            raise ConfigError(
-                at="train_on",
-                problem="prompts have no assistant",
-                have=["completion", "all"],
-                fix="Use 'completion'.",
+            require(
+                getattr(dataset, name) is None,
+                name,
+                "has no effect on prompts and completions",
+                "Leave it out.",
             )
+        require(
+            dataset.train_on not in ("assistant", "last_assistant"),
+            "train_on",
+            "prompts have no assistant",
+            "Use 'completion'.",
+            have=["completion", "all"],
+        )
     check_thinking(dataset)
     check_whole(dataset.chat_template, "chat_template")
     if dataset.template_date is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.core.protocols import ShardedSource
 from easypipe.sources.external.objects import open_object
 from easypipe.sources.external.saved_datasets import is_saved_dataset, saved_dataset_files
@@ -61,12 +61,12 @@ def open_input(
             token_files=dataset.token_files,
         )
     if isinstance(files, str | Path) and is_saved_dataset(files):
-        if dataset.type not in (None, "arrow"):
-            raise ConfigError(
-                at=f"datasets.{dataset.name}.type",
-                problem=f"{dataset.type!r}, but {files} is a folder of `datasets`",
-                fix="Leave it out.",
-            )
+        require(
+            dataset.type in (None, "arrow"),
+            f"datasets.{dataset.name}.type",
+            f"{dataset.type!r}, but {files} is a folder of `datasets`",
+            "Leave it out.",
+        )
         return open_files(
             saved_dataset_files(files, split),
             type="arrow",

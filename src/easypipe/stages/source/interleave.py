@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import Shard, ShardedSource, Source
 from easypipe.core.schema import ROW_NUMBER, SOURCE
 from easypipe.plan.mix import Stop, integer_weights
@@ -66,36 +66,31 @@ def block_mixture_interleave(
             )
         datasets = {f"dataset{i}": source for i, source in enumerate(datasets, start=1)}
     names = list(datasets)
-    if not names:
-        raise ConfigError(
-            at="datasets", problem="there is nothing to mix", fix="Give at least one source."
-        )
+    require(names, "datasets", "there is nothing to mix", "Give at least one source.")
     if weights is not None and not isinstance(weights, Mapping):
-        if len(weights) != len(names):
-            raise ConfigError(
-                at="weights",
-                problem=f"{len(weights)} weights for {len(names)} datasets",
-                have=names,
-            )
+        require(
+            len(weights) == len(names),
+            "weights",
+            f"{len(weights)} weights for {len(names)} datasets",
+            have=names,
+        )
         weights = dict(zip(names, weights, strict=True))
-    if stop_strategy not in STOPS:
-        raise ConfigError(
-            at="stop_strategy", problem=f"{stop_strategy!r} is not an option", have=STOPS
-        )
-    if seed is None and block_rows != 1:
-        raise ConfigError(
-            at="block_rows",
-            problem="has no effect without a seed",
-            fix="Leave it out, or give a seed.",
-        )
-    if block_rows < 1:
-        raise ConfigError(
-            at="block_rows", problem=f"{block_rows} is no block of rows", fix="Give at least 1."
-        )
-    if block_size is not None and not 1 <= block_size <= 1 << 40:
-        raise ConfigError(
-            at="block_size", problem=f"{block_size} is no block of rows", fix="Give at least 1."
-        )
+    require(
+        stop_strategy in STOPS, "stop_strategy", f"{stop_strategy!r} is not an option", have=STOPS
+    )
+    require(
+        seed is not None or block_rows == 1,
+        "block_rows",
+        "has no effect without a seed",
+        "Leave it out, or give a seed.",
+    )
+    require(block_rows >= 1, "block_rows", f"{block_rows} is no block of rows", "Give at least 1.")
+    require(
+        block_size is None or 1 <= block_size <= 1 << 40,
+        "block_size",
+        f"{block_size} is no block of rows",
+        "Give at least 1.",
+    )
     check_weights(None if weights is None else dict(weights), names, "weights")
     shares = {name: 1.0 if weights is None else weights[name] for name in names}
     whole = integer_weights(shares) if block_size is None else block_weights(shares, block_size)
@@ -134,17 +129,18 @@ class InterleavedSource(Source):
         schemas = {name: _without_numbers(source.schema) for name, source in self.sources.items()}
         first, schema = next(iter(schemas.items()))
         for name, other in schemas.items():
-            if not other.equals(schema):
-                raise ConfigError(
-                    at=f"datasets.{name}",
-                    problem=f"has the columns {_columns(other)}, and {first!r} has "
-                    f"{_columns(schema)}",
-                    fix="Select, rename or cast columns until they agree.",
-                )
-        if SOURCE in schema.names:
-            raise ConfigError(
-                at="datasets", problem=f"has a column {SOURCE!r} already", fix="Drop or rename it."
+            require(
+                other.equals(schema),
+                f"datasets.{name}",
+                f"has the columns {_columns(other)}, and {first!r} has {_columns(schema)}",
+                "Select, rename or cast columns until they agree.",
             )
+        require(
+            SOURCE not in schema.names,
+            "datasets",
+            f"has a column {SOURCE!r} already",
+            "Drop or rename it.",
+        )
         self._numbered = any(ROW_NUMBER in source.schema.names for source in self.sources.values())
         self.schema = schema.append(_ORIGIN)
         if self._numbered:

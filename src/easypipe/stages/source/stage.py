@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from easypipe.cache.location import index_folder
-from easypipe.core.errors import ConfigError, SchemaError
+from easypipe.core.errors import ConfigError, SchemaError, require
 from easypipe.core.protocols import (
     BaseStage,
     PipelineContext,
@@ -86,19 +86,19 @@ def open_dataset(
         source = InMemoryShardedSource(rows, name=str(dataset.name))
     elif isinstance(files, str | Path) and is_saved(files, dataset.storage_options):
         saved = load_saved(files, dataset.storage_options)
-        if dataset.type is not None and kind != READERS.get(
-            saved.manifest.format, saved.manifest.format
-        ):
-            raise ConfigError(
-                at=f"datasets.{dataset.name}.type",
-                problem=f"{dataset.type!r}, but {files} was saved as {saved.manifest.format}",
-                fix="Leave it out.",
-            )
-        if dataset.text_unit is not None:
-            problem = "has no effect: this folder was saved row by row"
-            raise ConfigError(
-                at=f"datasets.{dataset.name}.text_unit", problem=problem, fix="Leave it out."
-            )
+        require(
+            dataset.type is None
+            or kind == READERS.get(saved.manifest.format, saved.manifest.format),
+            f"datasets.{dataset.name}.type",
+            f"{dataset.type!r}, but {files} was saved as {saved.manifest.format}",
+            "Leave it out.",
+        )
+        require(
+            dataset.text_unit is None,
+            f"datasets.{dataset.name}.text_unit",
+            "has no effect: this folder was saved row by row",
+            "Leave it out.",
+        )
         source = saved
     else:
         options: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Transform
 from easypipe.stages.config import datasets_of
 from easypipe.transforms.columns.base import TransformedSource, as_transform
@@ -30,12 +30,12 @@ class TransformStage(BaseStage):
             if datasets is None
             else tuple(datasets)
         )
-        if self.datasets == ():
-            raise ConfigError(
-                at="transform.datasets",
-                problem="an empty list",
-                fix="Name datasets, or leave it out for all.",
-            )
+        require(
+            self.datasets != (),
+            "transform.datasets",
+            "an empty list",
+            "Name datasets, or leave it out for all.",
+        )
 
     @property
     def name(self) -> str:

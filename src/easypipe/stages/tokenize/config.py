@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from easypipe.core.config import ListOf, config
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
 
@@ -36,7 +36,9 @@ class TokenizeStageConfig:
     def check(self) -> None:
         for name in ("max_length", "batch_size", "num_workers"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(
-                    at=name, problem=f"{value} is too few", fix="Give at least 1, or leave it out."
-                )
+            require(
+                value is None or value >= 1,
+                name,
+                f"{value} is too few",
+                "Give at least 1, or leave it out.",
+            )

@@ -21,7 +21,7 @@ from easypipe.cache.manifest import TokenizerIdentity
 from easypipe.cache.reader import TokenCache, cache_schema
 from easypipe.cache.writer import CacheWriter
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, StageOrderError, place
+from easypipe.core.errors import ConfigError, StageOrderError, place, require
 from easypipe.core.protocols import (
     PipelineContext,
     ProgressListener,
@@ -232,12 +232,12 @@ def require_documents(
     name: str, source: ShardedSource, context: PipelineContext, *, stage: str
 ) -> Documents:
     """Raises StageOrderError for text, ConfigError for rows that are packed already."""
-    if SEGMENT_IDS in source.schema.names:
-        raise ConfigError(
-            at=stage,
-            problem=f"the rows of dataset {name!r} are packed already",
-            fix=f"Leave out {stage}() and load them as they are, or start from documents.",
-        )
+    require(
+        SEGMENT_IDS not in source.schema.names,
+        stage,
+        f"the rows of dataset {name!r} are packed already",
+        f"Leave out {stage}() and load them as they are, or start from documents.",
+    )
     if is_documents(source):
         return source
     if INPUT_IDS not in source.schema.names:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.core.errors import ConfigError, SourceError, require_columns
+from easypipe.core.errors import ConfigError, SourceError, require, require_columns
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.stages.tokenize.text_rows import texts_of
 from easypipe.stages.tokenize.token_rows import encode_texts
@@ -250,13 +250,13 @@ def _format(config: PromptConfig, tokenizer: Tokenizer, lengths: Lengths | None)
             at="template", problem=error.problem, have=error.have, fix=error.fix
         ) from None
     policy = tokenizer.special.policy
-    if policy == "escape":
-        raise ConfigError(
-            at="tokenizer",
-            problem="special_strings='escape' is for raw text, and the template of conversations "
-            "writes special tokens",
-            fix="Set special_strings='error', which looks into the messages.",
-        )
+    require(
+        policy != "escape",
+        "tokenizer",
+        "special_strings='escape' is for raw text, and the template of conversations "
+        "writes special tokens",
+        "Set special_strings='error', which looks into the messages.",
+    )
     trim = lengths if lengths is not None and lengths.policy.policy == "trim_oldest_turns" else None
     return ChatFormat(
         config, template, tokenizer.special.strings if policy == "error" else (), trim
@@ -266,24 +266,24 @@ def _format(config: PromptConfig, tokenizer: Tokenizer, lengths: Lengths | None)
 def _check_lengths(config: PromptConfig, policy: LengthPolicy) -> None:
     """Raises ConfigError, at `length`, for what samples of this format have not."""
     kind = config.format_type
-    if policy.policy == "split" and config.rejected_column is not None:
-        raise ConfigError(
-            at="length.policy",
-            problem="'split' would part the answers of a pair",
-            fix="Use 'drop' or 'keep_start'.",
-        )
-    if policy.policy == "trim_oldest_turns" and kind not in TALKS:
-        raise ConfigError(
-            at="length.policy",
-            problem=f"{kind!r} has no turns to trim",
-            fix="Use 'trim_prompt_first' or 'keep_end'.",
-        )
-    if policy.policy == "trim_prompt_first" and kind == "text":
-        raise ConfigError(
-            at="length.policy",
-            problem="a text has no prompt",
-            fix="Use 'keep_start' or 'keep_end'.",
-        )
+    require(
+        policy.policy != "split" or config.rejected_column is None,
+        "length.policy",
+        "'split' would part the answers of a pair",
+        "Use 'drop' or 'keep_start'.",
+    )
+    require(
+        policy.policy != "trim_oldest_turns" or kind in TALKS,
+        "length.policy",
+        f"{kind!r} has no turns to trim",
+        "Use 'trim_prompt_first' or 'keep_end'.",
+    )
+    require(
+        policy.policy != "trim_prompt_first" or kind != "text",
+        "length.policy",
+        "a text has no prompt",
+        "Use 'keep_start' or 'keep_end'.",
+    )
     for name in policy.budgets or {}:
         if kind in (*TALKS, "text") or name not in config.columns or name == config.label:
             have = (
