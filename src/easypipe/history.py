@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from easypipe.core.config import allowing_code, from_dict, load_yaml, require_harmless
 from easypipe.core.errors import EasypipeError, StateError
 from easypipe.core.protocols import ProgressListener, silent
+from easypipe.core.values import Settings
 from easypipe.jobs import chain
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
@@ -42,7 +42,7 @@ class Span:
     first: int
     stop: int | None
     row: int
-    config: Mapping[str, Any] | None
+    config: Settings | None
     components: Mapping[str, str] | None
     changed: Mapping[str, str]
 

@@ -17,6 +17,8 @@ from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.core.ledger import Ledger
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import ProgressListener, silent
+from easypipe.core.remote import StorageOptions
+from easypipe.core.values import JsonObject, Settings
 from easypipe.pipeline import Pipeline
 from easypipe.save.config import SaveStageConfig
 from easypipe.save.verify import cache_folder_of, verify
@@ -49,8 +51,8 @@ def tokenize_and_save(
     num_workers: int | None = None,
     executor: Literal["local", "ray"] = "local",
     cache_dir: str | Path | None = None,
-    storage_options: dict[str, Any] | None = None,
-    output_storage_options: dict[str, Any] | None = None,
+    storage_options: StorageOptions = None,
+    output_storage_options: StorageOptions = None,
     progress: ProgressListener | None = None,
 ) -> SaveReport:
     """Tokenizes one dataset and writes its documents in their order: the Pipeline of source,
@@ -222,7 +224,7 @@ def prepare_data(
 FROM_DATA = {"from", "fraction", "seed", "load"}
 
 
-def with_hold_outs(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_hold_outs(values: Settings) -> JsonObject:
     """The values of a run config with `eval: {name: {from: data, fraction, seed}}` written out: the
     datasets of `data` (a config or its values) on both sides, each with `hold_out`. Raises
     ConfigError for other keys beside `from`.
@@ -283,7 +285,7 @@ def with_hold_outs(values: Mapping[str, Any]) -> dict[str, Any]:
             "name": f"eval.{name}.{_of(dataset, 'name') or f'dataset{i}'}",
         }
         own.append(_with(dataset, save_path=None, save_format=None, **changes))
-    made: dict[str, Any] = {"datasets": own} | ({"load": entry["load"]} if "load" in entry else {})
+    made: JsonObject = {"datasets": own} | ({"load": entry["load"]} if "load" in entry else {})
     if len(own) > 1:
         made["mix"] = {"stop_strategy": "all_exhausted"}
     of_data = [_with(dataset, hold_out=options) for dataset in sets]

@@ -29,6 +29,7 @@ from easypipe.core.protocols import (
     silent,
 )
 from easypipe.core.random import draw_seed
+from easypipe.core.values import Arguments, Settings
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
 from easypipe.loader.steps import Begin
@@ -107,7 +108,7 @@ class Pipeline:
     @classmethod
     def from_config(
         cls,
-        config: PipelineConfig | Mapping[str, Any] | str | Path,
+        config: PipelineConfig | Settings | str | Path,
         *,
         progress: ProgressListener = silent,
     ) -> Self:
@@ -168,24 +169,24 @@ class Pipeline:
             )
         return self._add(stage)
 
-    def tokenize(self, config: TokenizeStageConfig | Mapping[str, Any] | None = None) -> Self:
+    def tokenize(self, config: TokenizeStageConfig | Settings | None = None) -> Self:
         """Text to token ids, by the dataset's tokenizer, the stage's, or the pipeline's."""
         return self._add(TokenizeStage(self._choose(config, TokenizeStageConfig, "tokenize")))
 
-    def mix(self, config: MixStageConfig | Mapping[str, Any] | None = None) -> Self:
+    def mix(self, config: MixStageConfig | Settings | None = None) -> Self:
         """All datasets become one, named "mixed"."""
         chosen = self._choose(config, MixStageConfig, "mix")
         if self._plan:
             chosen.check_names(list(self._plan[-1].data))
         return self._add(MixStage(chosen))
 
-    def pack(self, config: PackStageConfig | Mapping[str, Any] | None = None) -> Self:
+    def pack(self, config: PackStageConfig | Settings | None = None) -> Self:
         """Documents to rows of `seq_length` tokens."""
         chosen = self._choose(config, PackStageConfig, "pack")
         self._cut_for(chosen)
         return self._add(PackStage(chosen))
 
-    def save(self, config: SaveStageConfig | Mapping[str, Any] | None = None) -> Self:
+    def save(self, config: SaveStageConfig | Settings | None = None) -> Self:
         """Marks this place of the chain to be written when the pipeline is built."""
         stage = SaveStage(self._choose(config, SaveStageConfig, "save"))
         self._add(stage)
@@ -193,7 +194,7 @@ class Pipeline:
             self._reminder = weakref.finalize(self, _never_built, list(self._plan[-1].data))
         return self
 
-    def load(self, config: LoadStageConfig | Mapping[str, Any] | None = None) -> Self:
+    def load(self, config: LoadStageConfig | Settings | None = None) -> Self:
         """Ends the chain in a loader of batches."""
         return self._add(LoadStage(self._choose(config, LoadStageConfig, "load")))
 
@@ -527,7 +528,7 @@ class Pipeline:
                 at="", problem=problem, fix="Call source() before it, or return {name: source}."
             )
         context = self._context
-        options: dict[str, Any] = {
+        options: Arguments = {
             "counted": not context.config.streaming,
             "folder": context.cache_dir / "indexes",
         }
@@ -620,7 +621,7 @@ def _with(config: PipelineConfig, data: Any) -> PipelineConfig:
 
 
 def create_pipeline(
-    datasets: Sequence[DatasetConfig | Mapping[str, Any]],
+    datasets: Sequence[DatasetConfig | Settings],
     default_tokenizer: TokenizerConfig | str | None = None,
     *,
     progress: ProgressListener = silent,

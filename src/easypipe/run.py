@@ -14,6 +14,7 @@ from easypipe.core import locks
 from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import BatchLoader, ProgressListener, TokenInfo, Turns, silent
+from easypipe.core.values import Arguments
 from easypipe.history import host_load, plan_of_run
 from easypipe.jobs import Prepared, prepare_data, with_hold_outs, with_tokenizer_of
 from easypipe.loader.config import LoadStageConfig
@@ -101,7 +102,7 @@ def refuse(
     array. evals: held-out loaders besides. options: of the Trainer.
     """
     info = _check_data(run, data, held_out)
-    shapes: dict[str, Any] = dict(evals or {})
+    shapes: Arguments = dict(evals or {})
     for name in held_out:
         shapes[name] = Shapes(
             (run.eval[name].load or run.data.load or LoadStageConfig()).batch_size, 1, batches=1
@@ -341,7 +342,7 @@ def _known_loader(pipeline: Pipeline, options: LoadStageConfig) -> Loader | None
 
 def _held_out(options: LoadStageConfig) -> LoadStageConfig:
     """Every row once, in batches of one shape."""
-    once: dict[str, Any] = {"num_epochs": 1, "drop_last": False, "shuffle_buffer_size": None}
+    once: Arguments = {"num_epochs": 1, "drop_last": False, "shuffle_buffer_size": None}
     return dataclasses.replace(options, accumulation_steps=1, batch_size_schedule=(), **once)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from easypipe.cache.manifest import Counts, TokenizerIdentity
 from easypipe.core.protocols import Reject, ShardedSource
+from easypipe.core.values import Array
 
 
 class RowsRead(Protocol):
@@ -85,7 +86,7 @@ class RowEncoder(Protocol[R]):
 def token_documents(
     schema: pa.Schema,
     offsets: NDArray[np.int64],
-    ids: NDArray[Any],
+    ids: Array,
     ends: NDArray[np.uint8],
     rows: NDArray[np.int64],
     mask: NDArray[np.uint8] | None,

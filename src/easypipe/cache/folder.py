@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pyarrow as pa
 import xxhash
@@ -23,6 +23,7 @@ from easypipe.cache.remote import Staging
 from easypipe.core import storage
 from easypipe.core.errors import EasypipeError
 from easypipe.core.remote import StorageOptions
+from easypipe.core.values import JsonObject
 
 CONFIGS = "configs"  # what was prepared by which config (stages/build_record.py)
 STATS = b"easypipe"  # key of a token file's metadata
@@ -74,7 +75,7 @@ class CacheFolder:
             return mapped.read_buffer()
 
     def commit_tokens(
-        self, file: str, batch: pa.RecordBatch, stats: dict[str, Any] | None = None
+        self, file: str, batch: pa.RecordBatch, stats: JsonObject | None = None
     ) -> TokenStamp:
         """Writes and commits a token file. stats: kept in its metadata."""
         schema = (

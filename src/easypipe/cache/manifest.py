@@ -26,6 +26,7 @@ from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import TokenInfo
 from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import commit_bytes, is_inside, read_bytes
+from easypipe.core.values import Json, JsonObject
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 FORMAT = 1
@@ -104,7 +105,7 @@ class Counts:
     lengths: Mapping[str, int] = field(default_factory=dict)
     trained: int | None = None  # stored tokens that are targets; None where there is no loss mask
 
-    def ledger(self, dataset: str, facts: Mapping[str, Any]) -> Ledger:
+    def ledger(self, dataset: str, facts: Json) -> Ledger:
         ledger = Ledger(facts=dict(facts))
         over = dict(self.lengths)
         pieces, overlap = (
@@ -157,7 +158,7 @@ class Counts:
 
 def total(counts: Iterable[Counts]) -> Counts:
     """The sum of several."""
-    sums: dict[str, Any] = {}
+    sums: JsonObject = {}
     for each in counts:
         for name, value in dataclasses.asdict(each).items():
             if isinstance(value, dict):
@@ -188,7 +189,7 @@ class Manifest:
     quarantine: str = ""  # file beside this one ...
     # ... and its XXH3-128; "" in manifests that earlier versions wrote
     quarantine_checksum: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)  # seconds, bytes, backend: measured
+    facts: Json = field(default_factory=dict)  # seconds, bytes, backend: measured
     format: int = FORMAT
 
 

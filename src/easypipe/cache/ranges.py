@@ -11,10 +11,9 @@ import bisect
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from easypipe.cache.folder import CacheFolder
 from easypipe.cache.manifest import FORMAT, Counts, Part, check_format
@@ -23,6 +22,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import Reject, Shard, ShardedSource, identity_of
 from easypipe.core.remote import StorageOptions
+from easypipe.core.values import Json, JsonObject
 
 # Bytes at rest of one range. Small files are cut finer, so that every worker has some; how a file
 # is cut follows from that file alone.
@@ -121,7 +121,7 @@ def read_record(
     shard: the number that the range's shard has now.
     """
 
-    def record(values: dict[str, Any]) -> Record:
+    def record(values: JsonObject) -> Record:
         check_format(values, path)
         return record_of({**values, "shard": shard})
 
@@ -130,7 +130,7 @@ def read_record(
     )
 
 
-def record_of(values: Mapping[str, Any]) -> Record:
+def record_of(values: Json) -> Record:
     """Raises KeyError and TypeError where `values` are none of a record."""
     rejects = tuple(Reject(**reject) for reject in values["rejects"])
     reasons = Counter[str]()
@@ -148,7 +148,7 @@ def record_of(values: Mapping[str, Any]) -> Record:
     )
 
 
-def counts_json(counts: Counts) -> dict[str, Any]:
+def counts_json(counts: Counts) -> JsonObject:
     """What a token file says of itself, and the record of its range."""
     values = {name: value for name, value in dataclasses.asdict(counts).items() if name in _COUNTS}
     return {name: value for name, value in values.items() if value is not None}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +33,7 @@ from easypipe.core.errors import CacheError, SourceError, place
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import Shard, Source
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, ROW_NUMBER, token_dtype, token_list
+from easypipe.core.values import Array
 
 _NONE = np.empty(0, np.int64)
 
@@ -384,7 +385,7 @@ class TokenCache(Source):
         kernel: Callable[..., None],
         address: NDArray[np.uint64],
         kind: type,
-    ) -> NDArray[Any]:
+    ) -> Array:
         """`kernel(docs, first_doc, address, out)` for all of `docs`, some at a time where not all
         files may be mapped at once.
         """

@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import pyarrow as pa
 from xxhash import xxh3_128_hexdigest
@@ -54,6 +54,7 @@ from easypipe.core.protocols import (
     innermost,
     silent,
 )
+from easypipe.core.values import JsonObject
 
 log = logging.getLogger("easypipe")
 R = TypeVar("R", bound=RowsRead)
@@ -301,9 +302,9 @@ class _Work(Generic[R]):
             self._stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def facts(self, seconds: float) -> dict[str, Any]:
+    def facts(self, seconds: float) -> JsonObject:
         """What was measured, for people."""
-        facts: dict[str, Any] = {"seconds": round(seconds, 3), "text_bytes": self._text_bytes}
+        facts: JsonObject = {"seconds": round(seconds, 3), "text_bytes": self._text_bytes}
         # where some was done before, or elsewhere, the seconds say nothing about all of it
         if not self._done["ranges_reused"]:
             speed = self._text_bytes / 1e6 / max(seconds, 1e-9)
@@ -381,7 +382,7 @@ class _Work(Generic[R]):
         )
         return dataclasses.replace(record, rejects=counted(record.rejects))
 
-    def _found(self, file: str) -> tuple[dict[str, Any], TokenStamp] | None:
+    def _found(self, file: str) -> tuple[JsonObject, TokenStamp] | None:
         """What a token file says of itself, and its stamp; None where it is not there, or not
         whole.
         """

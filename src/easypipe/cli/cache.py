@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,6 +12,7 @@ from easypipe.cache.admin import CachedDataset, clear_cache, list_cache
 from easypipe.cache.location import cache_folder
 from easypipe.cli.plan import AsJson
 from easypipe.cli.show import aligned, say
+from easypipe.core.values import JsonObject
 
 cache = typer.Typer(help="See and clear the token cache.", no_args_is_help=True)
 
@@ -97,7 +98,7 @@ def clear(
         say(f"kept {name}: a reader has it open")
 
 
-def _plain(one: CachedDataset) -> dict[str, Any]:
+def _plain(one: CachedDataset) -> JsonObject:
     """Without the manifest, which `easypipe verify` looks into."""
     values = {
         field.name: getattr(one, field.name)

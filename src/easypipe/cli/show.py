@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from rich.text import Text
 from easypipe.core.ledger import Ledger
 from easypipe.core.progress import Pace
 from easypipe.core.protocols import ProgressEvent, ProgressListener
+from easypipe.core.values import Json
 from easypipe.core.visible import visible
 from easypipe.stages.save import SaveReport
 from easypipe.train.events import TrainEvent, TrainListener
@@ -121,7 +122,7 @@ def training() -> Iterator[TrainListener]:
         yield listen
 
 
-def quality(seen: Mapping[str, Any]) -> str:
+def quality(seen: Json) -> str:
     """What else an evaluation came to: of classes the share that is right, of tokens the
     perplexity.
     """

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from easypipe.cli.prepare import ConfigFile, Overrides, of_images
 from easypipe.cli.show import console, progress, quality, say, show_report, training
 from easypipe.core.errors import ConfigError, require
+from easypipe.core.values import Json
 
 if TYPE_CHECKING:
     from easypipe.run import RunConfig
@@ -94,7 +94,7 @@ def show_measured(result: TrainResult) -> None:
         say(f"{what}: {where.absolute()}")
 
 
-def _loss(record: Mapping[str, Any]) -> str:
+def _loss(record: Json) -> str:
     return "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
 
 

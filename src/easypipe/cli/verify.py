@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,6 +16,7 @@ from easypipe.cli.plan import AsJson
 from easypipe.cli.prepare import Overrides
 from easypipe.cli.show import progress, say
 from easypipe.core.errors import require
+from easypipe.core.remote import StorageOptions
 from easypipe.jobs import chain, repair_as_made
 from easypipe.save import verify as check
 from easypipe.stages.config import PipelineConfig
@@ -73,7 +74,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _options_for(path: str, data: PipelineConfig) -> dict[str, Any] | None:
+def _options_for(path: str, data: PipelineConfig) -> StorageOptions:
     """Those of the config's save or cache, whichever is for `path`; what a config leaves out the
     environment has to say.
     """

@@ -21,7 +21,6 @@ import pyarrow as pa
 
 from easypipe.cache.location import cache_folder
 from easypipe.compat.data_module import UniversalDataModule
-from easypipe.compat.foreign import Batch, Dataset, Values
 from easypipe.compat.registry import CollatorRegistry
 from easypipe.core import storage
 from easypipe.core.config import (
@@ -36,6 +35,7 @@ from easypipe.core.config import (
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.protocols import ShardedSource, select
 from easypipe.core.schema import LABELS, PIXEL_VALUES, Ints, TaskSpec
+from easypipe.core.values import Batch, Dataset, JsonObject, Settings
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.source.config import DatasetConfig
@@ -472,7 +472,7 @@ class ClassifyPlan:
     steps: int
     epochs: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return to_dict(self)
 
     def __str__(self) -> str:
@@ -512,7 +512,7 @@ def plan(run: ClassifyConfig, steps: int | None = None) -> ClassifyPlan:
     )
 
 
-def _first(loader: Any) -> Values:
+def _first(loader: Any) -> Settings:
     """The first batch. Raises ConfigError for one that a Classifier does not take."""
     batch = loader.batch(0)
     pixels = batch.get(PIXEL_VALUES) if isinstance(batch, Mapping) else None

@@ -17,18 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from easypipe.compat.foreign import (
-    Array,
-    Batch,
-    Collate,
-    Item,
-    Row,
-    Rows,
-    TokenizerLike,
-    as_tokenizer,
-    attribute_of,
-    pad_of,
-)
+from easypipe.compat.foreign import Rows, TokenizerLike, as_tokenizer, attribute_of, pad_of
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.schema import (
     ATTENTION_MASK,
@@ -42,6 +31,7 @@ from easypipe.core.schema import (
     Ints,
     OutputSchema,
 )
+from easypipe.core.values import Array, Batch, Collate, Item, Row
 from easypipe.loader.collate import CollateConfig, collate, row_width
 
 log = logging.getLogger("easypipe")

@@ -14,22 +14,14 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from easypipe.compat.datasets import PreprocessedDataset, subset
-from easypipe.compat.foreign import (
-    MESSAGES,
-    TEXT,
-    Collate,
-    Dataset,
-    Item,
-    TokenizerLike,
-    is_own,
-    tokenizer_config,
-)
+from easypipe.compat.foreign import MESSAGES, TEXT, TokenizerLike, is_own, tokenizer_config
 from easypipe.compat.loaders import DataLoaderConfig, DataLoaderFactory, require_rows, text_loader
 from easypipe.compat.registry import DEFAULT, CollatorRegistry
 from easypipe.compat.vision import IMAGE_COLUMNS
 from easypipe.core.errors import ConfigError
 from easypipe.core.random import draw_seed, fold
 from easypipe.core.schema import INPUT_IDS, Ints, TaskSpec
+from easypipe.core.values import Collate, Dataset, Item
 from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.loader import Loader
 from easypipe.plan.order import permute

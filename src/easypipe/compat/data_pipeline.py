@@ -13,11 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from easypipe.compat.foreign import Values
 from easypipe.compat.loaders import DataLoaderConfig, text_loader, text_stream
 from easypipe.core.config import ListOf, config, from_dict, load_yaml
 from easypipe.core.errors import ConfigError, EasypipeError, did_you_mean
 from easypipe.core.result import Err, Result, attempt
+from easypipe.core.values import Arguments, Settings
 from easypipe.loader.epochs import EpochLoader
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.transforms.prompt.config import PromptConfig
@@ -65,12 +65,12 @@ class DatasetSection:
                     at=name, problem="has no effect beside data_files", fix="Leave it out."
                 )
 
-    def rows(self, split: str) -> dict[str, Any]:
+    def rows(self, split: str) -> Arguments:
         """The fields of DatasetConfig that say where a split's rows are.
 
         Raises ConfigError for a split that data_files does not name.
         """
-        rows: dict[str, Any] = {
+        rows: Arguments = {
             "num_rows": self.num_rows,
             "storage_options": self.storage_options,
         }
@@ -210,13 +210,13 @@ class DataPipeline:
 
     @classmethod
     def from_config(
-        cls, config: DataPipelineConfig | Values | str | Path
+        cls, config: DataPipelineConfig | Settings | str | Path
     ) -> Result[Self, EasypipeError]:
         """config: the path of a YAML file, the same as a dict, or a DataPipelineConfig."""
         return attempt(_read, config).and_then(lambda made: attempt(cls, made))
 
     @staticmethod
-    def validate(config: DataPipelineConfig | Values | str | Path) -> list[str]:
+    def validate(config: DataPipelineConfig | Settings | str | Path) -> list[str]:
         """Everything that is wrong with a config, [] where it is right.
 
         Opens no dataset and no tokenizer.
@@ -270,7 +270,7 @@ class DataPipeline:
         return loader.counted_by(self._passes, (split, shuffle))
 
 
-def _read(given: DataPipelineConfig | Values | str | Path) -> DataPipelineConfig:
+def _read(given: DataPipelineConfig | Settings | str | Path) -> DataPipelineConfig:
     if isinstance(given, str | Path):
         given = load_yaml(given)
     return given if isinstance(given, DataPipelineConfig) else from_dict(DataPipelineConfig, given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,19 +11,13 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.schema import INPUT_IDS
+from easypipe.core.values import Row
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 # What documents leave open: anything that acts like one. `attribute_of` asks it.
-Dataset = Any  # rows by number, or to iterate over: lists, those of `datasets`, of torch, of users
 TokenizerLike = Any  # a Tokenizer, its config, a name, another library's, a user's `encode(text)`
-Item = Any  # one row of a Dataset
-Collate = Callable[..., Any]  # a list of rows to a batch; with `keys` too where it draws
-Row = Mapping[str, Any]
 Rows = Sequence[Row]
-Batch = dict[str, Any]
-Values = Mapping[str, Any]  # of a section of YAML, or of options
-Array = NDArray[Any]
 
 TEXT = "text"
 MESSAGES = "messages"

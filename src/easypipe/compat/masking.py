@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.compat.collators import Padding, Side, Tensors, integers, token_columns
-from easypipe.compat.foreign import Batch, Row, Rows
+from easypipe.compat.foreign import Rows
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.random import fold, mix64
@@ -27,6 +27,7 @@ from easypipe.core.schema import (
     Ints,
     OutputSchema,
 )
+from easypipe.core.values import Batch, Row
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from easypipe.transforms.tokenizer.words import word_starts

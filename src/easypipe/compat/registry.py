@@ -22,20 +22,12 @@ from easypipe.compat.collators import (
     draws,
     recipe_of,
 )
-from easypipe.compat.foreign import (
-    TEXT,
-    Batch,
-    Collate,
-    Row,
-    Rows,
-    TokenizerLike,
-    as_tokenizer,
-    pad_of,
-)
+from easypipe.compat.foreign import TEXT, Rows, TokenizerLike, as_tokenizer, pad_of
 from easypipe.compat.masking import create_masked_lm_collate
 from easypipe.compat.vision import MultimodalCollator, create_vision_collate
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.schema import INPUT_IDS, TaskSpec
+from easypipe.core.values import Batch, Collate, Row
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 # Document 004: LanguageModelingDataCollator, rows of tokens or of text → batches.

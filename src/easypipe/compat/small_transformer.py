@@ -16,12 +16,13 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.compat.foreign import Dataset, TokenizerLike, is_own, tokenizer_config
+from easypipe.compat.foreign import TokenizerLike, is_own, tokenizer_config
 from easypipe.compat.loaders import DataLoaderConfig
 from easypipe.compat.own_tokens import EncodeStage
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import INPUT_IDS, LABELS, SEGMENT_IDS
+from easypipe.core.values import Dataset
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.epochs import EpochLoader, seed_of_epoch
 from easypipe.loader.loader import Loader

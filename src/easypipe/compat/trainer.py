@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from easypipe.compat.foreign import Dataset, Values
 from easypipe.core.config import from_dict, load_yaml, meant, to_dict, with_aliases
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import BatchLoader, ProgressListener, Turns
+from easypipe.core.values import Arguments, Dataset, Settings
 from easypipe.loader.config import LoadStageConfig
 from easypipe.run import Inputs, RunConfig, check_vocabulary, inputs_of, with_vocabulary
 from easypipe.stages.config import PipelineConfig
@@ -85,7 +85,7 @@ class Trainer(Engine):
         model: Any,
         config: TrainingConfig | None = None,
         train: BatchLoader | None = None,
-        evals: Values | None = None,
+        evals: Settings | None = None,
         *,
         data: Data | None = None,
         seq_length: int | None = None,
@@ -93,10 +93,10 @@ class Trainer(Engine):
         progress: ProgressListener | None = None,
         loss: Any = None,
         optimizer: Any = None,
-        callbacks: Sequence[Callback] | CallbacksConfig | Values | None = None,
+        callbacks: Sequence[Callback] | CallbacksConfig | Settings | None = None,
         mesh: Any = None,
         listener: TrainListener | None = None,
-        run_config: Values | None = None,
+        run_config: Settings | None = None,
         tokenizer: str | None = None,
         turns: Turns | None = None,
         **fields: Any,
@@ -172,10 +172,10 @@ class Trainer(Engine):
 
 
 def _inputs_of(
-    data: PipelineConfig, config: TrainingConfig, model: object, evals: Values, **options: Any
-) -> tuple[Inputs, dict[str, Any]]:
+    data: PipelineConfig, config: TrainingConfig, model: object, evals: Settings, **options: Any
+) -> tuple[Inputs, Arguments]:
     """What `data` comes to, and the loaders of what is held out, in the order of `evals`."""
-    held_out: dict[str, Any] = {
+    held_out: Arguments = {
         name: one if isinstance(one, Mapping) else _pipeline(f"evals.{name}", one, None, None)
         for name, one in evals.items()
         if isinstance(one, _DATA)

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from xxhash import xxh3_128_hexdigest
 
 from easypipe.core import storage
 from easypipe.core.errors import DamagedFileError, MissingFileError
 from easypipe.core.remote import StorageOptions
+from easypipe.core.values import Json, JsonObject
 
 T = TypeVar("T")
-Json = Mapping[str, Any]  # a JSON object
 KEY = "xxh3_128"
 
 _BLANK = b"0" * 32
@@ -53,7 +53,7 @@ def read_checked(
     storage_options: StorageOptions = None,
     *,
     older: Collection[str] | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """What `commit_checked` wrote.
 
     Args:
@@ -70,7 +70,7 @@ def read_checked(
 
 def parse_checked(
     data: bytes, path: str | Path, *, older: Collection[str] | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """`read_checked` of the bytes `data` that stand at `path`."""
     before, mark, after = data.partition(_MARK)
     if mark and after[: len(_BLANK)] != _checksum(before, after):
@@ -81,7 +81,7 @@ def parse_checked(
         raise _damaged(path, f"it is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise _damaged(path, "it holds no JSON object")
-    found = cast("dict[str, Any]", value)
+    found = cast("JsonObject", value)
     if not mark and (older is None or not found.keys() <= set(older)):
         raise _damaged(
             path,
@@ -93,7 +93,7 @@ def parse_checked(
 
 def recall_checked(
     path: str | Path,
-    parse: Callable[[dict[str, Any]], T],
+    parse: Callable[[JsonObject], T],
     *,
     what: str,
     storage_options: StorageOptions = None,

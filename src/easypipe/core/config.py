@@ -39,6 +39,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from easypipe.core.errors import ConfigError, did_you_mean, place
 from easypipe.core.trust import require_trusted_storage
+from easypipe.core.values import Arguments, JsonObject, Settings
 
 T = TypeVar("T")
 
@@ -132,7 +133,7 @@ def was_given(value: Any, option: str) -> bool:
     )
 
 
-def with_aliases(before: T, changes: Mapping[str, Any]) -> T:
+def with_aliases(before: T, changes: Settings) -> T:
     """`dataclasses.replace(before, **changes)`, in which an alias changes the option that it stands
     for.
     """
@@ -150,7 +151,7 @@ def _aliases(cls: Any) -> dict[str, tuple[str, str, str]]:
     return {alias: path.partition(".") for alias, path in getattr(cls, "ALIASES", {}).items()}
 
 
-def _unaliased(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def _unaliased(cls: Any, values: Settings) -> Arguments:
     """Values by the names of their fields. A class may say which other names there are: `ALIASES:
     ClassVar[Mapping[str, str]]`, the path of an option by its alias. Raises ConfigError where both
     are given and differ.
@@ -250,7 +251,7 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def load_yaml(path: str | Path) -> dict[str, Any]:
+def load_yaml(path: str | Path) -> JsonObject:
     """A YAML mapping, read safely: no tags, no duplicate keys, and 1e-4 is a number."""
     path = Path(path)
     try:
@@ -273,7 +274,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return parse_yaml(text, at=str(path))
 
 
-def parse_yaml(text: str, at: str) -> dict[str, Any]:
+def parse_yaml(text: str, at: str) -> JsonObject:
     try:
         values = _read_yaml(text)
     except yaml.YAMLError as error:
@@ -321,7 +322,7 @@ def require_harmless(values: Any, at: str) -> None:
             require_harmless(value, f"{at}[{i}]")
 
 
-def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
     """A copy of `values` with each `key.path=value` set; list items by number, values read as
     YAML.
     """
@@ -366,7 +367,7 @@ def _field_names(cls: Any) -> list[str]:
 
 
 @functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
+def _hints(cls: Any) -> Arguments:
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 

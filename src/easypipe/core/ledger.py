@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from easypipe.core.errors import LedgerError
+from easypipe.core.values import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Entry:
 class Ledger:
     entries: list[Entry] = field(default_factory=list)
     # seconds, bytes, fill: measured, not balanced
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: JsonObject = field(default_factory=dict)
 
     def add(
         self,
@@ -86,7 +86,7 @@ class Ledger:
             went = ", ".join(f"{key} {value:,}" for key, value in entry.out.items())
             yield entry.stage, entry.dataset, entry.unit, sum(entry.into.values()), went
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         entries = [
             {
                 "stage": e.stage,

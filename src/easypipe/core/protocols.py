@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, did_you_mean
 from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.values import Batch, Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +134,8 @@ class ShardedDataSource:
     ShardedSource, and has the rest from here.
     """
 
+    # `self` is Any: a user gives `open_shard`, `open_shard_at_row` or `read`, one of the three
+
     @property
     def shard_names(self: Any) -> Sequence[str]:
         return self.__dict__.get("shard_names") or tuple(shard.name for shard in self.shards)
@@ -141,13 +144,13 @@ class ShardedDataSource:
     def shard_names(self, names: Sequence[str]) -> None:
         self.__dict__["shard_names"] = tuple(names)
 
-    def open_shard(self: Any, shard_name: str) -> Iterator[dict[str, Any]]:
+    def open_shard(self: Any, shard_name: str) -> Iterator[Record]:
         """The rows of a shard as dicts, in order. Raises SourceError for a name that no shard
         has.
         """
         return self.open_shard_at_row(shard_name, 0)
 
-    def open_shard_at_row(self: Any, shard_name: str, row: int) -> Iterator[dict[str, Any]]:
+    def open_shard_at_row(self: Any, shard_name: str, row: int) -> Iterator[Record]:
         """The same from physical row `row` on, without reading those in front of it, unless only
         `open_shard` is given.
         """
@@ -175,7 +178,7 @@ class ShardedDataSource:
             )
         return self._rows_of(number, row, total)
 
-    def _rows_of(self: Any, number: int, row: int, total: int) -> Iterator[dict[str, Any]]:
+    def _rows_of(self: Any, number: int, row: int, total: int) -> Iterator[Record]:
         for start in range(row, total, ROWS_AT_A_TIME):
             batch = self.read(number, start, min(total, start + ROWS_AT_A_TIME))
             kept = [name for name in batch.schema.names if name != ROW_NUMBER]
@@ -259,21 +262,21 @@ class Source(ShardedDataSource):
         """Files that stop without the mark of their end."""
         return 0
 
-    def shard_identity(self: Any, shard: int) -> str:
+    def shard_identity(self: ShardedSource, shard: int) -> str:
         """Digest of all that decides the rows of one shard, whichever shards stand beside it."""
         return digest(self.fingerprint, self.shards[shard].name)
 
-    def select(self: Any, columns: Sequence[str]) -> ShardedSource:
+    def select(self: ShardedSource, columns: Sequence[str]) -> ShardedSource:
         """The same rows with at least `columns`; others are left out where that saves work."""
         return self
 
-    def exactly(self: Any, columns: Sequence[str]) -> ShardedSource:
+    def exactly(self: ShardedSource, columns: Sequence[str]) -> ShardedSource:
         """The same rows, in which lists and objects of `columns` are JSON text where they hold
         nulls that an Arrow type would lose.
         """
         return self
 
-    def head(self: Any, num_bytes: int, files: int | None = None) -> ShardedSource:
+    def head(self: ShardedSource, num_bytes: int, files: int | None = None) -> ShardedSource:
         """The source for a first look: of the first `files` of its files, where they are records,
         those that end within so many bytes.
         """
@@ -287,7 +290,7 @@ class Source(ShardedDataSource):
         """A row as it stands in its file; None where that is no text."""
         return None
 
-    def scan(self: Any, shard: int, start: int, stop: int) -> Scan:
+    def scan(self: ShardedSource, shard: int, start: int, stop: int) -> Scan:
         """What `read` gives, with the rows that were refused.
 
         Law: `scan(...).batch` equals `read(...)` wherever `read` does not raise.
@@ -362,7 +365,7 @@ class Transform(Protocol):
 class Collator(Protocol):
     """Rows at rest → a batch of contiguous, freshly allocated host arrays."""
 
-    def __call__(self, rows: Mapping[str, Any]) -> dict[str, Any]: ...
+    def __call__(self, rows: Batch) -> Batch: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -454,7 +457,7 @@ class BatchLoader(Protocol):
 
     batch_size: int
 
-    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+    def __iter__(self) -> Iterator[Batch]: ...
     def __len__(self) -> int:
         """Batches from the start to the end. Raises TypeError where the data never ends."""
         ...

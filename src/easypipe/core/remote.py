@@ -27,6 +27,7 @@ from fsspec.asyn import AsyncFileSystem, sync
 
 from easypipe.core.errors import EasypipeError, MissingFileError, StorageError
 from easypipe.core.trust import require_private
+from easypipe.core.values import Arguments
 
 T = TypeVar("T")
 # What is passed to fsspec: credentials, an endpoint. Never logged, saved or part of an identity.
@@ -269,7 +270,7 @@ def is_http(url: str) -> bool:
     return url.startswith(("http://", "https://"))
 
 
-def http_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
+def http_options(url: str, options: Arguments) -> Arguments:
     """`options` for fsspec's client of web servers, which then keeps secrets to the server of
     `url`. Raises ConfigError where they would go over plain http to another machine.
     """
@@ -344,7 +345,9 @@ async def _http_facts(fs: Any, url: str) -> HttpFacts:
         return HttpFacts(total, identity or f"size:{total}", answer.status == 206)
 
 
-async def _http_range(fs: Any, url: str, start: int, stop: int, identity: str) -> bytes:
+async def _http_range(
+    fs: AbstractFileSystem, url: str, start: int, stop: int, identity: str
+) -> bytes:
     async with await _get(fs, url, f"bytes={start}-{stop - 1}") as answer:
         if answer.status == 416:
             raise ChangedError("the server says that the file is shorter now")

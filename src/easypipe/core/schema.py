@@ -6,7 +6,6 @@ At rest (token cache, saved rows) a row has `input_ids`, `loss_mask`, `segment_i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.values import Arguments, Batch, Columns, DType
 
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -98,7 +98,7 @@ class OutputSchema:
                     fix="Write 'int32', 'float32', ...",
                 )
 
-    def cast(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def cast(self, batch: Columns) -> Batch:
         """The batch in these dtypes. Raises SourceError for a whole number that does not fit."""
         wanted = _dtypes() | self.dtypes
         return {
@@ -109,7 +109,7 @@ class OutputSchema:
         }
 
 
-def _cast(name: str, values: np.ndarray[Any, Any], kind: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def _cast(name: str, values: np.ndarray[Any, Any], kind: DType) -> np.ndarray[Any, Any]:
     if values.dtype == kind:
         return values
     cast = values.astype(kind)
@@ -138,7 +138,7 @@ class TaskSpec:
     name: str
     modality: str
     task_type: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Arguments = field(default_factory=dict)
 
     def check(self) -> None:
         for key in ("name", "modality", "task_type"):

@@ -45,6 +45,7 @@ from easypipe.core.remote import (
     tell,
 )
 from easypipe.core.trust import hub_token
+from easypipe.core.values import Arguments
 
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 22
@@ -411,7 +412,7 @@ def _checks(fs: AbstractFileSystem) -> bool:
     return bool({"gs", "s3"} & set([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol))
 
 
-def _checked(fs: AbstractFileSystem) -> dict[str, Any]:
+def _checked(fs: AbstractFileSystem) -> Arguments:
     return {"consistency": "md5"} if "gs" in fs.protocol else {}
 
 

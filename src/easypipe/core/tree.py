@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from easypipe.core import storage
 from easypipe.core.errors import MissingFileError
 from easypipe.core.remote import StorageOptions, remote_call, retrying
+from easypipe.core.values import Json, JsonObject
 
 
 class Found(NamedTuple):
@@ -42,7 +42,7 @@ def files_below(folder: str | Path, storage_options: StorageOptions = None) -> d
     def attempt(timeout_s: float) -> dict[str, Found]:
         fs, name = storage.filesystem(folder, storage_options)
         fs.invalidate_cache()  # stores remember listings; another process may have written since
-        found: dict[str, Any] = remote_call(fs, "find", timeout_s, name, detail=True)
+        found: JsonObject = remote_call(fs, "find", timeout_s, name, detail=True)
         root = name.strip("/") + "/"
         return {
             path.strip("/").removeprefix(root): Found(int(info.get("size") or 0), _written(info))
@@ -55,7 +55,7 @@ def files_below(folder: str | Path, storage_options: StorageOptions = None) -> d
         return {}
 
 
-def _written(info: Mapping[str, Any]) -> float:
+def _written(info: Json) -> float:
     when = next(
         (info[key] for key in ("LastModified", "updated", "mtime", "created") if info.get(key)),
         None,

@@ -13,10 +13,11 @@ import ipaddress
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from easypipe.core.errors import ConfigError
+from easypipe.core.values import Settings
 
 HUB = "https://huggingface.co"
 TRUSTED = "EASYPIPE_TRUST_ENDPOINT"  # URLs, separated by blanks; processes that are started see it
@@ -85,7 +86,7 @@ def require_private(url: str, at: str) -> None:
         )
 
 
-def require_trusted_storage(options: Mapping[str, Any], at: str) -> None:
+def require_trusted_storage(options: Settings, at: str) -> None:
     """Raises ConfigError where storage_options that came as text would send credentials of this
     machine to a server that nobody but they name."""
     if any(options.get(name, None) not in _OF_THE_MACHINE for name in _OWN):

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from easypipe.cache.location import cache_folder
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.core.remote import public_url
+from easypipe.core.remote import StorageOptions, public_url
+from easypipe.core.values import Settings
 from easypipe.discovery.findings import Discovery, Part
 from easypipe.discovery.inspection import (
     Candidate,
@@ -23,7 +24,6 @@ from easypipe.discovery.inspection import (
     inspect_rows,
     read_paths,
 )
-from easypipe.discovery.proposal import Fields
 from easypipe.save.saved import is_saved, join, read_manifest
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.external.objects import is_dataset_dict, open_object
@@ -59,7 +59,7 @@ def discover(
     subset: str | None = None,
     revision: str | None = None,
     token_files: TokenFilesConfig | None = None,
-    storage_options: dict[str, Any] | None = None,
+    storage_options: StorageOptions = None,
     sample_rows: int = 3,
     count: bool = False,
     cache_dir: str | Path | None = None,
@@ -180,7 +180,7 @@ def _in_files(
     """What stands in paths, globs, folders and URLs: files by format and by the split that their
     names speak of.
     """
-    reads: Fields = {"data_files": data}
+    reads: Settings = {"data_files": data}
     reads = {**reads, "storage_options": look.storage} if look.storage else reads
     if isinstance(data, str) and is_saved_dataset(data):
         splits, several = saved_splits(data)
@@ -234,10 +234,10 @@ def _on_hub(dataset: DatasetConfig) -> tuple[list[Candidate], list[str]]:
     hub = HubRepo(asked.repo, dataset.storage_options)
     listing = hub.listing(asked.revision or dataset.revision)
     given = {"revision": dataset.revision, "storage_options": dataset.storage_options}
-    reads: Fields = {"data_files": dataset.data_files, "type": "huggingface"}
+    reads: Settings = {"data_files": dataset.data_files, "type": "huggingface"}
     reads = {**reads, **{name: value for name, value in given.items() if value is not None}}
 
-    def candidate(names: Iterable[str], reads: Fields, **which: Any) -> Candidate:
+    def candidate(names: Iterable[str], reads: Settings, **which: Any) -> Candidate:
         files = tuple(hub.file(name, listing) for name in names)
         return Candidate(
             files=files,

@@ -11,8 +11,9 @@ from typing import Any
 import pyarrow as pa
 
 from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.values import JsonObject, Row, Settings
 from easypipe.core.visible import visible
-from easypipe.discovery.proposal import Fields, Proposal, Row, propose, try_rows
+from easypipe.discovery.proposal import Proposal, propose, try_rows
 from easypipe.transforms.columns.kinds import Kind
 
 SHOWN = 160  # characters of a value, in a report
@@ -58,7 +59,7 @@ class Part:
     notes: tuple[str, ...] = ()
     because: tuple[str, ...] = ()
     # fields of the DatasetConfig that reads this part, but for its columns
-    reads: Fields = dataclasses.field(repr=False)
+    reads: Settings = dataclasses.field(repr=False)
     schema: pa.Schema | None = dataclasses.field(default=None, repr=False)
     rows: tuple[Row, ...] = dataclasses.field(default=(), repr=False)  # all that were looked at
 
@@ -131,7 +132,7 @@ class Discovery:
             split = "train"
         return self.part(split).propose(**decided)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Plain dicts, lists and numbers; values of sample rows are cut to a few words, and bytes
         told by their number.
         """
@@ -190,7 +191,7 @@ def _part_lines(part: Part) -> Iterator[str]:
     yield from (f"  note     {note}" for note in part.notes)
 
 
-def _part_json(part: Part) -> dict[str, Any]:
+def _part_json(part: Part) -> JsonObject:
     values = dataclasses.asdict(dataclasses.replace(part, reads={}, schema=None, rows=()))
     for name in ("reads", "schema", "rows"):
         del values[name]

@@ -15,8 +15,8 @@ from easypipe.core.errors import SchemaError, SourceError
 from easypipe.core.protocols import ShardedSource, scan
 from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.values import Arguments, Row, Settings
 from easypipe.discovery.findings import Column, Part, bytes_text
-from easypipe.discovery.proposal import Fields, Row
 from easypipe.save.saved import SavedManifest
 from easypipe.sources.base import FileSource
 from easypipe.sources.external.token_files import TokenFilesConfig
@@ -41,7 +41,7 @@ class Candidate:
     """Files that may be one part.
 
     Attributes:
-        reads: Fields of the DatasetConfig that reads them.
+        reads: Settings of the DatasetConfig that reads them.
         ready: Makes a file ready to be read.
         card_rows: What the card of a Hub dataset says of their number.
         manifest: Of a saved folder.
@@ -51,7 +51,7 @@ class Candidate:
 
     files: tuple[FileRef, ...]
     format: str
-    reads: Fields
+    reads: Settings
     split: str = TRAIN
     subset: str | None = None
     ready: Callable[[FileRef], FileRef] = lambda file: file
@@ -97,7 +97,7 @@ class Look:
             text_unit=self.text_unit,
         )
 
-    def rows(self, schema: pa.Schema, rows: Sequence[Row]) -> dict[str, Any]:
+    def rows(self, schema: pa.Schema, rows: Sequence[Row]) -> Arguments:
         """What the first rows say, as fields of a Part."""
         schema = pa.schema([field for field in schema if field.name != ROW_NUMBER])
         return {
@@ -165,7 +165,7 @@ def inspect_files(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
     return parts, list(map(str, errors))
 
 
-def read_paths(files: Sequence[FileRef]) -> Fields:
+def read_paths(files: Sequence[FileRef]) -> Settings:
     """The field of a DatasetConfig that reads these files."""
     return {"data_files": files[0].path if len(files) == 1 else [file.path for file in files]}
 
@@ -203,7 +203,7 @@ def _part(found: Candidate, group: Sequence[_Opened], look: Look) -> Part:
     return found.part(notes, **_counted(found, group, look), **look.rows(schema, rows))
 
 
-def _counted(found: Candidate, group: Sequence[_Opened], look: Look) -> dict[str, Any]:
+def _counted(found: Candidate, group: Sequence[_Opened], look: Look) -> Arguments:
     """Rows and who says so, or what it would cost to know, as fields of a Part."""
     files, lines = found.files, found.format in ("json", "csv", "txt", "tokens")
     totals = [one.total for one in group if one.total is not None]
@@ -226,7 +226,7 @@ def _counted(found: Candidate, group: Sequence[_Opened], look: Look) -> dict[str
     return {"cost": f"{cost} (count=True, --count)"}
 
 
-def inspect_rows(source: ShardedSource, reads: Fields, split: str, look: Look) -> Part:
+def inspect_rows(source: ShardedSource, reads: Settings, split: str, look: Look) -> Part:
     """Rows in memory."""
     rows, notes = _first_rows(source, SAMPLE_ROWS)
     counts = [shard.num_rows for shard in source.shards]

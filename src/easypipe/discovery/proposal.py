@@ -13,6 +13,7 @@ import yaml
 from easypipe.core.config import is_config, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS
+from easypipe.core.values import Row, Settings
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.transforms.chat.conversations import MessageReader, Wrong, value_of, wrong_messages
 from easypipe.transforms.columns.kinds import SLOTS, TITLES, Kind, guess_kind
@@ -25,8 +26,6 @@ from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN
 # Needs no tokenizer.
 
 
-Row = Mapping[str, Any]  # one of the first rows of a dataset
-Fields = Mapping[str, Any]  # of a DatasetConfig
 WRITTEN = ("user", "assistant", "system", "tool")  # the roles that chat templates know
 
 
@@ -121,7 +120,7 @@ class Proposal:
     reasons: tuple[str, ...]
     trial: Trial
     # storage_options among them may hold credentials
-    fields: Fields = dataclasses.field(repr=False)
+    fields: Settings = dataclasses.field(repr=False)
 
     @property
     def config(self) -> DatasetConfig:
@@ -262,7 +261,7 @@ def _begin_with_prompts(kind: Kind, rows: Sequence[Row]) -> bool:
     return False
 
 
-def _fields(kind: Kind, roles: Mapping[str, str] | None) -> Fields:
+def _fields(kind: Kind, roles: Mapping[str, str] | None) -> Settings:
     """The fields of a DatasetConfig that read these columns."""
     column = {choice.slot: choice.column for choice in kind.choices}
     tools = None if column.get("tools") == "tools" else column.get("tools")

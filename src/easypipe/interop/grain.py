@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from easypipe.core.errors import ConfigError, StateError
+from easypipe.core.values import Batch, JsonObject
 from easypipe.loader.collate import with_asked
 from easypipe.loader.loader import Loader
 
@@ -24,7 +25,6 @@ except ImportError as error:
     ) from error
 
 STATE_KEY = "easypipe"
-State = dict[str, Any]  # JSON
 
 
 class LoaderDataset(grain.IterDataset):
@@ -60,16 +60,16 @@ class LoaderIterator(grain.DatasetIterator):
         self._loader = loader.copy()
         self._batches: Any = None  # until the first batch is asked for
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Batch:
         """Raises ValueError where it is closed, and what the loader raises."""
         self.start_prefetch()
         return next(self._batches)
 
-    def get_state(self) -> State:
+    def get_state(self) -> JsonObject:
         """`{"easypipe": JSON}`: the loader's state, of one type and shape throughout."""
         return {STATE_KEY: self._loader.state().to_json()}
 
-    def set_state(self, state: State) -> None:
+    def set_state(self, state: JsonObject) -> None:
         """Raises StateError for a state of anything else than this loader."""
         if STATE_KEY not in state:
             raise StateError(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from easypipe.core.errors import ConfigError, StateError
+from easypipe.core.values import Json
 from easypipe.interop.workers import torch_worker
 from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.loader import Loader
@@ -25,7 +26,6 @@ except ImportError as error:
     ) from error
 
 STATE_KEY = "easypipe"
-State = Mapping[str, Any]  # JSON
 Tensors = Any  # a tensor, or a dict or tuple of them: types are checked without torch
 
 
@@ -91,7 +91,7 @@ class TorchBatches(data.IterableDataset):
         """Batches of a pass. Raises TypeError where they never end."""
         return len(self._loader)
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> Json:
         """The state behind the batch that was last given by this process.
 
         JSON and plain numbers.
@@ -100,7 +100,7 @@ class TorchBatches(data.IterableDataset):
             return {STATE_KEY: self._loader.state().to_json()}
         return {STATE_KEY: self._by_number(torch_worker()[1]).state_at(self._yielded).to_json()}
 
-    def load_state_dict(self, state_dict: State) -> None:
+    def load_state_dict(self, state_dict: Json) -> None:
         """Raises StateError for a state of anything else than this loader."""
         if STATE_KEY not in state_dict:
             raise StateError(

@@ -8,7 +8,7 @@ before a masked token are not trained; a first token is never a target.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from easypipe.core.schema import (
     POSITION_IDS,
     SEGMENT_IDS,
 )
+from easypipe.core.values import JsonObject
 from easypipe.transforms.tokenizer.config import PaddingSide, check_padding
 
 ALIGNMENT_BYTES = 64  # what JAX asks of host memory that it is to use without a copy
@@ -68,7 +69,7 @@ class CollateConfig:
         check_padding(self)
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """What decides the content of batches, for the states of loaders; what is as ever is left
         out where older states lack it.
         """
@@ -81,7 +82,7 @@ class CollateConfig:
         }
 
     @property
-    def shaping(self) -> dict[str, Any]:
+    def shaping(self) -> JsonObject:
         """The options that packed rows have no use for, as far as they are set."""
         side = {"padding_side": "left"} if self.padding_side == "left" else {}
         multiple = (

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from typing import Any, Self
 
 from easypipe.core.errors import require
 from easypipe.core.random import fold
+from easypipe.core.values import Batch, Json
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import After, Loader
 from easypipe.loader.row_transforms import RowTransform
@@ -76,7 +77,7 @@ class EpochLoader(Loader):
 
     def restore(
         self,
-        state: LoaderState | str | bytes | Mapping[str, Any],
+        state: LoaderState | str | bytes | Json,
         allow_changed: Collection[str] = (),
     ) -> None:
         """As the loader of a pass does it, in the pass of the state."""
@@ -86,7 +87,7 @@ class EpochLoader(Loader):
         loader.restore(state, allow_changed)
         self._enter(loader, state.epoch)
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Batch:
         """As of one pass; behind the end of a pass, which raises StopIteration, it goes on with the
         pass that an iteration would begin.
         """
@@ -110,7 +111,7 @@ class EpochLoader(Loader):
         other._together = self._together
         return other
 
-    def _begin(self, entry: LoaderState | None) -> Iterator[dict[str, Any]]:
+    def _begin(self, entry: LoaderState | None) -> Iterator[Batch]:
         first = super()._begin(entry)
         return first if self._together == 1 else _chain(self, first)
 
@@ -133,7 +134,7 @@ class EpochLoader(Loader):
             vars(self).pop(known, None)
 
 
-def _chain(loader: EpochLoader, first: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _chain(loader: EpochLoader, first: Iterator[Batch]) -> Iterator[Batch]:
     """The batches of `first`, the newest iteration over a pass, and of the passes behind it up to
     the end of the iteration. It moves the loader while it is the newest, and does not keep it.
     """
@@ -141,7 +142,7 @@ def _chain(loader: EpochLoader, first: Iterator[dict[str, Any]]) -> Iterator[dic
     epoch, number = loader.epoch, loader._newest
     del loader
 
-    def batches() -> Iterator[dict[str, Any]]:
+    def batches() -> Iterator[Batch]:
         nonlocal epoch, number
         following = first
         while True:

@@ -12,13 +12,14 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, PlanError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
+from easypipe.core.values import JsonObject
 from easypipe.core.visible import visible
 from easypipe.loader.rows.planned import PlannedRows
 from easypipe.loader.rows.ranks import innermost
@@ -125,7 +126,7 @@ class ExplainedBatch:
     rows: tuple[ExplainedRow, ...]
     notes: tuple[str, ...] = ()  # what could not be told, and why
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Plain dicts, lists and numbers."""
         return dataclasses.asdict(self)
 
@@ -133,7 +134,7 @@ class ExplainedBatch:
 class _Place(Protocol):
     """What `_planned` and `_stored` tell of a segment, before its tokens are looked at."""
 
-    def __call__(self, segment: int, slots: slice) -> dict[str, Any]: ...
+    def __call__(self, segment: int, slots: slice) -> JsonObject: ...
 
 
 def explain_rows(
@@ -206,7 +207,7 @@ def _planned(rows: PlannedRows, number: int) -> tuple[int, int, list[int], _Plac
     found = rows.plan.locate(number)
     pieces = found.pieces
 
-    def place(segment: int, slots: slice) -> dict[str, Any]:
+    def place(segment: int, slots: slice) -> JsonObject:
         at = int(np.searchsorted(pieces.slot, slots.start, side="right")) - 1
         dataset, doc, length = (int(of[at]) for of in (pieces.dataset, pieces.doc, pieces.length))
         # more than the piece's own where a pair's second half begins
@@ -233,7 +234,7 @@ def _planned(rows: PlannedRows, number: int) -> tuple[int, int, list[int], _Plac
 def _stored(rows: StoredRows, number: int) -> tuple[int, None, _Place]:
     epoch, file, row, datasets = rows.where(number)
 
-    def place(segment: int, slots: slice) -> dict[str, Any]:
+    def place(segment: int, slots: slice) -> JsonObject:
         length = slots.stop - slots.start
         return {
             "dataset": datasets[segment - 1] if segment <= len(datasets) else "",

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, PlacementError, StallError, StateError, require
 from easypipe.core.ledger import Ledger
+from easypipe.core.values import Batch, Json, JsonObject
 from easypipe.loader.collate import CollateConfig, known_width, row_width, with_asked
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.explain import Decoder, ExplainedBatch, choose, explain_rows
@@ -97,16 +98,16 @@ class Loader:
         self._mark: Mark | None = None  # how far it has read, behind its end too
         self._end: Mark | None = None  # of the iteration that makes batches of this object
         self._restored: LoaderState | None = None  # for the next iteration
-        self._kept: Iterator[dict[str, Any]] | None = None  # of `next(loader)`, once it has begun
+        self._kept: Iterator[Batch] | None = None  # of `next(loader)`, once it has begun
         self._kept_entry: LoaderState | None = None  # where it begins
         self._entry: LoaderState | None = None  # of the newest iteration
         self._newest = 0
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         entry, self._restored = self._restored, None
         return self._begin(entry)
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Batch:
         """The next batch of the iteration that the loader keeps: begun at the first batch or, after
         `restore`, at the restored one.
         """
@@ -115,7 +116,7 @@ class Loader:
             self._kept = self._begin(entry)
         return next(self._kept)
 
-    def _begin(self, entry: LoaderState | None) -> Iterator[dict[str, Any]]:
+    def _begin(self, entry: LoaderState | None) -> Iterator[Batch]:
         self._entry, self._mark = entry, None
         self._latest = After(0, 0) if entry is None else After(entry.batch, entry.row)
         self._newest += 1
@@ -185,7 +186,7 @@ class Loader:
         """
         return self._twin(self.rows, config or self.config)
 
-    def batch(self, step: int) -> dict[str, Any]:
+    def batch(self, step: int) -> Batch:
         """Batch `step` (from 0) as the iteration would yield it, made in this thread. Raises
         IndexError where there is none.
         """
@@ -256,7 +257,7 @@ class Loader:
 
     def restore(
         self,
-        state: LoaderState | str | bytes | Mapping[str, Any],
+        state: LoaderState | str | bytes | Json,
         allow_changed: Collection[str] = (),
     ) -> None:
         """Makes the next iteration go on behind `state`, given as it is or as its JSON.
@@ -323,7 +324,7 @@ class Loader:
         return Steps(self.batch_size, self.config.batch_size_schedule, entry.begin)
 
     @property
-    def _options(self) -> dict[str, Any]:
+    def _options(self) -> JsonObject:
         return {
             "collate": self.collate,
             "name": self.name,
@@ -363,7 +364,7 @@ class Loader:
         return start + reader.available(start, stop)
 
     @cached_property
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> JsonObject:
         """What decides the content of batches, and nothing that does not: mesh, micro-batches,
         workers and buffers are free to change.
         """
@@ -382,7 +383,7 @@ class Loader:
         }
 
     @cached_property
-    def _words(self) -> dict[str, Any]:
+    def _words(self) -> JsonObject:
         """The settings, and what the rows are made of, for whoever reads a refusal."""
         return {**self._settings, **self.rows.words}
 
@@ -436,7 +437,7 @@ class Loader:
 
     def _make(
         self, reader: RowReader, steps: Steps, batch: int, enter: Callable[[str], None]
-    ) -> tuple[dict[str, Any], After] | None:
+    ) -> tuple[Batch, After] | None:
         """Batch number `batch` as this process sees it and what stands behind it, or None past the
         last. Any thread, any order, where rows have numbers.
         """
@@ -490,7 +491,7 @@ class Loader:
 AsyncDataLoader = Loader  # the name that EasyDeL's API uses
 
 
-class Batches(Iterator[dict[str, Any]]):
+class Batches(Iterator[Batch]):
     """One iteration over a loader. `close()` ends its threads; so does dropping it, as a `break`
     out of a for loop does.
     """
@@ -512,7 +513,7 @@ class Batches(Iterator[dict[str, Any]]):
         self._reader = loader.rows.open(entry, Share(local, workers if workers > 1 else 0))
         self._ending = weakref.finalize(self, self._reader.close)
         make = partial(self._maker._make, self._reader, steps)
-        self._made: Prefetcher[tuple[dict[str, Any], After]] | InOrder[tuple[dict[str, Any], After]]
+        self._made: Prefetcher[tuple[Batch, After]] | InOrder[tuple[Batch, After]]
         if settings.prefetch_enabled:
             self._made = Prefetcher(
                 make,
@@ -526,7 +527,7 @@ class Batches(Iterator[dict[str, Any]]):
         else:
             self._made = InOrder(make, start)
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Batch:
         try:
             batch, after = next(self._made)
         except StopIteration:

@@ -8,13 +8,12 @@ window   of `group_by_length` batches
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.random import fold
+from easypipe.core.values import JsonObject
 from easypipe.loader.collate import CollateConfig, alone_widths
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.rows.rows import RowReader, Rows
@@ -53,7 +52,7 @@ class ReadingOrder:
             raise ConfigError(at="load.group_by_length", problem=problem, fix="Leave it out.")
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """What decides the order, for the states of loaders."""
         groups = (
             {}

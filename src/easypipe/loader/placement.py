@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.errors import PlacementError, did_you_mean
+from easypipe.core.values import Batch, Columns
 from easypipe.loader.collate import as_stack
 from easypipe.loader.config import axes_in_words, check_axes
 
@@ -79,7 +80,7 @@ def local_mesh() -> Mesh:
     return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
 
 
-def on_default_device(batch: Mapping[str, Any]) -> dict[str, Any]:
+def on_default_device(batch: Columns) -> Batch:
     """The batch with its NumPy arrays as jax.Arrays."""
     import jax
 
@@ -168,7 +169,7 @@ class Placement:
             jax.jit(tuple, in_shardings=whole, out_shardings=self.sharding) if one_program else None
         )
 
-    def place(self, batch: Mapping[str, NDArray[np.int32]]) -> dict[str, Any]:
+    def place(self, batch: Mapping[str, NDArray[np.int32]]) -> Batch:
         """`{column: jax.Array[B, T]}` from this process's rows: `batch` holds `local_rows`, in that
         order, all slots of each.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, StateError, did_you_mean
+from easypipe.core.values import Json
 from easypipe.loader.steps import Begin
 
 VERSION = 1
@@ -42,9 +43,9 @@ class LoaderState:
     batch: int
     row: int
     components: Mapping[str, str]
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Json = field(default_factory=dict)
     hint: Any = None
-    changes: tuple[Mapping[str, Any], ...] = ()
+    changes: tuple[Json, ...] = ()
     epoch: int = 0
 
     @property
@@ -65,7 +66,7 @@ class LoaderState:
         return json.dumps(values | {"checksum": digest(values)}, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str | bytes | Mapping[str, Any]) -> LoaderState:
+    def from_json(cls, text: str | bytes | Json) -> LoaderState:
         """Raises StateError where it is not a whole, unaltered state of this version."""
         try:
             values = dict(text) if isinstance(text, Mapping) else json.loads(text)
@@ -98,9 +99,7 @@ class LoaderState:
         values["changes"] = tuple(values.get("changes", ()))
         return cls(**values)
 
-    def changed(
-        self, components: Mapping[str, str], config: Mapping[str, Any]
-    ) -> tuple[list[str], str]:
+    def changed(self, components: Mapping[str, str], config: Json) -> tuple[list[str], str]:
         """The components that are others now than when this state was saved, and in words what
         changed in them; ([], "") for none.
         """
@@ -118,7 +117,7 @@ class LoaderState:
     def check(
         self,
         components: Mapping[str, str],
-        config: Mapping[str, Any],
+        config: Json,
         allow_changed: Collection[str] = (),
     ) -> LoaderState:
         """This state, or what it becomes where a component is another one now than when it was

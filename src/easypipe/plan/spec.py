@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import digest, to_dict
 from easypipe.core.errors import PlanError, StateError
+from easypipe.core.values import Json, JsonObject
 from easypipe.plan.mix import MAX_DATASETS, MAX_WEIGHT_SUM, Stop
 from easypipe.plan.mix_schedule import Schedule, normalized
 from easypipe.plan.order import OrderConfig
@@ -179,9 +180,9 @@ def fingerprint(datasets: Sequence[PlanDataset], spec: PlanSpec) -> str:
     )
 
 
-def choices(spec: PlanSpec) -> dict[str, Any]:
+def choices(spec: PlanSpec) -> JsonObject:
     """What of `spec` the fingerprint covers."""
-    found: dict[str, Any] = {
+    found: JsonObject = {
         key: value
         for key, value in to_dict(spec).items()
         # plans without the later choices keep the fingerprints that they had before these existed
@@ -209,13 +210,13 @@ def stages_choice(schedule: Schedule | None, pack: PackSpec | None) -> dict[str,
     return {"stages_end": "estimated"} if by_estimate else {}
 
 
-def in_words(choices: Mapping[str, Any], prefix: str = "plan.") -> dict[str, Any]:
+def in_words(choices: Json, prefix: str = "plan.") -> JsonObject:
     """`choices`, one key each, for messages about what changed: what is long by the beginning of
     its digest.
 
     Not window_docs, which follows from the data and the others.
     """
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for key, value in choices.items():
         if isinstance(value, Mapping) and key != "schedule":
             found |= in_words(value, f"{prefix}{key}.")
@@ -255,7 +256,7 @@ class WindowState(Generic[At]):
     cut: tuple[int, int] | None = None
     index: int = 0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {
             "index": self.index,
             "epoch": self.epoch,

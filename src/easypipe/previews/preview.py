@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
+from easypipe.core.values import JsonObject
 from easypipe.core.visible import visible
 from easypipe.loader.explain import ExplainedRow, Segment
 
@@ -67,7 +67,7 @@ class Preview:
     samples: tuple[Sample, ...]
     notes: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return dataclasses.asdict(self)
 
     def to_html(self, title: str = "easypipe preview") -> str:

@@ -11,13 +11,13 @@ import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ProgressListener, silent
+from easypipe.core.values import Arguments, Settings
 from easypipe.jobs import chain
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.explain import Segment, Span
@@ -36,7 +36,7 @@ KEPT = ("written", "stored", "targets", "masked")  # outcomes that lose nothing
 
 
 def preview(
-    config: Pipeline | PipelineConfig | Mapping[str, Any] | str | Path,
+    config: Pipeline | PipelineConfig | Settings | str | Path,
     n: int = 5,
     *,
     first_rows: int = FIRST_ROWS,
@@ -100,7 +100,7 @@ def _preview(pipeline: Pipeline, n: int, first_rows: int) -> Preview:
     return Preview(samples=tuple(samples), notes=tuple(notes))
 
 
-def _read(config: PipelineConfig | Mapping[str, Any] | str | Path) -> PipelineConfig:
+def _read(config: PipelineConfig | Settings | str | Path) -> PipelineConfig:
     if isinstance(config, PipelineConfig):
         return config
     values = load_yaml(config) if isinstance(config, str | Path) else config
@@ -116,7 +116,7 @@ def _looked_at(config: PipelineConfig, folder: str) -> PipelineConfig:
         dataclasses.replace(dataset, cache_path=None, cache_enabled=True)
         for dataset in config.datasets
     )
-    changes: dict[str, Any] = {
+    changes: Arguments = {
         "datasets": datasets,
         "seed": 0 if config.seed is None else config.seed,
         "cache_dir": folder,

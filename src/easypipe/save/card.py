@@ -16,7 +16,8 @@ import yaml
 
 from easypipe.core import storage
 from easypipe.core.remote import StorageOptions
-from easypipe.save.saved import MANIFEST, Json, SavedManifest, join
+from easypipe.core.values import JsonObject
+from easypipe.save.saved import MANIFEST, SavedManifest, join
 
 log = logging.getLogger("easypipe")
 
@@ -88,8 +89,8 @@ def card_text(parts: Sequence[CardPart], load_from: str = "path/to/this/folder")
 
 
 def _yaml(parts: Sequence[CardPart]) -> str:
-    configs: list[Json] = []
-    infos: list[Json] = []
+    configs: list[JsonObject] = []
+    infos: list[JsonObject] = []
     for part in parts:
         path = join_below(part.folder, shards_glob(part.manifest))
         configs.append(

@@ -28,6 +28,8 @@ import pyarrow.parquet as pq
 import zstandard
 from numpy.typing import NDArray
 
+from easypipe.core.values import Array
+
 PAGE_VALUES = 1 << 18
 RUN_ROWS = 1 << 13  # lists whose runs are written together
 ZSTD_LEVEL = 1  # pyarrow's own
@@ -166,14 +168,14 @@ def _entries(values: Any) -> int:
     return entries if entries * DICTIONARY_SHARE <= len(values) else 0
 
 
-def _indices(values: NDArray[Any]) -> list[Any]:
+def _indices(values: Array) -> list[Any]:
     """Values as indices of a dictionary that holds each at its own place."""
     groups = -(-len(values) // 8)
     head = bytes([8 * values.itemsize]) + (_varint(groups << 1 | 1) if groups else b"")
     return [head, np.ascontiguousarray(values), bytes((8 * groups - len(values)) * values.itemsize)]
 
 
-def _pages(column: Any, values: Any, field: pa.Field) -> Iterable[tuple[bytes, int, NDArray[Any]]]:
+def _pages(column: Any, values: Any, field: pa.Field) -> Iterable[tuple[bytes, int, Array]]:
     """(levels, how many entries, values that are there) of pages that begin with a row. values: of
     the whole column.
     """

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,10 +30,9 @@ from easypipe.core.protocols import (
 )
 from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.core.values import JsonObject
 from easypipe.sources.open import open_files
 from easypipe.sources.refs import format_of
-
-Json = dict[str, Any]
 
 MANIFEST = "_easypipe.json"
 FORMAT_VERSION = 1
@@ -68,7 +66,7 @@ class SavedManifest:
     schema: pa.Schema
     tokens: TokenInfo | None
     shards: tuple[SavedShard, ...]
-    ledger: Json
+    ledger: JsonObject
     turns: Turns | None = None
 
     @property
@@ -97,7 +95,7 @@ class SavedManifest:
         rows = (shard.num_read for shard in self.shards)
         return tuple(itertools.accumulate(rows, initial=0))
 
-    def to_json(self) -> Json:
+    def to_json(self) -> JsonObject:
         return {
             "format_version": FORMAT_VERSION,
             "fingerprint": self.fingerprint,
@@ -175,7 +173,7 @@ def read_manifest(folder: str | Path, storage_options: StorageOptions = None) ->
         ) from error
 
 
-def _turns(value: Json | None) -> Turns | None:
+def _turns(value: JsonObject | None) -> Turns | None:
     """Folders of conversations have them since they are exported with the model."""
     if value is None:
         return None

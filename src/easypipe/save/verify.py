@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -25,6 +24,7 @@ from easypipe.cache.verify import (
 )
 from easypipe.core import storage
 from easypipe.core.errors import ConfigError, EasypipeError, MissingFileError
+from easypipe.core.remote import StorageOptions
 from easypipe.save import saved
 from easypipe.save.folder import RUN
 from easypipe.train.checkpoint import files as checkpoint_files
@@ -33,9 +33,7 @@ BATCH_ROWS = 4096
 CHECKPOINT = "checkpoint"
 
 
-def verify(
-    path: str | Path, storage_options: dict[str, Any] | None = None
-) -> tuple[Verification, ...]:
+def verify(path: str | Path, storage_options: StorageOptions = None) -> tuple[Verification, ...]:
     """Everything below `path`: a token cache (its folder, or one manifest in it), a saved folder,
     or a folder of saved folders; the output_dir of a run, its folder of checkpoints, or one of
     these.
@@ -66,7 +64,7 @@ def verify(
 
 
 def cache_folder_of(
-    path: str | Path, storage_options: dict[str, Any] | None = None
+    path: str | Path, storage_options: StorageOptions = None
 ) -> tuple[CacheFolder, str | None] | None:
     """(the token cache that `path` is or is a manifest of, the key of that manifest)."""
     text = place_of(path)
@@ -103,7 +101,7 @@ def _checkpoint(folder: Path) -> Verification:
     )
 
 
-def _saved_folders(path: str, storage_options: dict[str, Any] | None) -> list[str]:
+def _saved_folders(path: str, storage_options: StorageOptions) -> list[str]:
     below = storage.names_in(path, storage_options)
     if saved.MANIFEST in below or RUN in below:
         return [path]
@@ -115,7 +113,7 @@ def _saved_folders(path: str, storage_options: dict[str, Any] | None) -> list[st
     ]
 
 
-def _saved(folder: str, storage_options: dict[str, Any] | None) -> Verification:
+def _saved(folder: str, storage_options: StorageOptions) -> Verification:
     path = saved.join(folder, saved.MANIFEST)
     dataset = folder.rstrip("/").rpartition("/")[2]
     try:
@@ -162,7 +160,7 @@ def _saved(folder: str, storage_options: dict[str, Any] | None) -> Verification:
 
 
 def _saved_rows(
-    folder: str, manifest: saved.SavedManifest, storage_options: dict[str, Any] | None
+    folder: str, manifest: saved.SavedManifest, storage_options: StorageOptions
 ) -> Iterator[Problem]:
     """Counts and columns of every shard, whose bytes are known to be right."""
     path = saved.join(folder, saved.MANIFEST)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import MissingFileError, SourceError, StorageError, require
 from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import filesystem
+from easypipe.core.values import Json
 from easypipe.sources.refs import (
     FileRef,
     data_files_in,
@@ -57,7 +57,7 @@ def resolve_remote(
     # listings that this process made before would hide what has changed since
     fs.invalidate_cache()
 
-    def ref(found: str, info: Mapping[str, Any]) -> FileRef:
+    def ref(found: str, info: Json) -> FileRef:
         url = remote.public_url(fs.unstrip_protocol(found))
         if info.get("size") is None:
             raise SourceError(
@@ -73,7 +73,7 @@ def resolve_remote(
             storage_options=storage_options,
         )
 
-    def listed(method: str) -> dict[str, Mapping[str, Any]]:
+    def listed(method: str) -> dict[str, Json]:
         found = reading(here, lambda: call(method, path, detail=True))
         return {
             str(fs._strip_protocol(key)): info
@@ -151,7 +151,7 @@ def _resolve_http(text: str, name: str, here: FileRef, storage_options: StorageO
     )
 
 
-def _identity(info: Mapping[str, Any]) -> str:
+def _identity(info: Json) -> str:
     """What the store itself changes with the content, else every fact it gives."""
     for key in ("etag", "ETag", "generation", "md5Hash", "md5", "checksum"):
         if info.get(key):

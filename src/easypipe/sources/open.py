@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require
 from easypipe.core.remote import StorageOptions
+from easypipe.core.values import Arguments
 from easypipe.sources.base import FileSource, OnError
 from easypipe.sources.external.token_files import TokenFilesConfig, TokenShardedSource
 from easypipe.sources.files import COMPRESSIONS, EXTENSIONS, DataFiles, format_of, resolve
@@ -75,7 +75,7 @@ def open_files(
                 "own.",
             )
         type = str(next(iter(by_format)))
-    more: dict[str, Any] = {}
+    more: Arguments = {}
     if type in TOKEN_EXTENSIONS:
         more["layout"] = token_files
     elif token_files is not None:

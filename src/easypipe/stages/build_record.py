@@ -25,6 +25,7 @@ from easypipe.core.config import CODE_KEYS, to_dict
 from easypipe.core.errors import ConfigError, EasypipeError, StorageError
 from easypipe.core.protocols import BaseStage, PipelineContext
 from easypipe.core.remote import public_url
+from easypipe.core.values import Json, JsonObject
 from easypipe.save import saved
 from easypipe.save.folder import prefix_of
 from easypipe.stages.config import settings_of
@@ -57,7 +58,7 @@ def remember(
         log.info("`easypipe verify --repair` will have to be given the config: %s", error)
 
 
-def recall(name: str, folder: CacheFolder) -> Mapping[str, Any]:
+def recall(name: str, folder: CacheFolder) -> Json:
     """What `remember` kept. Raises ConfigError where there is nothing, or where it is not enough,
     saying what to give.
     """
@@ -75,7 +76,7 @@ def recall(name: str, folder: CacheFolder) -> Mapping[str, Any]:
     return kept
 
 
-def recall_saved(path: str, folder: CacheFolder) -> Mapping[str, Any]:
+def recall_saved(path: str, folder: CacheFolder) -> Json:
     """`recall` for a saved folder; where its manifest cannot be read, the names of its shards
     tell.
     """
@@ -98,7 +99,7 @@ def _path(folder: CacheFolder, name: str) -> Path | str:
     return folder.at(CONFIGS, f"{name}.json")
 
 
-def _read(folder: CacheFolder, name: str) -> Mapping[str, Any]:
+def _read(folder: CacheFolder, name: str) -> Json:
     try:
         kept = recall_checked(
             _path(folder, name),
@@ -112,7 +113,7 @@ def _read(folder: CacheFolder, name: str) -> Mapping[str, Any]:
     return kept if kept is not None and set(KEYS) <= kept.keys() else {}
 
 
-def _described(stages: Sequence[BaseStage], context: PipelineContext) -> dict[str, Any]:
+def _described(stages: Sequence[BaseStage], context: PipelineContext) -> JsonObject:
     # by which tokenize() cuts conversations
     without = {name: None for name in (*STAGES, "load") if name != "pack"}
     config = dataclasses.replace(settings_of(context), **without, executor="local")

@@ -6,12 +6,12 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from easypipe.cache.repair import aside, broken_files, place_of, repair_cache
 from easypipe.cache.verify import Verification
 from easypipe.core import storage
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
+from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.save import saved
 from easypipe.save.verify import cache_folder_of, verify
@@ -52,7 +52,7 @@ def repair(path: str | Path, steps: Steps, context: PipelineContext) -> tuple[Ve
     return verify(path, options)
 
 
-def _options_for(place: str, steps: Steps, context: PipelineContext) -> dict[str, Any] | None:
+def _options_for(place: str, steps: Steps, context: PipelineContext) -> StorageOptions:
     """The storage_options with which the pipeline writes to a URL."""
     for stage, data in steps:
         if isinstance(stage, SaveStage) and any(

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
-from easypipe.core.checked import Json
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import BatchLoader
+from easypipe.core.values import Batch, Json
 from easypipe.train.config import TrainingConfig
 
 # for a run whose length its data decides: the length of the schedule is a constant of the program
@@ -80,7 +80,7 @@ class Shapes:
             raise TypeError("the data is not looked at")
         return self.batches
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         return iter(())
 
     def state(self) -> Json:

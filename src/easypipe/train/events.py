@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
-from easypipe.core.checked import Json
+from easypipe.core.values import Json
 
 EventKind = Literal[
     "start", "dispatch", "step", "eval", "evaluated", "checkpoint", "rollback", "end", "exception"

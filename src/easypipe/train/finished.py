@@ -11,9 +11,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from easypipe.core.checked import Json
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, MissingFileError, StateError, require
+from easypipe.core.values import Json
 from easypipe.train import state as states
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.checkpoint.files import CHECKPOINTS

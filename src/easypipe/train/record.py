@@ -20,10 +20,11 @@ import yaml
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from easypipe.core import storage
-from easypipe.core.checked import Json, commit_checked, parse_checked
+from easypipe.core.checked import commit_checked, parse_checked
 from easypipe.core.config import allowing_code, load_yaml, to_dict
 from easypipe.core.errors import DamagedFileError, MissingFileError, StateError
 from easypipe.core.protocols import BatchLoader
+from easypipe.core.values import Json
 from easypipe.train.checks import KnowingState
 
 # in train.output_dir: the configuration as it was resolved, which `easypipe train` takes back

@@ -11,8 +11,8 @@ import statistics
 from collections import deque
 from collections.abc import Collection
 
-from easypipe.core.checked import Json
 from easypipe.core.errors import TrainError
+from easypipe.core.values import Json
 from easypipe.train.config import TrainingConfig
 from easypipe.train.metrics.log import Record
 

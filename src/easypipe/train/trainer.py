@@ -25,10 +25,10 @@ from jax.sharding import Mesh
 
 import easypipe
 from easypipe.core import locks
-from easypipe.core.checked import Json
 from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, EasypipeError, StateError, TrainError, require
 from easypipe.core.protocols import BatchLoader, Turns
+from easypipe.core.values import Arguments, Json
 from easypipe.train import state as states
 from easypipe.train.callbacks.named import Known, checked_callbacks, make_callbacks
 from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint
@@ -359,7 +359,7 @@ class Engine:
         self.frozen = fingerprint({name: state.rest[name] for name in sorted(self.layout.frozen)})
         return state
 
-    def saved(self, state: states.TrainState) -> dict[str, Any]:
+    def saved(self, state: states.TrainState) -> Arguments:
         """What a checkpoint has of a state, or of an abstract one."""
         return self.layout.without_frozen(states.flatten(state))
 
@@ -737,7 +737,7 @@ class _Run:
 
     def _restore_loader(self, saved: Json, at: Path, changed: Sequence[str]) -> None:
         train = self.trainer.train
-        allowed: dict[str, Any] = {"allow_changed": changed} if changed else {}
+        allowed: Arguments = {"allow_changed": changed} if changed else {}
         try:
             train.restore(loader_state(train, saved["loader"]), **allowed)
         except StateError as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Float, Int
+
+from easypipe.core.values import Arguments
 
 NEVER = -1e30  # stands for -inf: inf - inf would be nan in a row that has met no key yet
 LOG2_E = math.log2(math.e)
@@ -342,7 +344,7 @@ class _Specs:
         return pl.BlockSpec((None, self.rows), lambda i, b, h: (b, i))
 
 
-def _how(options: Options, *, warps: int) -> dict[str, Any]:  # keyword arguments of two types
+def _how(options: Options, *, warps: int) -> Arguments:  # keyword arguments of two types
     return {
         "compiler_params": plgpu.CompilerParams(num_warps=warps, num_stages=2),
         "interpret": options.interpret,

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from easypipe.core.values import Arguments
 from easypipe.kernels.loss import chunked
 from easypipe.kernels.loss.choice import (
     ANYWHERE,
@@ -250,11 +251,11 @@ def _reduced(grads: Gradients, inputs: Inputs, plan: Plan) -> Gradients:
     return Gradients(grads.hidden, d_lm_head, d_bias)
 
 
-def _options(plan: Plan, name: Implementation) -> dict[str, Any]:  # keyword arguments of any type
+def _options(plan: Plan, name: Implementation) -> Arguments:  # keyword arguments of any type
     """What one implementation is told under *strict*: a chunk_size is the tile's number of tokens
     too, logits may be float32.
     """
-    options: dict[str, Any] = {"layout": plan.layout, "soft_cap": plan.soft_cap}
+    options: Arguments = {"layout": plan.layout, "soft_cap": plan.soft_cap}
     if name == "chunked" and plan.chunk_size is not None:
         options["block"] = plan.chunk_size, chunked.TILE[1]
     if name == "pallas_gpu" and plan.float32_logits:

@@ -22,7 +22,6 @@ reference.py, up to rounding:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -30,6 +29,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
+
+from easypipe.core.values import Arguments
 
 ShapedArray = Array | jax.ShapeDtypeStruct
 Layout = Literal["dv", "vd"]  # of lm_head: [D, V], or [V, D] as an embedding table lies
@@ -186,7 +187,7 @@ class Kernel(Protocol):
         """
         ...
 
-    def row_options(self, hidden: Array, lm_head: Array, layout: Layout) -> Mapping[str, Any]:
+    def row_options(self, hidden: Array, lm_head: Array, layout: Layout) -> Arguments:
         """Further keyword arguments of the three, by the kernel's table, for the logits of these
         arguments.
         """

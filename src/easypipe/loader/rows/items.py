@@ -23,6 +23,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.random import fold
 from easypipe.core.schema import IGNORE, LABELS
+from easypipe.core.values import Array, Collate, Dataset, Item
 from easypipe.loader.rows.rows import NumberedRows
 from easypipe.plan.order import OrderConfig, documents
 
@@ -33,7 +34,7 @@ class KeyedCollator(Protocol):
     else.
     """
 
-    def __call__(self, rows: Sequence[Any], *, keys: Sequence[int] | None = None) -> Any: ...
+    def __call__(self, rows: Sequence[Item], *, keys: Sequence[int] | None = None) -> Any: ...
 
     @property
     def draws(self) -> bool: ...
@@ -45,7 +46,7 @@ class _Unsized(NumberedRows):
     seq_length: int | None = None
     pad_token_id = 0
     num_epochs: int | None
-    _collate: Any
+    _collate: Collate
     _seed: int
     _name: str
 
@@ -64,7 +65,7 @@ class _Unsized(NumberedRows):
         )
 
     def _collated(
-        self, items: list[Any], rows: NDArray[np.int64], epochs: NDArray[np.int64]
+        self, items: list[Item], rows: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> Any:
         """The batch of `items`, the real ones of `rows`; rows of -1, which come last, are filled up
         with nothing.
@@ -97,8 +98,8 @@ class ItemRows(_Unsized):
 
     def __init__(
         self,
-        dataset: Any,
-        collate: Any,
+        dataset: Dataset,
+        collate: Collate,
         *,
         seed: int = 0,
         shuffle: bool = False,
@@ -178,8 +179,8 @@ class ForwardRows(_Unsized):
 
     def __init__(
         self,
-        dataset: Iterable[Any],
-        collate: Any,
+        dataset: Iterable[Item],
+        collate: Collate,
         *,
         seed: int = 0,
         name: str = "dataset1",
@@ -193,11 +194,11 @@ class ForwardRows(_Unsized):
             epoch,
         )
         self._lock = threading.Lock()
-        self._ahead: list[Any] = []  # rows from `_first` on that were read and not handed out
+        self._ahead: list[Item] = []  # rows from `_first` on that were read and not handed out
         self._first = 0
         self._seen = 0  # rows that are known to be there
         self._total: int | None = None  # once the end was seen
-        self._items: Iterator[Any] | None = None
+        self._items: Iterator[Item] | None = None
 
     @property
     def num_rows(self) -> int | None:
@@ -266,13 +267,13 @@ class ForwardRows(_Unsized):
                 self._first, self._ahead = self._first + len(self._ahead), []
 
 
-def fingerprint_of(dataset: Any) -> str:
+def fingerprint_of(dataset: Dataset) -> str:
     """What a dataset says of its content, and its kind."""
     own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
     return f"{type(dataset).__qualname__}:{own if isinstance(own, str) else ''}"
 
 
-def describe_collator(collate: Any) -> str:
+def describe_collator(collate: Collate) -> str:
     """A collator of this package by its options, any other by its name."""
     own = getattr(collate, "recipe", None)
     if own is not None:
@@ -292,7 +293,7 @@ def _filled(batch: Any, missing: int) -> Any:
     )
 
 
-def _padded(name: str, column: Any, missing: int) -> NDArray[Any]:
+def _padded(name: str, column: Any, missing: int) -> Array:
     column = np.asarray(column)
     fill = IGNORE if name == LABELS and column.dtype.kind == "i" else 0
     return np.concatenate([column, np.full((missing, *column.shape[1:]), fill, column.dtype)])

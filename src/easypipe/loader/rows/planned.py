@@ -16,6 +16,7 @@ from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, PlanError, place
 from easypipe.core.schema import LOSS_MASK
+from easypipe.core.values import Json
 from easypipe.loader.rows.gather import Tables, eos_ids, tables
 from easypipe.loader.rows.rows import NumberedRows, RowReader, Share, default_width
 from easypipe.loader.rows.write import RowWriter
@@ -121,7 +122,7 @@ class PlannedRows(NumberedRows):
         }
 
     @property
-    def words(self) -> Mapping[str, Any]:
+    def words(self) -> Json:
         caches = zip(self.plan.datasets, self._caches, strict=True)
         each = {
             f"dataset {dataset.name}": digest(cache.fingerprint, cache.tokenizer_fingerprint)[

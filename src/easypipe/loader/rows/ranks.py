@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from easypipe.core.config import digest
 from easypipe.core.errors import require
 from easypipe.core.ledger import Ledger
+from easypipe.core.values import Json
 from easypipe.loader.rows.rows import Mark, RowReader, Rows, Share
 from easypipe.loader.state import LoaderState
 
@@ -58,11 +59,11 @@ class DerivedRows(Rows, RowReader):
         return self.below.identity
 
     @property
-    def words(self) -> Mapping[str, Any]:
+    def words(self) -> Json:
         return self.below.words
 
     @property
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> Json:
         return self.below.settings
 
     def open(self, state: LoaderState | None = None, share: Share | None = None) -> RowReader:
@@ -174,7 +175,7 @@ class PassRows(DerivedRows):
         return {**below, "plan": digest("pass", below["plan"], self._epoch, self.num_epochs)}
 
     @property
-    def words(self) -> Mapping[str, Any]:
+    def words(self) -> Json:
         return {**self.below.words, "pass": self._epoch}
 
     def available(self, start: int, stop: int) -> int:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.ledger import Ledger
+from easypipe.core.values import Json
 from easypipe.loader.state import LoaderState
 
 
@@ -124,14 +125,14 @@ class Rows(Protocol):
         ...
 
     @property
-    def words(self) -> Mapping[str, Any]:
+    def words(self) -> Json:
         """What `identity` is made of, as far as it is short, so that a refused state can say what
         changed; {} where nothing has a name.
         """
         return {}
 
     @property
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> Json:
         """What else decides which rows stand in a batch, for the states of loaders."""
         return {}
 

@@ -24,7 +24,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ from easypipe.core.schema import (
     LOSS_MASK,
     SEGMENT_IDS,
 )
+from easypipe.core.values import Json
 from easypipe.loader.placement import gather_bytes
 from easypipe.loader.prefetch import ReadPool
 from easypipe.loader.rows.gather import Tables, eos_ids
@@ -106,11 +107,11 @@ class StreamRows(Rows):
         return {**self._tokens_identity, "plan": self.spec.fingerprint()}
 
     @property
-    def words(self) -> Mapping[str, Any]:
+    def words(self) -> Json:
         return in_words(self.spec.choices())
 
     @property
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> Json:
         return {"streaming": True, "num_streams": self.spec.num_streams}
 
     def with_seed(self, seed: int) -> StreamRows:

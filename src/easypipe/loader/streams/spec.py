@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from easypipe.core.config import digest, to_dict
+from easypipe.core.values import JsonObject
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.spec import LATER_CHOICES, PlanSpec, stages_choice
 
@@ -47,7 +47,7 @@ class StreamSpec:
         """Epochs of the mixture in the whole run; None where it never ends."""
         return self.plan.last_epoch([1] * len(self.plan.weights))
 
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> JsonObject:
         """What decides the rows. Not num_epochs: more epochs only add rows behind the last."""
         choices = {**to_dict(self), **to_dict(self.plan)}
         if self.plan.window_tokens is not None:

@@ -15,6 +15,7 @@ import pyarrow as pa
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import Reject, Scan
 from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.values import Item, Row
 from easypipe.sources.schemas import (
     JSON,
     TypeConflict,
@@ -37,7 +38,7 @@ MISFITS = (
 )
 
 
-def require_row(row: Any, number: int, name: str) -> None:
+def require_row(row: Item, number: int, name: str) -> None:
     """Raises SourceError for what is no dict with names of columns."""
     if not _is_row(row):
         problem = f"expected a dict with names of columns, got {type(row).__name__}"
@@ -46,11 +47,11 @@ def require_row(row: Any, number: int, name: str) -> None:
         )
 
 
-def _is_row(row: Any) -> bool:
+def _is_row(row: Item) -> bool:
     return isinstance(row, Mapping) and all(isinstance(key, str) for key in row)
 
 
-def next_rows(rows: Iterator[Any], start: int, count: int, at: str) -> list[Any]:
+def next_rows(rows: Iterator[Item], start: int, count: int, at: str) -> list[Any]:
     """The next `count` rows, fewer where it ends. What the user's code raises is passed on with the
     place.
     """
@@ -68,7 +69,7 @@ def next_rows(rows: Iterator[Any], start: int, count: int, at: str) -> list[Any]
 
 
 def columns_of(
-    rows: Iterable[Any], name: str, *, skip: bool = False, exact: Sequence[str] = ()
+    rows: Iterable[Item], name: str, *, skip: bool = False, exact: Sequence[str] = ()
 ) -> pa.Schema:
     """The columns of the first rows. Raises SourceError where the values of one have no common
     type, or where there are none.
@@ -104,7 +105,7 @@ def columns_of(
 
 
 def as_arrays(
-    rows: Sequence[Mapping[str, Any]], numbers: Sequence[int], columns: pa.Schema, name: str
+    rows: Sequence[Row], numbers: Sequence[int], columns: pa.Schema, name: str
 ) -> list[pa.Array]:
     """The rows as arrays of `columns`. numbers: of each row, for errors.
 
@@ -129,7 +130,7 @@ def as_arrays(
 
 
 def as_scan(
-    rows: Sequence[Any], numbers: Sequence[int], columns: pa.Schema, name: str, *, skip: bool
+    rows: Sequence[Item], numbers: Sequence[int], columns: pa.Schema, name: str, *, skip: bool
 ) -> Scan:
     """The rows as a batch of `columns`.
 
@@ -137,7 +138,7 @@ def as_scan(
     raised for the first of them.
     """
 
-    def made(rows: Sequence[Any], numbers: Sequence[int]) -> pa.RecordBatch:
+    def made(rows: Sequence[Item], numbers: Sequence[int]) -> pa.RecordBatch:
         for number, row in zip(numbers, rows, strict=True):
             require_row(row, number, name)
         data = [field for field in columns if field.name != ROW_NUMBER]

@@ -24,6 +24,7 @@ from easypipe.core import storage
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import INPUT_IDS
+from easypipe.core.values import Array, DType
 from easypipe.sources.files import FileRef, LocalFile, read_range
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -41,7 +42,7 @@ class MegatronIndex:
     """
 
     path: str
-    dtype: np.dtype[Any]
+    dtype: DType
     sizes: NDArray[np.int32]
     pointers: NDArray[np.int64]
     documents: NDArray[np.int64]
@@ -122,7 +123,7 @@ def open_index(index: FileRef, data: FileRef) -> MegatronIndex:
             fix="Copy or write it again.",
         )
 
-    def array(at: int, count: int, dtype: str) -> NDArray[Any]:
+    def array(at: int, count: int, dtype: str) -> Array:
         if count == 0:
             return np.empty(0, dtype)
         if index.remote:

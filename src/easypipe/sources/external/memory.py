@@ -14,6 +14,7 @@ import xxhash
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place, require_columns, require_rows
 from easypipe.core.protocols import Shard, ShardedSource, Source
+from easypipe.core.values import Row
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external.dicts import MISFITS, as_json, holds_struct, outer_kind
 from easypipe.sources.schemas import column, plain_schema
@@ -48,7 +49,7 @@ class InMemoryShardedSource(_PythonRows):
 
     def __init__(
         self,
-        data: pa.Table | pa.RecordBatch | Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        data: pa.Table | pa.RecordBatch | Sequence[Row] | Row,
         *,
         columns: Sequence[str] | None = None,
         name: str = "memory",

@@ -21,6 +21,7 @@ from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require
 from easypipe.core.identity import held_by, name_of
 from easypipe.core.protocols import Scan, Shard, ShardedSource, Source, left_out
 from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.values import Dataset
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external.dicts import FIRST_ROWS, as_scan, columns_of, require_row
 from easypipe.sources.external.memory import content_hash
@@ -31,7 +32,7 @@ BLOCK_ROWS = 1024  # read at a time to hash the content
 ENDLESS = 1 << 62  # lengths of datasets that repeat without end are near 2^63
 
 
-def is_arrow_dataset(data: Any) -> bool:
+def is_arrow_dataset(data: Dataset) -> bool:
     """`datasets.Dataset`: columns in Arrow tables, maybe behind a list of indices."""
     return all(
         hasattr(data, name)
@@ -39,7 +40,7 @@ def is_arrow_dataset(data: Any) -> bool:
     )
 
 
-def is_dataset_dict(data: Any) -> bool:
+def is_dataset_dict(data: Dataset) -> bool:
     """`datasets.DatasetDict`."""
     return (
         isinstance(data, Mapping)
@@ -48,7 +49,7 @@ def is_dataset_dict(data: Any) -> bool:
     )
 
 
-def is_random_access(data: Any) -> bool:
+def is_random_access(data: Dataset) -> bool:
     """Rows by number: `grain.MapDataset`, Grain's data sources, torch's map-style datasets, any own
     class; no plain container.
     """
@@ -63,7 +64,7 @@ def is_random_access(data: Any) -> bool:
     )
 
 
-def is_streamed(data: Any) -> bool:
+def is_streamed(data: Dataset) -> bool:
     """A dataset that can only be read from its start: `datasets.IterableDataset`,
     `grain.IterDataset`.
     """
@@ -74,7 +75,7 @@ def is_streamed(data: Any) -> bool:
     )
 
 
-def is_dataset_object(data: Any) -> bool:
+def is_dataset_object(data: Dataset) -> bool:
     """Whether `open_object` opens it: no path, and no rows in a plain container."""
     kinds = (
         is_dataset_dict,
@@ -88,7 +89,7 @@ def is_dataset_object(data: Any) -> bool:
 
 
 def open_object(
-    data: Any,
+    data: Dataset,
     *,
     name: str = "memory",
     split: str | None = None,
@@ -137,7 +138,7 @@ def open_object(
 
 
 def _opened(
-    data: Any, name: str, version: str | int | None, *, skip: bool
+    data: Dataset, name: str, version: str | int | None, *, skip: bool
 ) -> ArrowDatasetSource | RandomAccessSource:
     """By its tables, unless its rows are made when they are read (`with_transform`): no table holds
     those.
@@ -164,7 +165,7 @@ class ArrowDatasetSource(Source):
 
     def __init__(
         self,
-        data: Any,
+        data: Dataset,
         *,
         name: str = "memory",
         columns: Sequence[str] | None = None,
@@ -218,7 +219,12 @@ class RandomAccessSource(Source):
     """
 
     def __init__(
-        self, data: Any, *, name: str = "memory", identity: str | None = None, skip: bool = False
+        self,
+        data: Dataset,
+        *,
+        name: str = "memory",
+        identity: str | None = None,
+        skip: bool = False,
     ) -> None:
         """identity: what its rows are known by, in place of their content."""
         self._identity, self._skip = identity, skip

@@ -39,6 +39,7 @@ from easypipe.core.protocols import (
     SourceInfo,
 )
 from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.values import Dataset, Item, JsonObject
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external import dicts
 from easypipe.sources.schemas import is_json
@@ -50,7 +51,7 @@ BLOCK_ROWS = 256  # converted and written at a time
 MANY_ROWS = 10_000_000
 
 
-def is_complete(data: Any) -> bool:
+def is_complete(data: Dataset) -> bool:
     """Whether it has `shards` and `read(shard, start, stop)`: a ShardedSource."""
     return (
         not isinstance(data, type)
@@ -59,7 +60,7 @@ def is_complete(data: Any) -> bool:
     )
 
 
-def is_sharded(data: Any) -> bool:
+def is_sharded(data: Dataset) -> bool:
     """Whether it opens shards by name, as ShardedDataSource says."""
     opens = (
         isinstance(data, ShardedDataSource)
@@ -69,7 +70,7 @@ def is_sharded(data: Any) -> bool:
     return not isinstance(data, type) and opens
 
 
-def is_generator(data: Any) -> bool:
+def is_generator(data: Dataset) -> bool:
     """Rows one after the other: a generator function, any other function without arguments, or what
     can be iterated over again.
     """
@@ -81,7 +82,7 @@ def is_generator(data: Any) -> bool:
 
 
 def as_source(
-    data: Any,
+    data: Dataset,
     *,
     name: str,
     version: str | int | None = None,
@@ -159,7 +160,7 @@ class Given:
     """
 
     shards: tuple[Shard, ...]
-    open: Callable[[str, int], Iterable[Any]]
+    open: Callable[[str, int], Iterable[Item]]
     seeks: bool
     label: str
     held: Any
@@ -197,7 +198,7 @@ class OwnSource(Source):
         self._folder = folder
         self._kept = _Kept(given, folder, skip)
         self._exact: tuple[str, ...] = ()  # columns whose lists and objects are JSON
-        self._known: dict[str, Any] = {}  # shared by those that `select` gives: what was found out
+        self._known: JsonObject = {}  # shared by those that `select` gives: what was found out
         self._lock = threading.RLock()
 
     @property
@@ -366,7 +367,7 @@ class OwnSource(Source):
         path = self._path()
         known = {shard.name: shard for shard in self._given.shards}
 
-        def parse(value: dict[str, Any]) -> dict[str, Any]:
+        def parse(value: JsonObject) -> JsonObject:
             shards = tuple(
                 replace(known[name], num_rows=rows, num_bytes=size)
                 for name, rows, size in value["shards"]
@@ -399,10 +400,10 @@ class _Kept:
         self._end = 0  # of the file
         self._shards = [_Pulled() for _ in given.shards]
 
-    def first_rows(self, count: int, at: Callable[[int], str]) -> list[Any]:
+    def first_rows(self, count: int, at: Callable[[int], str]) -> list[Item]:
         """Of the first shard that has rows."""
 
-        def look() -> list[Any]:
+        def look() -> list[Item]:
             for number, shard in enumerate(self._given.shards):
                 rows = iter(self._given.open(shard.name, 0))
                 try:
@@ -537,13 +538,13 @@ class _Pulled:
 
     def __init__(self) -> None:
         self.rejects: list[Reject] = []
-        self.iterator: Iterator[Any] | None = None
+        self.iterator: Iterator[Item] | None = None
         self.places: list[tuple[int, int]] = []
         self.rows = self.num_bytes = 0
         self.ended = False
 
 
-def _sharded(data: Any) -> Given:
+def _sharded(data: Dataset) -> Given:
     kind, base = type(data), ShardedDataSource
     own = [
         name
@@ -569,7 +570,7 @@ def _sharded(data: Any) -> Given:
             at="data_files", problem=problem, fix="Give a list of different names, one at least."
         )
 
-    def from_start(name: str, row: int) -> Iterable[Any]:
+    def from_start(name: str, row: int) -> Iterable[Item]:
         return _behind(iter(data.open_shard(name)), row)
 
     seeks = "open_shard_at_row" in own
@@ -585,7 +586,7 @@ def _sharded(data: Any) -> Given:
     )
 
 
-def _one_shard(data: Any, name: str) -> Given:
+def _one_shard(data: Dataset, name: str) -> Given:
     require(
         not isinstance(data, Iterator),
         "data_files",
@@ -595,8 +596,8 @@ def _one_shard(data: Any, name: str) -> Given:
     )
     called = callable(data) and not hasattr(data, "__iter__")
 
-    def from_start(_: str, row: int) -> Iterable[Any]:
-        rows: Any = data() if called else data
+    def from_start(_: str, row: int) -> Iterable[Item]:
+        rows: Dataset = data() if called else data
         return _behind(iter(rows), row)
 
     return Given(
@@ -610,21 +611,21 @@ def _one_shard(data: Any, name: str) -> Given:
     )
 
 
-def _behind(rows: Iterator[Any], row: int) -> Iterator[Any]:
+def _behind(rows: Iterator[Item], row: int) -> Iterator[Item]:
     """The same iterator, `row` rows later."""
     for _ in itertools.islice(rows, row):
         pass
     return rows
 
 
-def _close(rows: Any) -> None:
+def _close(rows: Dataset) -> None:
     """What a generator holds is let go on the thread that it belongs to."""
     close = getattr(rows, "close", None)
     if close is not None:
         close()
 
 
-def _has(data: Any, name: str) -> bool:
+def _has(data: Dataset, name: str) -> bool:
     """Whether it has a member, without asking for its value: that may open files. Only what hands
     members on is asked for them.
     """

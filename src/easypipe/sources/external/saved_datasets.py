@@ -10,6 +10,7 @@ from typing import Any
 
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, did_you_mean
 from easypipe.core.storage import is_inside
+from easypipe.core.values import JsonObject
 
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 
@@ -101,7 +102,7 @@ def _inside(names: Sequence[Any], at: Path) -> list[str]:
     return list(names)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonObject:
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:

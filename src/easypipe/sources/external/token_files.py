@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from easypipe.core.config import config, digest
 from easypipe.core.errors import MissingFileError, SourceError, require
 from easypipe.core.schema import INPUT_IDS
+from easypipe.core.values import DType
 from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
 from easypipe.sources.external.megatron import MegatronIndex, open_index
 from easypipe.sources.files import DataFiles, FileRef, read_range, resolve
@@ -72,7 +73,7 @@ class _Found:
     where the index says.
     """
 
-    dtype: np.dtype[Any]
+    dtype: DType
     start: int
     width: int = 0
     megatron: MegatronIndex | None = None
@@ -206,7 +207,7 @@ class TokenShardedSource(FileSource):
         )
 
 
-def _separated(dtype: np.dtype[Any], piece: Records, fields: pa.Schema) -> Rows:
+def _separated(dtype: DType, piece: Records, fields: pa.Schema) -> Rows:
     text = piece.data[piece.starts[0] : piece.ends[-1]].tobytes()
     offsets = (np.append(piece.starts[:1], piece.ends) - piece.starts[0]) // dtype.itemsize
     numbers = np.arange(piece.row, piece.row + len(piece.starts), dtype=np.int64)
@@ -219,7 +220,7 @@ def _lists(values: np.ndarray, offsets: NDArray[np.int64]) -> pa.Table:
     return pa.table({INPUT_IDS: lists})
 
 
-def _schema(dtype: np.dtype[Any]) -> pa.Schema:
+def _schema(dtype: DType) -> pa.Schema:
     return pa.schema(
         [pa.field(INPUT_IDS, pa.large_list(pa.from_numpy_dtype(dtype.newbyteorder("="))))]
     )
@@ -236,7 +237,7 @@ def _survey(file: FileRef, found: _Found, rows: int) -> Survey:
     )
 
 
-def _npy_header(file: FileRef, head: bytes) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+def _npy_header(file: FileRef, head: bytes) -> tuple[DType, tuple[int, ...], int]:
     """dtype, shape, and the byte at which the data begins."""
     if not head.startswith(NPY_MAGIC):
         raise SourceError(

@@ -13,13 +13,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
 
 from easypipe.core.protocols import Reject, left_out
+from easypipe.core.values import Record
 from easypipe.sources.base import FileSource, Format, Rows
 from easypipe.sources.files import FileRef
 from easypipe.sources.formats.jsontypes import Observer, schema_of
@@ -245,7 +245,7 @@ def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Rej
     return reject("unparsable", f"not a row: {re.sub(r' in row [0-9]+$', '', error)}")
 
 
-def misfit(row: dict[str, Any], fields: pa.Schema) -> pa.Field | None:
+def misfit(row: Record, fields: pa.Schema) -> pa.Field | None:
     """The first column whose value is of another outer kind than its type, if there is one; what
     lies inside is for pyarrow to say.
     """

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import SchemaError
 from easypipe.core.jit import jit
+from easypipe.core.values import JsonObject
 from easypipe.sources.formats.scanners import (
     BLANK,
     GOOD,
@@ -288,7 +289,7 @@ class Observer:
                     name for name in names if isinstance(row, dict) and _has_null(row.get(name))
                 }
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """The types found, as JSON. Raises SourceError where there are more columns than can be
         told apart.
         """
@@ -334,7 +335,7 @@ class Observer:
         return [(name, every, first) for name, (every, first) in found.items()]
 
 
-def schema_of(facts: dict[str, Any], exact: Sequence[str] = (), *, known: bool = True) -> pa.Schema:
+def schema_of(facts: JsonObject, exact: Sequence[str] = (), *, known: bool = True) -> pa.Schema:
     """The schema that an Observer's facts tell.
 
     exact: columns that are kept as JSON where an Arrow type would lose nulls. known: whether the

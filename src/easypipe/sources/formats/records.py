@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
+from easypipe.core.values import JsonObject
 from easypipe.sources.base import Format, Rows, Survey
 from easypipe.sources.files import FileRef, changed, compression_of
 from easypipe.sources.formats.scanners import BROKEN, CLOSED, MORE, OPEN_QUOTE, pick_entries
@@ -360,7 +361,7 @@ def frozen(data: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
     return view
 
 
-def _to_json(index: RecordIndex) -> dict[str, Any]:
+def _to_json(index: RecordIndex) -> JsonObject:
     return {
         "num_rows": index.num_rows,
         "rows": base64.b64encode(index.rows.astype("<i8").tobytes()).decode(),

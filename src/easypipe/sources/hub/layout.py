@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from fsspec.utils import glob_translate
 
 from easypipe.core.errors import MissingFileError, did_you_mean
+from easypipe.core.values import Json
 from easypipe.sources.refs import EXTENSIONS, format_of, natural
 
 TRAIN = "train"
@@ -27,7 +27,7 @@ SHARD = re.compile(r"(?:^|/)([\w.-]+?)-\d{4,}-of-\d{4,}[^/]*$")
 
 def choose_files(
     names: Sequence[str],
-    card: Mapping[str, Any],
+    card: Json,
     *,
     at: str,
     pattern: str | None = None,
@@ -64,7 +64,7 @@ def choose_files(
 
 
 def layouts(
-    names: Sequence[str], card: Mapping[str, Any], *, at: str, converted: bool = False
+    names: Sequence[str], card: Json, *, at: str, converted: bool = False
 ) -> dict[str, dict[str, list[str]]]:
     """subset -> split -> names of its data files, of a whole dataset. Raises MissingFileError where
     there is no data file.
@@ -91,12 +91,12 @@ def _data_files(names: Sequence[str], at: str) -> list[str]:
 
 
 def _splits(
-    data: list[str], card: Mapping[str, Any], subset: str | None, at: str, converted: bool
+    data: list[str], card: Json, subset: str | None, at: str, converted: bool
 ) -> dict[str, list[str]]:
     return _from_folders(data, subset, at) if converted else _from_card(data, card, subset, at)
 
 
-def _configs(card: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _configs(card: Json) -> dict[str, Json]:
     """What the card says of each subset that it gives files."""
     configs = {
         str(entry.get("config_name", "default")): entry
@@ -110,9 +110,7 @@ def _configs(card: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def _from_card(
-    data: list[str], card: Mapping[str, Any], subset: str | None, at: str
-) -> dict[str, list[str]]:
+def _from_card(data: list[str], card: Json, subset: str | None, at: str) -> dict[str, list[str]]:
     configs = _configs(card)
     if not configs:
         if subset is None or subset == "default":

@@ -11,7 +11,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +21,7 @@ from urllib.request import getproxies, proxy_bypass
 from easypipe.core import remote, trust
 from easypipe.core.errors import MissingFileError, SourceError, StorageError, require
 from easypipe.core.remote import StorageOptions
+from easypipe.core.values import Arguments, Json
 from easypipe.sources.refs import FileRef, format_of
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class Listing(NamedTuple):
 
     commit: str
     sizes: dict[str, tuple[int, str]]
-    card: Mapping[str, Any]
+    card: Json
     converted: bool
 
 
@@ -123,7 +124,7 @@ class HubRepo:
                     lambda: get_hf_file_metadata(url, token=self._token, endpoint=self._endpoint)
                 )
                 return file
-            more: dict[str, Any] = {
+            more: Arguments = {
                 "revision": commit,
                 "repo_type": "dataset",
                 "token": self._token,

@@ -20,6 +20,7 @@ import pyarrow as pa
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, require
 from easypipe.core.protocols import Scan, Shard, Source
+from easypipe.core.values import Arguments
 from easypipe.sources.base import READER_VERSION, FileOptions, FileSource
 from easypipe.sources.formats.txt import TextUnit
 from easypipe.sources.hub.layout import choose_files
@@ -118,7 +119,7 @@ class HuggingFaceShardedSource(Source):
             subset,
         )
         self._num_rows = num_rows
-        self._made: dict[str, Any] = {
+        self._made: Arguments = {
             "columns": options.get("columns"),
             "on_error": options.get("on_error", "error"),
         }
@@ -233,7 +234,7 @@ class HuggingFaceShardedSource(Source):
 
 
 def open_repo_files(
-    hub: HubRepo, files: Sequence[FileRef], kind: str, commit: str, options: dict[str, Any]
+    hub: HubRepo, files: Sequence[FileRef], kind: str, commit: str, options: Arguments
 ) -> FileSource:
     """The files read by ranges, whatever their format, where the Hub's client has not downloaded
     them already.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, StageOrderError, require
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.core.values import Arguments
 from easypipe.loader.collate import CollateConfig
 from easypipe.loader.config import LoadStageConfig, check_streams, default_streams
 from easypipe.loader.loader import Loader
@@ -145,7 +145,7 @@ class LoadStage(BaseStage):
         parts = {name: source} if planned is None else planned.mixture.parts
         first, origin = next(iter(parts.items()))
         options = _tokenizer_options(first, origin, context)
-        rule: dict[str, Any] = {}
+        rule: Arguments = {}
         if packed is not None:
             rule["segment_ids"] = packed.config.include_segment_ids
         if options is not None:

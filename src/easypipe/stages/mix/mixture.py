@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import PipelineContext, ShardedSource, Source
 from easypipe.core.schema import LOSS_MASK
+from easypipe.core.values import Json, Record
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.rows.documents import Documents as Tokens
 from easypipe.loader.rows.documents import gather_documents
@@ -250,7 +251,7 @@ class Mixture:
         then they are found again.
         """
 
-        def states(kept: Mapping[str, Any]) -> Sequence[WindowState]:
+        def states(kept: Json) -> Sequence[WindowState]:
             if kept["plan"] != plan.fingerprint:
                 raise ValueError(f"it is of the plan {kept['plan']}")
             return [WindowState.from_json(state) for state in kept["states"]]
@@ -305,7 +306,7 @@ class PlannedSource(Source):
         self.mixture.remember(plan)
         return self
 
-    def open_shard_at_row(self, shard_name: str, row: int) -> Iterator[dict[str, Any]]:
+    def open_shard_at_row(self, shard_name: str, row: int) -> Iterator[Record]:
         return super(PlannedSource, self.prepare()).open_shard_at_row(shard_name, row)
 
 

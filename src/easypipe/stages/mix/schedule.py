@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from easypipe.core.config import from_dict
 from easypipe.core.errors import require
+from easypipe.core.values import Settings
 from easypipe.loader.config import LoadStageConfig
 from easypipe.plan.mix_schedule import KINDS, Schedule
 from easypipe.stages.mix.config import (
@@ -29,7 +29,7 @@ class WeightScheduler:
     """
 
     def __init__(
-        self, points: Sequence[WeightSchedulePoint | Mapping[str, Any]], type: ScheduleType = "step"
+        self, points: Sequence[WeightSchedulePoint | Settings], type: ScheduleType = "step"
     ) -> None:
         made = tuple(
             point

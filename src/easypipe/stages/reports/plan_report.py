@@ -11,11 +11,12 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from easypipe.core.errors import CacheError, ConfigError, StageOrderError, require
 from easypipe.core.protocols import PipelineContext, ShardedSource, info_of
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
+from easypipe.core.values import JsonObject
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.steps import Begin, Steps
 from easypipe.plan.plan_stats import PlanStats
@@ -107,7 +108,7 @@ class PlanReport:
     seconds: float
     by_step: tuple[StepShares, ...] = ()  # where they were asked for
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Plain dicts, lists and numbers."""
         return dataclasses.asdict(self)
 

@@ -12,6 +12,7 @@ from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import (
     ROW_NUMBER,
 )
+from easypipe.core.values import Arguments
 from easypipe.stages.source.config import TOKEN_COLUMNS, DatasetConfig
 from easypipe.transforms.columns.base import TransformedSource
 from easypipe.transforms.columns.columns import Rename
@@ -77,7 +78,7 @@ def formatted(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
                 at=at, problem=error.problem, have=error.have, fix=error.fix
             ) from None
     if dataset.format_callback is not None:
-        types: dict[str, Any] = dict(dataset.format_columns or {})
+        types: Arguments = dict(dataset.format_columns or {})
         pair = (dataset.prompt_field, dataset.completion_field)
         made = (
             pair

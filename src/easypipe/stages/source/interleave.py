@@ -16,6 +16,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import Shard, ShardedSource, Source
 from easypipe.core.schema import ROW_NUMBER, SOURCE
+from easypipe.core.values import Record
 from easypipe.plan.mix import Stop, integer_weights
 from easypipe.plan.order import OrderConfig
 from easypipe.plan.spec import STOPS
@@ -216,7 +217,7 @@ class InterleavedSource(Source):
         numbers = [pa.array(kept + start)] if self._numbered else []
         return pa.RecordBatch.from_arrays([*columns, origin, *numbers], schema=self.schema)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Record]:
         total = self.shards[0].num_rows
         for start in itertools.count(0, ROWS_AT_A_TIME):
             stop = start + ROWS_AT_A_TIME if total is None else min(total, start + ROWS_AT_A_TIME)

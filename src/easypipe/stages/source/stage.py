@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from easypipe.cache.location import index_folder
 from easypipe.core.errors import ConfigError, SchemaError, require
@@ -16,6 +15,7 @@ from easypipe.core.protocols import (
     info_of,
     select,
 )
+from easypipe.core.values import Arguments
 from easypipe.save.saved import is_saved, load_saved
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.formats.forward import open_forward
@@ -101,7 +101,7 @@ def open_dataset(
         )
         source = saved
     else:
-        options: dict[str, Any] = {
+        options: Arguments = {
             "on_error": dataset.on_error,
             "storage_options": dataset.storage_options,
         }

@@ -12,6 +12,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
+from easypipe.core.values import Arguments
 from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.source.columns import kept_columns
 from easypipe.stages.source.config import DatasetConfig
@@ -60,7 +61,7 @@ class TokenizeStage(BaseStage):
             key = digest(chosen)
             if key not in loaded:
                 loaded[key] = load_tokenizer(chosen)
-            options: dict[str, Any] = {}
+            options: Arguments = {}
             if dataset is not None:
                 form = form_of(dataset, f"datasets[{number}]", source, loaded[key], room)
                 bad = {"on_error": dataset.on_error, "max_bad_rows": dataset.max_bad_rows}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from easypipe.core.checked import Json
 from easypipe.core.errors import ConfigError, StorageError, did_you_mean, raising, require
+from easypipe.core.values import Json
 from easypipe.train.callbacks.config import (
     BestConfig,
     CallbacksConfig,

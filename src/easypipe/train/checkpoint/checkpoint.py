@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,8 @@ from jax.sharding import Sharding
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
-from easypipe.core.checked import Json
 from easypipe.core.errors import StateError, StorageError, raising
+from easypipe.core.values import Json, JsonObject
 from easypipe.train.checkpoint import files
 from easypipe.train.checkpoint.differences import differences, listed
 from easypipe.train.checkpoint.files import ARRAYS, RUN
@@ -180,7 +180,7 @@ class Checkpoints:
             kept = {*steps[-(self._keep or 1) :], *keeping}
             files.delete(self.folder, [old for old in steps if old not in kept])
 
-    def run(self, step: int) -> dict[str, Any]:
+    def run(self, step: int) -> JsonObject:
         """What `save` was given as `run`.
 
         Raises DamagedCheckpoint, and StateError for a checkpoint of another version.

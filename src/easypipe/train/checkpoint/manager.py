@@ -15,9 +15,9 @@ import numpy as np
 from flax import nnx, traverse_util
 from jaxtyping import PyTree
 
-from easypipe.core.checked import Json
 from easypipe.core.errors import ConfigError, MissingFileError, StateError, require
 from easypipe.core.protocols import BatchLoader
+from easypipe.core.values import Json, JsonObject
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.checkpoint.resume import loader_state, saved_loader_state
 from easypipe.train.state import flatten, unflatten
@@ -133,7 +133,7 @@ class CheckpointManager:
         optimizer: PyTree = None,
         scheduler: Any = None,
         loader: BatchLoader | None = None,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Gives back what `save` was given.
 
         That is model, optimizer, scheduler, epoch, metrics, custom_state and loader (its state).
@@ -201,7 +201,7 @@ class CheckpointManager:
     def close(self) -> None:
         self._checkpoints.close()
 
-    def _run(self, step: int) -> dict[str, Any]:
+    def _run(self, step: int) -> JsonObject:
         run = self._checkpoints.run(step)
         if "custom_state" not in run:
             fix = (

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from easypipe.core.checked import Json
 from easypipe.core.config import to_dict
 from easypipe.core.errors import StateError, did_you_mean, require
 from easypipe.core.protocols import BatchLoader
+from easypipe.core.values import Json
 from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint
 from easypipe.train.checkpoint.differences import differences, key_paths, listed
 from easypipe.train.checks import EpochStyle, JsonState, KnowingState

@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.schema import IGNORE
+from easypipe.core.values import Arguments
 from easypipe.kernels.loss.api import Implementation, LossSharding, Rule, fused_linear_cross_entropy
 from easypipe.kernels.loss.choice import misplaced, platform_name
 from easypipe.train.config import LossConfig
@@ -73,7 +74,7 @@ class LanguageModel(Protocol):
     def lm_head(self) -> Array: ...
 
 
-def hidden_and_head(model: LanguageModel, batch: Batch) -> tuple[tuple[Array, ...], dict[str, Any]]:
+def hidden_and_head(model: LanguageModel, batch: Batch) -> tuple[tuple[Array, ...], Arguments]:
     """(hidden states, head, labels) of a batch, and the options of the fused loss that follow from
     the model.
     """

@@ -13,9 +13,9 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
-from easypipe.core.checked import Json
 from easypipe.core.errors import StorageError, raising
 from easypipe.core.storage import commit_bytes
+from easypipe.core.values import Json
 
 Record = dict[str, Any]
 

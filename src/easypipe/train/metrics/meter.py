@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from easypipe.core.checked import Json
 from easypipe.core.errors import TrainError
+from easypipe.core.values import Json
 from easypipe.train.metrics.log import Record, perplexity
 from easypipe.train.step import MORE, Metrics
 

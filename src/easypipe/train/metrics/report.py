@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from easypipe.core.checked import Json
 from easypipe.core.errors import EasypipeError, StateError, TrainError
 from easypipe.core.storage import commit_bytes
+from easypipe.core.values import Json
 from easypipe.train.metrics.log import Record, read_metrics
 from easypipe.train.record import (
     BEST,

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from easypipe.core.config import check_at_least, config, from_dict
 from easypipe.core.errors import ConfigError, did_you_mean, require
+from easypipe.core.values import Settings
 
 Axes = str | tuple[str, ...] | None
 Preset = Literal["dp", "fsdp", "zero1", "tp", "hybrid"]
@@ -180,7 +181,7 @@ class DistributedConfig:
         )
 
 
-def mesh_config(mesh: MeshConfig | Mapping[str, Any] | str | None, at: str = "mesh") -> MeshConfig:
+def mesh_config(mesh: MeshConfig | Settings | str | None, at: str = "mesh") -> MeshConfig:
     """A MeshConfig from what stands for one: a preset's name, sizes by axis, None for dp.
 
     Raises ConfigError.

@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from easypipe.core.config import from_dict, to_dict
 from easypipe.core.errors import ConfigError, StallError, require
 from easypipe.core.random import draw_seed
+from easypipe.core.values import Arguments
 from easypipe.train.parallel.config import DistributedConfig
 
 logger = logging.getLogger("easypipe")
@@ -203,7 +203,7 @@ def _join(
     it is waited for in a thread.
     """
     raised: list[Exception] = []
-    options: dict[str, Any] = dict(described)
+    options: Arguments = dict(described)
     options["cluster_detection_method"] = None if ask_scheduler else "deactivate"
     options["heartbeat_timeout_seconds"] = config.heartbeat
     # by then this process has said what is wrong, and left

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from easypipe.core.errors import ConfigError, PlacementError, TrainError, require
 from easypipe.core.schema import IGNORE, LABELS
+from easypipe.core.values import Columns, Settings
 from easypipe.train.parallel.config import (
     BATCH_AXES,
     MESH_AXES,
@@ -37,7 +38,7 @@ from easypipe.train.parallel.config import (
 
 
 def make_mesh(
-    mesh: MeshConfig | Mapping[str, Any] | str | None = None,
+    mesh: MeshConfig | Settings | str | None = None,
     *,
     devices: Sequence[Any] | None = None,
     at: str = "mesh",
@@ -179,7 +180,7 @@ def check_row_length(slots: int, mesh: Mesh, at: str = "seq_length") -> None:
 
 
 def place_batch(
-    batch: Mapping[str, Any], mesh: Mesh, *, rows: int | None = None, in_micro_batches: bool = False
+    batch: Columns, mesh: Mesh, *, rows: int | None = None, in_micro_batches: bool = False
 ) -> dict[str, jax.Array]:
     """The arrays of `batch`, rows spread over data and fsdp, slots over sequence; those that lie
     there already are passed on untouched.

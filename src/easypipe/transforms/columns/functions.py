@@ -23,6 +23,7 @@ from easypipe.core.errors import ConfigError, SourceError, place, require_column
 from easypipe.core.identity import UserFunction, why
 from easypipe.core.protocols import Reject
 from easypipe.core.schema import ROW_NUMBER, Ints
+from easypipe.core.values import Record, Row
 from easypipe.transforms.columns.base import (
     ColumnTransform,
     Rows,
@@ -31,7 +32,6 @@ from easypipe.transforms.columns.base import (
 )
 from easypipe.transforms.columns.types import column_types
 
-Row = Mapping[str, Any]  # the values of a row, as Arrow gives them
 # what pyarrow raises for a value that is not of a type
 _CANNOT = (pa.ArrowException, ValueError, TypeError, OverflowError)
 
@@ -182,7 +182,7 @@ class Filter(ColumnTransform):
 
     def __init__(
         self,
-        test: pc.Expression | Callable[[dict[str, Any]], bool] | str,
+        test: pc.Expression | Callable[[Record], bool] | str,
         *,
         version: str | None = None,
     ) -> None:
@@ -263,7 +263,7 @@ class Expand(ColumnTransform):
 
     def __init__(
         self,
-        by: Callable[[dict[str, Any]], Iterable[Row]] | str,
+        by: Callable[[Record], Iterable[Row]] | str,
         *,
         most: int,
         columns: Mapping[str, str | pa.DataType] | None = None,

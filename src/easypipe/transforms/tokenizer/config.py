@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.values import Settings
 from easypipe.transforms.tokenizer.special import SpecialPolicy
 
 PaddingSide = Literal["left", "right"]
@@ -151,9 +152,7 @@ class TokenizerConfig:
 USE_FAST = "use_fast"  # transformers' word
 
 
-def with_options(
-    tokenizer: TokenizerConfig | str, options: Mapping[str, Any] | None
-) -> TokenizerConfig:
+def with_options(tokenizer: TokenizerConfig | str, options: Settings | None) -> TokenizerConfig:
     """`tokenizer` with `options` in place of what it says itself.
 
     use_fast: False encodes with the reference, as backend="tokenizers" does; True changes nothing,

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from easypipe.core.errors import ConfigError, did_you_mean, require
+from easypipe.core.values import JsonObject
 from easypipe.train.model.config import ModelConfig, RopeScaling
-from easypipe.train.model.pretrained.files import Json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,9 @@ class Family:
 
     model_type: str
     architecture: str
-    defaults: Json  # of config.json, where they differ from _DEFAULTS
+    defaults: JsonObject  # of config.json, where they differ from _DEFAULTS
     # of ModelConfig: what all of the family have in common
-    options: Json = field(default_factory=dict)
+    options: JsonObject = field(default_factory=dict)
     activation_key: str = "hidden_act"
     # which layers have a window: none; all; those that layer_types names, or else the upper ones
     # (where use_sliding_window says so), or all but every n-th (sliding_window_pattern)
@@ -85,7 +85,7 @@ _GEMMA_OPTIONS = {
     "post_norms": True,
     "scale_embeddings": True,
 }
-_GEMMA_KEYS: Json = {
+_GEMMA_KEYS: JsonObject = {
     "activation_key": "hidden_activation",
     "windows": "pattern",
     "caps": {
@@ -166,7 +166,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-def family_of(hf: Json, at: str) -> Family:
+def family_of(hf: JsonObject, at: str) -> Family:
     """Raises ConfigError for an architecture that is none of SUPPORTED."""
     name = hf.get("model_type")
     family = FAMILIES.get(str(name))
@@ -193,7 +193,7 @@ def _supported(value: object, have: Sequence[object], at: str, fix: str | None =
     require(value in have, at, f"{value!r} is not supported", fix, have)
 
 
-def from_hf(hf: Json, at: str = "config.json") -> ModelConfig:
+def from_hf(hf: JsonObject, at: str = "config.json") -> ModelConfig:
     """The ModelConfig of a config.json, of transformers 4 or 5.
 
     Raises ConfigError, with the key, for what this decoder cannot do.
@@ -210,7 +210,7 @@ def from_hf(hf: Json, at: str = "config.json") -> ModelConfig:
     # Gemma's first files have the plain key
     given = hf.get(family.activation_key) or hf.get("hidden_act") or activation
     _supported(given, [activation], f"{at}: {family.activation_key}")
-    values: Json = {option: known[key] for option, key in _KEYS.items()}
+    values: JsonObject = {option: known[key] for option, key in _KEYS.items()}
     heads = values["num_heads"]
     head_dim = values["head_dim"] or values["hidden_size"] // heads
     window, every = _windows(family, known, at)
@@ -239,7 +239,7 @@ def from_hf(hf: Json, at: str = "config.json") -> ModelConfig:
 _OPTIONAL = ("sliding_window", "final_logit_softcapping", "attn_logit_softcapping")
 
 
-def to_hf(config: ModelConfig) -> Json:
+def to_hf(config: ModelConfig) -> JsonObject:
     """A config.json for `transformers`: of the first family that can be exactly this.
 
     Raises ConfigError where none can.
@@ -266,7 +266,7 @@ def to_hf(config: ModelConfig) -> Json:
 
 def shape_of(config: ModelConfig) -> ModelConfig:
     """`config` as config.json can say it: without dtypes and the way it is compiled."""
-    same: Json = {
+    same: JsonObject = {
         one.name: one.default
         for one in dataclasses.fields(ModelConfig)
         if one.name in ("dtype", "param_dtype", "remat", "scan_layers")
@@ -282,9 +282,9 @@ def shape_of(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, head_dim=config.head_width, **same)
 
 
-def _written(family: Family, config: ModelConfig) -> Json:
+def _written(family: Family, config: ModelConfig) -> JsonObject:
     values = dataclasses.asdict(config)
-    hf: Json = {
+    hf: JsonObject = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **{key: values[option] for option, key in _KEYS.items()},
@@ -317,7 +317,7 @@ def _written(family: Family, config: ModelConfig) -> Json:
     return hf
 
 
-def _windows(family: Family, known: Json, at: str) -> tuple[int | None, int | None]:
+def _windows(family: Family, known: JsonObject, at: str) -> tuple[int | None, int | None]:
     """(sliding_window, global_every)."""
     window, layers = known.get("sliding_window"), known["num_hidden_layers"]
     if window is None or family.windows == "none":
@@ -346,7 +346,9 @@ def _windows(family: Family, known: Json, at: str) -> tuple[int | None, int | No
     return window, every
 
 
-def _rope(family: Family, known: Json, window: int | None, every: int | None, at: str) -> Json:
+def _rope(
+    family: Family, known: JsonObject, window: int | None, every: int | None, at: str
+) -> JsonObject:
     """rope_theta, rope_scaling and local_rope_theta, from `rope_parameters` (transformers 5) or
     `rope_scaling` beside `rope_theta` (4).
     """
@@ -360,7 +362,7 @@ def _rope(family: Family, known: Json, window: int | None, every: int | None, at
     local = nested.get(_SLIDING, {})
     kind = local.get("rope_type", "default")
     _supported(kind, ["default"], f"{at}: rope_parameters.{_SLIDING}")
-    found: Json = {"rope_theta": theta, "rope_scaling": _scaling(main, known, at)}
+    found: JsonObject = {"rope_theta": theta, "rope_scaling": _scaling(main, known, at)}
     if family.local_theta_key is not None and window is not None:
         near = float(local.get("rope_theta") or known[family.local_theta_key])
         if every is None:  # no layer turns by the other
@@ -370,13 +372,13 @@ def _rope(family: Family, known: Json, window: int | None, every: int | None, at
     return found
 
 
-def _scaling(rope: Json, known: Json, at: str) -> RopeScaling | None:
+def _scaling(rope: JsonObject, known: JsonObject, at: str) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     _supported(rope.get("partial_rotary_factor", 1.0), [1.0], f"{at}: partial_rotary_factor")
     _supported(kind, ["default", "linear", "llama3"], f"{at}: rope_type")
     if kind == "default":
         return None
-    values: Json = {"kind": kind, "factor": float(rope["factor"])}
+    values: JsonObject = {"kind": kind, "factor": float(rope["factor"])}
     if kind == "llama3":
         values |= {key: float(rope[key]) for key in ("low_freq_factor", "high_freq_factor")}
         values["original_length"] = rope.get("original_max_position_embeddings") or known.get(

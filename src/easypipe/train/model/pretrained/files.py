@@ -6,13 +6,13 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from easypipe.core.errors import MissingFileError, SourceError, StateError, raising
 from easypipe.core.trust import hub_token
+from easypipe.core.values import JsonObject
 
 WEIGHTS, INDEX, CONFIG, GENERATION = (
     "model.safetensors",
@@ -29,7 +29,6 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 Shape = tuple[int, ...]
-Json = dict[str, Any]  # of config.json and the like: values are what others write
 _SMALL = ["*.json", *(name for name in TOKENIZER_FILES if not name.endswith(".json"))]
 # some repositories hold the same weights again as consolidated.safetensors
 _LARGE = ["model*.safetensors"]
@@ -108,7 +107,7 @@ def commit_of(folder: Path, path_or_hub_name: str | Path) -> str | None:
     return None if Path(path_or_hub_name).expanduser().is_dir() else folder.name
 
 
-def read_config(folder: Path) -> tuple[Json, str]:
+def read_config(folder: Path) -> tuple[JsonObject, str]:
     """config.json, as a value and as text."""
     values = read_json(folder / CONFIG)
     return values, json.dumps(values, sort_keys=True)
@@ -235,7 +234,7 @@ def short(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def read_json(path: Path) -> Json:
+def read_json(path: Path) -> JsonObject:
     """A file of JSON that is an object. Raises MissingFileError and StateError."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

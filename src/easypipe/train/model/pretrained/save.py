@@ -41,7 +41,7 @@ from easypipe.train.model.pretrained.files import (
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,
     WEIGHTS,
-    Json,
+    JsonObject,
     as_tokens,
     model_folder,
     read_json,
@@ -71,12 +71,12 @@ class Seen:
         )
 
     @classmethod
-    def recorded(cls, saved: Json) -> Seen:
+    def recorded(cls, saved: JsonObject) -> Seen:
         """What stands in a checkpoint; earlier versions wrote none."""
-        values: Json = saved.get("seen") or {"stop_token_ids": ()}
+        values: JsonObject = saved.get("seen") or {"stop_token_ids": ()}
         return cls(**{**values, "stop_token_ids": tuple(values["stop_token_ids"])})
 
-    def record(self) -> Json:
+    def record(self) -> JsonObject:
         return {**dataclasses.asdict(self), "stop_token_ids": list(self.stop_token_ids)}
 
     def longer(self, length: int | None) -> Seen:
@@ -88,7 +88,7 @@ class Seen:
             else dataclasses.replace(self, max_length=length)
         )
 
-    def options(self) -> Json:
+    def options(self) -> JsonObject:
         """What save_pretrained takes."""
         return {
             "chat_template": self.chat_template,
@@ -197,8 +197,11 @@ def _usual_modes(folder: Path) -> None:
 
 
 def _config_json(
-    module: Decoder, special: Json, eos_token_id: int | Sequence[int] | None, max_length: int | None
-) -> tuple[Json, Json]:
+    module: Decoder,
+    special: JsonObject,
+    eos_token_id: int | Sequence[int] | None,
+    max_length: int | None,
+) -> tuple[JsonObject, JsonObject]:
     """config.json and generation_config.json.
 
     special: the tokenizer's bos_token_id, eos_token_id and pad_token_id, where there are.
@@ -227,7 +230,7 @@ def _config_json(
     return config | {"torch_dtype": module.config.param_dtype}, generation
 
 
-def _special_tokens(tokenizer: Any, files: list[Path]) -> Json:
+def _special_tokens(tokenizer: Any, files: list[Path]) -> JsonObject:
     """bos_token_id, eos_token_id and pad_token_id of a tokenizer, those that it has."""
     if files:
         try:

@@ -1,0 +1,29 @@
+# pyright: strict
+"""Names for values whose types others decide: JSON, records, batches, settings, arguments.
+
+They hold anything by nature, and the name says what it is. Whoever reads one checks what it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Json = Mapping[str, Any]  # a JSON object that is read
+JsonObject = dict[str, Any]  # a JSON object that is made, or that its reader may change
+Record = dict[str, Any]  # what a file holds: values of Python by column
+Row = Mapping[str, Any]  # the same, only read
+Batch = dict[str, Any]  # arrays by column: of NumPy, of JAX once placed, or of a user's collator
+Columns = Mapping[str, Any]  # such a batch, only read
+Settings = Mapping[str, Any]  # options by name, as YAML gives them
+Arguments = dict[str, Any]  # keyword arguments, collected before a call
+Array = NDArray[Any]  # of whatever dtype a file or a user has
+DType = np.dtype[np.generic]
+
+# What users and other libraries bring: it is asked for what it can do where it comes in.
+Dataset = Any  # rows by number, or to iterate over: lists, those of `datasets`, of torch, of users
+Item = Any  # one row of a Dataset
+Collate = Callable[..., Any]  # a list of rows to a batch; with `keys` too where it draws
