@@ -278,13 +278,19 @@ def test_the_same_names_with_options(tmp_path: Path) -> None:
         ({"mesh": jax.make_mesh((1,), ("data",))}, r"mesh: has no axis fsdp"),
         ({"mesh": "fspd"}, r"mesh.*fspd"),
         ({"callback": []}, r"callback: no such option of Trainer.*Did you mean 'callbacks'"),
+        (
+            {"train": [{}]},
+            r"^train: list is no loader: it has no batch_size, state, restore\. Give",
+        ),
+        ({"evals": {"held": 3}}, r"^evals\.held: int is no loader"),
+        ({"loss": 3}, r"^loss: 3 cannot be called"),
     ],
 )
 def test_what_is_none_of_them_is_refused(
     given: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        Trainer(Tiny, train=Arithmetic(), steps=1, output_dir=str(tmp_path), **given)
+        Trainer(Tiny, steps=1, output_dir=str(tmp_path), **{"train": Arithmetic()} | given)
     # one alone will do
     assert Trainer(
         Tiny, train=Arithmetic(), steps=1, output_dir=str(tmp_path), callbacks=Heard()

@@ -90,6 +90,20 @@ class Shapes:
         del state
 
 
+def check_loader(loader: object, at: str) -> None:
+    """Raises ConfigError for what is no BatchLoader; one without a length never ends."""
+    lacking = [
+        name for name in ("batch_size", "__iter__", "state", "restore") if not hasattr(loader, name)
+    ]
+    require(
+        not lacking,
+        at,
+        f"{type(loader).__name__} is no loader: it has no {', '.join(lacking)}",
+        "Give one that a Pipeline builds, or anything with easypipe.core.protocols.BatchLoader's "
+        "names.",
+    )
+
+
 def num_batches(loader: BatchLoader) -> int | None:
     """Batches from the start to the end of a loader; None where it never ends."""
     try:

@@ -50,6 +50,7 @@ from easypipe.train.checks import (
     EpochStyle,
     Explaining,
     KnowingState,
+    check_loader,
     micro_batches,
     num_batches,
     resolve_steps,
@@ -216,6 +217,9 @@ class Engine:
 
     def _check_loaders(self, evals: Mapping[str, BatchLoader]) -> None:
         config, pieces = self.config, self.config.accumulate_steps
+        check_loader(self.train, "train")
+        for name, loader in evals.items():
+            check_loader(loader, f"evals.{name}")
         self.steps = resolve_steps(config, self.train)
         self.evals = tuple(HeldOut(name, one, one.state()) for name, one in evals.items())
         for one in self.evals:

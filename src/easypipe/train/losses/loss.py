@@ -101,6 +101,12 @@ class AsSums:
     """
 
     def __init__(self, loss: LossFn) -> None:
+        require(
+            callable(loss),
+            "loss",
+            f"{loss!r} cannot be called",
+            "Give a function of (module, batch), or a mapping of options.",
+        )
         self._loss, self.of_means = loss, False
 
     def __call__(self, model: nnx.Module, batch: Batch) -> LossOutput:
