@@ -303,6 +303,20 @@ def streaming(folder: Path, name: str) -> Any:
     return {"batches": batches(loader, most=MOST), "ledger": ledger(loader.ledger())}
 
 
+@golden("ranks", "streaming_ranks")
+def of_ranks(folder: Path, name: str) -> Any:
+    """The batches of each of two ranks: together they have the rows of one that is twice as large."""
+    made = CACHED["first_fit"](folder)
+    if name == "streaming_ranks":
+        made = dataclasses.replace(made, streaming=True, num_streams=2)
+    whole = chain(dataclasses.replace(made, load=load(batch_size=8))).build()
+    ranks = [list(chain(made).build().of_rank(rank, 2)) for rank in (0, 1)]
+    for one, *parts in zip(whole, *ranks, strict=False):
+        rows = [sorted(row.tobytes() for row in part["input_ids"]) for part in (one, *parts)]
+        assert rows[0] == sorted(rows[1] + rows[2])
+    return [batches(rank) for rank in ranks]
+
+
 def _endless(pipeline: Pipeline) -> bool:
     load_config = pipeline.get_context().config.load
     return load_config is not None and load_config.num_epochs is None

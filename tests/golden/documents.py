@@ -14,6 +14,7 @@ from typing import Any
 
 from easypipe import DatasetConfig, MixStageConfig, Pipeline, block_mixture_interleave
 from easypipe.core.schema import ROW_NUMBER
+from easypipe.transforms.columns.hold_out import HoldOutConfig
 from golden.batches import chain, load, mixed, pack
 from golden.cases import golden
 from golden.data import config, rows_of, texts, write
@@ -184,6 +185,36 @@ def splits(folder: Path) -> Any:
         found[f"num_rows={number}"] = _rows_of(
             folder, DatasetConfig(name="data", data_files=[str(f) for f in files], num_rows=number)
         )
+    return found
+
+
+@golden()
+def held_out(folder: Path) -> Any:
+    """The rows of both sides of a hold-out, with one file and with another beside it."""
+    path, found = folder / "in" / "b.jsonl", {}
+    for when, name in (("alone", path), ("beside another", path.with_name("a.jsonl"))):
+        write(name, rows_of(60, 3 if name == path else 5))
+        for held in (False, True):
+            side = HoldOutConfig(fraction=0.3, seed=7, held=held)
+            dataset = DatasetConfig(
+                name="data", data_files=str(folder / "in" / "*.jsonl"), hold_out=side
+            )
+            found[f"{when}, held: {held}"] = _rows_of(folder, dataset)
+    return found
+
+
+@golden()
+def text_units(folder: Path) -> Any:
+    """What is a document of a text file, by unit."""
+    path = folder / "a.txt"
+    path.write_text("one\n\n two  \nthree\n \nfour\n\n\nfive", encoding="utf-8")
+    found = {}
+    for unit in ("line", "paragraph", "file"):
+        dataset = DatasetConfig(name="data", data_files=str(path), text_unit=unit)
+        made = config(folder, datasets=[dataset], pack=pack(), load=load(batch_size=1))
+        source = Pipeline(made).source().get_data()["data"]
+        texts_read = [row["text"] for row in source.open_shard(source.shard_names[0])]
+        found[unit] = {"texts": texts_read, "batches": batches(chain(made).build())}
     return found
 
 
