@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from easypipe.cache.location import cache_folder
 from easypipe.cache.repair import place_of
 from easypipe.cache.verify import Verification
 from easypipe.core.config import from_dict, is_config
-from easypipe.core.errors import ConfigError, EasypipeError
+from easypipe.core.errors import ConfigError, EasypipeError, SourceError
 from easypipe.core.ledger import Ledger
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import ProgressListener, silent
@@ -106,9 +106,9 @@ def chain(
 
     save: False leaves out save(), for those who only look. first_rows: as in SourceStage.
     """
-    pipeline = (
-        Pipeline(config, progress=progress).add_stage(SourceStage(first_rows=first_rows)).tokenize()
-    )
+    pipeline = Pipeline(config, progress=progress).add_stage(SourceStage(first_rows=first_rows))
+    with _naming_files(config):
+        pipeline.tokenize()
     if config.mix is not None or len(config.datasets) > 1:
         pipeline.mix()
     if config.pack is not None:
@@ -216,9 +216,21 @@ def prepare_data(
     if check is not None:
         check(pipeline, others)
     warn_of_trained_rows(pipeline, others)
-    return Prepared(
-        pipeline, others, _joined([each.write() for each in (pipeline, *others.values())])
-    )
+    with _naming_files(data):
+        reports = [each.write() for each in (pipeline, *others.values())]
+    return Prepared(pipeline, others, _joined(reports))
+
+
+@contextlib.contextmanager
+def _naming_files(config: PipelineConfig) -> Generator[None]:
+    """A SourceError that names a dataset, but no file of it, gets a note of what it reads."""
+    try:
+        yield
+    except SourceError as error:
+        for dataset in config.named().datasets:
+            if error.at.startswith(f"dataset {dataset.name!r}") and not dataset.in_memory:
+                error.add_note(f"dataset {dataset.name!r} reads {dataset.data_files}")
+        raise
 
 
 FROM_DATA = {"from", "fraction", "seed", "load"}

@@ -93,7 +93,7 @@ def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
     known = ("data", "model", "train", "eval")
     for key in values:
         require(key in known, key, "unknown key", did_you_mean(str(key), known), have=known)
-    held_out = values.get("eval") or {}
+    held_out = {} if values.get("eval") is None else values["eval"]
     if not isinstance(held_out, dict):
         raise ConfigError(
             at="eval", problem=f"expected names with a pipeline config each, got {held_out!r}"

@@ -37,7 +37,7 @@ import pydantic
 import yaml
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from easypipe.core.errors import ConfigError, did_you_mean, place
+from easypipe.core.errors import ConfigError, did_you_mean, place, require
 from easypipe.core.trust import require_trusted_storage
 from easypipe.core.values import Arguments, JsonObject, Settings
 
@@ -104,6 +104,13 @@ def config(cls: type[T]) -> type[T]:
             if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
                 raise ConfigError(
                     at=key, problem=f"{value} does not fit 64 bits", fix="Give a smaller number."
+                )
+            if value == "" or "\0" in str(value):
+                require(
+                    Path not in typing.get_args(hints[key]),
+                    key,
+                    f"{value!r} names no file or folder",
+                    "Give a path, or leave it out.",
                 )
 
     made.__init__ = __init__
@@ -285,7 +292,9 @@ def parse_yaml(text: str, at: str) -> JsonObject:
         ) from None
     if not isinstance(values, dict):
         raise ConfigError(
-            at=at, problem=f"expected a mapping at the top, got {type(values).__name__}"
+            at=at,
+            problem=f"expected a mapping at the top, got {type(values).__name__}",
+            fix="Write one option a line, as key: value.",
         )
     require_harmless(values, "")
     return values

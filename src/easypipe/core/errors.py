@@ -49,10 +49,16 @@ class EasypipeError(Exception):
         return _remade, (type(self), self.at, self.problem, self.have, self.fix), self.__dict__
 
     def __str__(self) -> str:
-        text = f"{self.at}: {self.problem}" if self.at else self.problem
+        at, text = _shortened(self.at), _shortened(self.problem)
+        text = f"{at}: {text}" if at else text
         if self.have is not None:
-            text += f" (have: {', '.join(self.have) or 'none'})"
+            text += f" (have: {_shortened(', '.join(self.have)) or 'none'})"
         return visible(f"{text}. {self.fix}" if self.fix else text, keep="\n\t")
+
+
+def _shortened(text: str, most: int = 4000) -> str:
+    """A part of a message: a hostile name may have millions of characters."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def _remade(

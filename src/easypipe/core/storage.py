@@ -31,7 +31,7 @@ import xxhash
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
-from easypipe.core.errors import EasypipeError, MissingFileError, StorageError
+from easypipe.core.errors import EasypipeError, MissingFileError, StorageError, raising
 from easypipe.core.remote import (
     ShortReadError,
     StorageOptions,
@@ -120,7 +120,8 @@ def is_inside(name: object) -> bool:
 
 def exists(path: str | Path, storage_options: StorageOptions = None) -> bool:
     if not is_remote(path):
-        return Path(_local(path)).exists()
+        with raising(StorageError, path, "cannot be read", "Check the path and permissions."):
+            return Path(_local(path)).exists()
     try:
         if is_http(str(path)):
             _remote(path, storage_options, http_facts)
@@ -151,7 +152,11 @@ def read_bytes(path: str | Path, storage_options: StorageOptions = None) -> byte
     except FileNotFoundError as error:
         raise MissingFileError(at=str(path), problem="no such file") from error
     except OSError as error:
-        raise StorageError(at=str(path), problem=f"cannot be read: {error}") from error
+        raise StorageError(
+            at=str(path),
+            problem=f"cannot be read: {error}",
+            fix="Check the path and permissions.",
+        ) from error
 
 
 def read_range(

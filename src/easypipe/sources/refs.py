@@ -162,7 +162,9 @@ def reading(file: FileRef, call: Callable[[], T]) -> T:
         if isinstance(error, EasypipeError):
             raise
         raise SourceError(
-            at=file.path, problem=f"cannot be read: {error.strerror or error}"
+            at=file.path,
+            problem=f"cannot be read: {error.strerror or error}",
+            fix="Check the path and permissions.",
         ) from error
 
 

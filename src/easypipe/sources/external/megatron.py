@@ -94,7 +94,9 @@ def open_index(index: FileRef, data: FileRef) -> MegatronIndex:
     if not head.startswith(MAGIC) or len(head) < HEADER_BYTES:
         raise SourceError(
             at=index.path,
-            problem=f"not a Megatron index: it begins with {head[:9]!r}, not {MAGIC!r}",
+            problem=f"truncated: {len(head)} bytes"
+            if head.startswith(MAGIC)
+            else f"not a Megatron index: it begins with {head[:9]!r}, not {MAGIC!r}",
             fix="Check the file, or remove it.",
         )
     version, code = int.from_bytes(head[9:17], "little"), head[17]

@@ -18,7 +18,8 @@ STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 def is_saved_dataset(path: str | os.PathLike[str]) -> bool:
     """A local folder with what `save_to_disk` writes."""
     folder = Path(os.path.expanduser(str(path).removeprefix("file://")))
-    return (folder / SPLITS).is_file() or ((folder / STATE).is_file() and (folder / INFO).is_file())
+    splits, *both = (os.path.isfile(folder / name) for name in (SPLITS, STATE, INFO))
+    return splits or all(both)
 
 
 def saved_splits(path: str | os.PathLike[str]) -> tuple[list[str], bool]:

@@ -230,6 +230,8 @@ def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Rej
             else ""
         )
         return reject("unparsable", f"not JSON: {problem.msg} at character {problem.colno}{hint}")
+    except ValueError as problem:  # int() of thousands of digits
+        return reject("unparsable", f"a number too long: {problem}")
     except RecursionError:
         return reject("unparsable", "nested too deeply")
     if not isinstance(value, dict):

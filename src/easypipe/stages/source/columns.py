@@ -27,7 +27,10 @@ def read_columns(dataset: DatasetConfig) -> list[list[str]]:
     if dataset.format_callback is not None:
         return []
     if dataset.prompt is not None:
-        new = list(dataset.prompt.columns)
+        try:
+            new = list(dataset.prompt.columns)
+        except ConfigError as error:  # its template names them
+            raise error.under(f"datasets.{dataset.name}.prompt") from None
         tools = dataset.prompt.tools_column
     else:
         new = (

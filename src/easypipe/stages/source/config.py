@@ -232,11 +232,16 @@ class DatasetConfig:
                 problem=f"{self.type!r} says nothing about rows in memory",
                 fix="Leave it out.",
             )
+        name = self.name
         require(
-            self.name is None or (self.name and "/" not in self.name),
+            name is None
+            or (name not in ("", ".", "..") and "/" not in name and name.isprintable()),
             "name",
-            f"{self.name!r} cannot name a dataset",
+            f"{name!r} cannot name a dataset",
             "Use a word without a slash.",
+        )
+        require(
+            len(name or "") <= 100, "name", f"{len(name or '')} characters", "Give at most 100."
         )
         require(
             self.num_rows is None or self.num_rows >= 1,

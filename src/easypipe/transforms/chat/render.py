@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -223,7 +224,7 @@ def given_template(
     try:
         return without_mark(path.read_text(encoding="utf-8")), str(path)
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        if path.is_file():
+        if os.path.isfile(path):
             raise ConfigError(
                 at=at,
                 problem=f"{path} cannot be read: {error}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,9 +63,9 @@ class TokenizerFiles(NamedTuple):
 def find_tokenizer(name_or_path: str) -> TokenizerFiles:
     """Raises TokenizerError where nothing is found, or what is found is not a tokenizer.json."""
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         return _from_folder(path)
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix != ".json":
             raise TokenizerError(
                 at=name_or_path,
@@ -123,13 +124,13 @@ def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
     """
     path = Path(name_or_path).expanduser()
     names = ("chat_template.jinja", "tokenizer_config.json")
-    if path.exists() or _looks_like_path(name_or_path):
-        folder = path if path.is_dir() else path.parent
+    if os.path.exists(path) or _looks_like_path(name_or_path):
+        folder = path if os.path.isdir(path) else path.parent
         own, config = (folder / name for name in names)
     else:
         own, config = (_optional_from_hub(name_or_path, name) for name in names)
     options = _options(config)
-    if own is not None and own.is_file():
+    if own is not None and os.path.isfile(own):
         try:
             return own.read_text(encoding="utf-8"), None, str(own)
         except (OSError, UnicodeDecodeError) as error:
@@ -172,7 +173,9 @@ def _looks_like_path(name: str) -> bool:
 
 
 def _missing_path(path: Path, name: str) -> TokenizerError:
-    beside = sorted(p.name for p in path.parent.iterdir())[:20] if path.parent.is_dir() else None
+    beside = (
+        sorted(p.name for p in path.parent.iterdir())[:20] if os.path.isdir(path.parent) else None
+    )
     fix = (
         did_you_mean(path.name, beside or [])
         or "Give a tokenizer.json, a folder that holds one, or a Hub name such as 'gpt2'."
@@ -220,7 +223,7 @@ def _decoded(raw: bytes) -> str:
 
 def _options(path: Path | None) -> Options:
     """What names eos, bos and pad. Not every tokenizer has it."""
-    if path is None or not path.is_file():
+    if path is None or not os.path.isfile(path):
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
