@@ -5,6 +5,9 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Of machine code: what is computed, and on which device, stays. It is compiled in a third of the
+# time, here and in the processes that tests start.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "True")
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -25,8 +25,6 @@ def measure(folder: Path) -> dict[str, Any]:
 
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
-    # it compiles sooner, and what is compared is compiled alike
-    jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     import numpy as np
     from flax import nnx

@@ -123,6 +123,8 @@ class PlainBytes:
             for number in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
                 first = number * BLOCK_BYTES
                 block = memoryview(self._block(unpacking, number))
+                if not block:
+                    break  # the end of the file
                 pieces.append(block[max(0, start - first) : stop - first])
         return b"".join(pieces)
 
