@@ -217,6 +217,15 @@ def test_documents_longer_than_the_run_are_drawn_where_a_part_of_them_stands(
         assert dataset.document_share == pytest.approx(parts[dataset.name] / parts.total())
 
 
+def test_a_dataset_whose_drawn_documents_are_all_dropped_is_not_said_to_be_undrawn(
+    tmp_path: Path,
+) -> None:
+    pack = {"seq_length": 32, "oversize": "drop"}
+    notes = uneven(tmp_path, pack=pack, mix={"weights": {"long": 0.5, "short": 0.5}}).plan(2).notes
+    assert not [note for note in notes if "never drawn" in note]
+    assert "no document of long has a place in this run: all that are drawn are dropped" in notes
+
+
 def test_a_stage_that_is_short_against_its_documents_is_named_and_the_advice_helps(
     tmp_path: Path,
 ) -> None:

@@ -1,9 +1,10 @@
 """The streaming feed: one stream's share of a dataset, read forward, and its place in it.
 
-entry   a range of rows of one shard, or a whole file whose rows can only be found by reading on;
-every pass permutes the entries anew chunk   what is read and tokenized at a time: a range, or the
-c-th piece of such a file deal    every entry of a pass goes to the stream with the fewest bytes so far, large ones first; of a whole file, chunk c goes to the
-        c-th stream behind that one
+entry  a range of rows of one shard, or a whole file whose rows can only be found by reading on;
+       every pass permutes the entries anew
+chunk  what is read and tokenized at a time: a range, or the c-th piece of such a file
+deal   every entry of a pass goes to the stream with the fewest bytes so far, large ones first;
+       of a whole file, chunk c goes to the c-th stream behind that one
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.protocols import Shard
 from easypipe.core.random import child, fold
 from easypipe.loader.prefetch import ReadPool
@@ -172,6 +173,12 @@ class Deal:
         )
         self.piece = min(CHUNK_BYTES, max(LEAST_PIECE_BYTES, UNPACKED * self.step))
         entries = list(self._entries(shards))
+        if not entries:
+            raise SourceError(
+                at=f"dataset {source.name!r}",
+                problem=f"{shown([shard.name for shard in shards])}: holds no row",
+                fix="Check the files that data_files names.",
+            )
         self._entries_at = np.array(entries, np.int64).reshape(-1, 3)
         self._forward = self._entries_at[:, 2] < 0
         self._num_bytes = self._sizes(shards)

@@ -450,9 +450,13 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan) -> list[str]:
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in d.rejected.items())
     notes = (
         (
-            d.never_drawn,
+            d.never_drawn and not d.documents_dropped,
             f"{d.name} is never drawn in this run, its share is {d.requested:.3g}: "
-            "raise its weight, or leave it out",
+            "raise its weight, give more steps, or leave it out",
+        ),
+        (
+            d.never_drawn and d.documents_dropped,
+            f"no document of {d.name} has a place in this run: all that are drawn are dropped",
         ),
         (d.epochs > 1, f"{d.name} is read {d.epochs:.2f} times"),
         (
