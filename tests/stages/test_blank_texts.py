@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import laws
 from chat_support import chat_tokenizer
-from easypipe import DatasetConfig, Pipeline, PipelineConfig
+from easypipe import DatasetConfig, OrderConfig, Pipeline, PipelineConfig
 from easypipe.core.errors import SourceError
 from easypipe.core.text import has_text
 from strategies import examples
@@ -118,3 +118,17 @@ def test_streaming(tmp_path: Path) -> None:
     )
     list(loader)
     assert loader.ledger().find("stream", "d", "rows").out == {"documents": 3, "empty": 3}
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_streaming_of_files_without_a_row_names_them(tmp_path: Path, shuffle: bool) -> None:
+    (tmp_path / "head.csv").write_text("text\n")
+    config = PipelineConfig(
+        datasets=(DatasetConfig(name="d", data_files=str(tmp_path / "head.csv")),),
+        default_tokenizer=str(small_tokenizer_folder()),
+        order=OrderConfig(shuffle=shuffle),
+        streaming=True,
+    )
+    loader = Pipeline(config).source().tokenize().pack({"seq_length": 8}).load({"batch_size": 1})
+    with pytest.raises(SourceError, match=r"dataset 'd': not one row in .*head\.csv"):
+        list(loader.build())

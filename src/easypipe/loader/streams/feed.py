@@ -176,7 +176,7 @@ class Deal:
         if not entries:
             raise SourceError(
                 at=f"dataset {source.name!r}",
-                problem=f"{shown([shard.name for shard in shards])}: holds no row",
+                problem=f"not one row in {', '.join(shard.name for shard in shards[:3])}",
                 fix="Check the files that data_files names.",
             )
         self._entries_at = np.array(entries, np.int64).reshape(-1, 3)
