@@ -429,10 +429,13 @@ def test_weights_of_messages_are_train_flags(tmp_path: Path) -> None:
     assert assert_one_way(tmp_path, rows, PromptConfig()) == 2
 
 
-@pytest.mark.parametrize("form", ["sharegpt", "alpaca"])
+@pytest.mark.parametrize("form", ["chat", "sharegpt", "alpaca"])
 def test_a_system_column_is_the_row_s_own_system_prompt(tmp_path: Path, form: Any) -> None:
-    said = [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "A1"}]
-    row: dict[str, Any] = {"conversations": said} if form == "sharegpt" else ROWS[0]
+    column, who, what = {"sharegpt": ("conversations", "from", "value")}.get(
+        form, ("messages", "role", "content")
+    )
+    said = [{who: "user", what: "1?"}, {who: "assistant", what: "A1"}]
+    row: dict[str, Any] = ROWS[0] if form == "alpaca" else {column: said}
     plain = shown(row, format_type=form)
     for none in (None, "", " "):
         assert shown({**row, "system": none}, format_type=form) == plain
@@ -441,7 +444,7 @@ def test_a_system_column_is_the_row_s_own_system_prompt(tmp_path: Path, form: An
     )
     assert (
         text
-        == ("<|im_start|>system\nBe brief.<|im_end|>\n" if form == "sharegpt" else "Be brief.\n\n")
+        == ("<|im_start|>system\nBe brief.<|im_end|>\n" if form != "alpaca" else "Be brief.\n\n")
         + plain[0]
     )
     assert trained == plain[1]
@@ -452,22 +455,19 @@ def test_a_system_column_is_the_row_s_own_system_prompt(tmp_path: Path, form: An
         shown({**row, "system": 3}, format_type=form)
     rows = [{**row, "system": "Be brief."}, {**row, "system": None}]
     assert assert_one_way(tmp_path / "columns", rows, PromptConfig(format_type=form)) == 2
-    if form == "sharegpt":
-        own = [{"from": "system", "value": "Be brief."}, *said]
+    if form != "alpaca":
+        own = [{who: "system", what: "Be brief."}, *said]
         assert (
-            shown({"conversations": own, "system": "Be brief."}, format_type=form)[0].count(
-                "Be brief."
-            )
-            == 1
+            shown({column: own, "system": "Be brief."}, format_type=form)[0].count("Be brief.") == 1
         )
         with pytest.raises(
             SourceError,
             match="two_system_prompts: column 'system' and the first message both hold one",
         ):
-            shown({"conversations": own, "system": "Be long."}, format_type=form)
+            shown({column: own, "system": "Be long."}, format_type=form)
         rows = [
-            {"conversations": json.dumps(said), "system": "Be brief."},
-            {"conversations": json.dumps(said), "system": None},
+            {column: json.dumps(said), "system": "Be brief."},
+            {column: json.dumps(said), "system": None},
         ]
         assert assert_one_way(tmp_path / "json", rows, PromptConfig(format_type=form)) == 2
 

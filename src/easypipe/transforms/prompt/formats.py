@@ -37,7 +37,7 @@ from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 TOOLS = "tools"  # the column that holds them, where none is named
-SYSTEM = "system"  # the column of system prompts that rows of ShareGPT and Alpaca may have
+SYSTEM = "system"  # the column of system prompts that conversations and Alpaca rows may have
 # columns of true and false that say whether an answer is a good one: unpaired preferences
 VERDICTS = ("label", "kto_tag")
 
@@ -93,7 +93,7 @@ class ChatFormat:
             else (self._messages, config.tools_column)
         )
         self._system = (
-            SYSTEM if config.format_type == "sharegpt" and SYSTEM not in self.columns else None
+            None if SYSTEM in self.columns else SYSTEM
         )
         optional = (TOOLS if config.tools_column is None else None, self._system)
         self.optional: tuple[str, ...] = tuple(
