@@ -287,6 +287,21 @@ def test_a_tokenizer_of_ones_own_encodes_rows_of_text() -> None:
         )
 
 
+def test_tokens_of_ones_own_encode_are_hidden_by_what_it_tells() -> None:
+    told = {"mask_token_id": 5, "vocab_size": 128, "pad_token_id": 0}
+    own = type("Masking", (Letters,), told)()
+    hidden = LanguageModelingDataCollator(own, mlm=True)([{"text": "abcdefgh" * 9}], keys=[3])
+    same = create_masked_lm_collate(
+        mask_token_id=5, vocab_size=128, pad_token_id=0, special_token_ids=[0, 5]
+    )
+    assert_same_batch(hidden, same([Letters().encode("abcdefgh" * 9)], keys=[3]))
+    assert (hidden["input_ids"] == 5).any()
+    with pytest.raises(
+        ConfigError, match=r"mask_token_id: is not known\. Letters has none: give it"
+    ):
+        LanguageModelingDataCollator(Letters(), mlm=True)
+
+
 class Engine:
     """A prompt engine of one's own."""
 

@@ -39,4 +39,6 @@ def test_names_of_several_words_are_near_by_their_words() -> None:
         errors.did_you_mean("template", ["template_date", "chat_template"])
         == "Did you mean 'chat_template'?"
     )
+    tokenizer = ["padding", "padding_side"]  # a letter too few is nearer than a word too many
+    assert errors.did_you_mean("padding_sid", tokenizer) == "Did you mean 'padding_side'?"
     assert errors.did_you_mean("lr", ["lora", "learning_rate"]) == "Did you mean 'learning_rate'?"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,6 +72,13 @@ def is_own(tokenizer: TokenizerLike) -> bool:
     return not named and callable(attribute_of(tokenizer, "encode"))
 
 
+def vocabulary_of(tokenizer: TokenizerLike) -> Mapping[str, int] | None:
+    """Tokens and their ids, where an object of the user's tells them."""
+    known = attribute_of(tokenizer, "get_vocab")
+    found = known() if callable(known) else None
+    return found if isinstance(found, Mapping) and found else None
+
+
 class OwnTokenizer:
     """A user's `encode(text)`, which gives ids, or a dict with `input_ids`, for collators.
 
@@ -82,8 +90,26 @@ class OwnTokenizer:
         self.pad_token_id: int | None = attribute_of(tokenizer, "pad_token_id")
         self.eos_token_id: int | None = attribute_of(tokenizer, "eos_token_id")
         self.bos_token_id: int | None = attribute_of(tokenizer, "bos_token_id")
+        self.mask_token_id: int | None = attribute_of(tokenizer, "mask_token_id")
         kind = type(tokenizer)
+        self.name = kind.__qualname__
         self.fingerprint = f"{kind.__module__}.{kind.__qualname__}:{max_length}"
+
+    @functools.cached_property
+    def vocab_size(self) -> int | None:
+        """How many ids there are, as far as the object tells."""
+        vocabulary = vocabulary_of(self._own)
+        if vocabulary is not None:
+            return max(vocabulary.values()) + 1
+        told = attribute_of(self._own, "get_vocab_size", "vocab_size")
+        size = told() if callable(told) else told
+        return size if isinstance(size, int) and size > 0 else None
+
+    @property
+    def special_token_ids(self) -> list[int]:
+        """Its tokens that are no text, as far as the object tells."""
+        known = self.bos_token_id, self.eos_token_id, self.pad_token_id, self.mask_token_id
+        return [token for token in known if token is not None]
 
     def reference_encode(self, text: str) -> NDArray[np.integer]:
         """Raises SourceError where there are no ids."""

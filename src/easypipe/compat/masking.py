@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.compat.collators import Padding, Side, Tensors, integers, token_columns
-from easypipe.compat.foreign import Rows
+from easypipe.compat.foreign import OwnTokenizer, Rows, TokenizerLike, as_tokenizer
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.random import fold, mix64
@@ -28,8 +28,7 @@ from easypipe.core.schema import (
     OutputSchema,
 )
 from easypipe.core.values import Batch, Row
-from easypipe.transforms.tokenizer.config import TokenizerConfig
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 from easypipe.transforms.tokenizer.words import word_starts
 
 WORD_IDS = "word_ids"
@@ -135,7 +134,7 @@ class MaskedLMCollator:
 
 
 def create_masked_lm_collate(
-    tokenizer: Tokenizer | TokenizerConfig | str | None = None,
+    tokenizer: TokenizerLike = None,
     *,
     mask_token_id: int | None = None,
     vocab_size: int | None = None,
@@ -162,8 +161,7 @@ def create_masked_lm_collate(
     mask_token_id, vocab_size, special_token_ids and pad_token_id, and rows a column `word_ids` for
     whole_word. Raises ConfigError where something is missing.
     """
-    if isinstance(tokenizer, str | TokenizerConfig):
-        tokenizer = load_tokenizer(tokenizer)
+    known = None if tokenizer is None else as_tokenizer(tokenizer)
     if not 0 < probability < 1:
         raise ConfigError(
             at="probability",
@@ -171,27 +169,36 @@ def create_masked_lm_collate(
             fix="Give one between 0 and 1.",
         )
     special, starts = list(special_token_ids), None
-    if tokenizer is not None:
-        by_name = {tokenizer.token(i): i for i in range(tokenizer.vocab_size)}
-        special += [by_name[token] for token in tokenizer.special_tokens]
-        own = tokenizer.special_strings.get("mask_token", "[MASK]")
-        known = by_name.get(own, by_name.get("<mask>"))
-        mask_token_id = known if mask_token_id is None else mask_token_id
-        vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
-        pad_token_id = tokenizer.pad_token_id if pad_token_id is None else pad_token_id
-        starts = word_starts(tokenizer) if whole_word else None
+    if known is not None:
+        own, masks = _specials(known)
+        special += own
+        mask_token_id = masks if mask_token_id is None else mask_token_id
+        vocab_size = known.vocab_size if vocab_size is None else vocab_size
+        pad_token_id = known.pad_token_id if pad_token_id is None else pad_token_id
+        if isinstance(known, Tokenizer) and whole_word:
+            starts = word_starts(known)
     if mask_token_id is None or vocab_size is None:
         fix = "Give it, or a tokenizer that has one."
         raise ConfigError(
             at="mask_token_id" if mask_token_id is None else "vocab_size",
             problem="is not known",
-            fix=fix if tokenizer is None else f"{tokenizer.name} has none: give it.",
+            fix=fix if known is None else f"{known.name} has none: give it.",
         )
     is_special = _special(mask_token_id, special, vocab_size)
     pad = pad_token_id or 0
     rule = (pad, label_pad_token_id, padding_side, max_length, return_tensors, schema)
     how = (is_special, probability, starts, whole_word, seed)
     return MaskedLMCollator(Padding(*rule), mask_token_id, vocab_size, *how)
+
+
+def _specials(tokenizer: Tokenizer | OwnTokenizer) -> tuple[list[int], int | None]:
+    """The ids of its special tokens, and of the one that hides others."""
+    if isinstance(tokenizer, OwnTokenizer):
+        return tokenizer.special_token_ids, tokenizer.mask_token_id
+    by_name = {tokenizer.token(i): i for i in range(tokenizer.vocab_size)}
+    own = tokenizer.special_strings.get("mask_token", "[MASK]")
+    special = [by_name[token] for token in tokenizer.special_tokens]
+    return special, by_name.get(own, by_name.get("<mask>"))
 
 
 def _special(mask_token_id: int, special: Sequence[int], vocab_size: int) -> Bools:

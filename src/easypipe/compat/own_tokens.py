@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import pyarrow as pa
 
-from easypipe.compat.foreign import OwnTokenizer, TokenizerLike, attribute_of
+from easypipe.compat.foreign import OwnTokenizer, TokenizerLike, attribute_of, vocabulary_of
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError
 from easypipe.core.identity import held_by, name_of
@@ -47,7 +45,7 @@ class EncodeTexts(ColumnTransform):
 
     def __init__(self, tokenizer: TokenizerLike, column: str) -> None:
         self._own, self._column = OwnTokenizer(tokenizer, None), column
-        version, vocabulary = attribute_of(tokenizer, "version"), _vocabulary(tokenizer)
+        version, vocabulary = attribute_of(tokenizer, "version"), vocabulary_of(tokenizer)
         self.cacheable, self._held = version is not None, held_by(tokenizer)
         ends = self._own.eos_token_id, self._own.pad_token_id
         known = (
@@ -60,7 +58,7 @@ class EncodeTexts(ColumnTransform):
             tokenizer_fingerprint=digest(
                 "own tokenizer", name_of(tokenizer), str(version), known, list(ends)
             ),
-            vocab_size=_vocab_size(tokenizer, vocabulary),
+            vocab_size=self._own.vocab_size or ANY_IDS,
             eos_token_id=ends[0],
             pad_token_id=ends[1],
             seq_length=None,
@@ -136,21 +134,6 @@ class EncodeStage(BaseStage):
                     name, TransformedSource(source, self._transform), context, stage=self.name
                 )
         return {name: self._made[name] for name in data}
-
-
-def _vocabulary(tokenizer: TokenizerLike) -> Mapping[str, int] | None:
-    known = attribute_of(tokenizer, "get_vocab")
-    found = known() if callable(known) else None
-    return found if isinstance(found, Mapping) and found else None
-
-
-def _vocab_size(tokenizer: TokenizerLike, vocabulary: Mapping[str, int] | None) -> int:
-    """How many ids there are, as far as the object tells."""
-    if vocabulary is not None:
-        return max(vocabulary.values()) + 1
-    told = attribute_of(tokenizer, "get_vocab_size", "vocab_size")
-    size = told() if callable(told) else told
-    return size if isinstance(size, int) and size > 0 else ANY_IDS
 
 
 __all__ = ["EncodeStage", "EncodeTexts"]

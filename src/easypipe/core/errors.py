@@ -183,23 +183,26 @@ def place(
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:
     """`Did you mean 'code'?`, or None where nothing is near.
 
-    Names of several words (`chat_template`) are near those that have all of their words or are
-    among them, first of these the ones that end in the same word; next to these are names of which
-    it is the first letters (`lr`); else names are near that are spelled alike.
+    First come names that differ in a letter or two. Names of several words (`chat_template`) are
+    near those that have all of their words or are among them, first of these the ones that end in
+    the same word; next to these are names of which it is the first letters (`lr`); else names are
+    near that are spelled alike.
     """
 
-    def nearness(other: str) -> tuple[bool, bool, float]:
+    def nearness(other: str) -> tuple[bool, bool, bool, float]:
         words, others = name.lower().split("_"), other.lower().split("_")
         within = set(words) <= set(others) or set(others) <= set(words)
         initials = len(others) > 1 and words == ["".join(word[:1] for word in others)]
+        alike = difflib.SequenceMatcher(None, name, other).ratio()
         return (
+            alike > 0.9,
             within or initials,
             within and words[-1] == others[-1],
-            difflib.SequenceMatcher(None, name, other).ratio(),
+            alike,
         )
 
     best = max(((nearness(other), other) for other in known), default=None)
-    if best is None or not (best[0][0] or best[0][2] >= 0.6):
+    if best is None or not (best[0][1] or best[0][3] >= 0.6):
         return None
     return f"Did you mean {best[1]!r}?"
 

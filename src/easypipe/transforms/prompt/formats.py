@@ -92,9 +92,7 @@ class ChatFormat:
             if config.tools_column is None
             else (self._messages, config.tools_column)
         )
-        self._system = (
-            None if SYSTEM in self.columns else SYSTEM
-        )
+        self._system = None if SYSTEM in self.columns else SYSTEM
         optional = (TOOLS if config.tools_column is None else None, self._system)
         self.optional: tuple[str, ...] = tuple(
             name for name in optional if name is not None and name != self._messages
