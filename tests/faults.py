@@ -286,6 +286,18 @@ FAULTS = [
           "(labels < logits.shape[1])", "(labels <= logits.shape[1])"),
     fault("bias gradients of devices are not summed", "kernels/loss/sharded.py", "tests/kernels/test_sharded.py",
           "(jax.lax.psum(d_bias, summed) if summed else d_bias)", "d_bias"),
+    fault("tokens are cut at cheap places that are far away", "cache/ranges.py", "tests/stages/test_cache_writer.py -k cover_every",
+          "at + (step + 1) // 2 <= near <= at + step + step // 2", "at < near <= at + step + step // 2"),
+    fault("a system message counts for every exchange of a piece", "transforms/chat/turns.py", "tests/stages/test_split_turns.py -k hold_as_many",
+          "self._again = max(0, (sum(each) - self._size) // (len(each) - 1))", "self._again = 0"),
+    fault("what the model writes is looked for behind any header", "transforms/chat/spans.py", "tests/transforms/test_chat.py -k another_header",
+          "if gap.endswith(stops.opening + lead)", "if gap.endswith(lead)"),
+    fault("a pair is refused for its second answer", "stages/tokenize/encoders.py", "tests/stages/test_pair_rows.py -k lengths_hold",
+          "for side in reversed(documents) for reject in side.rejects", "for side in documents for reject in side.rejects"),
+    fault("tokens cut from rows that become no document are counted", "stages/tokenize/token_rows.py", "tests/transforms/test_lengths.py -k budgets_cut",
+          "cut = np.where(np.isin(texts.rows, rows), texts.lost, 0)", "cut = texts.lost"),
+    fault("EOS of one document closes the next", "stages/tokenize/token_rows.py", "tests/stages/test_tokenize.py -k closes_no_other",
+          "return closed | (longer &", "return closed | (True &"),
 ]
 # fmt: on
 

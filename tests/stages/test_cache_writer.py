@@ -650,6 +650,10 @@ def test_a_backend_that_errs_is_found_by_the_audit_and_not_used_again(
             Shard(name="s", num_rows=90, cuts=(0, 29, 61), num_bytes=12 << 20),
             [(0, 29), (29, 61), (61, 90)],
         ),
+        (  # a cheap place that is far away is none to cut at
+            Shard(name="s", num_rows=90, cuts=(0, 10, 61), num_bytes=12 << 20),
+            [(0, 30), (30, 61), (61, 90)],
+        ),
     ],
 )
 def test_ranges_cover_every_row_once(shard: Shard, ranges: list[tuple[int, int]] | None) -> None:

@@ -147,6 +147,15 @@ def test_lengths_hold_for_each_answer_and_leave_out_pairs(tmp_path):
     cut = tokenized(tmp_path / "cut", data, length=LengthPolicy(policy="keep_start"), **options)
     mask = cut.read(0, 3, 4).column(LOSS_MASK).to_pylist()[0]
     assert len(mask) - mask.index(SEGMENT_BREAK) == 30
+    both = [{"prompt": "x ", "chosen": "right " * 50, "rejected": "long " * 40}]
+    refused = tokenized(tmp_path / "both", both, length=LengthPolicy(policy="error"), **options)
+    sizes = [
+        len(answer[INPUT_IDS])
+        for answer in PromptEngine(chat_tokenizer(), PLAIN).encode_pair(both[0])
+    ]
+    assert sizes[0] != sizes[1]
+    (reject,) = refused.scan(0, 0, 1).rejects  # of two answers the preferred one says why
+    assert reject.detail.startswith(f"{sizes[0]} tokens")
     dropped = tokenized(tmp_path / "dropped", data, length=LengthPolicy(policy="drop"), **options)
     assert dropped.scan(0, 0, 4).batch.num_rows == 3
     counts = dropped.materialize().manifest.counts

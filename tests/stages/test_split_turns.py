@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,19 @@ def test_pieces_are_conversations_and_train_what_the_whole_does(
         }
     forward = pipeline(folder, rows, pack, streaming=True)
     assert targets(forward) == trained
+
+
+@pytest.mark.parametrize("system", [None, "Be brief, and think of " + "the fox, " * 3])
+def test_pieces_hold_as_many_exchanges_as_fit(tmp_path: Path, system: str | None) -> None:
+    """But the first, which has what is left: with one exchange more each would be too long."""
+    said = (f"{word} {i}" for i in range(12) for word in ("fox", "Four"))
+    rows, tokenizer = [{"messages": talk(*said, system=system)}], load_tokenizer(chat_tokenizer())
+    found = [text for _, text, *_ in documents(tmp_path, rows, PackStageConfig(seq_length=150))]
+    assert len(found) > 2
+    head, begins = found[0].partition("<|im_start|>user")[:2]
+    for before, piece in itertools.pairwise(found):
+        more = begins + before.rpartition(begins)[2] + piece.removeprefix(head)
+        assert len(tokenizer.reference_encode(head + more)) > 148  # packing ends a row with EOS
 
 
 def test_pack_tells_tokenize_its_rows_however_it_is_called(tmp_path: Path) -> None:

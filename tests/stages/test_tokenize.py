@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.stages.tokenize.stage import TokenizeStage
+from easypipe.stages.tokenize.token_rows import ends_closed
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from laws import assert_stateless_reads
 from strategies import examples
@@ -171,3 +173,9 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
 def test_options_below_one_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}: 0 is too few\. Give at least 1"):
         TokenizeStageConfig(**{name: 0})
+
+
+def test_the_end_of_one_document_closes_no_other() -> None:
+    """EOS as the last token or the last but one of each: that of [5, 2] is not that of [7]."""
+    ids, offsets = np.array([5, 2, 7, 2, 7, 2, 7, 7], np.uint16), np.array([0, 2, 3, 5, 8])
+    assert ends_closed(ids, offsets, 2).tolist() == [1, 0, 1, 0]

@@ -370,6 +370,20 @@ def test_tool_calls_are_trained_with_what_ends_them(name: str) -> None:
     )
 
 
+def test_what_follows_another_header_is_no_lead() -> None:
+    """The model writes `<|message|>` behind the header that prompts have; behind one with a name
+    the template does.
+    """
+    source = (
+        "{% for m in messages %}<|start|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}"
+        "<|message|>{{ m.content }}<|end|>{% endfor %}" + HEADERS
+    )
+    messages = talk("Hi", "Hello", "And?", "Bye")
+    messages[1]["name"] = "Ann"
+    found = trained(source, messages, closers=TOOL_CLOSERS)
+    assert found == ["Hello<|end|>", "<|message|>Bye<|end|>"]
+
+
 HEAD_BEHIND = "<|start|>assistant\n"  # of an answer that is still to come
 
 

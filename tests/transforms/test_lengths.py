@@ -386,6 +386,11 @@ def test_budgets_cut_columns_before_the_prompt_is_written(tmp_path: Path) -> Non
     ledger.check()
     assert ledger.find("lengths", "d", "documents").out == {"budgets": 1}
     assert ledger.find("tokenize", "d", "tokens").out["truncated"] > 20
+    # what was cut of a row that becomes no document is not in the books
+    rows[1] |= {"context": "a", "a": "1"}
+    counts = tokenized(tmp_path / "short", rows, policy, 20, prompt=prompt).materialize().manifest
+    assert (counts.counts.docs, counts.counts.truncated) == (1, 0)
+    assert counts.counts.rejects == {"nothing_to_train": 1}
 
 
 def test_trim_oldest_turns_keeps_the_system_prompt_and_the_last_turn(tmp_path: Path) -> None:
