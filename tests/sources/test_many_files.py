@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from easypipe.cache.manifest import write_manifest
+from easypipe.cache.manifest import manifest_json
 from easypipe.cache.reader import TokenCache
 from easypipe.sources.external.memory import InMemoryShardedSource
 from token_support import prepare, small_tokenizer
@@ -51,8 +51,8 @@ def test_the_limit_is_named(tmp_path: Path) -> None:
     parts = [
         dataclasses.replace(cache.manifest.parts[0], start=n, stop=n + 1) for n in range(FILES)
     ]
-    write_manifest(
-        manifest, dataclasses.replace(cache.manifest, parts=tuple(parts), shard_rows=(FILES,))
+    manifest.write_bytes(
+        manifest_json(dataclasses.replace(cache.manifest, parts=tuple(parts), shard_rows=(FILES,)))
     )
     assert TokenCache(manifest).num_docs == FILES
     done = subprocess.run(

@@ -23,7 +23,7 @@ from easypipe.cache.folder import CONFIGS, CacheFolder, folder_of
 from easypipe.cache.manifest import Manifest, read_manifest
 from easypipe.cache.ranges import read_record
 from easypipe.core import locks, storage
-from easypipe.core.errors import CacheError, ConfigError, EasypipeError, did_you_mean
+from easypipe.core.errors import CacheError, ConfigError, EasypipeError, require_known
 from easypipe.core.tree import Found, files_below
 
 YOUNG_S = 86_400.0
@@ -113,12 +113,8 @@ def clear_cache(
         files = files_below(folder.at(), folder.options)
         known = _datasets(folder, files)
         for name in datasets or ():
-            if name not in {one.dataset for one in known}:
-                names = sorted({one.dataset for one in known})
-                problem = f"no dataset {name!r} in {folder.at()}"
-                raise ConfigError(
-                    at="--dataset", problem=problem, have=names, fix=did_you_mean(name, names)
-                )
+            have = sorted({one.dataset for one in known})
+            require_known(name, have, "--dataset", f"no dataset {name!r} in {folder.at()}")
         least = None if older_than_days is None else older_than_days * 86_400
         chosen = [
             one
@@ -183,11 +179,7 @@ def _remove(folder: CacheFolder, names: Sequence[str], keys: Sequence[str]) -> N
 
 
 def _datasets(folder: CacheFolder, files: Mapping[str, Found]) -> tuple[CachedDataset, ...]:
-    names = [
-        name
-        for name in files
-        if name.startswith("manifests/") and name.endswith(".json") and not _temporary(name)
-    ]
+    names = _named(files, "manifests/", ".json")
     return tuple(_each(folder, lambda name: _describe(folder, name, files[name]), names))
 
 
@@ -242,7 +234,7 @@ def _going(
         rest = [
             name
             for name in _unnamed(folder, files, staying)
-            if not _young(folder, files[name]) or _of(name, tokens)
+            if not _young(folder, files[name]) or name.removeprefix("tokens/") in tokens
         ]
         if not staying:
             rest += [
@@ -253,10 +245,6 @@ def _going(
     if tokens:
         rest += [name for name, file in _records(folder, files) if file in tokens]
     return list(dict.fromkeys(name for name in (*named, *rest) if name in files))
-
-
-def _of(name: str, tokens: Collection[str]) -> bool:
-    return name.removeprefix("tokens/") in tokens
 
 
 def _young(folder: CacheFolder, found: Found) -> bool:
@@ -275,20 +263,12 @@ def _unnamed(
         for name, file in _records(folder, files)
         if (file not in needed if file else not datasets)
     ]
+    tokens = _named(files, "tokens/", ".arrow")
+    found += [name for name in tokens if name.removeprefix("tokens/") not in needed]
     for name in files:
         top, _, rest = name.partition("/")
-        tokens = (
-            top == "tokens"
-            and name.endswith(".arrow")
-            and not _temporary(name)
-            and rest not in needed
-        )
-        quarantine = (
-            top == "manifests"
-            and name.endswith(QUARANTINE)
-            and rest.removesuffix(QUARANTINE) not in keys
-        )
-        found += [name] if tokens or quarantine else []
+        if top == "manifests" and rest.endswith(QUARANTINE):
+            found += [name] if rest.removesuffix(QUARANTINE) not in keys else []
     return found
 
 
@@ -296,11 +276,7 @@ def _records(folder: CacheFolder, files: Mapping[str, Found]) -> list[tuple[str,
     """(name, token file) of every range; "" where the range has no documents, None where the record
     cannot be read.
     """
-    names = [
-        name
-        for name in files
-        if name.startswith("ranges/") and name.endswith(".json") and not _temporary(name)
-    ]
+    names = _named(files, "ranges/", ".json")
     records = _each(
         folder,
         lambda name: read_record(folder.at(*name.split("/")), storage_options=folder.options),
@@ -330,8 +306,15 @@ def _token_files(datasets: Sequence[CachedDataset]) -> set[str]:
     }
 
 
-def _temporary(name: str) -> bool:
-    return name.rpartition("/")[2].startswith(storage.TEMPORARY)
+def _named(files: Mapping[str, Found], top: str, ending: str) -> list[str]:
+    """The files below `top` with this ending, none of them temporary."""
+    return [
+        name
+        for name in files
+        if name.startswith(top)
+        and name.endswith(ending)
+        and not name.rpartition("/")[2].startswith(storage.TEMPORARY)
+    ]
 
 
 def _bytes(files: Mapping[str, Found], names: Collection[str]) -> int:

@@ -25,6 +25,7 @@ from easypipe.cache.address import int64_at, uint8_at
 from easypipe.cache.manifest import Part
 from easypipe.core.errors import CacheError
 from easypipe.core.jit import jit
+from easypipe.core.schema import offsets_of
 from easypipe.core.storage import Stamp
 
 SHIFT = 16
@@ -96,7 +97,7 @@ class BlockChecks:
         """files: the paths of the parts, for errors."""
         self._parts, self._files, self._lock = parts, files, threading.Lock()
         counts = [1 + -(-part.num_bytes // BLOCK) for part in parts]
-        self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+        self._first = offsets_of(counts)
         self._flags = np.zeros(int(self._first[-1]), np.uint8)
         self._sums = np.zeros(len(self._flags), np.uint32)
         self._left = len(self._flags)

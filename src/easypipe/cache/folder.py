@@ -18,7 +18,7 @@ import pyarrow as pa
 import xxhash
 
 from easypipe.cache.blocks import TokenStamp, block_sums
-from easypipe.cache.manifest import Manifest, manifest_json, read_manifest, write_manifest
+from easypipe.cache.manifest import Manifest, manifest_json, read_manifest
 from easypipe.cache.remote import Staging
 from easypipe.core import storage
 from easypipe.core.errors import EasypipeError
@@ -91,7 +91,7 @@ class CacheFolder:
         return TokenStamp(num_bytes=stamp().num_bytes, checksum=stamp().checksum, blocks=blocks)
 
     def commit_manifest(self, manifest: Manifest) -> None:
-        write_manifest(self.local / "manifests" / f"{manifest.key}.json", manifest)
+        storage.commit_bytes(self.manifest(manifest.key), manifest_json(manifest))
 
 
 class RemoteFolder(CacheFolder):
@@ -120,9 +120,6 @@ class RemoteFolder(CacheFolder):
 
     def at(self, *names: str) -> str:
         return "/".join([self.url, *names])
-
-    def tokens(self, file: str) -> str:
-        return self.at("tokens", file)
 
     def holds(self, file: str, num_bytes: int, checksum: str) -> bool:
         """By its size: what arrived was checked when it was written."""

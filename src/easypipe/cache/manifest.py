@@ -25,7 +25,7 @@ from easypipe.core.errors import CacheError, DamagedFileError
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import TokenInfo
 from easypipe.core.remote import StorageOptions
-from easypipe.core.storage import commit_bytes, is_inside, read_bytes
+from easypipe.core.storage import is_inside, read_bytes
 from easypipe.core.values import Json, JsonObject
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
@@ -201,10 +201,6 @@ def fingerprint_of(tokenizer: TokenizerIdentity, parts: Iterable[Part]) -> str:
 
 def manifest_json(manifest: Manifest) -> bytes:
     return checked_json(dataclasses.asdict(manifest))
-
-
-def write_manifest(path: str | Path, manifest: Manifest) -> None:
-    commit_bytes(path, manifest_json(manifest))
 
 
 def read_manifest(path: str | Path, storage_options: StorageOptions = None) -> Manifest:

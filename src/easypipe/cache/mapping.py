@@ -132,9 +132,6 @@ class MappedFiles:
         data = pa.foreign_buffer(int(self.addresses[i]), self._sizes[i], base=self._region)
         return token_batch(data, self._paths[i])
 
-    def hold_index(self, files: NDArray[np.integer]) -> contextlib.AbstractContextManager[None]:
-        return self.hold(files)
-
     @contextlib.contextmanager
     def hold(
         self, files: NDArray[np.integer], docs: NDArray[np.int64] | None = None

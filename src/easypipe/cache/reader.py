@@ -32,7 +32,15 @@ from easypipe.core import locks
 from easypipe.core.errors import CacheError, SourceError, place
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import Shard, Source
-from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, ROW_NUMBER, token_dtype, token_list
+from easypipe.core.schema import (
+    HAS_EOS,
+    INPUT_IDS,
+    LOSS_MASK,
+    ROW_NUMBER,
+    offsets_of,
+    token_dtype,
+    token_list,
+)
 from easypipe.core.values import Array
 
 _NONE = np.empty(0, np.int64)
@@ -86,13 +94,12 @@ class TokenFiles(Protocol):
         """
         ...
 
-    def hold_index(self, files: NDArray[np.integer]) -> AbstractContextManager[None]: ...
-
     def hold(
-        self, files: NDArray[np.integer], docs: NDArray[np.int64]
+        self, files: NDArray[np.integer], docs: NDArray[np.int64] | None = None
     ) -> AbstractContextManager[None]:
-        """Of file `files[i]` (Int[n]) its document `docs[i]`. Raises StorageError where it cannot
-        be fetched, CacheError where it is not what was committed.
+        """Of file `files[i]` (Int[n]) its document `docs[i]`, or where `docs` is None its index
+        alone. Raises StorageError where it cannot be fetched, CacheError where it is not what was
+        committed.
         """
         ...
 
@@ -124,8 +131,8 @@ class TokenCache(Source):
         tokens = self.folder.at("tokens")  # pathlib takes a tenth of the time of opening
         self._names = [f"{tokens}/{part.file}" for part in self._parts]
         self._files: TokenFiles
-        # None in a bucket, whose files are checked when they are fetched
-        self._blocks: BlockChecks | None = None
+        # none in a bucket, whose files are checked when they are fetched
+        self._blocks = BlockChecks((), ())
         if isinstance(self.folder, RemoteFolder):
             staging, options, reading = (
                 self.folder.staging,
@@ -137,7 +144,7 @@ class TokenCache(Source):
             self._files = MappedFiles(self._parts, self._names)
             self._blocks = BlockChecks(self._parts, self._names)
         counts = [part.docs for part in self._parts]
-        self._first_doc = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+        self._first_doc = offsets_of(counts)
         self._buffers = self._look_into_files()
 
     @property
@@ -313,17 +320,12 @@ class TokenCache(Source):
         """Whether parts of its files were not held against their checksums yet: kernels then have
         to look at the flags, and `check`.
         """
-        return self._blocks is not None and self._blocks.pending
-
-    @property
-    def _index_pending(self) -> bool:
-        return self._blocks is not None and self._blocks.index_pending
+        return self._blocks.pending
 
     def check(self, touched: NDArray[np.int64]) -> None:
         """touched: Int64[2, n], parts and their blocks as `blocks.note` gives them. Raises
         CacheError where one is damaged.
         """
-        assert self._blocks is not None
         for part, block in sorted(set(zip(*touched.tolist(), strict=True))):  # an index first
             if block == INDEX:
                 self._check_index([part])
@@ -348,7 +350,7 @@ class TokenCache(Source):
         """Raises CacheError where one does not hold what the manifest says."""
         where = np.zeros((4, len(self._parts)), np.uint64)
         for i, part in enumerate(self._parts):
-            with self._files.hold_index(np.array([i])):
+            with self._files.hold(np.array([i])):
                 batch = self._files.batch(i)
                 if batch.num_rows != part.docs or not batch.schema.equals(self.schema):
                     raise CacheError(
@@ -358,8 +360,8 @@ class TokenCache(Source):
                         fix=AGAIN,
                     )
                 where[:, i] = _addresses(batch)
-        nowhere = np.zeros(len(self._parts), np.uint64)
-        checked = nowhere if self._blocks is None else self._blocks.addresses
+        checked = np.zeros(len(self._parts), np.uint64)
+        checked[: len(self._blocks.addresses)] = self._blocks.addresses
         id_bytes = token_dtype(self.vocab_size).itemsize
         ids, offsets, mask, eos = where
         files = self._files.addresses
@@ -368,14 +370,13 @@ class TokenCache(Source):
     @contextlib.contextmanager
     def _index(self, parts: NDArray[np.int64]) -> Iterator[None]:
         """While the block lasts, the checked index of `parts` (Int64[n]) may be read."""
-        with self._files.hold_index(parts):
-            self._check_index(np.unique(parts).tolist() if self._index_pending else ())
+        with self._files.hold(parts):
+            self._check_index(np.unique(parts).tolist() if self._blocks.index_pending else ())
             yield
 
     def _check_index(self, parts: Iterable[int]) -> None:
         b = self._buffers
         for i in parts:
-            assert self._blocks is not None
             at = (int(b.file_address[i]), int(b.ids_address[i]), int(b.mask_address[i]))
             self._blocks.check_index(i, *at, b.id_bytes)
 
@@ -396,7 +397,7 @@ class TokenCache(Source):
         if not docs.size:
             return out
         if len(self._parts) <= self._files.most:
-            known = self._files.stays and not self._index_pending
+            known = self._files.stays and not self._blocks.index_pending
             number = _NONE if known else self._part_numbers(docs)
             with self._index(number):
                 kernel(docs, self._first_doc, address, out)

@@ -306,14 +306,16 @@ class StagedFiles:
     def batch(self, i: int) -> pa.RecordBatch:
         return self.parts[i].batch
 
-    def hold_index(self, files: NDArray[np.integer]) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def hold(self, files: NDArray[np.integer], docs: NDArray[np.int64]) -> Generator[None]:
+    def hold(
+        self, files: NDArray[np.integer], docs: NDArray[np.int64] | None = None
+    ) -> Generator[None]:
         """Tokens and masks of document `docs[i]` (Int64[n]) of part `files[i]` are in its map
-        while the block lasts.
+        while the block lasts; its index is always there.
         """
+        if docs is None:
+            yield
+            return
         held: list[StagedPart] = []
         with contextlib.ExitStack() as locks:
             try:

@@ -21,7 +21,7 @@ from easypipe.cache.reader import cache_schema
 from easypipe.core import storage
 from easypipe.core.errors import CacheError, EasypipeError, TokenizerError
 from easypipe.core.remote import StorageOptions
-from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
+from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, fields_text
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -237,7 +237,7 @@ def wrong_content(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
     """What a token file holds that the manifest does not say."""
     expected = cache_schema(m.tokenizer.vocab_size, loss_mask=m.loss_mask)
     if not batch.schema.equals(expected):
-        return f"columns {_columns(batch.schema)}, expected {_columns(expected)}"
+        return f"columns {fields_text(batch.schema)}, expected {fields_text(expected)}"
     ids, rows = batch.column(INPUT_IDS).flatten(), batch.column(ROW_NUMBER).to_numpy()
     if (batch.num_rows, len(ids)) != (part.docs, part.tokens):
         return (
@@ -263,7 +263,3 @@ def _held(folder: CacheFolder, file: str) -> tuple[str, int, int] | None:
     except (CacheError, pa.ArrowException, OSError, ValueError):
         return None
     return xxhash.xxh3_128(data).hexdigest(), batch.num_rows, tokens
-
-
-def _columns(schema: pa.Schema) -> str:
-    return ", ".join(f"{field.name}: {field.type}" for field in schema)

@@ -258,7 +258,7 @@ class _Work(Generic[R]):
     def __init__(self, writer: CacheWriter[R], recipe: str, ranges: Sequence[Range]) -> None:
         self._writer, self._recipe, self._ranges = writer, recipe, ranges
         self._folder, self._encoder = writer.folder, writer.encoder
-        self._workers = writer.num_workers or _cores()
+        self._workers = writer.num_workers or cores()
         self._at_work = threading.Semaphore(self._workers)
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._done = Counter[str]()
@@ -409,7 +409,7 @@ class _Work(Generic[R]):
             self._done.update(amounts)
 
 
-def _cores() -> int:
+def cores() -> int:
     """Cores that this process may use; not every system tells which those are."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

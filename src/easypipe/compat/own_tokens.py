@@ -17,13 +17,12 @@ from easypipe.core.protocols import (
     TokenInfo,
     left_out,
 )
-from easypipe.core.schema import INPUT_IDS
+from easypipe.core.schema import INPUT_IDS, offsets_of
 from easypipe.stages.tokenize.documents import require_documents
 from easypipe.stages.tokenize.text_rows import require_text
 from easypipe.transforms.chat.conversations import is_text
 from easypipe.transforms.columns.base import ColumnTransform, Rows, TransformedSource
 from easypipe.transforms.refused import EMPTY
-from easypipe.transforms.tokenizer.ragged import offsets_of
 
 ANY_IDS = 1 << 32  # the vocabulary of an object that does not say how large its own is
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 
 from easypipe.core.visible import visible
 
@@ -207,25 +207,28 @@ def did_you_mean(name: str, known: Iterable[str]) -> str | None:
     return f"Did you mean {best[1]!r}?"
 
 
+def require_known(
+    name: str,
+    have: Collection[str],
+    at: str,
+    problem: str,
+    fix: str | None = None,
+    kind: type[EasypipeError] = ConfigError,
+) -> None:
+    """Raises `kind` for a name that is none of `have`, with what was perhaps meant, else `fix`."""
+    if name not in have:
+        raise kind(at=at, problem=problem, have=have, fix=did_you_mean(str(name), have) or fix)
+
+
 def require_option(value: str, options: Iterable[str], at: str) -> None:
     """Raises ConfigError for a value that is none of `options`."""
-    have = tuple(options)
-    if value not in have:
-        raise ConfigError(
-            at=at,
-            problem=f"{value!r} is not an option",
-            have=have,
-            fix=did_you_mean(str(value), have),
-        )
+    require_known(value, tuple(options), at, f"{value!r} is not an option")
 
 
 def require_columns(names: Iterable[str], have: Sequence[str], at: str) -> None:
     """Raises SourceError for the first name that is no column."""
     for name in names:
-        if name not in have:
-            raise SourceError(
-                at=at, problem=f"no column {name!r}", have=have, fix=did_you_mean(name, have)
-            )
+        require_known(name, have, at, f"no column {name!r}", kind=SourceError)
 
 
 def require_rows(start: int, stop: int, num_rows: int | None, at: str) -> None:

@@ -21,7 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from easypipe.core.config import digest
-from easypipe.core.errors import SourceError, did_you_mean
+from easypipe.core.errors import SourceError, require_known
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.values import Batch, Record
 
@@ -157,13 +157,8 @@ class ShardedDataSource:
         if not hasattr(self, "read"):
             return itertools.islice(self.open_shard(shard_name), row, None)
         names = list(self.shard_names)
-        if shard_name not in names:
-            raise SourceError(
-                at=shard_name,
-                problem="no shard has this name",
-                have=names,
-                fix=did_you_mean(shard_name, names),
-            )
+        problem = "no shard has this name"
+        require_known(shard_name, names, shard_name, problem, kind=SourceError)
         number = names.index(shard_name)
         total = self.shards[number].num_rows
         if total is None:

@@ -6,6 +6,7 @@ At rest (token cache, saved rows) a row has `input_ids`, `loss_mask`, `segment_i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
 
@@ -57,6 +58,24 @@ def token_list(vocab_size: int) -> pa.DataType:
     tokens.
     """
     return pa.large_list(pa.from_numpy_dtype(token_dtype(vocab_size)))
+
+
+def offsets_of(sizes: NDArray[np.integer[Any]] | Sequence[int]) -> NDArray[np.int64]:
+    """Where lists of these sizes begin, and where the last of them ends: Int64[n + 1]."""
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(np.asarray(sizes, np.int64), out=offsets[1:])
+    return offsets
+
+
+def fields_text(schema: pa.Schema) -> str:
+    """Columns and their types, for people."""
+    return ", ".join(f"{field.name}: {field.type}" for field in schema)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column holds lists, long ones and those of a fixed length too."""
+    t = pa.types
+    return t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
 
 
 _TOKEN_COLUMNS = (

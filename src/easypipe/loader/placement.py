@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.core.errors import PlacementError, did_you_mean
+from easypipe.core.errors import PlacementError, require_known
 from easypipe.core.values import Batch, Columns
 from easypipe.loader.collate import as_stack
 from easypipe.loader.config import axes_in_words, check_axes
@@ -268,13 +268,8 @@ def _partition_spec(spec: Any, mesh: Mesh) -> PartitionSpec:
     seen: set[str] = set()
     for entry in spec:
         for axis in () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry):
-            if axis not in mesh.axis_names:
-                raise PlacementError(
-                    at="partition_spec",
-                    problem=f"the mesh has no axis {axis!r}",
-                    have=mesh.axis_names,
-                    fix=did_you_mean(str(axis), mesh.axis_names),
-                )
+            problem = f"the mesh has no axis {axis!r}"
+            require_known(axis, mesh.axis_names, "partition_spec", problem, kind=PlacementError)
             if axis in seen:
                 raise PlacementError(
                     at="partition_spec",

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, StateError, did_you_mean
+from easypipe.core.errors import StateError, require_known
 from easypipe.core.values import Json
 from easypipe.loader.steps import Begin
 
@@ -127,14 +127,8 @@ class LoaderState:
         `allow_changed` that is none.
         """
         for name in allow_changed:
-            if name not in COMPONENTS:
-                fix = did_you_mean(name, COMPONENTS)
-                raise ConfigError(
-                    at="allow_changed",
-                    problem=f"a state has no component {name!r}",
-                    have=COMPONENTS,
-                    fix=fix,
-                )
+            problem = f"a state has no component {name!r}"
+            require_known(name, COMPONENTS, "allow_changed", problem)
         changed, problem = self.changed(components, config)
         if not changed:
             return self

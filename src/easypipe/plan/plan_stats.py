@@ -9,18 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.jit import jit
+from easypipe.core.ledger import Ledger
 from easypipe.plan.pack import Layout, PackSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetStats:
-    """One dataset's part. These balances hold:
+class DrawStats:
+    """What became of the documents that were drawn from one dataset. These balances hold:
 
-    passes · num_docs = draws + unreached
     draws = docs_placed + docs_pending + docs_dropped + docs_empty
     tokens_drawn = tokens_placed + tokens_pending + tokens_truncated + tokens_dropped
 
-    passes: over the dataset, begun. pending: drawn in the window of the last row, but standing
+    pending: drawn in the window of the last row, but standing
     (partly) in a row behind it.
     dropped: longer than a row. empty: without tokens, so without a place in a packed row.
     docs_truncated: those of docs_placed that lost tokens_truncated. segments: pieces with tokens;
@@ -28,9 +28,6 @@ class DatasetStats:
     document of the row before does not count: its first token is a target there.
     """
 
-    num_docs: int
-    passes: int
-    unreached: int
     draws: int
     docs_placed: int
     docs_pending: int
@@ -44,25 +41,36 @@ class DatasetStats:
     tokens_dropped: int
     segments: int
 
-    @property
-    def documents(self) -> dict[str, int]:
-        """Where the documents that were drawn went."""
-        return {
+    def enter(self, ledger: Ledger, stage: str, name: str, added: int | None) -> None:
+        """Adds both balances to the ledger. added: tokens of EOS among those that were drawn; None
+        where nobody knows.
+        """
+        documents = {
             "placed": self.docs_placed,
             "pending": self.docs_pending,
             "dropped": self.docs_dropped,
             "empty": self.docs_empty,
         }
-
-    @property
-    def tokens(self) -> dict[str, int]:
-        """Where their tokens went."""
-        return {
+        ledger.add(stage, name, "documents", into={"drawn": self.draws}, out=documents)
+        into = {"drawn, with EOS": self.tokens_drawn}
+        if added is not None:
+            into = {"drawn": self.tokens_drawn - added, "EOS": added}
+        tokens = {
             "placed": self.tokens_placed,
             "pending": self.tokens_pending,
             "truncated": self.tokens_truncated,
             "dropped": self.tokens_dropped,
         }
+        ledger.add(stage, name, "tokens", into=into, out=tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetStats(DrawStats):
+    """One dataset's part: passes · num_docs = draws + unreached, of the passes that were begun."""
+
+    num_docs: int
+    passes: int
+    unreached: int
 
     @property
     def epochs(self) -> float:
@@ -88,7 +96,7 @@ class PlanStats:
 
 
 # What windows add up for a dataset, in the order of the columns of Int64[k, COUNTERS].
-FIELDS = tuple(field.name for field in fields(DatasetStats))[3:]
+FIELDS = tuple(field.name for field in fields(DrawStats))
 COUNTERS = len(FIELDS)
 SEGMENTS = FIELDS.index("segments")
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import PlanError
 from easypipe.core.jit import jit
+from easypipe.core.schema import offsets_of
 from easypipe.plan import mix
 from easypipe.plan.feed import Feed, WindowRule
 from easypipe.plan.mix import (
@@ -291,7 +292,7 @@ class _Mixing(Generic[At]):
         counts = tokens = np.bincount(dataset, minlength=size)
         if self._spec.unit == "tokens":
             sizes = token_sizes(self._lengths, self._spec.pack)
-            total = np.concatenate([[0], np.cumsum(sizes)])
+            total = offsets_of(sizes)
             begin = np.cumsum(self._known) - self._known + self._cut
             tokens = total[begin + counts] - total[begin]
         active = np.array(self._state.active, dtype=np.bool_)

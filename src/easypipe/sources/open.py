@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require
+from easypipe.core.errors import ConfigError, SourceError, require, require_known
 from easypipe.core.remote import StorageOptions
 from easypipe.core.values import Arguments
 from easypipe.sources.base import FileSource, OnError
@@ -53,13 +53,8 @@ def open_files(
     Raises MissingFileError for files that are not there, SourceError for extensions that are
     unknown or name different formats, ConfigError for an unknown type.
     """
-    if type is not None and type not in FORMATS:
-        raise ConfigError(
-            at="type",
-            problem=f"{type!r} is no file format",
-            have=FORMATS,
-            fix=did_you_mean(type, FORMATS),
-        )
+    if type is not None:
+        require_known(type, FORMATS, "type", f"{type!r} is no file format")
     if type is None:
         by_format: dict[str | None, str] = {}
         for file in resolve(data_files, storage_options):

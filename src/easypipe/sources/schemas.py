@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from easypipe.core.errors import SchemaError
-from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.schema import ROW_NUMBER, is_list, offsets_of
 
 UNITS = ("s", "ms", "us", "ns")  # of time, each finer than the one before
 
@@ -204,8 +205,7 @@ def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:
         lengths = pc.fill_null(pc.call_function("list_value_length", [array]), 0).to_numpy(
             zero_copy_only=False
         )
-        offsets = np.zeros(len(array) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
+        offsets = offsets_of(lengths)
         mask = array.is_null() if array.null_count else None
         return pa.LargeListArray.from_arrays(
             pa.array(offsets), conform(array.flatten(), kind.value_type), type=kind, mask=mask
@@ -262,7 +262,7 @@ def _decoded(array: pa.Array, keep: Sequence[str] = ()) -> list[Any]:
             row if valid else None
             for row, valid in zip(full, array.is_valid().to_pylist(), strict=True)
         ]
-    if t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind):
+    if is_list(kind):
         lengths = pc.fill_null(pc.call_function("list_value_length", [array]), 0).to_pylist()
         values = iter(_decoded(array.flatten(), keep))
         lists = [list(itertools.islice(values, length)) for length in lengths]
@@ -271,6 +271,12 @@ def _decoded(array: pa.Array, keep: Sequence[str] = ()) -> list[Any]:
             for one, valid in zip(lists, array.is_valid().to_pylist(), strict=True)
         ]
     return array.to_pylist()
+
+
+def text_array(offsets: NDArray[np.int64], data: Any) -> pa.Array:
+    """Texts that stand one behind the other in `data`."""
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+    return pa.Array.from_buffers(pa.large_string(), len(offsets) - 1, buffers)
 
 
 def column(chunks: Sequence[pa.Array], kind: pa.DataType) -> pa.Array:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from easypipe.cache.address import uint8_at, uint16_at, uint32_at
 from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.jit import jit
+from easypipe.core.schema import offsets_of
 from easypipe.loader.rows.gather import NO_CHECKS, copy, find, tables
 
 
@@ -40,8 +41,7 @@ def gather_documents(
     for i, cache in enumerate(caches):
         here = dataset == i
         lengths[here] = cache.lengths(docs[here])
-    offsets = np.zeros(docs.size + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+    offsets = offsets_of(lengths)
     where = tables([cache.buffers() for cache in caches])
     total = int(offsets[-1])
     ids = np.empty(total, np.int32)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from easypipe.cache.address import int64_at, uint8_at, uint16_at, uint32_at
 from easypipe.cache.blocks import INDEX, note
 from easypipe.core.jit import jit
-from easypipe.core.schema import IGNORE, SEGMENT_BREAK
+from easypipe.core.schema import IGNORE, SEGMENT_BREAK, offsets_of
 from easypipe.loader.collate import shift_labels
 from easypipe.plan.window import View
 
@@ -69,7 +69,7 @@ class Tables(NamedTuple):
 def tables(buffers: Sequence[Mapped]) -> Tables:
     parts = [len(b.ids_address) for b in buffers]
     return Tables(
-        first_part=np.concatenate([[0], np.cumsum(parts)]).astype(np.int64),
+        first_part=offsets_of(parts),
         first_doc=np.concatenate([b.first_doc for b in buffers]).astype(np.int64),
         ids=np.concatenate([b.ids_address for b in buffers]).astype(np.uint64),
         offsets=np.concatenate([b.offsets_address for b in buffers]).astype(np.uint64),

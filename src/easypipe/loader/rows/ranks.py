@@ -33,26 +33,34 @@ def check_rank(rank: int, world_size: int) -> None:
 
 
 class DerivedRows(Rows, RowReader):
-    """Rows that are rows of `below`, under their own numbers or others."""
+    """Rows of `below` under other numbers: row n is row `first + n * step + rank` of those."""
 
-    def __init__(self, below: Rows, num_epochs: int | None) -> None:
+    def __init__(
+        self, below: Rows, num_epochs: int | None, *, first: int = 0, step: int = 1, rank: int = 0
+    ) -> None:
         self.below, self.num_epochs = below, num_epochs
         self.seq_length, self.pad_token_id = below.seq_length, below.pad_token_id
         self.lengths_are_free, self.by_number = below.lengths_are_free, below.by_number
         self.transforms = below.transforms
         self._reader = below.open()
+        self._first, self._step, self._rank = first, step, rank
 
     def row_below(self, row: Any) -> Any:
         """Which of the rows below a row of these is, of a number or of an array of numbers."""
-        return row
+        return self.first_below(row) + self._rank
 
-    def first_below(self, row: int) -> int:
+    def first_below(self, row: Any) -> Any:
         """The first of the rows below that `row` or a later one needs, of all ranks."""
-        return self.row_below(row)
+        return self._first + row * self._step
+
+    def _own(self, total: int) -> int:
+        """How many of these are among the first `total` rows below."""
+        return total - self._first
 
     @property
     def num_rows(self) -> int | None:
-        return self.below.num_rows
+        total = self.below.num_rows
+        return None if total is None else self._own(total)
 
     @property
     def identity(self) -> Mapping[str, str]:
@@ -74,7 +82,9 @@ class DerivedRows(Rows, RowReader):
         return opened
 
     def available(self, start: int, stop: int) -> int:
-        return self._reader.available(start, stop)
+        first = self.first_below(start)
+        there = first + self._reader.available(first, self.first_below(stop))
+        return max(0, self._own(there) - start)
 
     def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         return self._reader.lengths(self._there(rows))
@@ -123,37 +133,17 @@ class RankRows(DerivedRows):
 
     def __init__(self, rows: Rows, rank: int, world_size: int, *, even: bool) -> None:
         check_rank(rank, world_size)
-        super().__init__(rows, rows.num_epochs)
-        self._rank, self._ranks, self._even = rank, world_size, even
-
-    @property
-    def num_rows(self) -> int | None:
-        total = self.below.num_rows
-        return None if total is None else self._own(total)
+        super().__init__(rows, rows.num_epochs, step=world_size, rank=rank)
+        self._even = even
 
     @property
     def identity(self) -> Mapping[str, str]:
         below = self.below.identity
         # one for all ranks: any may save the state
-        return {**below, "plan": digest("ranks", below["plan"], self._ranks, self._even)}
-
-    def available(self, start: int, stop: int) -> int:
-        first = start * self._ranks
-        return max(0, self._own(first + self._reader.available(first, stop * self._ranks)) - start)
-
-    def first_below(self, row: int) -> int:
-        return row * self._ranks
-
-    def row_below(self, row: Any) -> Any:
-        return row * self._ranks + self._rank
+        return {**below, "plan": digest("ranks", below["plan"], self._step, self._even)}
 
     def _own(self, total: int) -> int:
-        """How many of the first `total` rows are this rank's."""
-        return (
-            total // self._ranks
-            if self._even
-            else (total + self._ranks - 1 - self._rank) // self._ranks
-        )
+        return (total + (0 if self._even else self._step - 1 - self._rank)) // self._step
 
 
 class PassRows(DerivedRows):
@@ -162,7 +152,7 @@ class PassRows(DerivedRows):
     """
 
     def __init__(self, endless: Rows, epoch: int, num_epochs: int | None, rows_each: int) -> None:
-        super().__init__(endless, num_epochs)
+        super().__init__(endless, num_epochs, first=epoch * rows_each)
         self._epoch, self._each = epoch, rows_each
 
     @property
@@ -178,17 +168,9 @@ class PassRows(DerivedRows):
     def words(self) -> Json:
         return {**self.below.words, "pass": self._epoch}
 
-    def available(self, start: int, stop: int) -> int:
-        total = self.num_rows
-        stop = stop if total is None else min(stop, total)
-        return (
-            self._reader.available(self.row_below(start), self.row_below(stop))
-            if start < stop
-            else 0
-        )
-
-    def row_below(self, row: Any) -> Any:
-        return self._epoch * self._each + row
+    def _own(self, total: int) -> int:
+        most = self.num_rows
+        return super()._own(total) if most is None else min(super()._own(total), most)
 
 
 def innermost(rows: Rows, row: int) -> tuple[Rows, int]:

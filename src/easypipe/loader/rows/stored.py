@@ -34,6 +34,8 @@ from easypipe.core.schema import (
     ROW_NUMBER,
     SEGMENT_IDS,
     SOURCE,
+    is_list,
+    offsets_of,
 )
 from easypipe.loader.collate import collate, count_positions, fresh_columns
 from easypipe.loader.rows.rows import NumberedRows, default_width
@@ -96,7 +98,7 @@ def _as_lists(name: str, values: ArrayLike | Sequence[ArrayLike]) -> pa.Array:
                 at=f"rows.{name}[{i}]",
                 problem=f"expected a row of integers, got {row.dtype} of shape {row.shape}",
             )
-    offsets = np.concatenate([[0], np.cumsum([row.size for row in rows])]).astype(np.int64)
+    offsets = offsets_of([row.size for row in rows])
     flat = np.concatenate([row.astype(np.int64) for row in rows]) if rows else np.empty(0, np.int64)
     return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat))
 
@@ -272,9 +274,7 @@ class StoredRows(NumberedRows):
                     counts.append(
                         self._source.read(shard, start, stop).num_rows if filtered else stop - start
                     )
-        return _Index(
-            spans, np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
-        )
+        return _Index(spans, offsets_of(counts))
 
     def _find(self, rows: NDArray[np.int64]) -> list[_Found | None]:
         """Where each row lies; None for -1."""
@@ -448,10 +448,7 @@ def _flat(
     column: pa.Array, name: str, at: str, first_row: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     kind = column.type
-    is_list = (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
-    if not is_list or not (
+    if not is_list(kind) or not (
         pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)
     ):
         raise SourceError(

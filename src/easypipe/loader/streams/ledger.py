@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from easypipe.core.ledger import Ledger
 from easypipe.loader.streams.feed import Counts
 from easypipe.loader.streams.spec import StreamSpec
-from easypipe.plan.plan_stats import COUNTERS, FIELDS
+from easypipe.plan.plan_stats import COUNTERS, FIELDS, DrawStats
 
 LOST = "without a token"  # characters of texts, beside what became of special strings
 LEFT_OUT = "left out, for want of a full batch"
@@ -62,7 +62,8 @@ def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
     stage = "mix" if spec.plan.pack is None else "pack"
     for name, counts, line in zip(names, books.datasets, books.table.tolist(), strict=True):
         _add_read(ledger, name, counts)
-        _add_drawn(ledger, name, counts, dict(zip(FIELDS, line, strict=True)), stage)
+        drawn = DrawStats(**dict(zip(FIELDS, line, strict=True)))
+        _add_drawn(ledger, name, counts, drawn, stage)
     placed = int(books.table[:, FIELDS.index("tokens_placed")].sum())
     if spec.plan.pack is not None:
         slots = books.packed_rows * spec.plan.pack.seq_length
@@ -107,24 +108,17 @@ def _add_read(ledger: Ledger, name: str, counts: Counts) -> None:
         ledger.add("stream", name, "special strings", into=into, out=dict(strings))
 
 
-def _add_drawn(
-    ledger: Ledger, name: str, counts: Counts, known: Mapping[str, int], stage: str
-) -> None:
-    """From documents to labels. known: the fields of plan/plan_stats.py."""
+def _add_drawn(ledger: Ledger, name: str, counts: Counts, part: DrawStats, stage: str) -> None:
+    """From documents to labels."""
     out = {
-        "drawn": known["draws"],
+        "drawn": part.draws,
         "waiting": counts["drawn", "waiting"],
         "left at the end of an epoch": counts["drawn", "left"],
         "before the state": counts["drawn", "again"],
     }
     read = {"read": counts["read", "documents"]}
     ledger.add("mix", name, "documents", into=read, out=out)
-    out = {what: known[f"docs_{what}"] for what in ("placed", "dropped", "empty", "pending")}
-    ledger.add(stage, name, "documents", into={"drawn": known["draws"]}, out=out)
-    added = counts["drawn", "EOS"]
-    into = {"drawn": known["tokens_drawn"] - added, "EOS": added}
-    out = {what: known[f"tokens_{what}"] for what in ("placed", "truncated", "dropped", "pending")}
-    ledger.add(stage, name, "tokens", into=into, out=out)
-    placed, starts = known["tokens_placed"], known["segments"]
+    part.enter(ledger, stage, name, counts["drawn", "EOS"])
+    placed, starts = part.tokens_placed, part.segments
     out = {"targets or masked": placed - starts, "segment starts": starts}
     ledger.add("labels", name, "tokens", into={"placed": placed}, out=out)

@@ -21,7 +21,6 @@ import contextlib
 import copy
 import dataclasses
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
@@ -29,6 +28,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from easypipe.cache.writer import cores
 from easypipe.core.errors import BudgetError, SourceError, StateError
 from easypipe.core.ledger import Ledger
 from easypipe.core.schema import (
@@ -88,7 +88,7 @@ class StreamRows(Rows):
         self.sources, self.spec, self.pad_token_id = tuple(sources), spec, pad_token_id
         self.seq_length = None if spec.plan.pack is None else spec.plan.pack.seq_length
         self.num_epochs = spec.plan.num_epochs
-        self.workers, self.name = workers or _cores(), name
+        self.workers, self.name = workers or cores(), name
         self._tokens_identity = tokens_identity
 
     @property
@@ -420,9 +420,3 @@ class StreamMark(NamedTuple):
                 texts = [other[i : i + room].decode().strip() for i in range(0, len(other), room)]
                 known = {i: text for i, text in enumerate(texts) if text} | known
         return [known[number] for number in range(count)]
-
-
-def _cores() -> int:
-    """Cores that this process may use; not every system tells which those are."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.random import child, fold
+from easypipe.core.schema import offsets_of
 from easypipe.loader.collate import address
 from easypipe.loader.prefetch import ReadPool
 from easypipe.loader.rows.gather import Tables
@@ -299,7 +300,7 @@ def lay(chunks: list[list[Piece]]) -> Tables:
     first_doc = [np.cumsum([0, *(b - a for _, a, b in part)]) for part in chunks]
     none = np.zeros(len(parts), np.uint64)
     return Tables(
-        first_part=np.cumsum([0, *map(len, chunks)]).astype(np.int64),
+        first_part=offsets_of([*map(len, chunks)]),
         first_doc=np.concatenate([np.zeros(0), *first_doc]).astype(np.int64),
         ids=np.array([address(one.loaded.ids) for one in parts], np.uint64),
         offsets=np.array([address(one.loaded.offsets) + 8 * one.start for one in parts], np.uint64),

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from easypipe.core import storage
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import ShardedSource
-from easypipe.core.schema import INPUT_IDS
+from easypipe.core.schema import INPUT_IDS, offsets_of
 from easypipe.core.values import Array, DType
 from easypipe.sources.files import FileRef, LocalFile, read_range
 
@@ -80,7 +80,7 @@ class MegatronIndex:
             np.frombuffer(read_range(file, int(begins[a]), int(ends[b - 1])), self.dtype)
             for a, b in itertools.pairwise(breaks)
         ]
-        running = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        running = offsets_of(lengths)
         return np.concatenate(parts) if parts else np.empty(0, self.dtype), running[
             np.array(self.documents[start : stop + 1], np.int64) - first
         ]

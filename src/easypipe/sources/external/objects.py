@@ -158,27 +158,12 @@ def _opened(
     return ArrowDatasetSource(data, name=name, identity=identity)
 
 
-class ArrowDatasetSource(Source):
-    """A `datasets.Dataset`, whatever was selected, shuffled or formatted in it; implements
-    ShardedSource. Its tables stay memory-mapped.
-    """
+class _Object(Source):
+    """The rows of an object: one shard, known by its content."""
 
-    def __init__(
-        self,
-        data: Dataset,
-        *,
-        name: str = "memory",
-        columns: Sequence[str] | None = None,
-        identity: str | None = None,
-    ) -> None:
+    def __init__(self, name: str, rows: int, identity: str | None) -> None:
         """identity: what its rows are known by, in place of their content."""
-        self._identity = identity
-        self._data = data.with_format("arrow", columns=None if columns is None else list(columns))
-        self._name, self._columns = name, None if columns is None else tuple(columns)
-        self.schema = plain_schema(
-            self._data.features.arrow_schema if columns is None else self._data[:0].schema, name
-        )
-        rows = len(self._data)
+        self._name, self._identity = name, identity
         self.shards: Sequence[Shard] = (
             Shard(name=name, num_rows=rows, cuts=tuple(range(0, rows, 8 * BLOCK_ROWS)) or (0,)),
         )
@@ -191,11 +176,38 @@ class ArrowDatasetSource(Source):
         return self._content
 
     @functools.cached_property
-    def _content(self) -> str:
-        return self._identity or _fingerprint(self, self.shards[0].num_rows or 0)
+    def _content(self: Any) -> str:
+        if self._identity is not None:
+            return self._identity
+        hasher, rows = xxhash.xxh3_128(), self.shards[0].num_rows or 0
+        for start in range(0, rows, BLOCK_ROWS):
+            batch = self.read(0, start, min(rows, start + BLOCK_ROWS))
+            hasher.update(content_hash(batch).encode())
+        fields = [[field.name, str(field.type)] for field in self.schema]
+        return digest("object", READER_VERSION, rows, fields, hasher.hexdigest())
 
     def shard_identity(self, shard: int) -> str:
         return self.fingerprint
+
+
+class ArrowDatasetSource(_Object):
+    """A `datasets.Dataset`, whatever was selected, shuffled or formatted in it; implements
+    ShardedSource. Its tables stay memory-mapped.
+    """
+
+    def __init__(
+        self,
+        data: Dataset,
+        *,
+        name: str = "memory",
+        columns: Sequence[str] | None = None,
+        identity: str | None = None,
+    ) -> None:
+        super().__init__(name, len(data), identity)
+        self._data = data.with_format("arrow", columns=None if columns is None else list(columns))
+        self.schema = plain_schema(
+            self._data.features.arrow_schema if columns is None else self._data[:0].schema, name
+        )
 
     def select(self, columns: Sequence[str]) -> ArrowDatasetSource:
         return ArrowDatasetSource(
@@ -209,7 +221,7 @@ class ArrowDatasetSource(Source):
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
 
-class RandomAccessSource(Source):
+class RandomAccessSource(_Object):
     """Anything with `len()` that gives a dict (or None, for a row that is filtered out) by number.
 
     Values are Python objects or arrays. Columns follow from the first 1,024 rows; a later row that
@@ -226,9 +238,6 @@ class RandomAccessSource(Source):
         identity: str | None = None,
         skip: bool = False,
     ) -> None:
-        """identity: what its rows are known by, in place of their content."""
-        self._identity, self._skip = identity, skip
-        self._exact: tuple[str, ...] = ()  # columns whose lists and objects are JSON
         rows = len(data)
         if rows >= ENDLESS:
             raise SourceError(
@@ -236,12 +245,11 @@ class RandomAccessSource(Source):
                 problem=f"{type(data).__name__} never ends",
                 fix="Take off its repeat(); give epochs to the mixture instead.",
             )
-        self._data, self._name, self._rows = data, name, rows
+        super().__init__(name, rows, identity)
+        self._exact: tuple[str, ...] = ()  # columns whose lists and objects are JSON
+        self._data, self._rows, self._skip = data, rows, skip
         self._lock = threading.Lock()
         self._schema: pa.Schema | None = None
-        self.shards: Sequence[Shard] = (
-            Shard(name=name, num_rows=rows, cuts=tuple(range(0, rows, 8 * BLOCK_ROWS)) or (0,)),
-        )
 
     @property
     def schema(self) -> pa.Schema:
@@ -253,18 +261,6 @@ class RandomAccessSource(Source):
                 columns = columns_of(rows.values(), self._name, skip=self._skip, exact=self._exact)
                 self._schema = columns.append(pa.field(ROW_NUMBER, pa.int64()))
             return self._schema
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the content, which is read once for it."""
-        return self._content
-
-    @functools.cached_property
-    def _content(self) -> str:
-        return self._identity or _fingerprint(self, self._rows)
-
-    def shard_identity(self, shard: int) -> str:
-        return self.fingerprint
 
     def exactly(self, columns: Sequence[str]) -> RandomAccessSource:
         twin = RandomAccessSource(
@@ -289,16 +285,3 @@ class RandomAccessSource(Source):
         taken = {i: self._data[i] for i in range(start, stop)}
         rows = {i: row for i, row in taken.items() if row is not None}
         return [i for i in taken if i not in rows], rows
-
-
-def _fingerprint(source: ArrowDatasetSource | RandomAccessSource, rows: int) -> str:
-    hasher = xxhash.xxh3_128()
-    for start in range(0, rows, BLOCK_ROWS):
-        hasher.update(content_hash(source.read(0, start, min(rows, start + BLOCK_ROWS))).encode())
-    return digest(
-        "object",
-        READER_VERSION,
-        rows,
-        [[field.name, str(field.type)] for field in source.schema],
-        hasher.hexdigest(),
-    )

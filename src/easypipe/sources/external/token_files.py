@@ -157,7 +157,7 @@ class TokenFormat(Format):
             data = read_range(file, found.start + start * width * size, found.start + last * size)
             values = np.frombuffer(data, found.dtype)
             offsets = np.minimum(np.arange(stop - start + 1, dtype=np.int64) * width, len(values))
-        return Rows(_lists(values, offsets))
+        return Rows(token_lists(values, offsets))
 
     def _refuse(self, file: FileRef, why: str) -> None:
         for name in ("dtype", "separator_id", "document_tokens"):
@@ -211,10 +211,10 @@ def _separated(dtype: DType, piece: Records, fields: pa.Schema) -> Rows:
     text = piece.data[piece.starts[0] : piece.ends[-1]].tobytes()
     offsets = (np.append(piece.starts[:1], piece.ends) - piece.starts[0]) // dtype.itemsize
     numbers = np.arange(piece.row, piece.row + len(piece.starts), dtype=np.int64)
-    return Rows(_lists(np.frombuffer(text, dtype), offsets), numbers)
+    return Rows(token_lists(np.frombuffer(text, dtype), offsets), numbers)
 
 
-def _lists(values: np.ndarray, offsets: NDArray[np.int64]) -> pa.Table:
+def token_lists(values: np.ndarray, offsets: NDArray[np.int64]) -> pa.Table:
     native = values.astype(values.dtype.newbyteorder("="), copy=False)
     lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(native))
     return pa.table({INPUT_IDS: lists})

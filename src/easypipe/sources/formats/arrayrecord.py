@@ -15,10 +15,11 @@ import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
-from easypipe.core.schema import INPUT_IDS
+from easypipe.core.schema import INPUT_IDS, offsets_of
 from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
-from easypipe.sources.external.token_files import TokenFilesConfig
+from easypipe.sources.external.token_files import TokenFilesConfig, token_lists
 from easypipe.sources.files import DataFiles, FileRef, LocalFile
+from easypipe.sources.schemas import text_array
 
 TEXT = "text"
 CUT_BYTES = 1 << 20
@@ -76,15 +77,10 @@ class ArrayRecordFormat(Format):
                     problem=f"damaged ArrayRecord data: {error}",
                     fix="Copy or write the file again.",
                 ) from error
-        offsets = np.concatenate([[0], np.cumsum([len(record) for record in found])]).astype(
-            np.int64
-        )
+        offsets = offsets_of([len(record) for record in found])
         data = b"".join(found)
         if self._layout is None:
-            text = pa.Array.from_buffers(
-                pa.large_string(), len(found), [None, pa.py_buffer(offsets), pa.py_buffer(data)]
-            )
-            return Rows(pa.table({TEXT: text}))
+            return Rows(pa.table({TEXT: text_array(offsets, data)}))
         dtype = np.dtype(str(self._layout.dtype)).newbyteorder("<")
         odd = np.flatnonzero(np.diff(offsets) % dtype.itemsize)
         if odd.size:
@@ -95,9 +91,7 @@ class ArrayRecordFormat(Format):
                 problem=f"{size} bytes are no whole number of {dtype} tokens",
                 fix="Check dtype.",
             )
-        values = np.frombuffer(data, dtype).astype(dtype.newbyteorder("="), copy=False)
-        lists = pa.LargeListArray.from_arrays(pa.array(offsets // dtype.itemsize), pa.array(values))
-        return Rows(pa.table({INPUT_IDS: lists}))
+        return Rows(token_lists(np.frombuffer(data, dtype), offsets // dtype.itemsize))
 
     def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
         lock, reader = self._reader(file)

@@ -11,6 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError
+from easypipe.core.schema import offsets_of
 from easypipe.sources.base import FileSource, Format, Rows, Survey
 from easypipe.sources.files import FileRef, LocalFile, library_errors, open_binary, read_range
 from easypipe.sources.schemas import plain_schema
@@ -110,7 +111,7 @@ def _survey_file(opened: pa.NativeFile) -> _Batches:
     opened.seek(0)
     reader = pa.ipc.open_file(opened, options=_only(schema, []))
     counts = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
-    return _Batches(_running(counts), None, schema, _has_dictionary(schema))
+    return _Batches(offsets_of(counts), None, schema, _has_dictionary(schema))
 
 
 def _survey_stream(opened: pa.NativeFile, limit: int | None) -> _Batches:
@@ -121,14 +122,18 @@ def _survey_stream(opened: pa.NativeFile, limit: int | None) -> _Batches:
     while True:
         offset = opened.tell()
         if limit is not None and offset > limit:
-            return _Batches(_running(counts), offsets, schema, _has_dictionary(schema), whole=False)
+            return _Batches(
+                offsets_of(counts), offsets, schema, _has_dictionary(schema), whole=False
+            )
         try:
             counts.append(reader.read_next_batch().num_rows)
         except StopIteration:  # the library takes the end of the file for the end mark
             opened.seek(offset)
             # old writers leave out the first half
             ended = opened.read(len(END_MARK)).endswith(END_MARK[4:])
-            return _Batches(_running(counts), offsets, schema, _has_dictionary(schema), ended=ended)
+            return _Batches(
+                offsets_of(counts), offsets, schema, _has_dictionary(schema), ended=ended
+            )
         offsets.append(offset)
 
 
@@ -166,10 +171,6 @@ def _only(schema: pa.Schema, names: list[str]) -> pa.ipc.IpcReadOptions:
         ]
         wanted = flat[:1] or [0]
     return pa.ipc.IpcReadOptions(included_fields=wanted)
-
-
-def _running(counts: list[int]) -> NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 def _has_dictionary(schema: pa.Schema) -> bool:

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from easypipe.core.protocols import Reject, left_out
+from easypipe.core.schema import offsets_of
 from easypipe.core.values import Record
 from easypipe.sources.base import FileSource, Format, Rows
 from easypipe.sources.files import FileRef
@@ -101,7 +102,7 @@ def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> Rows:
     else:
         text = np.empty(int((piece.ends - piece.starts).sum()) + count, np.uint8)
         gather(piece.data, piece.starts, piece.ends, flags, text)
-        borders = np.concatenate([[0], np.cumsum((piece.ends - piece.starts + 1)[good])])
+        borders = offsets_of((piece.ends - piece.starts + 1)[good])
     typed = pa.schema([field for field in fields if not is_json(field.type)])
     table, bad = _Lines(memoryview(text.data), borders, _parse_schema(typed)).parse(0, len(good))
     if len(typed) < len(fields):

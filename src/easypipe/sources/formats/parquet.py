@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError
+from easypipe.core.schema import offsets_of
 from easypipe.sources.base import FileSource, Format, Rows, Survey
 from easypipe.sources.files import FileRef, library_errors, open_binary, read_range
 from easypipe.sources.schemas import plain_schema
@@ -67,7 +68,7 @@ class ParquetFormat(Format):
             parquet = pq.ParquetFile(opened)
             metadata, schema = parquet.metadata, parquet.schema_arrow
         rows = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
-        first = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
+        first = offsets_of(rows)
         cuts: list[int] = []
         for group, count in enumerate(rows):
             pieces = max(1, min(count, _group_bytes(metadata, group, columns) // CUT_BYTES))

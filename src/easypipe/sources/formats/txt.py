@@ -22,6 +22,7 @@ from easypipe.sources.formats.scanners import (
     split_paragraphs,
 )
 from easypipe.sources.formats.streams import PlainBytes
+from easypipe.sources.schemas import text_array
 
 TEXT = "text"
 SCHEMA = pa.schema([pa.field(TEXT, pa.large_string())])
@@ -97,9 +98,7 @@ def _gathered(piece: Records, flags: np.ndarray) -> Rows:
     out = np.empty(int((piece.ends - piece.starts)[good].sum()), np.uint8)
     offsets = np.empty(len(good) + 1, np.int64)
     gather_text(piece.data, piece.starts, piece.ends, flags, out, offsets)
-    text = pa.Array.from_buffers(
-        pa.large_string(), len(good), [None, pa.py_buffer(offsets), pa.py_buffer(out)]
-    )
+    text = text_array(offsets, out)
     blank = np.flatnonzero(flags == BLANK) + piece.row
     return Rows(
         pa.table({TEXT: text}),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from fsspec.utils import glob_translate
 
-from easypipe.core.errors import MissingFileError, did_you_mean
+from easypipe.core.errors import MissingFileError, did_you_mean, require_known
 from easypipe.core.values import Json
 from easypipe.sources.refs import EXTENSIONS, format_of, natural
 
@@ -53,13 +53,8 @@ def choose_files(
         return chosen
     splits = _splits(data, card, subset, at, converted)
     wanted = split or TRAIN
-    if wanted not in splits:
-        raise MissingFileError(
-            at=at,
-            problem=f"no split {wanted!r}",
-            have=sorted(splits),
-            fix=did_you_mean(wanted, splits) or "Name one by split=.",
-        )
+    fix = "Name one by split=."
+    require_known(wanted, sorted(splits), at, f"no split {wanted!r}", fix, MissingFileError)
     return splits[wanted]
 
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Literal
 
 from easypipe.core.config import ListOf, config
-from easypipe.core.errors import ConfigError, PlanError, did_you_mean, require
+from easypipe.core.errors import ConfigError, PlanError, require, require_known
 from easypipe.plan.mix import integer_weights
 from easypipe.plan.spec import Unit
 
@@ -168,13 +168,9 @@ class MixStageConfig:
         for i, point in enumerate(self.weight_schedule or ()):
             check_weights(point.weights, names, f"mix.weight_schedule[{i}].weights")
         for name in self.max_epochs or {}:
-            if name not in names:
-                raise ConfigError(
-                    at=f"mix.max_epochs.{name}",
-                    problem=f"no dataset named {name!r}",
-                    have=sorted(names),
-                    fix=did_you_mean(name, names),
-                )
+            require_known(
+                name, sorted(names), f"mix.max_epochs.{name}", f"no dataset named {name!r}"
+            )
 
     def ends(self, names: list[str]) -> bool:
         """Whether the mixture of these datasets comes to an end."""
@@ -192,13 +188,7 @@ def check_weights(
     if weights is None:
         return
     for name in weights:
-        if name not in names:
-            raise ConfigError(
-                at=f"{at}.{name}",
-                problem=f"no dataset named {name!r}",
-                have=sorted(names),
-                fix=did_you_mean(name, names),
-            )
+        require_known(name, sorted(names), f"{at}.{name}", f"no dataset named {name!r}")
     for name in names:
         require(
             name in weights,
@@ -247,14 +237,13 @@ def check_points(points: Sequence[WeightSchedulePoint], at: str) -> None:
                 fix="Order the points by step.",
             )
         for name in point.weights:
-            if name not in first:
-                raise ConfigError(
-                    at=f"{at}[{i}].weights.{name}",
-                    problem=f"{at}[0] has no weight for {name!r}",
-                    have=first,
-                    fix=did_you_mean(name, list(first))
-                    or "Name the same datasets in every point; 0 leaves one out.",
-                )
+            require_known(
+                name,
+                first,
+                f"{at}[{i}].weights.{name}",
+                f"{at}[0] has no weight for {name!r}",
+                "Name the same datasets in every point; 0 leaves one out.",
+            )
         for name in first:
             require(
                 name in point.weights,

@@ -27,6 +27,7 @@ from easypipe.core.schema import (
     POSITION_IDS,
     SEGMENT_IDS,
     SOURCE,
+    offsets_of,
     token_dtype,
 )
 from easypipe.loader.rows.planned import PlannedRows
@@ -231,8 +232,7 @@ class PackedShardedSource(PlannedSource):
         """For every row the datasets of its segments, the first segment first."""
         pieces = self.plan().pieces(rows)
         each = 2 if self.mixture.paired else 1  # segments of a piece
-        ends = np.cumsum(np.bincount(pieces.row, minlength=len(rows)) * each)
-        offsets = np.concatenate([np.zeros(1, np.int64), ends])
+        offsets = offsets_of(np.bincount(pieces.row, minlength=len(rows)) * each)
         names = pa.DictionaryArray.from_arrays(
             pa.array(np.repeat(pieces.dataset, each)),
             pa.array(list(self.mixture.parts), pa.string()),

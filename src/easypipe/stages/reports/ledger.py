@@ -48,12 +48,7 @@ def _plan_entries(
         drawn = {"drawn": part.draws, "unreached": part.unreached}
         ledger.add("mix", name, "documents", into=passes, out=drawn)
         ledger.facts[f"mix.{name}.epochs"] = part.epochs
-        ledger.add(stage, name, "documents", into={"drawn": part.draws}, out=part.documents)
-        added = _eos_added(mixture, i, part) if packed else 0
-        into = {"drawn, with EOS": part.tokens_drawn}
-        if added is not None:
-            into = {"drawn": part.tokens_drawn - added, "EOS": added}
-        ledger.add(stage, name, "tokens", into=into, out=part.tokens)
+        part.enter(ledger, stage, name, _eos_added(mixture, i, part) if packed else 0)
         starts = int(i == first) if joined else part.segments * (2 if mixture.paired else 1)
         labels = part.tokens_placed - starts
         out = {"targets": labels}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require
+from easypipe.core.errors import ConfigError, SourceError, require, require_known
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import (
     ROW_NUMBER,
@@ -125,14 +125,8 @@ def kept_columns(
     """
     have = [column for column in source.schema.names if column != ROW_NUMBER]
     for column in additional:
-        if column not in have:
-            problem = f"dataset {name!r} has no column {column!r}"
-            raise ConfigError(
-                at=f"{at}.additional_fields",
-                problem=problem,
-                have=have,
-                fix=did_you_mean(column, have),
-            )
+        problem = f"dataset {name!r} has no column {column!r}"
+        require_known(column, have, f"{at}.additional_fields", problem)
         require(
             remove is None or column not in remove,
             "tokenize.remove_columns",

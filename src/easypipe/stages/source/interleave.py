@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import Shard, ShardedSource, Source
-from easypipe.core.schema import ROW_NUMBER, SOURCE
+from easypipe.core.schema import ROW_NUMBER, SOURCE, fields_text, offsets_of
 from easypipe.core.values import Record
 from easypipe.plan.mix import Stop, integer_weights
 from easypipe.plan.order import OrderConfig
@@ -133,7 +133,7 @@ class InterleavedSource(Source):
             require(
                 other.equals(schema),
                 f"datasets.{name}",
-                f"has the columns {_columns(other)}, and {first!r} has {_columns(schema)}",
+                f"has the columns {fields_text(other)}, and {first!r} has {fields_text(schema)}",
                 "Select, rename or cast columns until they agree.",
             )
         require(
@@ -233,17 +233,16 @@ class InterleavedSource(Source):
         """For each source the rows before each of its shards, and behind the last."""
         starts = []
         for name, source in self.sources.items():
-            counts = [shard.num_rows for shard in source.shards]
-            if None in counts:
-                shard = source.shards[counts.index(None)].name
-                raise ConfigError(
-                    at=f"datasets.{name}",
-                    problem=f"the rows of {shard} are not counted",
-                    fix="Mix sources whose rows have an end.",
-                )
-            starts.append(
-                np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(counts, dtype=np.int64))])
-            )
+            counts: list[int] = []
+            for shard in source.shards:
+                if shard.num_rows is None:
+                    raise ConfigError(
+                        at=f"datasets.{name}",
+                        problem=f"the rows of {shard.name} are not counted",
+                        fix="Mix sources whose rows have an end.",
+                    )
+                counts.append(shard.num_rows)
+            starts.append(offsets_of(counts))
         return starts
 
 
@@ -306,7 +305,3 @@ def _runs(starts: NDArray[np.int64], docs: NDArray[np.int64]) -> Iterator[_Run]:
 
 def _one_each(docs: NDArray[np.int64]) -> NDArray[np.int32]:
     return np.ones(docs.shape[0], dtype=np.int32)
-
-
-def _columns(schema: pa.Schema) -> str:
-    return ", ".join(f"{field.name}: {field.type}" for field in schema)

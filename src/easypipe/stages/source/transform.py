@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require
+from easypipe.core.errors import SourceError, require, require_known
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Transform
 from easypipe.stages.config import datasets_of
 from easypipe.transforms.columns.base import TransformedSource, as_transform
@@ -48,13 +48,7 @@ class TransformStage(BaseStage):
         where columns do not fit.
         """
         for name in self.datasets or ():
-            if name not in data:
-                raise ConfigError(
-                    at="transform.datasets",
-                    problem=f"no dataset {name!r}",
-                    have=data,
-                    fix=did_you_mean(name, data),
-                )
+            require_known(name, data, "transform.datasets", f"no dataset {name!r}")
         options = datasets_of(context)
         result = dict(data)
         for name in self.datasets if self.datasets is not None else data:

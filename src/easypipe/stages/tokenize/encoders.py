@@ -31,6 +31,7 @@ from easypipe.core.schema import (
     ROW_NUMBER,
     SEGMENT_BREAK,
     SEGMENT_IDS,
+    offsets_of,
     token_dtype,
 )
 from easypipe.loader.rows.stored import Block, decode
@@ -345,7 +346,7 @@ def _joined(documents: Sequence[EncodedDocuments], rejects: tuple[Reject, ...]) 
     ]
     starts = [np.asarray(column.offsets.to_numpy(), np.int64) for column in lists[0]]
     sizes = [np.diff(edges) for edges in starts]
-    offsets = np.concatenate([[0], np.cumsum(sizes[0] + sizes[1])]).astype(np.int64)
+    offsets = offsets_of(sizes[0] + sizes[1])
     begins = [offsets[:-1], offsets[:-1] + sizes[0]]
     merged = []
     for sides in lists:

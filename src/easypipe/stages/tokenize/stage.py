@@ -9,7 +9,7 @@ from typing import Any
 
 from easypipe.cache.location import cache_folder_of
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, require_known
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
 from easypipe.core.values import Arguments
@@ -121,14 +121,8 @@ def _kept_columns(
         )
     )
     for i, column in enumerate(stage.remove_columns or ()):
-        if column not in have:
-            at = f"tokenize.remove_columns[{i}]"
-            raise ConfigError(
-                at=at,
-                problem=f"no dataset has a column {column!r}",
-                have=have,
-                fix=did_you_mean(column, have),
-            )
+        at = f"tokenize.remove_columns[{i}]"
+        require_known(column, have, at, f"no dataset has a column {column!r}")
     kept = {}
     for name, source in texts.items():
         number, dataset = datasets.get(name, (None, None))

@@ -17,9 +17,9 @@ import numpy as np
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
-from easypipe.core.schema import Bools, Ints
+from easypipe.core.schema import Bools, Ints, offsets_of
 from easypipe.transforms.tokenizer.config import length_limit
-from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Mask, offsets_of
+from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Mask
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 Boundary = Literal["sentence", "clause", "word"]

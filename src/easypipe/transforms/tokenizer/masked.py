@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from easypipe.core.errors import TokenizerError
-from easypipe.core.schema import Bools, Ints
+from easypipe.core.schema import Bools, Ints, offsets_of
 from easypipe.transforms.tokenizer.config import length_limit
-from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Mask, Tokens, offsets_of
+from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Mask, Tokens
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 # what follows a text: nothing, EOS unseen by the loss, EOS as a target

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.core.schema import Bools, Ints
+from easypipe.core.schema import Bools, Ints, offsets_of
 
 Ids = NDArray[np.unsignedinteger]
 Mask = NDArray[np.uint8]  # 1 is a target
@@ -131,8 +131,3 @@ class EncodedTexts(NamedTuple):
             None if self.mask is None else self.mask[tokens],
             *(one[kept] for one in self[3:]),
         )
-
-
-def offsets_of(sizes: Ints | Sequence[int]) -> Ints:
-    """Int64[n+1] of lists with these sizes."""
-    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

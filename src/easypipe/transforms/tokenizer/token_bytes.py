@@ -16,9 +16,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from easypipe.core.schema import Bools, Ints
+from easypipe.core.schema import Bools, Ints, offsets_of
 from easypipe.core.text import bytes_of
-from easypipe.transforms.tokenizer.ragged import offsets_of
 
 
 class Ranges(NamedTuple):

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import TokenizerError
-from easypipe.core.schema import Ints, token_dtype
+from easypipe.core.schema import Ints, offsets_of, token_dtype
 from easypipe.core.text import bytes_of
 from easypipe.transforms.tokenizer import proof
 from easypipe.transforms.tokenizer.config import TokenizerConfig, length_limit
@@ -41,7 +41,7 @@ from easypipe.transforms.tokenizer.files import (
 )
 from easypipe.transforms.tokenizer.lost import LostCharacters
 from easypipe.transforms.tokenizer.proof import Verdict
-from easypipe.transforms.tokenizer.ragged import EncodedTexts, Tokens, offsets_of
+from easypipe.transforms.tokenizer.ragged import EncodedTexts, Tokens
 from easypipe.transforms.tokenizer.special import SpecialStrings
 from easypipe.transforms.tokenizer.token_bytes import TokenBytes, token_bytes
 
