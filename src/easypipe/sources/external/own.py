@@ -213,15 +213,9 @@ class OwnSource(Source):
     @property
     def shards(self) -> Sequence[Shard]:
         """Raises what the source raises while its rows are counted."""
-        with self._lock:
-            if "shards" not in self._known:
-                self._recall()
-            if "shards" not in self._known:
-                self._known["shards"] = (
-                    tuple(self._count()) if self._counted else self._given.shards
-                )
-                self._remember()
-            return self._known["shards"]
+        return self._found(
+            "shards", lambda: tuple(self._count()) if self._counted else self._given.shards
+        )
 
     @property
     def info(self) -> SourceInfo:
@@ -294,20 +288,23 @@ class OwnSource(Source):
     @property
     def _whole(self) -> pa.Schema:
         """All columns."""
+        return self._found("schema", self._columns_of_first_rows)
+
+    def _columns_of_first_rows(self) -> pa.Schema:
+        rows = self._kept.first_rows(dicts.FIRST_ROWS, self._at)
+        schema = dicts.columns_of(rows, self._name, skip=self._skip, exact=self._exact)
+        return schema.append(pa.field(ROW_NUMBER, pa.int64())) if self._skip else schema
+
+    def _found(self, what: str, find: Callable[[], Any]) -> Any:
+        """What is known of the rows, from this process, or from an earlier one, or found now."""
         with self._lock:
-            if "schema" not in self._known:
+            if what not in self._known:
                 self._recall()
-            if "schema" not in self._known:
-                schema = dicts.columns_of(
-                    self._kept.first_rows(dicts.FIRST_ROWS, self._at),
-                    self._name,
-                    skip=self._skip,
-                    exact=self._exact,
-                )
-                self._known["schema"] = (
-                    schema.append(pa.field(ROW_NUMBER, pa.int64())) if self._skip else schema
-                )
-            return self._known["schema"]
+            if what not in self._known:
+                self._known[what] = find()
+                if what == "shards":
+                    self._remember()
+            return self._known[what]
 
     def _at(self, shard: int) -> str:
         name = self._given.shards[shard].name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,22 +65,18 @@ class LoadStage(BaseStage):
         first batch needs; all of it where a document that is longer than a row is an error. In
         streaming it reads no rows.
         """
-        options = self._options(name, source)
-        if settings_of(context).streaming:
+        options, streaming = self._options(name, source), settings_of(context).streaming
+        decoder = remember = None
+        if streaming:
             rows = _stream_rows(name, source, context, options)
-            return Loader(
-                rows,
-                options,
-                seed=rows.spec.plan.seed,
-                collate=self._collate(name, source, context, None),
-                name=f"loader of {name!r}",
-            )
-        rows = self._rows(name, source, context, options.num_epochs)
-        require_a_batch(name, rows, options)
-        remember = None
+            seed = rows.spec.plan.seed
+        else:
+            rows, seed = self._rows(name, source, context, options.num_epochs), context.seed
+            require_a_batch(name, rows, options)
+            decoder = decoder_of(source)
         if isinstance(rows, PlannedRows):
             mixture, plan = mixture_of(name, source, context, stage="load"), rows.plan
-            remember = lambda: mixture.remember(plan)  # noqa: E731
+            remember = partial(mixture.remember, plan)
             if (
                 plan.spec.pack is not None
                 and plan.spec.pack.oversize == "error"
@@ -89,10 +86,10 @@ class LoadStage(BaseStage):
         return Loader(
             rows,
             options,
-            seed=context.seed,
-            collate=self._collate(name, source, context, rows),
+            seed=seed,
+            collate=self._collate(name, source, context, None if streaming else rows),
             name=f"loader of {name!r}",
-            decoder=decoder_of(source),
+            decoder=decoder,
             remember=remember,
         )
 

@@ -6,7 +6,7 @@ Nothing is tokenized before a plan is asked for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from easypipe.cache.reader import TokenCache
 from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
-from easypipe.core.protocols import PipelineContext, ShardedSource, Source
+from easypipe.core.protocols import PipelineContext, ShardedSource, Source, info_of
 from easypipe.core.schema import LOSS_MASK
 from easypipe.core.values import Json, Record
 from easypipe.loader.config import LoadStageConfig
@@ -33,7 +33,7 @@ from easypipe.plan.spec import Unit
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec, WindowState, window_docs
 from easypipe.stages.config import settings_of
 from easypipe.stages.mix.schedule import batch_sizes_of
-from easypipe.stages.tokenize.documents import Documents, is_paired, token_info
+from easypipe.stages.tokenize.documents import Documents, token_info
 
 
 class _Choice(NamedTuple):
@@ -131,7 +131,7 @@ class Mixture:
     @property
     def paired(self) -> bool:
         """Whether every document is a pair: one that was preferred, and one that was not."""
-        return any(is_paired(source) for source in self.parts.values())
+        return any(info_of(source).pairs for source in self.parts.values())
 
     @property
     def description(self) -> str:
@@ -259,18 +259,12 @@ class Mixture:
         return recall_checked(self._checkpoint_path(plan), states, what="the plan") or ()
 
     def _dataset(self, i: int, name: str, eos: int | None) -> PlanDataset:
-        cache = self._caches[i]
-        if eos is None:
-            return PlanDataset(
-                name, cache.num_docs, cache.total_tokens, cache.fingerprint, cache.lengths
-            )
-        return PlanDataset(
-            name,
-            cache.num_docs,
-            cache.total_tokens + self._without_eos[i],
-            f"{cache.fingerprint}+eos",
-            _with_eos(cache),
-        )
+        cache, added, mark, lengths = self._caches[i], 0, "", self._caches[i].lengths
+        if eos is not None:
+            added, mark = self._without_eos[i], "+eos"
+            lengths = lambda docs: cache.lengths(docs) + ~cache.has_eos(docs)  # noqa: E731
+        tokens, fingerprint = cache.total_tokens + added, f"{cache.fingerprint}{mark}"
+        return PlanDataset(name, cache.num_docs, tokens, fingerprint, lengths)
 
     def _checkpoint_path(self, plan: Plan) -> Path:
         return self.context.cache_dir / "plans" / f"{plan.fingerprint}.json"
@@ -313,7 +307,3 @@ class PlannedSource(Source):
 def planned_of(source: ShardedSource) -> PlannedSource | None:
     """The source, where a plan over a mixture gives its rows."""
     return source if isinstance(source, PlannedSource) else None
-
-
-def _with_eos(cache: TokenCache) -> Callable[[NDArray[np.int64]], NDArray[np.int32]]:
-    return lambda docs: cache.lengths(docs) + ~cache.has_eos(docs)

@@ -267,11 +267,6 @@ def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:
     return TokenizerIdentity.of(load_tokenizer(chosen)).tokens
 
 
-def is_paired(source: ShardedSource) -> bool:
-    """Whether every document is a pair of answers, which must stay in one row."""
-    return info_of(source).pairs
-
-
 def holds_pairs(source: ShardedSource) -> bool | None:
     """Whether a source of tokens, mixed and packed or not, holds pairs of answers; None where its
     rows were made before.
@@ -279,14 +274,14 @@ def holds_pairs(source: ShardedSource) -> bool | None:
     mixture = getattr(source, "mixture", None)
     if mixture is not None:
         return bool(mixture.paired)
-    return is_paired(source) if is_documents(source) else None
+    return info_of(source).pairs if is_documents(source) else None
 
 
 def same_kind(parts: Mapping[str, Documents]) -> None:
     """Raises ConfigError where some datasets hold pairs and others do not: a loss is either of
     pairs or of tokens.
     """
-    paired = [name for name, source in parts.items() if is_paired(source)]
+    paired = [name for name, source in parts.items() if info_of(source).pairs]
     others = [name for name in parts if name not in paired]
     if paired and others:
         problem = f"dataset {paired[0]!r} holds pairs of answers, and {others[0]!r} does not"
