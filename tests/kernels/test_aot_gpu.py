@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh
 
 from aot import Program, array, check_collectives
 from easypipe.kernels.loss.api import LossSharding, fused_linear_cross_entropy
-from easypipe.train.model.attention import attend
+from easypipe.train.model.attention import Scores, attend
 from easypipe.train.model.config import TRITON_WIDTHS
 from easypipe.train.plan.hlo import arrays
 from easypipe.train.plan.topology import topology
@@ -132,7 +132,7 @@ def test_attention_is_a_kernel_forward_and_two_backward(width, dtype):
     def step(query, key, value, segments, windowed):
         def mix(q, k, v):
             return (
-                attend(q, k, v, segments, window=512, windowed=windowed, soft_cap=50.0)
+                attend(q, k, v, segments, Scores(512, windowed, soft_cap=50.0))
                 .astype(jnp.float32)
                 .sum()
             )

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -257,11 +256,10 @@ def test_rows_that_a_source_leaves_out_are_not_counted():
     assert_same_batch(rows.batch(np.arange(len(kept)), 64), wanted)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_laws_of_stored_rows(shuffle):
+def test_laws_of_stored_rows():
     def make(**load):
         source = Tables([as_table(PACKED, pa.large_list(pa.uint16()))])
-        rows = StoredRows(source, seq_length=64, num_epochs=3, shuffle=shuffle, seed=4)
+        rows = StoredRows(source, seq_length=64, num_epochs=3)
         return Loader(rows, LoadStageConfig(batch_size=5, num_epochs=3, drop_last=False, **load))
 
     assert_exact_resume(make, len(make()), hops=[2], stops=[0, 1, 9, 20, len(make())])
@@ -270,8 +268,7 @@ def test_laws_of_stored_rows(shuffle):
     )
     ids = np.concatenate([batch[INPUT_IDS] for batch in make()])
     epochs = [[row.tobytes() for row in epoch] for epoch in np.split(ids, 3)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
-    assert (epochs[0] != epochs[1]) == shuffle
+    assert epochs[0] == epochs[1] == epochs[2]
 
 
 def test_rows_without_end():
@@ -309,14 +306,6 @@ def test_threads_that_want_one_block_decode_it_once():
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(6)))
     assert len(source.reads) == 1
-
-
-def test_a_shuffle_that_reads_a_block_per_row_says_so(caplog):
-    source = Tables([as_table(PACKED, pa.large_list(pa.uint16()))])
-    source.shards = [Shard(name="big", num_rows=source.shards[0].num_rows, num_bytes=10 << 30)]
-    with caplog.at_level(logging.WARNING, "easypipe"):
-        StoredRows(source, shuffle=True)
-    assert "Set shuffle_buffer_size instead" in caplog.text
 
 
 def test_a_shard_without_a_row_count_is_refused():

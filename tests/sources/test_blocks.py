@@ -15,7 +15,7 @@ import pytest
 
 from easypipe.cache import mapping
 from easypipe.cache.blocks import BLOCK, INDEX, note_documents
-from easypipe.cache.reader import TokenCache
+from easypipe.cache.reader import Buffers, TokenCache
 from easypipe.core.errors import CacheError
 from easypipe.loader.rows.documents import gather_documents
 from easypipe.loader.rows.planned import PlannedRows
@@ -131,15 +131,24 @@ def test_blocks_of_tokens_and_of_masks_are_noted_up_to_their_last_byte() -> None
         np.zeros(6, np.uint8),
         np.array([0, 7, 8 + BLOCK // 2]),
     )
-    # masks stand behind
-    at = [
-        np.array([array.ctypes.data], np.uint64)
-        for array in (file, offsets, file[3 * BLOCK - 8 :], file, flags)
-    ]
+
+    def address(array: np.ndarray) -> np.ndarray:
+        return np.array([array.ctypes.data], np.uint64)
+
+    buffers = Buffers(
+        first_doc=np.array([0, 2]),
+        ids_address=address(file),
+        offsets_address=address(offsets),
+        mask_address=address(file[3 * BLOCK - 8 :]),  # masks stand behind
+        eos_address=np.zeros(1, np.uint64),
+        file_address=address(file),
+        checked_address=address(flags),
+        id_bytes=2,
+    )
     todo = np.zeros((2, 9), np.int64)
 
     def noted(doc: int) -> list[int]:
-        count = note_documents(np.array([doc]), np.array([0, 2]), *at, 2, todo)
+        count = note_documents(np.array([doc]), buffers, todo)
         return todo[1, :count].tolist()
 
     assert noted(0) == [INDEX]

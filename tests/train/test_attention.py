@@ -17,7 +17,7 @@ import pytest
 from aot import array, compiled, tpu_mesh
 from easypipe.core.errors import ConfigError
 from easypipe.train.model import attention
-from easypipe.train.model.attention import attend, choose
+from easypipe.train.model.attention import Scores, attend, choose
 from easypipe.train.model.decoder import ModelConfig
 
 ALL = os.environ.get("EASYPIPE_AOT") == "all"  # nox -s aot_tpu
@@ -56,7 +56,7 @@ def value_and_gradients(backend, case, given):
 
     @jax.jit
     def run(query, key, value, windowed):
-        mix = lambda q, k, v: attend(q, k, v, segments, windowed=windowed, backend=backend, **case)  # noqa: E731
+        mix = lambda q, k, v: attend(q, k, v, segments, Scores(windowed=windowed, **case), backend)  # noqa: E731
         mixed, vjp = jax.vjp(mix, query, key, value)
         return mixed, *vjp(pull.astype(mixed.dtype))
 
@@ -138,7 +138,7 @@ def test_for_tpus_splash_is_compiled_and_no_scores_exist(generation, width):
     def step(query, key, value, segments, windowed):
         def mix(q, k, v):
             return (
-                attend(q, k, v, segments, window=512, windowed=windowed, soft_cap=50.0)
+                attend(q, k, v, segments, Scores(512, windowed, soft_cap=50.0))
                 .astype(jnp.float32)
                 .sum()
             )

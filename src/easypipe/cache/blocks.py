@@ -195,34 +195,26 @@ def note(checked_at, file_at, address, num_bytes, part, todo, count):
 
 
 @jit
-def note_documents(
-    docs, first_doc, ids_at, offsets_at, mask_at, file_at, checked_at, id_bytes, todo
-):
-    """`note` for tokens and masks of all of `docs` (Int64[n]) of one cache. INDEX stands for a
-    part's index, which comes first.
+def note_documents(docs, buffers, todo):
+    """`note` for tokens and masks of all of `docs` (Int64[n]) of one cache, which lies in `buffers`
+    (reader.Buffers). INDEX stands for a part's index, which comes first.
     """
-    count = np.int64(0)
+    count, id_bytes = np.int64(0), buffers.id_bytes
     for doc in docs:
-        part = np.searchsorted(first_doc, doc, side="right") - 1
-        if checked_at[part] == 0:
+        part = np.searchsorted(buffers.first_doc, doc, side="right") - 1
+        checked, file = buffers.checked_address[part], buffers.file_address[part]
+        if checked == 0:
             continue
-        if uint8_at(checked_at[part])[0] == 0:
+        if uint8_at(checked)[0] == 0:
             if count < todo.shape[1]:
                 todo[0, count], todo[1, count] = part, INDEX
                 count += 1
             continue
-        offsets, local = int64_at(offsets_at[part]), doc - first_doc[part]
+        offsets, local = int64_at(buffers.offsets_address[part]), doc - buffers.first_doc[part]
         begin, length = offsets[local], offsets[local + 1] - offsets[local]
-        ids = np.int64(ids_at[part]) + begin * id_bytes
-        count = note(checked_at[part], file_at[part], ids, length * id_bytes, part, todo, count)
-        if mask_at[part] != 0:
-            count = note(
-                checked_at[part],
-                file_at[part],
-                np.int64(mask_at[part]) + begin,
-                length,
-                part,
-                todo,
-                count,
-            )
+        ids = np.int64(buffers.ids_address[part]) + begin * id_bytes
+        count = note(checked, file, ids, length * id_bytes, part, todo, count)
+        if buffers.mask_address[part] != 0:
+            mask = np.int64(buffers.mask_address[part]) + begin
+            count = note(checked, file, mask, length, part, todo, count)
     return count

@@ -308,11 +308,8 @@ class TokenCache(Source):
         """docs: Int64[n], held in memory. Raises CacheError where one is damaged."""
         if not self.pending:
             return
-        b, todo = self._buffers, np.empty((2, ROOM), np.int64)
-        where = (b.ids_address, b.offsets_address, b.mask_address, b.file_address)
-        while count := note_documents(
-            docs, b.first_doc, *where, b.checked_address, b.id_bytes, todo
-        ):
+        todo = np.empty((2, ROOM), np.int64)
+        while count := note_documents(docs, self._buffers, todo):
             self.check(todo[:, :count])
 
     @property

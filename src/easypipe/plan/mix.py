@@ -160,6 +160,7 @@ def _draw_into(weights, left, deficits, active, leave, dataset, counts):
     # `released[draw]`.
     released = np.empty(limit + 2, np.int32)
     behind = np.empty(num_datasets, np.int32)
+    calendar = (deadline, released, behind)
     # A heap of the datasets that may be chosen, by deadline, then by number.
     ready = np.empty(num_datasets, np.int64)
     made = 0
@@ -188,7 +189,7 @@ def _draw_into(weights, left, deficits, active, leave, dataset, counts):
         for i in range(num_datasets):
             if active[i]:
                 base[i] = deficits[i] - made * weights[i]
-                _book(i, deficits[i], made, weights, total, slack, deadline, released, behind)
+                _book(i, deficits[i], made, weights[i], total, slack, calendar)
         size = 0
         while True:
             n = made + 1  # this draw, counted from 1
@@ -213,25 +214,17 @@ def _draw_into(weights, left, deficits, active, leave, dataset, counts):
                 active[chosen] = False
                 deficits[:] = 0
                 break
-            _book(
-                chosen,
-                base[chosen] + n * weights[chosen],
-                n,
-                weights,
-                total,
-                slack,
-                deadline,
-                released,
-                behind,
-            )
+            weight = weights[chosen]
+            _book(chosen, base[chosen] + n * weight, n, weight, total, slack, calendar)
 
 
 @jit
-def _book(i, owed, made, weights, total, slack, deadline, released, behind):
+def _book(i, owed, made, weight, total, slack, calendar):
     """The next draw of dataset `i`, that is owed `owed` after `made` draws: when it may come, and
     when it must have.
     """
-    unit = slack * weights[i]
+    deadline, released, behind = calendar
+    unit = slack * weight
     deadline[i] = made + ((slack - 1) * total - slack * owed) // unit + 1
     release = max(made + 1, made - (slack * owed - total) // unit)
     if release < released.shape[0]:

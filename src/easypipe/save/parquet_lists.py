@@ -88,12 +88,8 @@ class ListsWriter:
                 encoding = _RLE_DICTIONARY if entries else _PLAIN
                 raw += self._page([levels, *body], _data_page(size, encoding))
                 count += size
-            kind, dictionary = _INT64 if wide else _INT32, start if entries else None
-            chunks.append(
-                _column_chunk(
-                    kind, self._codec, path, count, raw, self._at - start, pages, dictionary
-                )
-            )
+            kind = _INT64 if wide else _INT32
+            chunks.append(self._column_chunk(path, kind, count, raw, start, pages))
             total, compressed = total + raw, compressed + self._at - start
         group = (
             _Struct()
@@ -104,6 +100,32 @@ class ListsWriter:
         )
         self._groups.append(group.done())
         self._rows += batch.num_rows
+
+    def _column_chunk(
+        self, path: str, kind: int, count: int, raw: int, start: int, pages: int
+    ) -> bytes:
+        """What the footer says of a column that was just written.
+
+        Args:
+            count: Entries.
+            raw: Bytes of all pages before compression.
+            start: Where it begins in the file; its dictionary is there, if it has one.
+            pages: Where its first page of data lies.
+        """
+        names = [_varint(len(name)) + name for name in (part.encode() for part in path.split("."))]
+        used = [_PLAIN, _RLE] if pages == start else [_PLAIN, _RLE, _RLE_DICTIONARY]
+        meta = (
+            _Struct()
+            .int(1, kind)
+            .list(2, _I32, [_zigzag(encoding) for encoding in used])
+            .list(3, _BINARY, names)
+            .int(4, self._codec)
+        )
+        meta.int(5, count, _I64).int(6, raw, _I64).int(7, self._at - start, _I64)
+        meta.int(9, pages, _I64)
+        if pages != start:
+            meta.int(11, start, _I64)
+        return _Struct().int(2, 0, _I64).struct(3, meta).done()
 
     def _page(self, parts: list[Any], kind: tuple[int, int, _Struct]) -> int:
         """Writes a page; its bytes before compression, header included. kind: of page, and its own
@@ -287,34 +309,6 @@ def _data_page(count: int, encoding: int) -> tuple[int, int, _Struct]:
 
 def _dictionary_page(entries: int) -> tuple[int, int, _Struct]:
     return 2, 7, _Struct().int(1, entries).int(2, _PLAIN)
-
-
-def _column_chunk(
-    kind: int,
-    codec: int,
-    path: str,
-    count: int,
-    raw: int,
-    packed: int,
-    pages: int,
-    dictionary: int | None,
-) -> bytes:
-    """count: of entries. raw, packed: bytes of all pages. pages, dictionary: where the first of
-    them lie in the file.
-    """
-    names = [_varint(len(name)) + name for name in (part.encode() for part in path.split("."))]
-    used = [_PLAIN, _RLE] if dictionary is None else [_PLAIN, _RLE, _RLE_DICTIONARY]
-    meta = (
-        _Struct()
-        .int(1, kind)
-        .list(2, _I32, [_zigzag(encoding) for encoding in used])
-        .list(3, _BINARY, names)
-        .int(4, codec)
-    )
-    meta.int(5, count, _I64).int(6, raw, _I64).int(7, packed, _I64).int(9, pages, _I64)
-    if dictionary is not None:
-        meta.int(11, dictionary, _I64)
-    return _Struct().int(2, 0, _I64).struct(3, meta).done()
 
 
 def _template(schema: pa.Schema) -> tuple[dict[int, tuple[int, bytes]], list[str]]:

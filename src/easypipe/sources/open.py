@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from typing import Unpack
 
 from easypipe.core.errors import ConfigError, SourceError, require, require_known
-from easypipe.core.remote import StorageOptions
 from easypipe.core.values import Arguments
-from easypipe.sources.base import FileSource, OnError
+from easypipe.sources.base import FileOptions, FileSource
 from easypipe.sources.external.token_files import TokenFilesConfig, TokenShardedSource
 from easypipe.sources.files import COMPRESSIONS, EXTENSIONS, DataFiles, format_of, resolve
 from easypipe.sources.formats.arrayrecord import ArrayRecordShardedSource
@@ -37,15 +36,12 @@ def open_files(
     data_files: DataFiles,
     type: str | None = None,  # the name that DatasetConfig has for it
     *,
-    columns: Sequence[str] | None = None,
-    on_error: OnError = "error",
-    storage_options: StorageOptions = None,
-    index_dir: str | os.PathLike[str] | None = None,
     token_files: TokenFilesConfig | None = None,
     text_unit: TextUnit | None = None,
+    **options: Unpack[FileOptions],
 ) -> FileSource:
     """A source of the format `type` (a key of FORMATS), by default of the one that the extensions
-    name. Options are those of FileSource.
+    name. `options` are those of FileSource.
 
     token_files: how documents lie in files of tokens. text_unit: what a row of text files is; None:
     a line.
@@ -57,7 +53,7 @@ def open_files(
         require_known(type, FORMATS, "type", f"{type!r} is no file format")
     if type is None:
         by_format: dict[str | None, str] = {}
-        for file in resolve(data_files, storage_options):
+        for file in resolve(data_files, options.get("storage_options")):
             by_format.setdefault(format_of(file.path), file.path)
         if None in by_format:
             raise _unknown(by_format[None])
@@ -80,14 +76,7 @@ def open_files(
     require_text_files(text_unit, type)
     if text_unit is not None:
         more["text_unit"] = text_unit
-    return FORMATS[type](
-        data_files,
-        columns=columns,
-        on_error=on_error,
-        storage_options=storage_options,
-        index_dir=index_dir,
-        **more,
-    )
+    return FORMATS[type](data_files, **options, **more)
 
 
 def require_text_files(text_unit: TextUnit | None, kind: str) -> None:

@@ -22,7 +22,6 @@ from numpy.typing import ArrayLike, NDArray
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place, require
 from easypipe.core.protocols import Shard, ShardedSource, Source
-from easypipe.core.random import fold
 from easypipe.core.schema import (
     ATTENTION_MASK,
     IGNORE,
@@ -39,7 +38,6 @@ from easypipe.core.schema import (
 )
 from easypipe.loader.collate import collate, count_positions, fresh_columns
 from easypipe.loader.rows.rows import NumberedRows, default_width
-from easypipe.plan.order import permute
 
 # Arrays in memory as rows that a loader reads.
 
@@ -132,7 +130,7 @@ class StoredRows(NumberedRows):
     a row has the length of its tokens. Without `segment_ids` a row is one segment, as far as its
     `attention_mask` is 1. A `labels` column must be unshifted, equal to input_ids or -100, and
     becomes the loss mask. Other columns are left where they are.
-    shuffle: a new keyed permutation of all rows every epoch. num_epochs: None for rows without end.
+    num_epochs: None for rows without end.
     cache_bytes: decoded blocks that are kept for the next batch, most recently used first.
     Reading raises SourceError naming file and row.
     """
@@ -146,8 +144,6 @@ class StoredRows(NumberedRows):
         seq_length: int | None = None,
         pad_token_id: int = 0,
         num_epochs: int | None = 1,
-        shuffle: bool = False,
-        seed: int = 0,
         tokenizer_fingerprint: str = "",
         cache_bytes: int = 256 << 20,
     ) -> None:
@@ -163,23 +159,12 @@ class StoredRows(NumberedRows):
         self.seq_length = _fixed_length(self._source.schema) if seq_length is None else seq_length
         self.pad_token_id = pad_token_id
         self.num_epochs = num_epochs
-        self._shuffle = shuffle
-        self._seed = seed
         self._tokenizer = tokenizer_fingerprint
         self._cache_bytes = cache_bytes
         self._names = [name for name in READ_COLUMNS if name in names]
         self._blocks: OrderedDict[int, Block] = OrderedDict()
         self._lock = threading.Lock()
         self._decoding: dict[int, threading.Lock] = {}
-        stored = sum(shard.num_bytes for shard in self._source.shards)
-        if shuffle and stored > cache_bytes:
-            log.warning(
-                "load: shuffling all rows of %d MB while %d MB stay decoded: most rows cost a read "
-                "of their block. "
-                "Set shuffle_buffer_size instead, or raise cache_bytes.",
-                stored >> 20,
-                cache_bytes >> 20,
-            )
 
     @property
     def num_rows(self) -> int | None:
@@ -190,11 +175,10 @@ class StoredRows(NumberedRows):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        order = [self._seed] if self._shuffle else []
         return {
             "sources": self._sources,
             "tokenizer": digest(self._tokenizer, self.pad_token_id),
-            "plan": digest("stored", self.seq_length, order),
+            "plan": digest("stored", self.seq_length, []),
         }
 
     @cached_property
@@ -282,13 +266,6 @@ class StoredRows(NumberedRows):
         per_epoch = int(index.first_row[-1])
         real = rows >= 0
         numbers = np.where(real, rows % max(per_epoch, 1), 0)
-        if self._shuffle:
-            epochs = rows // max(per_epoch, 1)
-            for epoch in np.unique(epochs[real]):
-                at = real & (epochs == epoch)
-                numbers[at] = permute(
-                    numbers[at], per_epoch, fold(self._seed, "stored", "epoch", int(epoch))
-                )
         blocks = np.searchsorted(index.first_row, numbers, side="right") - 1
         opened = {int(b): self._block(int(b)) for b in np.unique(blocks[real])}
         found: list[_Found | None] = []

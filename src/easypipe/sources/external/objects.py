@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +24,13 @@ from easypipe.core.values import Dataset
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external.dicts import FIRST_ROWS, as_scan, columns_of, require_row
 from easypipe.sources.external.memory import content_hash
-from easypipe.sources.external.own import as_source, is_complete, is_generator, is_sharded
+from easypipe.sources.external.own import (
+    OwnOptions,
+    as_source,
+    is_complete,
+    is_generator,
+    is_sharded,
+)
 from easypipe.sources.schemas import column, plain_schema
 
 BLOCK_ROWS = 1024  # read at a time to hash the content
@@ -93,14 +98,10 @@ def open_object(
     *,
     name: str = "memory",
     split: str | None = None,
-    version: str | int | None = None,
-    num_rows: int | None = None,
-    counted: bool = True,
-    folder: Path | None = None,
-    skip: bool = False,
+    **options: Unpack[OwnOptions],
 ) -> ShardedSource:
-    """The source of an object. The other options are those of `own.as_source`; the rows
-    of what has them by number are known by their content, unless `version` says what they are.
+    """The source of an object. `options` are those of `own.as_source`. The rows of what has them
+    by number are known by their content, unless `version` says what they are.
 
     Raises ConfigError for a split that is not there, and for what can be read only once.
     """
@@ -125,16 +126,8 @@ def open_object(
     if is_arrow_dataset(data) or (
         is_random_access(data) and not is_complete(data) and not is_sharded(data)
     ):
-        return _opened(data, name, version, skip=skip)
-    return as_source(
-        data,
-        name=name,
-        version=version,
-        num_rows=num_rows,
-        counted=counted,
-        folder=folder,
-        skip=skip,
-    )
+        return _opened(data, name, options.get("version"), skip=options.get("skip", False))
+    return as_source(data, name=name, **options)
 
 
 def _opened(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -81,6 +81,16 @@ def is_generator(data: Dataset) -> bool:
     return callable(data) or (hasattr(data, "__iter__") and not plain)
 
 
+class OwnOptions(TypedDict, total=False):
+    """Those of `as_source`."""
+
+    version: str | int | None
+    num_rows: int | None
+    counted: bool
+    folder: Path | None
+    skip: bool
+
+
 def as_source(
     data: Dataset,
     *,
@@ -125,8 +135,9 @@ def as_source(
         )
         return data
     given = _sharded(data) if is_sharded(data) else _one_shard(data, name)
-    version = version if version is not None else given.version
-    if version is None:
+    if version is not None:
+        given = replace(given, version=version)
+    if given.version is None:
         log.warning(
             "dataset %s: %s has no version, so its rows are read anew in every process, and no "
             "tokens of them are kept. Give it one "
@@ -135,19 +146,7 @@ def as_source(
             name,
             given.label,
         )
-        identity = digest("rows of this process", given.label, secrets.token_hex(16))
-    else:
-        identity = digest("own rows", READER_VERSION, given.label, given.held, str(version))
-    return OwnSource(
-        given,
-        name,
-        identity,
-        version is not None,
-        num_rows,
-        counted=counted,
-        folder=folder,
-        skip=skip,
-    )
+    return OwnSource(given, name, num_rows, counted=counted, folder=folder, skip=skip)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +181,6 @@ class OwnSource(Source):
         self,
         given: Given,
         name: str,
-        identity: str,
-        cacheable: bool,
         num_rows: int | None,
         *,
         counted: bool,
@@ -191,8 +188,13 @@ class OwnSource(Source):
         skip: bool = False,
     ) -> None:
         self._skip = skip
-        self._given, self._name, self._identity = given, name, identity
-        self.cacheable, self._num_rows = cacheable, num_rows
+        self._given, self._name, self._num_rows = given, name, num_rows
+        self.cacheable = given.version is not None
+        self._identity = (
+            digest("own rows", READER_VERSION, given.label, given.held, str(given.version))
+            if self.cacheable
+            else digest("rows of this process", given.label, secrets.token_hex(16))
+        )
         self._counted = counted or num_rows is not None
         self._columns: tuple[str, ...] | None = None
         self._folder = folder

@@ -77,12 +77,11 @@ def new_keys() -> Keys:
 
 
 @jit
-def observe_keys(data, starts, ends, flags, counts, table, spans, text, kinds, first):
+def observe_keys(data, starts, ends, flags, keys):
     """Adds what the top-level keys of GOOD records hold to Keys; flags records ODD whose structure
     is wrong.
 
-    The arrays after `flags` are those of Keys. Keys beyond MAX_KEYS set counts[2] and are not
-    recorded.
+    Keys beyond MAX_KEYS set counts[2] and are not recorded.
     """
     words = data[: len(data) // 8 * 8].view(np.uint64)
     line_keys = np.empty(MAX_KEYS, np.int32)
@@ -129,7 +128,7 @@ def observe_keys(data, starts, ends, flags, counts, table, spans, text, kinds, f
                 kind, i = _scalar(data, i, end)
             if i < 0:
                 break
-            slot = _slot(data, key, key_end, guess, counts, table, spans, text)
+            slot = _slot(data, key, key_end, guess, keys)
             guess = slot + 1
             if slot >= 0 and here < MAX_KEYS:
                 line_keys[here] = slot
@@ -148,9 +147,9 @@ def observe_keys(data, starts, ends, flags, counts, table, spans, text, kinds, f
         if ok and skip_space(data, i, end) == end:
             flags[r] = GOOD
             for k in range(here):
-                kinds[line_keys[k]] |= line_kinds[k]
-                if first[line_keys[k]] <= NULL:
-                    first[line_keys[k]] = line_kinds[k]
+                keys.kinds[line_keys[k]] |= line_kinds[k]
+                if keys.first[line_keys[k]] <= NULL:
+                    keys.first[line_keys[k]] = line_kinds[k]
 
 
 @jit
@@ -192,10 +191,11 @@ def _scalar(data, i, end):
 
 
 @jit
-def _slot(data, key, key_end, guess, counts, table, spans, text):
+def _slot(data, key, key_end, guess, keys):
     """Number of a key, in order of first appearance; -1 where the table is full. Lines mostly
     repeat their keys: `guess` is tried first.
     """
+    counts, table, spans, text = keys.counts, keys.table, keys.spans, keys.text
     length = key_end - key
     if guess < counts[0] and _same(data, key, length, guess, spans, text):
         return guess
@@ -310,7 +310,7 @@ class Observer:
         data = data.view()
         data.flags.writeable = False
         flags = np.empty(len(starts), np.uint8)
-        observe_keys(data, starts, ends, flags, *self._keys)
+        observe_keys(data, starts, ends, flags, self._keys)
         return flags
 
     def _columns_seen(self) -> list[tuple[str, int, int]]:

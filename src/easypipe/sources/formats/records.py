@@ -264,7 +264,7 @@ def index_records(file: FileRef, layout: Layout, plain: PlainBytes) -> RecordInd
             )
             if found:
                 picked = pick_entries(
-                    starts[:found], row, base + at, ENTRY_ROWS, ENTRY_BYTES, last, rows, offsets
+                    starts[:found], row, base + at, (ENTRY_ROWS, ENTRY_BYTES), last, rows, offsets
                 )
                 kept_rows.append(rows[:picked].copy())
                 kept_offsets.append(offsets[:picked].copy())

@@ -267,14 +267,14 @@ def gather_text(data, starts, ends, flags, out, offsets):
 
 
 @jit
-def pick_entries(starts, row, offset, every_rows, every_bytes, last, rows, offsets):
-    """Index entries among records that begin at `offset + starts`: one where `every_rows` rows or
-    `every_bytes` bytes went by.
+def pick_entries(starts, row, offset, every, last, rows, offsets):
+    """Index entries among records that begin at `offset + starts`: one where so many rows or
+    bytes went by as `every` (rows, bytes) says.
 
     last: Int64[2], row and offset of the last entry, updated. Returns how many went into `rows` and
     `offsets`.
     """
-    count = 0
+    count, (every_rows, every_bytes) = 0, every
     for r in range(len(starts)):
         if row + r - last[0] >= every_rows or offset + starts[r] - last[1] >= every_bytes:
             last[0] = row + r

@@ -36,16 +36,28 @@ FAVOURITES: dict[str, AttentionBackend] = {"tpu": "splash", "cuda": "triton"}
 SLOTS = 128  # the fused kernels take rows of a multiple of this; others are padded for them
 
 
+class Scores(NamedTuple):
+    """How the scores of a layer are made.
+
+    A `window` is the number of slots that a slot sees at most, the nearest; None: all. `windowed`
+    may be traced, so that one compiled layer serves both kinds.
+    """
+
+    window: int | None = None
+    windowed: Bool[Array, ""] | bool = True  # whether this layer has that window
+    scale: float | None = None  # None for h^-1/2
+    soft_cap: float | None = None  # c: scores become c·tanh(score/c)
+
+    def scale_for(self, query: Array) -> float:
+        return float(query.shape[-1] ** -0.5) if self.scale is None else self.scale
+
+
 def attend(
     query_BSHh: Float[Array, "B S H h"],
     key_BSKh: Float[Array, "B S K h"],
     value_BSKh: Float[Array, "B S K h"],
     segment_ids: Int[Array, "B S"],
-    *,
-    window: int | None = None,
-    windowed: Bool[Array, ""] | bool = True,
-    scale: float | None = None,
-    soft_cap: float | None = None,
+    scores: Scores | None = None,
     backend: AttentionBackend | None = None,
 ) -> Float[Array, "B S H h"]:
     """Every query's mean of the values it may see, weighted by softmax(cap(query·key·scale));
@@ -53,18 +65,16 @@ def attend(
 
     A slot sees the slots of its own segment that are not after it, itself included. Segments are
     contiguous; padding (id 0) sees padding.
-    window: slots it sees at most, the nearest; None: all. windowed: whether this layer has that
-    window; may be traced, so that one compiled layer serves both kinds. scale: None for h^-1/2.
-    soft_cap: c, scores become c·tanh(score/c).
     backend: None for the platform's favourite, and "xla" where that refuses. Raises ConfigError
     where the one asked for cannot run.
     """
+    scores = scores or Scores()
     backend = choose(backend, query_BSHh.shape[-1], query_BSHh.dtype)
     if backend == "xla":
         mask_BSS = segment_mask(segment_ids)
-        if window is not None:
+        if scores.window is not None:
             length = segment_ids.shape[1]
-            mask_BSS &= _near(length, jnp.where(windowed, window, length))
+            mask_BSS &= _near(length, jnp.where(scores.windowed, scores.window, length))
         # every query needs the keys of its whole row
         if on_mesh() and jax.sharding.get_abstract_mesh().shape["sequence"] > 1:
             query_BSHh = constrain(query_BSHh, *TOKEN_AXES, head_axes(), None)
@@ -72,7 +82,7 @@ def attend(
                 constrain(array, BATCH_AXES, None, head_axes(), None)
                 for array in (key_BSKh, value_BSKh)
             )
-        return _xla(query_BSHh, key_BSKh, value_BSKh, mask_BSS, scale, soft_cap)
+        return _xla(query_BSHh, key_BSKh, value_BSKh, mask_BSS, scores)
     fused = _splash if backend == "splash" else _triton
     length = segment_ids.shape[1]
     shards = jax.sharding.get_abstract_mesh().shape.get("sequence", 1) if on_mesh() else 1
@@ -84,9 +94,6 @@ def attend(
         )
         # a segment of its own: none sees it
         segment_ids = jnp.pad(segment_ids, ((0, 0), (0, missing)), constant_values=-1)
-    scale = float(query_BSHh.shape[-1] ** -0.5) if scale is None else scale
-    interpret = platform_at_hand() == "cpu"
-    scores = _Scores(window, windowed, scale, soft_cap, interpret)
     mixed = fused(query, key, value, segment_ids, scores)
     return mixed[:, :length] if missing else mixed
 
@@ -167,21 +174,19 @@ def _xla(
     key_BSKh: Array,
     value_BSKh: Array,
     mask_BSS: Array,
-    scale: float | None,
-    soft_cap: float | None,
+    scores: Scores,
 ) -> Array:
+    soft_cap = scores.soft_cap
     if soft_cap is None:
         return jax.nn.dot_product_attention(
-            query_BSHh, key_BSKh, value_BSKh, mask=mask_BSS[:, None], scale=scale
+            query_BSHh, key_BSKh, value_BSKh, mask=mask_BSS[:, None], scale=scores.scale
         )
     batch, length, heads, head = query_BSHh.shape
     grouped_BSKGh = query_BSHh.reshape(batch, length, key_BSKh.shape[2], -1, head)
     scores_BKGST = jnp.einsum(
         "bskgh,btkh->bkgst", grouped_BSKGh, key_BSKh, preferred_element_type=jnp.float32
     )
-    scores_BKGST = soft_cap * jnp.tanh(
-        scores_BKGST * ((head**-0.5 if scale is None else scale) / soft_cap)
-    )
+    scores_BKGST = soft_cap * jnp.tanh(scores_BKGST * (scores.scale_for(query_BSHh) / soft_cap))
     shares_BKGST = jax.nn.softmax(
         jnp.where(mask_BSS[:, None, None], scores_BKGST, -jnp.inf), axis=-1
     )
@@ -189,17 +194,7 @@ def _xla(
     return mixed_BSKGh.reshape(batch, length, heads, head)
 
 
-class _Scores(NamedTuple):
-    """The options of `attend`, for the fused kernels."""
-
-    window: int | None
-    windowed: Array | bool
-    scale: float
-    soft_cap: float | None
-    interpret: bool
-
-
-def _splash(query: Array, key: Array, value: Array, segment_ids: Array, scores: _Scores) -> Array:
+def _splash(query: Array, key: Array, value: Array, segment_ids: Array, scores: Scores) -> Array:
     from easypipe.kernels.attention import splash as kernels
 
     where = _Layout(query, key)
@@ -209,12 +204,12 @@ def _splash(query: Array, key: Array, value: Array, segment_ids: Array, scores: 
         segment_ids.shape[1],
         where.shards,
         soft_cap=scores.soft_cap,
-        interpret=scores.interpret,
+        interpret=platform_at_hand() == "cpu",
     )
     window, windowed = scores.window, scores.windowed
 
     def run(kernel: kernels.splash.SplashAttentionKernel) -> Array:
-        local = functools.partial(kernels.attention, scale=scores.scale)
+        local = functools.partial(kernels.attention, scale=scores.scale_for(query))
         specs = (
             where.query,
             where.key,
@@ -232,7 +227,7 @@ def _splash(query: Array, key: Array, value: Array, segment_ids: Array, scores: 
     return jax.lax.cond(windowed, lambda: run(make(window=window)), lambda: run(make(window=None)))
 
 
-def _triton(query: Array, key: Array, value: Array, segment_ids: Array, scores: _Scores) -> Array:
+def _triton(query: Array, key: Array, value: Array, segment_ids: Array, scores: Scores) -> Array:
     from easypipe.kernels.attention import triton as kernels
 
     where = _Layout(query, key)
@@ -241,7 +236,7 @@ def _triton(query: Array, key: Array, value: Array, segment_ids: Array, scores: 
     if scores.window is not None:
         reach = jnp.where(scores.windowed, scores.window, slots.size) - 1
         first, last = jnp.maximum(first, slots - reach), jnp.minimum(last, slots + reach)
-    options = kernels.Options(scores.scale, scores.soft_cap, scores.interpret)
+    options = kernels.Options(scores.scale_for(query), scores.soft_cap, platform_at_hand() == "cpu")
 
     def local(query: Array, key: Array, value: Array, *runs: Array) -> Array:
         return kernels.attention(query, key, value, kernels.Runs(*runs), options)

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 
 from easypipe.core.errors import require
 from easypipe.kernels.loss.stats import Layout
-from easypipe.train.model.attention import attend, head_axes
+from easypipe.train.model.attention import Scores, attend, head_axes
 from easypipe.train.model.config import ModelConfig, RopeScaling
 from easypipe.train.parallel.config import axes_of
 from easypipe.train.parallel.mesh import (
@@ -84,11 +84,13 @@ class Layer(nnx.Module):
             rotate(key_BSKh, turns),
             value_BSKh,
             segment_ids,
-            window=config.sliding_window,
-            windowed=windowed,
-            scale=None if config.attention_width is None else config.attention_width**-0.5,
-            soft_cap=config.attention_soft_cap,
-            backend=config.attention,
+            Scores(
+                window=config.sliding_window,
+                windowed=windowed,
+                scale=None if config.attention_width is None else config.attention_width**-0.5,
+                soft_cap=config.attention_soft_cap,
+            ),
+            config.attention,
         )
         added_BSD = self.output(mixed_BSHh.reshape(batch, length, -1))
         x_BSD = x_BSD + (self.attention_post_norm(added_BSD) if config.post_norms else added_BSD)
