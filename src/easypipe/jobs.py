@@ -12,7 +12,7 @@ from typing import Any, Literal
 from easypipe.cache.location import cache_folder
 from easypipe.cache.repair import place_of
 from easypipe.cache.verify import Verification
-from easypipe.core.config import from_dict, is_config
+from easypipe.core.config import fields_of, from_dict, is_config
 from easypipe.core.errors import ConfigError, EasypipeError, SourceError
 from easypipe.core.ledger import Ledger
 from easypipe.core.progress import ProgressLine
@@ -370,7 +370,8 @@ def complete(name: str, data: PipelineConfig, held_out: PipelineConfig) -> Pipel
         "pack",
         *(("cache",) if held_out.cache_dir is None else ()),
     )
-    missing = {field: getattr(data, field) for field in fields if getattr(held_out, field) is None}
+    given, own = fields_of(data), fields_of(held_out)
+    missing = {field: given[field] for field in fields if own[field] is None}
     several = len(held_out.datasets) > 1
     datasets = tuple(
         dataset

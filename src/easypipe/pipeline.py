@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from easypipe.cache.location import cache_folder
 from easypipe.cache.verify import Verification
 from easypipe.cache.writer import CacheWriter
-from easypipe.core.config import from_dict, load_yaml
+from easypipe.core.config import fields_of, from_dict, load_yaml
 from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import (
@@ -547,7 +547,7 @@ class Pipeline:
             raise no_plan()
 
     def _choose(self, given: Any, kind: type[T], at: str) -> T:
-        own = getattr(self._config, at)
+        own = fields_of(self._config)[at]
         if given is None:
             given = own if own is not None else {}
         if isinstance(given, Mapping):

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -410,6 +411,5 @@ class _Work(Generic[R]):
 
 
 def cores() -> int:
-    """Cores that this process may use; not every system tells which those are."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    """Cores that this process may use; Linux alone tells which those are."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -12,6 +12,7 @@ from easypipe.cache.admin import CachedDataset, clear_cache, list_cache
 from easypipe.cache.location import cache_folder
 from easypipe.cli.plan import AsJson
 from easypipe.cli.show import aligned, say
+from easypipe.core.config import fields_of
 from easypipe.core.values import JsonObject
 
 cache = typer.Typer(help="See and clear the token cache.", no_args_is_help=True)
@@ -100,12 +101,8 @@ def clear(
 
 def _plain(one: CachedDataset) -> JsonObject:
     """Without the manifest, which `easypipe verify` looks into."""
-    values = {
-        field.name: getattr(one, field.name)
-        for field in dataclasses.fields(one)
-        if field.name != "manifest"
-    }
-    return values | {"path": str(one.path)}
+    values = fields_of(one) | {"path": str(one.path)}
+    return {name: value for name, value in values.items() if name != "manifest"}
 
 
 def _age(seconds: float) -> str:

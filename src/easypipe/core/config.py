@@ -83,7 +83,7 @@ def config(cls: type[T]) -> type[T]:
                 at=cls.__name__, problem="takes keyword arguments only", have=_field_names(made)
             )
         hints = _hints(made)
-        values = getattr(cls, "written_out", dict)(_unaliased(made, values))
+        values = declared(cls, "written_out", dict)(_unaliased(made, values))
         for key in values:
             if key not in hints:
                 raise ConfigError(
@@ -97,9 +97,9 @@ def config(cls: type[T]) -> type[T]:
         # beside the object, whose attributes are its options and nothing else
         _made_with[id(self)] = frozenset(values)
         weakref.finalize(self, _made_with.pop, id(self), None).atexit = False
-        check = getattr(self, "check", None)
+        check = declared(made, "check", None)
         if check is not None:
-            check()
+            check(self)
         for key, value in values.items():
             if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
                 raise ConfigError(
@@ -118,10 +118,25 @@ def config(cls: type[T]) -> type[T]:
     return made
 
 
+def fields_of(value: Any, *, secret: bool = True) -> Arguments:
+    """The options of a config, or the fields of any other dataclass, by their names.
+
+    secret: those marked `metadata={'secret': True}` too.
+    """
+    fields = (f for f in dataclasses.fields(value) if secret or not f.metadata.get("secret"))
+    return {f.name: getattr(value, f.name) for f in fields}
+
+
+def declared(cls: Any, name: str, default: T) -> T:
+    """What a class of configs may say of itself: ALIASES, ELSEWHERE, written_out."""
+    return getattr(cls, name, default)
+
+
 def check_at_least(owner: object, least: int, *names: str) -> None:
     """Raises ConfigError where one of these options of a config is smaller; None passes."""
+    options = fields_of(owner)
     for name in names:
-        value = getattr(owner, name)
+        value = options[name]
         if value is not None and value < least:
             raise ConfigError(
                 at=name, problem=f"{value} is too small", fix=f"Give at least {least}."
@@ -136,7 +151,7 @@ def was_given(value: Any, option: str) -> bool:
     # of a copy: all
     made_with = _made_with.get(id(value), frozenset(f.name for f in dataclasses.fields(value)))
     return option in made_with and (
-        len(made_with) < len(dataclasses.fields(value)) or getattr(value, option) != field.default
+        len(made_with) < len(dataclasses.fields(value)) or fields_of(value)[option] != field.default
     )
 
 
@@ -145,7 +160,7 @@ def with_aliases(before: T, changes: Settings) -> T:
     for.
     """
     cls: Any = type(before)
-    values = {f.name: getattr(before, f.name) for f in dataclasses.fields(cls)} | dict(changes)
+    values = fields_of(before) | dict(changes)
     for alias, (head, _, rest) in _aliases(cls).items():
         if alias in changes and head not in changes:
             values[head] = (
@@ -155,7 +170,7 @@ def with_aliases(before: T, changes: Settings) -> T:
 
 
 def _aliases(cls: Any) -> dict[str, tuple[str, str, str]]:
-    return {alias: path.partition(".") for alias, path in getattr(cls, "ALIASES", {}).items()}
+    return {alias: path.partition(".") for alias, path in declared(cls, "ALIASES", {}).items()}
 
 
 def _unaliased(cls: Any, values: Settings) -> Arguments:
@@ -175,7 +190,7 @@ def _unaliased(cls: Any, values: Settings) -> Arguments:
             made[head] = {**(there or {}), rest: value}
         else:
             found, made[head] = (
-                getattr(there, rest, None),
+                fields_of(there).get(rest),
                 dataclasses.replace(there, **{rest: value}),
             )
         if found is not None and found != value:
@@ -189,7 +204,7 @@ def _unaliased(cls: Any, values: Settings) -> Arguments:
 
 
 def is_config(cls: object) -> bool:
-    return isinstance(cls, type) and getattr(cls, "__easypipe_config__", False)
+    return isinstance(cls, type) and declared(cls, "__easypipe_config__", False)
 
 
 def meant(cls: Any, key: str) -> str | None:
@@ -199,7 +214,7 @@ def meant(cls: Any, key: str) -> str | None:
     A class may say so itself: `ELSEWHERE: ClassVar[Mapping[str, str]]`, by key, what people look
     for here and where it stands.
     """
-    if told := getattr(cls, "ELSEWHERE", {}).get(key):
+    if told := declared(cls, "ELSEWHERE", {}).get(key):
         return told
     within = [
         f"{name}.{key}"
@@ -228,11 +243,7 @@ def to_dict(value: Any) -> Any:
     `metadata={'secret': True}` are left out.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            f.name: to_dict(getattr(value, f.name))
-            for f in dataclasses.fields(value)
-            if not f.metadata.get("secret")
-        }
+        return {name: to_dict(option) for name, option in fields_of(value, secret=False).items()}
     if isinstance(value, Mapping):
         return {str(key): to_dict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -160,8 +160,9 @@ class TaskSpec:
     options: Arguments = field(default_factory=dict)
 
     def check(self) -> None:
-        for key in ("name", "modality", "task_type"):
-            if not getattr(self, key):
+        words = {"name": self.name, "modality": self.modality, "task_type": self.task_type}
+        for key, word in words.items():
+            if not word:
                 raise ConfigError(at=key, problem="is empty", fix="Give a word.")
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from easypipe.core.config import is_config, to_dict
+from easypipe.core.config import fields_of, is_config, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import Row, Settings
@@ -161,12 +161,8 @@ def _written(value: Any) -> Any:
     """What YAML takes back; of a config within only what is set."""
     if not is_config(type(value)):
         return to_dict(value)
-    fields = {
-        f.name: getattr(value, f.name)
-        for f in dataclasses.fields(value)
-        if getattr(value, f.name) != f.default
-    }
-    return {name: _written(each) for name, each in fields.items()}
+    options, fields = fields_of(value), dataclasses.fields(value)
+    return {f.name: _written(options[f.name]) for f in fields if options[f.name] != f.default}
 
 
 def propose(

@@ -15,6 +15,7 @@ from easypipe.interop.workers import torch_worker
 from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.loader import Loader
 from easypipe.loader.rows.items import ForwardRows
+from easypipe.loader.rows.ranks import DerivedRows
 
 try:
     # not by name: this file has that name too, where types are checked without torch
@@ -114,9 +115,8 @@ class TorchBatches(data.IterableDataset):
     def _by_number(self, workers: int) -> Loader:
         """The loader, where worker processes can share it."""
         loader = self._loader
-        if not loader.rows.by_number or isinstance(
-            getattr(loader.rows, "below", loader.rows), ForwardRows
-        ):
+        rows = loader.rows.below if isinstance(loader.rows, DerivedRows) else loader.rows
+        if not rows.by_number or isinstance(rows, ForwardRows):
             problem, fix = (
                 "streams are read forward, so workers would all read everything",
                 "Set num_workers=0: the loader has threads.",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from easypipe.core.config import ListOf, config
+from easypipe.core.config import ListOf, config, fields_of
 from easypipe.core.errors import ConfigError, PlacementError, require
 
 MOST_STREAMS = 8  # that a batch has where nothing else is said
@@ -75,8 +75,9 @@ class LoadStageConfig:
             "prefetch_buffer_size",
             "shuffle_buffer_size",
         )
+        options = fields_of(self)
         for name in (*counts, "group_by_length", "num_epochs"):
-            value = getattr(self, name)
+            value = options[name]
             require(value is None or value >= 1, name, f"{value} is too few", "Give at least 1.")
         require(
             self.num_epochs is None or self.num_epochs <= MOST_EPOCHS,

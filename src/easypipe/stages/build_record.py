@@ -21,7 +21,7 @@ from typing import Any
 from easypipe.cache.folder import CONFIGS, CacheFolder
 from easypipe.core import storage
 from easypipe.core.checked import commit_checked, recall_checked
-from easypipe.core.config import CODE_KEYS, to_dict
+from easypipe.core.config import CODE_KEYS, fields_of, to_dict
 from easypipe.core.errors import ConfigError, EasypipeError, StorageError
 from easypipe.core.protocols import BaseStage, PipelineContext
 from easypipe.core.remote import public_url
@@ -143,11 +143,7 @@ def _described(stages: Sequence[BaseStage], context: PipelineContext) -> JsonObj
 def _reasons(value: Any, at: str) -> list[str]:
     """Why plain values do not say it all."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {
-            field.name: getattr(value, field.name)
-            for field in dataclasses.fields(value)
-            if not field.metadata.get("secret")
-        }
+        value = fields_of(value, secret=False)
     if isinstance(value, Mapping):
         code = [
             f"{at}{key} runs code" for key in value if key in CODE_KEYS and value[key] is not None

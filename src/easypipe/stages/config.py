@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from easypipe.cache.config import CacheConfig, check_cache
-from easypipe.core.config import ListOf, config
+from easypipe.core.config import ListOf, config, fields_of
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import PipelineContext
 from easypipe.loader.config import LoadStageConfig, check_streams
@@ -140,10 +140,10 @@ def _streaming_problems(config: PipelineConfig) -> list[ConfigError]:
                 fix="Leave it out, or set streaming=True.",
             )
         ]
-    problems = []
+    problems, stages = [], fields_of(config)
     for at in ("tokenize", "mix", "pack", "load"):  # save() is refused where it is called
         try:
-            require_streamable(at, getattr(config, at))
+            require_streamable(at, stages[at])
         except ConfigError as error:
             problems.append(error)
     if config.order.block_rows > 1:

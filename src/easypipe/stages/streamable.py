@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from easypipe.core.config import fields_of
 from easypipe.core.errors import ConfigError, require
 
 # The options of each stage that streaming knows; every other one is refused where it is not at its
@@ -73,8 +74,9 @@ def require_streamable(at: str, config: Any) -> None:
             "Leave streaming out.",
         )
         return
+    options = fields_of(config)
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+        value = options[field.name]
         default = (
             field.default
             if field.default_factory is dataclasses.MISSING

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from easypipe.core.config import ListOf, check_at_least, config, was_given
+from easypipe.core.config import ListOf, check_at_least, config, fields_of, was_given
 from easypipe.core.errors import require
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.model.config import LoraConfig
@@ -230,7 +230,7 @@ def told(data: Any, config: TrainingConfig, at: str) -> dict[str, int]:
         ("epochs", config.epochs, "num_epochs"),
     ):
         if value is not None:
-            own = getattr(data, name)
+            own = fields_of(data)[name]
             require(
                 own == value or not was_given(data, name),
                 f"train.{key}",

@@ -71,7 +71,7 @@ class _Unsized(NumberedRows):
         with nothing.
         """
         real = rows[rows >= 0]
-        if not getattr(self._collate, "draws", False):
+        if not (isinstance(self._collate, KeyedCollator) and self._collate.draws):
             batch = self._collate(items)
         else:
             pairs = zip(epochs.tolist(), real.tolist(), strict=True)

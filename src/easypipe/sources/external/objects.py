@@ -7,8 +7,9 @@ they are: a read takes its own.
 from __future__ import annotations
 
 import functools
+import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, Unpack
 
 import numpy as np
@@ -25,6 +26,7 @@ from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external.dicts import FIRST_ROWS, as_scan, columns_of, require_row
 from easypipe.sources.external.memory import content_hash
 from easypipe.sources.external.own import (
+    Numbered,
     OwnOptions,
     as_source,
     is_complete,
@@ -61,22 +63,15 @@ def is_random_access(data: Dataset) -> bool:
     plain = isinstance(
         data, str | bytes | Mapping | list | tuple | np.ndarray | pa.Table | pa.RecordBatch
     )
-    return (
-        not plain
-        and hasattr(data, "__len__")
-        and hasattr(data, "__getitem__")
-        and not hasattr(data, "__fspath__")
-    )
+    return not plain and isinstance(data, Numbered) and not isinstance(data, os.PathLike)
 
 
 def is_streamed(data: Dataset) -> bool:
     """A dataset that can only be read from its start: `datasets.IterableDataset`,
     `grain.IterDataset`.
     """
-    return (
-        not isinstance(data, str | bytes | Mapping | Sequence)
-        and hasattr(data, "__iter__")
-        and not hasattr(data, "__len__")
+    return not isinstance(data, str | bytes | Mapping | Sequence | Sized) and isinstance(
+        data, Iterable
     )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -51,6 +51,14 @@ BLOCK_ROWS = 256  # converted and written at a time
 MANY_ROWS = 10_000_000
 
 
+@runtime_checkable
+class Numbered(Protocol):
+    """A list, a table, a dataset: rows that are asked for by their number."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, row: Any, /) -> Any: ...
+
+
 def is_complete(data: Dataset) -> bool:
     """Whether it has `shards` and `read(shard, start, stop)`: a ShardedSource."""
     return (
@@ -74,11 +82,11 @@ def is_generator(data: Dataset) -> bool:
     """Rows one after the other: a generator function, any other function without arguments, or what
     can be iterated over again.
     """
-    if isinstance(data, type) or hasattr(data, "__fspath__"):
+    if isinstance(data, type | os.PathLike):
         return False
     # a list, a table, rows by number
-    plain = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    return callable(data) or (hasattr(data, "__iter__") and not plain)
+    plain = isinstance(data, Numbered)
+    return callable(data) or (isinstance(data, Iterable) and not plain)
 
 
 class OwnOptions(TypedDict, total=False):

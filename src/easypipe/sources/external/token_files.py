@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from easypipe.core.config import config, digest
+from easypipe.core.config import config, digest, fields_of
 from easypipe.core.errors import MissingFileError, SourceError, require
 from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import DType
@@ -57,8 +57,10 @@ class TokenFilesConfig:
             "has no effect beside separator_id",
             "Leave one of them out.",
         )
-        for name, least in (("separator_id", 0), ("document_tokens", 1)):
-            value = getattr(self, name)
+        for name, value, least in (
+            ("separator_id", self.separator_id, 0),
+            ("document_tokens", self.document_tokens, 1),
+        ):
             require(
                 value is None or value >= least,
                 name,
@@ -160,8 +162,8 @@ class TokenFormat(Format):
         return Rows(token_lists(values, offsets))
 
     def _refuse(self, file: FileRef, why: str) -> None:
-        for name in ("dtype", "separator_id", "document_tokens"):
-            if getattr(self._options, name) is not None:
+        for name, value in fields_of(self._options).items():
+            if value is not None:
                 raise SourceError(
                     at=file.path, problem=f"{name} has no effect: {why}", fix=f"Leave {name} out."
                 )

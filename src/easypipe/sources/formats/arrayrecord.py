@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.config import digest
+from easypipe.core.config import digest, fields_of
 from easypipe.core.errors import SourceError, place
 from easypipe.core.schema import INPUT_IDS, offsets_of
 from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
@@ -36,8 +36,9 @@ class ArrayRecordFormat(Format):
     def survey(
         self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
     ) -> Survey:
+        given = {} if self._layout is None else fields_of(self._layout)
         for name in ("separator_id", "document_tokens"):
-            if getattr(self._layout, name, None) is not None:
+            if given.get(name) is not None:
                 raise SourceError(
                     at=file.path,
                     problem=f"{name} has no effect: every record is a document",

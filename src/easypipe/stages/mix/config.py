@@ -136,9 +136,12 @@ class MixStageConfig:
 
     def _check_schedule(self) -> None:
         if self.weight_schedule is None:
-            for name, default in (("weight_schedule_type", "step"), ("batch_size", None)):
+            for name, value, default in (
+                ("weight_schedule_type", self.weight_schedule_type, "step"),
+                ("batch_size", self.batch_size, None),
+            ):
                 require(
-                    getattr(self, name) == default,
+                    value == default,
                     name,
                     "has no effect without weight_schedule",
                     "Leave it out, or give points.",

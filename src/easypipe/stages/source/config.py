@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from easypipe.core.config import ListOf, config
+from easypipe.core.config import ListOf, config, fields_of
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.schema import (
     ATTENTION_MASK,
@@ -359,9 +359,9 @@ def check_input(dataset: DatasetConfig) -> None:
             "Leave it or the pattern out.",
         )
         return
-    for name in ("subset", "revision"):
+    for name, value in (("subset", dataset.subset), ("revision", dataset.revision)):
         require(
-            getattr(dataset, name) is None,
+            value is None,
             name,
             "means something for datasets of the Hub alone",
             "Set type='huggingface', or leave it out.",
@@ -389,9 +389,10 @@ def check_formats(dataset: DatasetConfig) -> None:
     """What can be told of a DatasetConfig's columns without its rows. Raises ConfigError."""
     call = dataset.format_callback
     if call is None:
+        options = fields_of(dataset)
         for name in ("format_columns", "format_version", "format_batched"):
             require(
-                not getattr(dataset, name),
+                not options[name],
                 name,
                 "has no effect without a format_callback",
                 "Leave it out.",
@@ -439,7 +440,8 @@ def check_prompts(dataset: DatasetConfig) -> None:
     """Raises ConfigError where options of a DatasetConfig about conversations, prompts and
     completions do not go together.
     """
-    given = [name for name in PROMPT_OPTIONS if getattr(dataset, name) is not None]
+    options = fields_of(dataset)
+    given = [name for name in PROMPT_OPTIONS if options[name] is not None]
     if dataset.prompt is not None:
         require(
             not given and dataset.content_field == "text",
@@ -466,7 +468,7 @@ def check_prompts(dataset: DatasetConfig) -> None:
         )
         for name in ("chat_template", "template_date", "train_empty_thinking", "tools_field"):
             require(
-                getattr(dataset, name) is None,
+                options[name] is None,
                 name,
                 "has no effect on prompts and completions",
                 "Leave it out.",

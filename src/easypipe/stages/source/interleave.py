@@ -23,6 +23,7 @@ from easypipe.plan.spec import STOPS
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.external.objects import open_object
+from easypipe.sources.external.own import is_complete
 from easypipe.stages.mix.config import block_weights, check_weights
 from easypipe.stages.source.config import is_object
 from easypipe.transforms.columns.base import as_array
@@ -248,7 +249,7 @@ class InterleavedSource(Source):
 
 def _as_source(name: str, data: Any) -> ShardedSource:
     """A source as it is, rows in memory as one. Raises ConfigError for what is neither."""
-    if hasattr(data, "shards") and hasattr(data, "read"):
+    if is_complete(data):
         return data
     if isinstance(data, str | Path):
         fix = f"Open it: Pipeline(...).source().get_data()[...], or open_files({str(data)!r})."

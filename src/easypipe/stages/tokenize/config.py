@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from easypipe.core.config import ListOf, config
+from easypipe.core.config import ListOf, config, fields_of
 from easypipe.core.errors import require
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
@@ -34,8 +34,9 @@ class TokenizeStageConfig:
     remove_columns: ListOf[str] | None = None
 
     def check(self) -> None:
+        options = fields_of(self)
         for name in ("max_length", "batch_size", "num_workers"):
-            value = getattr(self, name)
+            value = options[name]
             require(
                 value is None or value >= 1,
                 name,

@@ -20,7 +20,7 @@ from easypipe.cache.encoder import EncodedDocuments, documents_hash, token_docum
 from easypipe.cache.manifest import FORMAT, Counts, TokenizerIdentity, total
 from easypipe.cache.ranges import BLANK_TEXTS
 from easypipe.cache.reader import cache_schema
-from easypipe.core.config import digest
+from easypipe.core.config import digest, fields_of
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.protocols import Reject, ShardedSource, TokenInfo, left_out, scan
 from easypipe.core.schema import (
@@ -226,7 +226,8 @@ def _prompt_of(dataset: DatasetConfig, at: str, source: ShardedSource) -> Prompt
     if column not in source.schema.names:
         require_text(source, column, str(dataset.name))
     kind = source.schema.field(column).type
-    given = [name for name in PROMPT_OPTIONS if getattr(dataset, name) is not None]
+    options = fields_of(dataset)
+    given = [name for name in PROMPT_OPTIONS if options[name] is not None]
     talks = is_text(kind) and (given or column == "messages")
     if is_messages(kind) or is_json(kind) or talks:
         return PromptConfig(

@@ -123,8 +123,10 @@ def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) 
         )
     try:
         expected: dict[str, list[object]] = dict(read_checked(checkpoint / CHECKSUMS)["files"])
-    except (EasypipeError, KeyError, TypeError, ValueError) as error:
-        return Checked(problems={CHECKSUMS: getattr(error, "problem", f"damaged: {error}")})
+    except EasypipeError as error:
+        return Checked(problems={CHECKSUMS: error.problem})
+    except (KeyError, TypeError, ValueError) as error:
+        return Checked(problems={CHECKSUMS: f"damaged: {error}"})
     of_part = (
         name for name in expected if not part or name.partition("/")[0] == part or "/" not in name
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from easypipe.core.config import ListOf, config
+from easypipe.core.config import ListOf, config, fields_of
 from easypipe.core.errors import ConfigError
 from easypipe.transforms.chat.render import check_date, check_whole, given_template, without_mark
 from easypipe.transforms.prompt.fields import pieces_of
@@ -146,8 +146,9 @@ class PromptConfig:
 
     def check(self) -> None:
         kind = self.format_type
+        options = fields_of(self)
         for name in self._without_effect():
-            if getattr(self, name) is not None:
+            if options[name] is not None:
                 raise ConfigError(
                     at=name, problem=f"has no effect on format_type {kind!r}", fix="Leave it out."
                 )

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from easypipe.core.config import fields_of
 from easypipe.core.errors import ConfigError, did_you_mean, require
 from easypipe.core.values import JsonObject
 from easypipe.train.model.config import ModelConfig, RopeScaling
@@ -251,7 +252,7 @@ def to_hf(config: ModelConfig) -> JsonObject:
     names = [one.name for one in dataclasses.fields(ModelConfig)]
     # what came before, all families have
     own, plain = (
-        {name: getattr(one, name) for name in names[names.index("rope_scaling") :]}
+        {name: fields_of(one)[name] for name in names[names.index("rope_scaling") :]}
         for one in (config, ModelConfig())
     )
     unusual = ", ".join(f"{name}: {own[name]}" for name in own if own[name] != plain[name])
