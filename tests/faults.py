@@ -168,7 +168,7 @@ FAULTS = [
     fault("the last block of a document is not checked", "cache/blocks.py", "tests/sources/test_blocks.py -k noted",
           "((start + num_bytes - 1) >> SHIFT) + 1)", "((start + num_bytes - 1) >> SHIFT))"),
     fault("masks are not checked", "cache/blocks.py", "tests/sources/test_blocks.py -k noted",
-          "count = note(checked_at[part], file_at[part], np.int64(mask_at[part]) + begin, length, part, todo, count)", "pass"),
+          "count = note(checked, file, mask, length, part, todo, count)", "pass"),
     fault("percent of a split are rounded down", "sources/splits.py", "tests/sources/test_splits.py",
           "round(num_rows * int(bound[:-1]) / 100)", "num_rows * int(bound[:-1]) // 100"),
     fault("parts of one file with other beginnings are alike", "sources/splits.py", "tests/sources/test_splits.py -k elsewhere",
