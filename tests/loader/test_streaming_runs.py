@@ -130,6 +130,9 @@ def test_one_stream_in_order_is_the_text_from_the_first_file_to_the_last(
     labels = loader.ledger().find("labels", "docs", "tokens").out
     assert labels["targets or masked"] == np.count_nonzero(rows[LABELS] != -100)
     assert labels["segment starts"] == (1 if segments == "row" else 90)
+    # also of documents that windows cut, of each one
+    tokens = loader.ledger().find("pack", "docs", "tokens").into
+    assert tokens == {"drawn": sum(map(len, documents)) - 90, "EOS": 90}
 
 
 @given(
