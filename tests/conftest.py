@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from pathlib import Path
@@ -68,6 +69,15 @@ def _programs_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _old_objects_are_not_looked_through() -> None:
+    """Modules, collected tests and compiled programs stand when a file begins; from then on no
+    search for garbage looks through them, least of all those that tests ask for.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
