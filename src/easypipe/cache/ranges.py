@@ -130,9 +130,11 @@ def read_record(
     )
 
 
-def record_of(values: Json) -> Record:
-    """Raises KeyError and TypeError where `values` are none of a record."""
-    rejects = tuple(Reject(**reject) for reject in values["rejects"])
+def record_of(values: Json, more: Sequence[Reject] = ()) -> Record:
+    """Raises KeyError and TypeError where `values` are none of a record. more: rejects that they
+    lack.
+    """
+    rejects = (*more, *(Reject(**reject) for reject in values["rejects"]))
     reasons = Counter[str]()
     for reject in rejects:
         reasons[reject.reason] += reject.count

@@ -375,11 +375,11 @@ class _Work(Generic[R]):
                 **where,
                 **dataclasses.asdict(stamp),
                 "file": file if said["docs"] else "",
-                "rejects": [*map(dataclasses.asdict, rejects), *said["rejects"]],
                 "shard_name": name,
                 "text": text,
                 "text_bytes": text_bytes,
-            }
+            },
+            rejects,
         )
         return dataclasses.replace(record, rejects=counted(record.rejects))
 

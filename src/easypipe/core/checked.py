@@ -37,8 +37,10 @@ _told: set[str] = set()  # what was warned of: a file may be asked for often bef
 
 def checked_json(value: Json) -> bytes:
     """The bytes of such a file."""
-    before, mark, after = storage.json_bytes({**value, KEY: _BLANK.decode()}).partition(_MARK)
-    return before + mark + _checksum(before, after) + after[len(_BLANK) :]
+    data = bytearray(storage.json_bytes({**value, KEY: _BLANK.decode()}))
+    start = data.index(_MARK) + len(_MARK)  # in place: the record of a bad file may be large
+    data[start : start + len(_BLANK)] = xxh3_128_hexdigest(data).encode()
+    return bytes(data)
 
 
 def commit_checked(

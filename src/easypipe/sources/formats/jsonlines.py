@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -218,7 +219,8 @@ def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Rej
     """Why one record is no row, in words for people."""
 
     def reject(reason: str, detail: str) -> Reject:
-        return Reject(row=row, reason=reason, detail=detail)
+        # a file may have millions of rows with the same fault
+        return Reject(row=row, reason=reason, detail=sys.intern(detail))
 
     try:
         value = json.loads(record)
