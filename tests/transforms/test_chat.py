@@ -370,6 +370,18 @@ def test_tool_calls_are_trained_with_what_ends_them(name: str) -> None:
     )
 
 
+def test_every_call_of_a_turn_must_be_printed() -> None:
+    """gpt-oss's template writes the first of several alone: the others would be lost in silence."""
+    other = {"id": "call00002", "type": "function", "function": {"name": "find", "arguments": {}}}
+    messages = [CALLS[0], {**CALLS[1], "tool_calls": [CALL, other]}]
+    first, every, _ = TOOL_STYLES
+    made = render(TOOL_STYLES[first][0], messages, TOOLS, closers=TOOL_CLOSERS)
+    assert made.detail == "the template does not print the tool calls of message 1"
+    assert trained(TOOL_STYLES[every][0], messages, TOOLS, closers=TOOL_CLOSERS) == [
+        '<function=look>{"city": "Oslo"}</function><function=find>{}</function><|eom_id|>'
+    ]
+
+
 def test_what_follows_another_header_is_no_lead() -> None:
     """The model writes `<|message|>` behind the header that prompts have; behind one with a name
     the template does.

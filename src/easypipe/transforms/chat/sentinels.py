@@ -11,6 +11,7 @@ process, as light as can be.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,7 @@ class Sentinels:
         self.owner: dict[str, int] = {}
         self.whole: set[str] = set()  # words that stand for all that a message says
         self.of_tools: set[str] = set()
+        self.of_calls: dict[int, list[set[str]]] = {}  # by message, the words of each of its calls
         self.pattern = re.compile(rf"{self._stem}\d{{5}}x")
 
     def fresh(self, value: str, owner: int, *, whole: bool = False) -> str:
@@ -92,9 +94,13 @@ class Sentinels:
             if isinstance(value, str) and value.strip():
                 thought[value] = result[key] = thought.get(value) or self.fresh(value, i)
         if isinstance(message.get("tool_calls"), list):
-            before = set(self.value)
-            result["tool_calls"] = [self._call(call, i) for call in message["tool_calls"]]
-            self.of_tools |= set(self.value) - before
+            edges, result["tool_calls"] = [len(self.value)], []
+            for call in message["tool_calls"]:
+                result["tool_calls"].append(self._call(call, i))
+                edges.append(len(self.value))
+            words = list(self.value)
+            self.of_calls[i] = [set(words[a:b]) for a, b in itertools.pairwise(edges)]
+            self.of_tools.update(*self.of_calls[i])
         return result
 
     def _call(self, call: Json, i: int) -> Json:

@@ -333,8 +333,9 @@ class _Aligned:
         first = self._owners.index(i)
         behind = self._behind(i, first)
         run, later = places[first:behind], places[behind:]
-        calls = any(place.word in words.of_tools for place in run)
-        if self._changed[i].get("tool_calls") and not calls:
+        said = {place.word for place in run}
+        calls = words.of_calls.get(i, [])
+        if self._changed[i].get("tool_calls") and (not calls or any(map(said.isdisjoint, calls))):
             raise UnprovenError(f"the template does not print the tool calls of message {i}")
         plain = len(run) == 1 and run[0].word in words.whole
         before = places[first - 1].stop if first else 0
