@@ -88,9 +88,9 @@ def expect(case: Case, answer: Answer) -> None:
     wanted = ".*".join(re.escape(part) for part in case.says.split(THEN))
     assert re.search(wanted, answer.said, re.DOTALL), f"{case.says!r} is not in: {answer.said}"
     first = answer.said.partition("\nwhile ")[0].partition("\ndataset ")[0]
-    assert re.search(r"[.?!)]\s+\S.*|\(have: |: wants |expected |is outside ", first, re.DOTALL), (
-        f"no fix: {answer.said}"
-    )
+    assert re.search(
+        r"[.?!)]\s+\S.*|\(have: |: wants |expected |is outside |ends before it", first, re.DOTALL
+    ), f"no fix: {answer.said}"
 
 
 def try_out(case: Case, folder: Path) -> Answer:
@@ -110,6 +110,13 @@ def try_out(case: Case, folder: Path) -> Answer:
         left = [str(path) for path in folder.rglob("*.tmp-*")]
         assert not left, f"left behind: {left}"
     return answer
+
+
+def warm_up(folder: Path) -> None:
+    """Compiles what every case uses, which may take longer than a case may."""
+    with contextlib.chdir(folder):
+        _write(Case("nothing", None), folder)
+        main(["prepare", "run.yaml"])
 
 
 def _write(case: Case, folder: Path) -> None:
@@ -170,7 +177,7 @@ def _command(arguments: Sequence[str]) -> tuple[bool, str, bool]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(arguments))
     shown = err.getvalue()
-    said = shown[shown.find("easypipe: ") + 10 :] if code else ""
+    said = shown.partition("easypipe: ")[2] or shown or out.getvalue() if code else ""
     said = said.replace("\neasypipe:   ", "\n")  # notes behind the error
     bare = "Traceback" in shown or "This is not what should happen" in said
     return code != 0, said.strip(), not bare

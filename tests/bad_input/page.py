@@ -16,7 +16,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from bad_input import KINDS
-from bad_input.case import Answer, Case, expect, try_out
+from bad_input.case import Answer, Case, expect, try_out, warm_up
 
 PAGE = Path(__file__).parents[2] / "docs" / "bad_input.md"
 LONGEST = 400  # characters of a message that are shown
@@ -51,6 +51,8 @@ def line(case: Case, said: str) -> str:
 
 
 def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        warm_up(Path(folder))
     parts = [HEAD]
     for kind, cases in KINDS.items():
         rows = [f"## {kind}\n", "| what is wrong | what easypipe says |", "| --- | --- |"]

@@ -140,7 +140,7 @@ def _refuse_what_is_missing(data: PipelineConfig, held_out: dict[str, PipelineCo
 def _part(shard: str) -> tuple[int, int]:
     number, slash, count = shard.partition("/")
     require(
-        slash and number.isdigit() and count.isdigit() and int(number) < int(count),
+        slash and number.isdecimal() and count.isdecimal() and int(number) < int(count),
         "--shard",
         f"{shard!r} is no part",
         "Write I/N with I from 0 to N - 1, like 0/8.",

@@ -365,13 +365,15 @@ def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
             last = depth == len(keys) - 1
             here = ".".join(keys[: depth + 1])
             if isinstance(node, list):
-                if not key.isdigit() or int(key) >= len(node):
+                if not key.isdecimal() or int(key) >= len(node):
                     raise ConfigError(at=here, problem=f"no item {key!r}", have=range(len(node)))
                 index: Any = int(key)
             elif isinstance(node, dict):
                 index = key
             else:
-                raise ConfigError(at=here, problem=f"{node!r} has no keys")
+                raise ConfigError(
+                    at=here, problem=f"{node!r} has no keys", fix="Set what stands before the dot."
+                )
             if last:
                 node[index] = value
             else:

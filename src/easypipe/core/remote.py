@@ -461,7 +461,7 @@ def _told(
         return StorageError(
             at=at, problem=problem, fix="Check the network and the server, then run again."
         )
-    return StorageError(at=at, problem=text, fix=None)
+    return StorageError(at=at, problem=text, fix="Check the address and the server.")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -347,7 +347,9 @@ def commit_file(
             )
             folder = None
     except OSError as error:
-        raise StorageError(at=target, problem=f"cannot be written: {error}") from error
+        raise StorageError(
+            at=target, problem=f"cannot be written: {error}", fix="Check the path and permissions."
+        ) from error
     try:
         _step("write", target)
         try:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import pydantic
+
 from easypipe.core.config import digest
-from easypipe.core.errors import StateError, require_known
+from easypipe.core.errors import StateError, raising, require_known
 from easypipe.core.values import Json
 from easypipe.loader.steps import Begin
 
@@ -70,7 +73,7 @@ class LoaderState:
         """Raises StateError where it is not a whole, unaltered state of this version."""
         try:
             values = dict(text) if isinstance(text, Mapping) else json.loads(text)
-        except ValueError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise StateError(
                 at="loader state",
                 problem=f"not JSON: {error}",
@@ -88,16 +91,19 @@ class LoaderState:
                 problem=f"format version {values['version']}, this easypipe reads {VERSION}",
                 fix="Restore with the easypipe that saved it.",
             )
+        damaged = functools.partial(
+            raising,
+            StateError,
+            "loader state",
+            fix="Restore from another checkpoint.",
+            on=(ValueError, TypeError, RecursionError),
+        )
         checksum = values.pop("checksum", None)
-        if checksum != digest(values):
-            raise StateError(
-                at="loader state",
-                problem="damaged: its checksum does not fit",
-                fix="Restore from another checkpoint.",
-            )
-        del values["version"]
-        values["changes"] = tuple(values.get("changes", ()))
-        return cls(**values)
+        with damaged("damaged"):
+            if checksum != digest(values):
+                raise ValueError("its checksum does not fit")
+        with damaged("of another shape"):
+            return pydantic.TypeAdapter(cls).validate_python(values)
 
     def changed(self, components: Mapping[str, str], config: Json) -> tuple[list[str], str]:
         """The components that are others now than when this state was saved, and in words what

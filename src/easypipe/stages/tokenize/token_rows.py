@@ -152,11 +152,17 @@ def _encoded(
     found: list[EncodedTexts] = []
     for first, last in itertools.pairwise(_edges(texts, batch_size)):
         some = texts.texts.slice(first, last - first)
-        if texts.spans is None or texts.ends is None:
-            found.append(tokenizer.encode_column(some, whole=whole))
-        else:
-            spans, ends = texts.spans[first:last], texts.ends[first:last].tolist()
-            found.append(encode_masked(tokenizer, some, spans, ends, raw=raw, whole=whole))
+        try:
+            if texts.spans is None or texts.ends is None:
+                found.append(tokenizer.encode_column(some, whole=whole))
+            else:
+                spans, ends = texts.spans[first:last], texts.ends[first:last].tolist()
+                found.append(encode_masked(tokenizer, some, spans, ends, raw=raw, whole=whole))
+        except TokenizerError as error:
+            if last - first > 1:  # one by one, to tell which it is
+                return _encoded(texts, tokenizer, 1, raw=raw, whole=whole)
+            error.add_note(f"row {texts.rows[first]}")
+            raise
     return EncodedTexts.joined(found, np.dtype(token_dtype(tokenizer.vocab_size)))
 
 

@@ -90,7 +90,7 @@ def read_metrics(path: str | Path) -> list[Record]:
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)

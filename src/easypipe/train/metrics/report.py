@@ -59,6 +59,7 @@ def pictures(folder: Path, names: Sequence[str] = ()) -> dict[str, bytes]:
         raise TrainError(
             at=str(folder / "metrics.jsonl"),
             problem="no step was logged, so there is nothing to draw",
+            fix="Wait for the run's first step.",
         )
     drawn = {name: PLOTS[name](records) for name in names or PLOTS if name != MIXTURE}
     if not names or MIXTURE in names:

@@ -126,7 +126,7 @@ def _read(path: str, columns: tuple[str, ...]) -> list[Row]:
             rows = json.loads(data)
         else:
             rows = [json.loads(line) for line in data.splitlines() if line.strip()]
-    except (ValueError, pa.ArrowInvalid) as error:
+    except (ValueError, RecursionError, pa.ArrowException) as error:
         raise SourceError(
             at=path,
             problem=f"neither JSON nor parquet: {error}",

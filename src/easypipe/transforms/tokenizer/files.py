@@ -227,7 +227,7 @@ def _options(path: Path | None) -> Options:
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(
             at=str(path), problem=f"not JSON: {error}", fix="Correct the file, or delete it."
         ) from error

@@ -6,6 +6,7 @@ special   the tokens that the tokenizer's own post-processor puts before and aft
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -15,7 +16,7 @@ import re
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -24,7 +25,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from easypipe.core.config import digest
-from easypipe.core.errors import TokenizerError
+from easypipe.core.errors import EasypipeError, TokenizerError
 from easypipe.core.schema import Ints, offsets_of, token_dtype
 from easypipe.core.text import bytes_of
 from easypipe.transforms.tokenizer import proof
@@ -46,6 +47,7 @@ from easypipe.transforms.tokenizer.special import SpecialStrings
 from easypipe.transforms.tokenizer.token_bytes import TokenBytes, token_bytes
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from tokenizers import Tokenizer as Reference
 
 logger = logging.getLogger("easypipe")
@@ -76,7 +78,24 @@ def load_tokenizer(config: TokenizerConfig | str | Path) -> Tokenizer:
     elif not isinstance(config, TokenizerConfig):
         fix = "Give a tokenizer.json, its folder, a Hub name, or TokenizerConfig(...)."
         raise TokenizerError(at="tokenizer", problem=f"{type(config).__name__} names none", fix=fix)
-    return Tokenizer(config, find_tokenizer(config.name_or_path))
+    files = find_tokenizer(config.name_or_path)
+    with _failing(files.origin, "cannot be used"):
+        return Tokenizer(config, files)
+
+
+@contextlib.contextmanager
+def _failing(at: str, problem: str) -> Generator[None]:
+    """Raises TokenizerError in place of what the library raises; a panic is no Exception."""
+    try:
+        yield
+    except (EasypipeError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise TokenizerError(
+            at=at,
+            problem=f"{problem}: {error}",
+            fix="Give the tokenizer.json and tokenizer_config.json that transformers wrote.",
+        ) from error
 
 
 class Tokenizer:
@@ -227,9 +246,7 @@ class Tokenizer:
 
         escaped: take special strings for ordinary text.
         """
-        for encoding in (self.special.escaped if escaped else self._reference).encode_batch(
-            list(texts), add_special_tokens=False
-        ):
+        for encoding in self._reference_batch(list(texts), escaped=escaped, offsets=True):
             edges = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
             yield (
                 encoding.ids,
@@ -338,10 +355,16 @@ class Tokenizer:
         return backend, None
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
-        return [
-            encoding.ids
-            for encoding in self._reference.encode_batch_fast(texts, add_special_tokens=False)
-        ]
+        return [encoding.ids for encoding in self._reference_batch(texts)]
+
+    def _reference_batch(
+        self, texts: list[str], *, escaped: bool = False, offsets: bool = False
+    ) -> list[Encoding]:
+        reference = self.special.escaped if escaped else self._reference
+        encode = reference.encode_batch if offsets else reference.encode_batch_fast
+        first = texts[0][:60] if texts else ""
+        with _failing(self.origin, f"{first!r} cannot be encoded"):
+            return encode(texts, add_special_tokens=False)
 
     def _encode_reference(self, column: pa.LargeStringArray) -> tuple[Ints, NDArray[np.uint32]]:
         starts, _ = bytes_of(column)
@@ -413,7 +436,7 @@ def _load_reference(
         try:
             json.loads(definition)
             cause = f"not a tokenizer: {error}"
-        except ValueError as broken:
+        except (ValueError, RecursionError) as broken:
             cause = f"not JSON: {broken}"
         raise TokenizerError(
             at=origin,
