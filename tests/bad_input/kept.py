@@ -319,7 +319,7 @@ def saved(what: str, says: str | None, damage: Action, read: str = "out") -> Cas
     def act(folder: Path) -> None:
         source = load_saved(folder / read)
         for number, shard in enumerate(source.shards):
-            source.read(number, 0, shard.num_rows)
+            source.read(number, 0, shard.num_rows or 0)
 
     return Case(what, says, options=SAVE, damage=damage, run=act)
 
@@ -419,7 +419,8 @@ def state(what: str, says: str | None, text: Any) -> Case:
     def act(folder: Path) -> None:
         config = from_dict(PipelineConfig, load_yaml(folder / "run.yaml"))
         loader = Pipeline.from_config(config).source().tokenize().pack().load().build()
-        loader.restore(LoaderState.from_json(text(loader) if callable(text) else text))
+        given: Any = text(loader) if callable(text) else text
+        loader.restore(LoaderState.from_json(given))
 
     return Case(what, says, run=act)
 
