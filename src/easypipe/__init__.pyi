@@ -236,6 +236,7 @@ __all__ = [
     "create_seq2seq_collate",
     "create_vision_collate",
     "discover",
+    "generate",
     "load_saved",
     "load_tokenizer",
     "preview",

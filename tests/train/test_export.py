@@ -4,6 +4,7 @@ how conversations are written.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
@@ -118,6 +119,73 @@ def test_what_was_seen_is_in_the_checkpoint_and_generate_stops_there(
     assert main(greedy) == 0
     whole, cut = given
     assert cut == whole[: whole.index(whole[-1])]
+
+
+def test_conversations_are_answered_by_the_template_that_was_trained(
+    tuned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tuned.output_dir)
+    decode = load_tokenizer(load_trained(run).tokenizer or "").decode
+    asked: list[str] = []
+
+    def watched(model: Any, prompts: Any, **options: Any) -> list[list[int]]:
+        asked.extend(map(decode, prompts))
+        assert IM_END in options["eos_token_id"]
+        return generate(model, prompts, **options)
+
+    monkeypatch.setattr("easypipe.train.model.generate.generate", watched)
+    greedy = ["generate", run, "--max-new-tokens", "4", "--temperature", "0"]
+    talks = [[{"role": "user", "content": f"say {n}"}] for n in (3, 4)]
+    opened = [f"<|im_start|>user\nsay {n}<|im_end|>\n<|im_start|>assistant\n" for n in (3, 4)]
+    file = tmp_path / "talks.jsonl"
+    file.write_text("\n".join(map(json.dumps, [talks[0], {"messages": talks[1]}])))
+    assert main([*greedy, "--messages", str(file)]) == 0
+    assert asked == opened
+    file.write_text(json.dumps(talks[0], indent=1))
+    assert main([*greedy, "--messages", str(file)]) == 0
+    assert asked == [*opened, opened[0]]
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO("say 3\n\nsay 4\n"))
+    assert main([*greedy, "--chat"]) == 0
+    answer = capsys.readouterr().out.split("\n")[0]
+    assert asked[3] == opened[0]
+    assert asked[4].startswith(opened[0] + answer)
+    assert asked[4].endswith(opened[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "message"),
+    [
+        (["--messages", "FILE"], '[{"role": "user"}]\n{"a"', "line 2: is not JSON"),
+        (["--messages", "FILE"], '{"messages": "hi"}', "talks: not_a_list: messages are text"),
+        (["--messages", "FILE", "x"], "[]", "PROMPT: is given beside another way to ask"),
+        ([], "", "PROMPT: none is given"),
+        (["x", "--system", "y"], "", "--system: has no effect without --chat"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    arguments: list[str],
+    text: str,
+    message: str,
+    tuned: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "talks").write_text(text)
+    given = [str(tmp_path / "talks") if word == "FILE" else word for word in arguments]
+    assert main(["generate", str(tuned.output_dir), *given]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_text_is_shown_up_to_its_stop_string(
+    tuned: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    greedy = ["generate", str(tuned.output_dir), "say 7", "--temperature", "0"]
+    assert main([*greedy, "--max-new-tokens", "6"]) == 0
+    whole = capsys.readouterr().out.rstrip("\n")
+    stop = whole[len("say 7") + 1 :][:2]
+    assert main([*greedy, "--max-new-tokens", "6", "--stop", stop]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == whole[: whole.index(stop, len("say 7"))]
 
 
 @pytest.mark.parametrize(

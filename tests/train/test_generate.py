@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +12,9 @@ from flax import nnx
 
 from easypipe.core.errors import ConfigError
 from easypipe.train import load_pretrained
+from easypipe.train.model.attention import KVCache
 from easypipe.train.model.decoder import Decoder, ModelConfig
-from easypipe.train.model.generate import generate
+from easypipe.train.model.generate import PIECE, STEPS, cache_bytes, generate
 from train.hf_support import CONFIGS, tensors, write_model
 
 VOCAB = 31
@@ -38,6 +43,91 @@ def test_greedy_is_the_likeliest_token_of_the_growing_row():
             assert token == int(logits(MODEL, row)[0, place - 1].argmax())
             row[0, place] = token
         assert len(new) == 6
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
+def test_the_cache_changes_no_token(family: str, tmp_path: Path) -> None:
+    """Families with a window in all layers, in some, with a cap, with two rotations. Over several
+    pieces of a prompt, beyond the window, rows of unequal lengths: each new token is the likeliest
+    one that the model sees without a cache.
+    """
+    config = CONFIGS[family]
+    model = load_pretrained(write_model(tmp_path, config, tensors(config)))
+    prompts = [np.arange(n) * 7 % 60 + 1 for n in (PIECE + 40, 1, 90)]
+    rows = generate(model, prompts, max_new_tokens=2 * STEPS, temperature=0)
+    lengths = [len(prompt) for prompt in prompts]
+    whole = np.zeros((len(rows), max(lengths) + 2 * STEPS), np.int32)
+    for row, prompt, new in zip(whole, prompts, rows, strict=True):
+        row[: len(prompt) + len(new)] = [*prompt, *new]
+    likeliest = np.asarray(nnx.jit(lambda model, ids: model(ids))(model, whole).argmax(axis=-1))
+    for seen, length, new in zip(likeliest, lengths, rows, strict=True):
+        assert new == seen[length - 1 : length - 1 + 2 * STEPS].tolist()
+
+
+def test_the_cache_has_the_bytes_that_are_said() -> None:
+    config = dataclasses.replace(MODEL.config, dtype="bfloat16")
+    assert cache_bytes(config, 3, 2 * PIECE + 1) == 2 * 2 * 3 * (3 * PIECE) * 1 * 8 * 2
+    cache = KVCache.empty(MODEL.config, 3, 3 * PIECE)
+    assert cache_bytes(MODEL.config, 3, 3 * PIECE) == cache.keys.nbytes + cache.values.nbytes
+
+
+def test_padding_on_the_left_is_left_out() -> None:
+    padded = np.zeros((len(PROMPTS), 6), np.int32)
+    for row, prompt in zip(padded, PROMPTS, strict=True):
+        row[6 - len(prompt) :] = prompt
+    mask = padded != 0
+    assert generate(MODEL, padded, attention_mask=mask, max_new_tokens=5, seed=3) == generate(
+        MODEL, PROMPTS, max_new_tokens=5, seed=3
+    )
+
+
+class Numbers:
+    """Token 12 is the text "12."."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(f"{number}." for number in ids)
+
+
+def test_a_row_ends_with_the_token_that_completes_a_stop_string() -> None:
+    length = STEPS + 8
+    whole = generate(MODEL, PROMPTS, max_new_tokens=length, seed=5)
+    first = whole[0]
+    text = f"{first[STEPS + 2]}.{first[STEPS + 3]}."
+    found = generate(
+        MODEL, PROMPTS, max_new_tokens=length, seed=5, stop=["never", text], tokenizer=Numbers()
+    )
+    for row, short in zip(whole, found, strict=True):
+        said = Numbers().decode(row)
+        expected = said[: said.index(text) + len(text)] if text in said else said
+        assert Numbers().decode(short) == expected
+    assert len(found[0]) <= STEPS + 4 < length
+
+
+def test_a_repetition_penalty_weighs_what_the_row_holds() -> None:
+    logits = np.asarray(MODEL(jnp.array([[3, 1, 4]], jnp.int32))[0, -1])
+    for penalty in (1.3, 5.0):
+        weighed = logits.copy()
+        for token in {3, 1, 4}:
+            weighed[token] = (
+                logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+            )
+        (new,) = generate(
+            MODEL, [[3, 1, 4]], max_new_tokens=1, temperature=0, repetition_penalty=penalty
+        )
+        assert new == [int(weighed.argmax())]
+    (row,) = generate(MODEL, [[3, 1, 4]], max_new_tokens=20, temperature=0, repetition_penalty=1e9)
+    assert len(set(row)) == 20, "what the row wrote counts too"
+
+
+def test_min_p_keeps_to_a_share_of_the_likeliest_ones_odds() -> None:
+    odds = np.asarray(jax.nn.softmax(MODEL(jnp.array([[7]], jnp.int32))[0, -1] / 2.0))
+    order = np.argsort(-odds)
+    share = float((odds[order][3] + odds[order][4]) / 2 / odds.max())
+    drawn = {
+        generate(MODEL, [[7]], max_new_tokens=1, min_p=share, temperature=2.0, seed=seed)[0][0]
+        for seed in range(40)
+    }
+    assert drawn == set(order[:4].tolist())
 
 
 def test_top_1_is_greedy_and_top_k_keeps_to_the_k_likeliest():
@@ -121,6 +211,11 @@ def test_a_row_ends_before_eos():
         ({"temperature": -0.1}, "temperature: -0.1 is negative"),
         ({"top_p": 0.0}, "top_p: 0.0 is no share"),
         ({"top_p": 0.5, "temperature": 0}, "top_p: has no effect with temperature 0"),
+        ({"min_p": 1.5}, "min_p: 1.5 is no share"),
+        ({"min_p": 0.5, "temperature": 0}, "min_p: has no effect with temperature 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: 0.0 is no factor"),
+        ({"stop": "x"}, "stop: is text, and tokens are known only by their ids"),
+        ({"attention_mask": [[1, 1]]}, r"attention_mask: has the shape \(1, 2\)"),
         ({"top_k": 32}, "top_k: 32 of a vocabulary of 31. Give 1 to 31"),
     ],
 )

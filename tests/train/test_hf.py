@@ -495,6 +495,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from easypipe.train import load_pretrained, save_pretrained
+from easypipe.train.model.generate import generate
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.model.pretrained.files import WeightFiles
 
@@ -522,6 +523,9 @@ for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(who
 ids = np.arange(64, dtype=np.int32)[None] % 60
 call = nnx.jit(lambda model, ids: model(ids))
 np.testing.assert_allclose(call(model, ids), call(whole, ids), atol=1e-4)
+prompts = [[5, 6, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6]]
+texts = [generate(one, prompts, max_new_tokens=6, temperature=0) for one in (model, whole)]
+assert texts[0] == texts[1], texts
 save_pretrained(model, out)
 again = load_pretrained(out)
 for a, b in zip(jax.tree.leaves(nnx.state(again)), jax.tree.leaves(nnx.state(whole)), strict=True):

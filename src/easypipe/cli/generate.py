@@ -1,15 +1,30 @@
-"""`easypipe generate`: a look at what a model writes."""
+"""`easypipe generate`: what a model writes, behind prompts, behind conversations, or in a chat."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from easypipe.cli.export import Step
 from easypipe.cli.show import say
-from easypipe.core.errors import ConfigError, require
+from easypipe.core.errors import ConfigError, SourceError, require
+from easypipe.core.visible import visible
+from easypipe.transforms.chat.conversations import BadJson, loaded
+from easypipe.transforms.chat.pool import WrittenTalk
+from easypipe.transforms.chat.render import ChatTemplate, load_chat_template, turns_of
+from easypipe.transforms.chat.sandbox import Json
+from easypipe.transforms.refused import Refused
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from easypipe.train.model.decoder import Decoder  # loads jax
 
 Dtype = Annotated[
     Literal["float32", "bfloat16"],
@@ -29,8 +44,22 @@ def generate(
         ),
     ],
     prompts: Annotated[
-        list[str], typer.Argument(metavar="PROMPT...", help="What it goes on from.")
-    ],
+        list[str] | None, typer.Argument(metavar="PROMPT...", help="What it goes on from.")
+    ] = None,
+    messages: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Answer the conversations of this file: JSON, or one in each line.",
+        ),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Talk: each line that you type is answered.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="What --chat says to the model before all else.")
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens to add to each prompt, at most.")
     ] = 64,
@@ -46,63 +75,191 @@ def generate(
             help="Draw from the likeliest tokens that have this share of the odds together."
         ),
     ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from tokens with this share of the likeliest one's odds."),
+    ] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, tokens that were written are less likely.")
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; may be given several times.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
     dtype: Dtype = "float32",
     tokenizer: TokenizerName = None,
     step: Step = None,
 ) -> None:
     """Write on from each PROMPT with the model of a run, or a published one, to what ends a turn or
-    a text.
+    a text. With --messages or --chat, answer conversations by the model's chat template.
     """
-    from easypipe.train.model.generate import generate as write  # jax
-    from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
-
-    decoder, own, ends = _load(model, step, dtype)
-    name = tokenizer or own
-    if name is None:
-        raise ConfigError(
-            at="--tokenizer",
-            problem=f"{model} names no tokenizer",
-            fix="Give the one that made its tokens.",
-        )
-    loaded = load_tokenizer(name)
-    begun = list(map(loaded.reference_encode, prompts))
-    start = [] if loaded.eos_token_id is None else [loaded.eos_token_id]
-    lines = write(
-        decoder,
-        [ids or start for ids in begun],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        eos_token_id=[*ends, *start],
-        seed=seed,
+    ways = [bool(prompts), messages is not None, chat]
+    require(
+        sum(ways) == 1,
+        "PROMPT",
+        "none is given" if not any(ways) else "is given beside another way to ask",
+        "Give prompts, or --messages FILE, or --chat.",
     )
-    for ids, line in zip(begun, lines, strict=True):
-        say(loaded.decode([*ids, *line]))
+    require(system is None or chat, "--system", "has no effect without --chat", "Leave it out.")
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop": tuple(stop or ()),
+        "seed": seed,
+    }
+    writer = _Writer(*_load(model, tokenizer, step, dtype), options)
+    if chat:
+        _talk(writer, system)
+        return
+    texts = prompts or []
+    if messages is not None:
+        texts = writer.opened(_conversations(messages))
+    for text in writer.written(texts, whole=messages is None):
+        say(text)
 
 
-def _load(name: str, step: int | None, dtype: Any) -> tuple[Any, str | None, tuple[int, ...]]:
-    """The model, the name of its tokenizer, and the tokens that end what it writes."""
+class _Writer:
+    """A model with what it writes by. template: the text of its chat template, None for its
+    tokenizer's own. options: of easypipe.generate.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        ends: tuple[int, ...],
+        template: str | None,
+        options: dict[str, Any],
+    ) -> None:
+        own = tokenizer.eos_token_id
+        self._decoder, self._tokenizer, self._options = decoder, tokenizer, options
+        self._ends, self._given = ends if own is None else (*ends, own), template
+        self._begin = [] if own is None else [own]  # in the place of an empty prompt
+
+    def written(self, prompts: Sequence[str], *, whole: bool) -> list[str]:
+        """What the model writes behind each prompt, behind the prompt itself where `whole`."""
+        from easypipe.train.model.generate import generate as write  # jax
+
+        ids = [self._tokenizer.reference_encode(prompt) or self._begin for prompt in prompts]
+        lines = write(
+            self._decoder,
+            ids,
+            eos_token_id=self._ends,
+            tokenizer=self._tokenizer,
+            **self._options,
+        )
+        decode, texts = self._tokenizer.decode, []
+        for prompt, begun, line in zip(prompts, ids, lines, strict=True):
+            before = len(decode(begun)) if prompt else 0
+            text = decode([*begun, *line] if prompt else line)
+            cuts = (text.find(end, before) for end in self._options["stop"])
+            text = text[: min((cut for cut in cuts if cut >= 0), default=None)]
+            texts.append(visible(text if whole else text[before:], keep="\n\t"))
+        return texts
+
+    def opened(self, conversations: Sequence[tuple[str, Json]]) -> list[str]:
+        """Prompts that open an answer to each conversation, by the chat template; with the places
+        of the conversations, for errors.
+        """
+        asked = [
+            WrittenTalk(json.dumps(row.get("messages")), json.dumps(row.get("tools")))
+            for _, row in conversations
+        ]
+        prompts: list[str] = []
+        for (at, _), text in zip(conversations, self._template.prompts(asked), strict=True):
+            if isinstance(text, Refused):
+                raise SourceError(
+                    at=at,
+                    problem=f"{text.reason}: {text.detail}",
+                    fix='Give a list of messages: [{"role": "user", "content": "..."}].',
+                )
+            prompts.append(text)
+        return prompts
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        """Its turns end what the model writes, too."""
+        template = load_chat_template(
+            self._tokenizer, chat_template=self._given, train_on="assistant", date=None
+        )
+        self._ends = (*self._ends, *turns_of(template, self._tokenizer).stop_token_ids)
+        return template
+
+
+def _talk(writer: _Writer, system: str | None) -> None:
+    """Answers every line that is typed, until the input ends."""
+    said = [] if system is None else [{"role": "system", "content": system}]
+    for number in itertools.count(1):
+        if sys.stdin.isatty():
+            typer.echo("> ", nl=False)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if not line.strip():
+            continue
+        said.append({"role": "user", "content": line.rstrip("\n")})
+        prompt = writer.opened([(f"line {number}", {"messages": said})])
+        (answer,) = writer.written(prompt, whole=False)
+        said.append({"role": "assistant", "content": answer})
+        say(answer)
+
+
+def _conversations(path: Path) -> list[tuple[str, Json]]:
+    """The conversations of a file, each with its place: a JSON list of messages, an object with
+    `messages` and perhaps `tools`, or one of these in each line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SourceError(
+            at=str(path), problem=f"is not UTF-8: {error}", fix="Save it as UTF-8."
+        ) from None
+    found = [(str(path), loaded(text))]
+    if isinstance(found[0][1], BadJson):
+        lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        found = [(f"{path}, line {number}", loaded(line)) for number, line in lines]
+    for at, row in found:
+        require(not isinstance(row, BadJson), at, f"is not JSON: {row}", "Give a list of messages.")
+    return [
+        (at, row if isinstance(row, dict) else {"messages": row, "tools": None})
+        for at, row in found
+    ]
+
+
+def _load(
+    name: str, tokenizer: str | None, step: int | None, dtype: Any
+) -> tuple[Decoder, Tokenizer, tuple[int, ...], str | None]:
+    """The model, its tokenizer, the tokens that end what it writes, and its chat template."""
     from easypipe.train import load_pretrained
     from easypipe.train.checkpoint.files import CHECKPOINTS
     from easypipe.train.finished import load_trained
     from easypipe.train.model.pretrained.config import PretrainedConfig
     from easypipe.train.model.pretrained.files import end_tokens
 
+    template = None
     if (Path(name).expanduser() / CHECKPOINTS).is_dir():
         trained = load_trained(name, step)
-        return trained.model, trained.tokenizer, trained.seen.stop_token_ids
-    require(
-        step is None,
-        "--step",
-        f"{name} is no run that has checkpoints",
-        "Leave it out, or give a run's folder.",
-    )
-    decoder = load_pretrained(name, dtype=dtype)
-    _, folder = PretrainedConfig(pretrained=name).resolved()
-    return (
-        decoder,
-        str(folder) if (folder / "tokenizer.json").is_file() else None,
-        end_tokens(folder),
-    )
+        decoder, own, ends = trained.model, trained.tokenizer, trained.seen.stop_token_ids
+        template = trained.seen.chat_template
+    else:
+        require(
+            step is None,
+            "--step",
+            f"{name} is no run that has checkpoints",
+            "Leave it out, or give a run's folder.",
+        )
+        decoder = load_pretrained(name, dtype=dtype)
+        _, folder = PretrainedConfig(pretrained=name).resolved()
+        own = str(folder) if (folder / "tokenizer.json").is_file() else None
+        ends = end_tokens(folder)
+    if (chosen := tokenizer or own) is None:
+        raise ConfigError(
+            at="--tokenizer",
+            problem=f"{name} names no tokenizer",
+            fix="Give the one that made its tokens.",
+        )
+    return decoder, load_tokenizer(chosen), ends, template

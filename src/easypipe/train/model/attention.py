@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 
 from easypipe.core.errors import ConfigError
 from easypipe.kernels.loss.choice import missing, platform_at_hand
-from easypipe.train.model.config import TRITON_WIDTHS, AttentionBackend
+from easypipe.train.model.config import TRITON_WIDTHS, AttentionBackend, ModelConfig
 from easypipe.train.parallel.config import axes_of
 from easypipe.train.parallel.mesh import BATCH_AXES, TOKEN_AXES, constrain, fitting, on_mesh, rules
 
@@ -96,6 +96,52 @@ def attend(
         segment_ids = jnp.pad(segment_ids, ((0, 0), (0, missing)), constant_values=-1)
     mixed = fused(query, key, value, segment_ids, scores)
     return mixed[:, :length] if missing else mixed
+
+
+class KVCache(NamedTuple):
+    """Keys and values of every layer: slot t of a row holds those of its token t.
+
+    No token sees the slots behind its own, whatever they hold.
+    """
+
+    keys: Float[Array, "L B C K h"]
+    values: Float[Array, "L B C K h"]
+
+    @classmethod
+    def empty(cls, config: ModelConfig, rows: int, slots: int) -> KVCache:
+        """2·L·B·C·K·h numbers of `config.dtype`; rows and heads are divided over the mesh."""
+        shape = (config.num_layers, rows, slots, config.num_kv_heads, config.head_width)
+        zeros = jnp.zeros(shape, config.dtype)
+        laid = constrain(zeros, None, BATCH_AXES, None, head_axes() if on_mesh() else None, None)
+        return cls(laid, laid)
+
+    def written(
+        self,
+        layer: Int[Array, ""],
+        position_ids: Int[Array, "B T"],
+        key_BTKh: Float[Array, "B T K h"],
+        value_BTKh: Float[Array, "B T K h"],
+    ) -> KVCache:
+        """With the keys and values of tokens at `position_ids` in one layer."""
+        at = (layer, jnp.arange(position_ids.shape[0])[:, None], position_ids)
+        return KVCache(self.keys.at[at].set(key_BTKh), self.values.at[at].set(value_BTKh))
+
+
+def attend_cached(
+    query_BTHh: Float[Array, "B T H h"],
+    key_BCKh: Float[Array, "B C K h"],
+    value_BCKh: Float[Array, "B C K h"],
+    position_ids: Int[Array, "B T"],
+    scores: Scores,
+) -> Float[Array, "B T H h"]:
+    """`attend` for tokens at `position_ids` of rows whose keys and values stand in a cache, each in
+    the slot of its position; each row is one segment.
+    """
+    slots = key_BCKh.shape[1]
+    ago_BTC = position_ids[:, :, None] - jnp.arange(slots)
+    reach = slots if scores.window is None else jnp.where(scores.windowed, scores.window, slots)
+    mask_BTC = (ago_BTC >= 0) & (ago_BTC < reach)
+    return _xla(query_BTHh, key_BCKh, value_BCKh, mask_BTC, scores)
 
 
 def choose(backend: AttentionBackend | None, head_width: int, dtype: DTypeLike) -> AttentionBackend:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,11 @@ from jaxtyping import Bool, Float, Int
 
 from easypipe.core.errors import require
 from easypipe.kernels.loss.stats import Layout
-from easypipe.train.model.attention import Scores, attend, head_axes
+from easypipe.train.model.attention import KVCache, Scores, attend, attend_cached, head_axes
 from easypipe.train.model.config import ModelConfig, RopeScaling
 from easypipe.train.parallel.config import axes_of
 from easypipe.train.parallel.mesh import (
+    BATCH_AXES,
     TOKEN_AXES,
     constrain,
     on_mesh,
@@ -33,6 +35,8 @@ from easypipe.train.parallel.mesh import (
 )
 
 Turns = tuple[Float[Array, "B S 1 h/2"], Float[Array, "B S 1 h/2"]]
+# query, key and value to what is seen of the values
+Mix = Callable[[Array, Array, Array, Scores], Array]
 
 
 class Layer(nnx.Module):
@@ -66,11 +70,7 @@ class Layer(nnx.Module):
             )
 
     def __call__(
-        self,
-        x_BSD: Float[Array, "B S D"],
-        segment_ids: Int[Array, "B S"],
-        windowed: Bool[Array, ""] | bool,
-        turns: Turns,
+        self, x_BSD: Float[Array, "B S D"], windowed: Bool[Array, ""] | bool, turns: Turns, mix: Mix
     ) -> Float[Array, "B S D"]:
         config, (batch, length, _) = self.config, x_BSD.shape
         normed_BSD = self.attention_norm(x_BSD)
@@ -79,18 +79,16 @@ class Layer(nnx.Module):
         value_BSKh = self.value(normed_BSD).reshape(batch, length, config.num_kv_heads, -1)
         if config.qk_norm:
             query_BSHh, key_BSKh = self.query_norm(query_BSHh), self.key_norm(key_BSKh)
-        mixed_BSHh = attend(
+        mixed_BSHh = mix(
             rotate(query_BSHh, turns),
             rotate(key_BSKh, turns),
             value_BSKh,
-            segment_ids,
             Scores(
                 window=config.sliding_window,
                 windowed=windowed,
                 scale=None if config.attention_width is None else config.attention_width**-0.5,
                 soft_cap=config.attention_soft_cap,
             ),
-            config.attention,
         )
         added_BSD = self.output(mixed_BSHh.reshape(batch, length, -1))
         x_BSD = x_BSD + (self.attention_post_norm(added_BSD) if config.post_norms else added_BSD)
@@ -276,6 +274,55 @@ class Decoder(nnx.Module):
             segment_ids = jnp.ones_like(input_ids)
         if position_ids is None:
             position_ids = positions(segment_ids)
+        config = self.config
+
+        def mix(query: Array, key: Array, value: Array, scores: Scores) -> Array:
+            return attend(query, key, value, segment_ids, scores, config.attention)
+
+        windowed, of = self._kinds(position_ids)
+
+        def layer(x_BSD: Array, one: tuple[Layer, Array | None]) -> tuple[Array, None]:
+            block, windowed = one
+            x_BSD = block(x_BSD, *of(windowed), mix)
+            return constrain(x_BSD, *TOKEN_AXES, None), None
+
+        if config.remat == "full":
+            layer = jax.checkpoint(layer)
+        elif config.remat == "dots":
+            layer = jax.checkpoint(layer, policy=_PRODUCTS)
+        x_BSD = self._embedded(input_ids)
+        x_BSD, _ = jax.lax.scan(layer, x_BSD, (self.layers, windowed), unroll=self._unroll)
+        return self.norm(x_BSD)
+
+    def extend(
+        self, input_ids: Int[Array, "B T"], position_ids: Int[Array, "B T"], cache: KVCache
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """`hidden` of tokens that stand behind those in `cache`, and the cache with theirs.
+
+        position_ids: the place of each token in its row, below the slots of `cache`.
+        """
+        windowed, of = self._kinds(position_ids)
+
+        def layer(
+            carry: tuple[Array, KVCache], one: tuple[Layer, Array, Array | None]
+        ) -> tuple[tuple[Array, KVCache], None]:
+            (x_BTD, cache), (block, number, windowed) = carry, one
+
+            def mix(query: Array, key: Array, value: Array, scores: Scores) -> Array:
+                nonlocal cache
+                cache = cache.written(number, position_ids, key, value)
+                keys, values = cache.keys[number], cache.values[number]
+                return attend_cached(query, keys, values, position_ids, scores)
+
+            x_BTD = block(x_BTD, *of(windowed), mix)
+            return (constrain(x_BTD, BATCH_AXES, None, None), cache), None
+
+        layers = (self.layers, jnp.arange(self.config.num_layers), windowed)
+        begin = (self._embedded(input_ids), cache)
+        (x_BTD, cache), _ = jax.lax.scan(layer, begin, layers, unroll=self._unroll)
+        return self.norm(x_BTD), cache
+
+    def _embedded(self, input_ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         # A table sharded over its vocabulary is gathered over `fsdp` first; without this the
         # partitioner replicates it whole.
         table_VD = constrain(self.embedding[...].astype(self.config.dtype), vocab_axes(), None)
@@ -283,29 +330,28 @@ class Decoder(nnx.Module):
         if self.config.scale_embeddings:
             # rounded to the dtype first, as Gemma was trained
             x_BSD = x_BSD * jnp.asarray(self.config.hidden_size**0.5, x_BSD.dtype)
-        config = self.config
+        return x_BSD
+
+    @property
+    def _unroll(self) -> int:
+        return 1 if self.config.scan_layers else self.config.num_layers
+
+    def _kinds(
+        self, position_ids: Int[Array, "B S"]
+    ) -> tuple[Bool[Array, " L"] | None, Callable[[Array | None], tuple[Array | bool, Turns]]]:
+        """Which layers have the window, None where all are alike; and, of one of these, what its
+        layer is called with: whether it has the window, and its rotation.
+        """
         # layers with the window, those without, or both
-        kinds = sorted(set(config.windowed), reverse=True)
+        kinds = sorted(set(self.config.windowed), reverse=True)
         turned = [self._turns(position_ids, windowed=kind) for kind in kinds]
 
-        def layer(x_BSD: Array, one: tuple[Layer, Array | None]) -> tuple[Array, None]:
-            block, windowed = one
-            turns = (
-                turned[0]
-                if windowed is None
-                else jax.tree.map(functools.partial(jnp.where, windowed), *turned)
-            )
-            x_BSD = block(x_BSD, segment_ids, kinds[0] if windowed is None else windowed, turns)
-            return constrain(x_BSD, *TOKEN_AXES, None), None
+        def of(windowed: Array | None) -> tuple[Array | bool, Turns]:
+            if windowed is None:
+                return kinds[0], turned[0]
+            return windowed, jax.tree.map(functools.partial(jnp.where, windowed), *turned)
 
-        if config.remat == "full":
-            layer = jax.checkpoint(layer)
-        elif config.remat == "dots":
-            layer = jax.checkpoint(layer, policy=_PRODUCTS)
-        windowed = jnp.array(config.windowed) if len(kinds) > 1 else None
-        unroll = 1 if config.scan_layers else config.num_layers
-        x_BSD, _ = jax.lax.scan(layer, x_BSD, (self.layers, windowed), unroll=unroll)
-        return self.norm(x_BSD)
+        return jnp.array(self.config.windowed) if len(kinds) > 1 else None, of
 
     def _turns(self, position_ids: Array, *, windowed: bool) -> Turns:
         """The rotation of layers with the window, or of those without."""

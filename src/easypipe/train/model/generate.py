@@ -1,138 +1,346 @@
-"""A look at what a model has learned: sampling with fixed shapes, one compiled program per shape.
+"""Text by a model: tokens drawn one after the other, over a cache of keys and values.
 
-Each new token runs the whole row again, without a cache of keys and values: right for a few lines
-at the end of a run, not for serving.
+Prompts are read a piece at a time into the cache, then each step reads one token of every row. All
+shapes are fixed, so that two programs serve every call of one size.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import NamedSharding
+from numpy.typing import ArrayLike, NDArray
 
 from easypipe.core.errors import ConfigError, require
+from easypipe.train.model.attention import KVCache
+from easypipe.train.model.config import ModelConfig
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.pretrained.files import as_tokens
+
+PIECE = 128  # tokens of prompts that are read at once, and a multiple of the slots of a cache
+STEPS = 32  # tokens that are drawn on the device before the host looks at them
+
+
+class Decodes(Protocol):
+    """A tokenizer, for the text of stop strings."""
+
+    def decode(self, ids: Sequence[int], /) -> str: ...
 
 
 def generate(
     model: Decoder,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]] | NDArray[np.integer],
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
     eos_token_id: int | Sequence[int] | None = None,
+    stop: str | Sequence[str] = (),
+    tokenizer: Decodes | None = None,
+    attention_mask: ArrayLike | None = None,
     seed: int = 0,
 ) -> list[list[int]]:
-    """The tokens that `model` adds to each of `prompts` (token ids), at most `max_new_tokens`,
-    without the prompt.
+    """The tokens that `model` adds to each of `prompts`, without the prompt.
 
-    temperature: 0 takes the likeliest token every time; otherwise logits are divided by it. top_k:
-    only the k likeliest are drawn from (and any that tie with the last of them). top_p: only the
-    likeliest, as many as it takes to have that share of the odds together (Holtzman et al., 2020),
-    after temperature and top_k. A row ends before `eos_token_id`, or the first of these; when all
-    have, no more is computed. Row r draws from `seed` and r alone, so its text does not depend on
-    the other prompts of the call.
+    Row r draws from `seed` and r alone, so its text does not depend on the other prompts of the
+    call.
 
-    Raises ConfigError for an empty prompt, a token outside the vocabulary, a negative temperature,
-    a top_k outside 1..vocabulary, a top_p outside (0, 1], and for either beside temperature 0,
-    which draws nothing.
+    Args:
+        prompts: Token ids, rows of any lengths.
+        max_new_tokens: At most so many for each row.
+        temperature: 0 takes the likeliest token every time; otherwise logits are divided by it.
+        top_k: Only the k likeliest are drawn from (and any that tie with the last of them).
+        top_p: Only the likeliest, as many as it takes to have that share of the odds together
+            (Holtzman et al., 2020), after temperature and top_k.
+        min_p: Only tokens with at least this share of the odds of the likeliest (Nguyen et al.,
+            2024), after the others.
+        repetition_penalty: Logits of tokens that stand in the row, prompt included, are divided by
+            it where they are positive and multiplied where not (Keskar et al., 2019); 1 for none.
+        eos_token_id: A row ends before this token, or the first of these.
+        stop: A row ends with the token that completes one of these texts.
+        tokenizer: Writes tokens as text, for `stop`.
+        attention_mask: [B, S] for prompts that are padded to one length: tokens where it is 0 are
+            left out.
+        seed: Of what is drawn.
+
+    Raises:
+        ConfigError: An empty prompt, a token outside the vocabulary, or an option out of its range
+            or without effect.
     """
+    if attention_mask is not None:
+        prompts = _unpadded(prompts, np.asarray(attention_mask))
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
     vocab = model.config.vocabulary
-    _check(prompts, vocab, max_new_tokens, temperature, top_k, top_p)
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((len(prompts), int(lengths.max()) + max_new_tokens), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    ends = as_tokens(eos_token_id)
-    graph, state = nnx.split(model)
-    drawn = Drawn(jax.random.key(seed), jnp.float32(temperature or 1.0), jnp.array(ends, jnp.int32))
-    how = Sampling(
-        steps=max_new_tokens,
-        greedy=temperature == 0,
-        top_k=None if top_k == vocab else top_k,
-        top_p=None if top_p == 1.0 else top_p,
+    _check_prompts(prompts, vocab)
+    require(
+        max_new_tokens >= 1, "max_new_tokens", f"{max_new_tokens} is no length", "Give at least 1."
     )
-    filled = _fill(graph, state, tokens, lengths, drawn, how)
-    rows = []
-    for row, length in zip(np.asarray(filled), lengths, strict=True):
-        new = row[length : length + max_new_tokens].tolist()
-        rows.append(new[: next((at for at, token in enumerate(new) if token in ends), len(new))])
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    sampling.check(vocab)
+    require(
+        not stops or tokenizer is not None,
+        "stop",
+        "is text, and tokens are known only by their ids",
+        "Give the tokenizer beside it.",
+    )
+    ends = frozenset(as_tokens(eos_token_id))
+    drawn = sampling.drawn(seed, ends)
+    rows: list[list[int]] = [[] for _ in prompts]
+    ended = np.zeros(len(rows), bool)
+    with _mesh_of(model):
+        for new in _written(model, prompts, drawn, max_new_tokens, top_k):
+            for r in np.flatnonzero(~ended):
+                fresh = new[r].tolist()
+                rows[r] += itertools.takewhile(lambda token: token not in ends, fresh)
+                ended[r] = not ends.isdisjoint(fresh)
+                if stops and tokenizer is not None:
+                    length = _stopped(rows[r], len(fresh), stops, tokenizer)
+                    ended[r] |= length is not None
+                    rows[r] = rows[r][:length]
+            if ended.all():
+                break
     return rows
 
 
-class Sampling(NamedTuple):
-    """What a program is compiled for."""
+def _stopped(
+    row: Sequence[int], fresh: int, stops: Sequence[str], tokenizer: Decodes
+) -> int | None:
+    """How many tokens of `row` there are up to the end of the first stop string; None: it has none.
+    Nothing ended before the last `fresh` tokens.
+    """
+    found = [text for text in stops if text in tokenizer.decode(row)]
+    lengths = range(max(0, len(row) - fresh) + 1, len(row) + 1)
+    return next(
+        (n for n in lengths if any(text in tokenizer.decode(row[:n]) for text in found)), None
+    )
 
-    steps: int
-    greedy: bool
+
+def cache_bytes(config: ModelConfig, rows: int, tokens: int) -> int:
+    """Bytes of keys and values for `rows` of so many tokens each, prompts and new ones together."""
+    cache = jax.eval_shape(functools.partial(KVCache.empty, config, rows, _slots(tokens)))
+    return sum(array.size * array.dtype.itemsize for array in cache)
+
+
+def _slots(tokens: int) -> int:
+    return -(-tokens // PIECE) * PIECE
+
+
+class Sampling(NamedTuple):
+    """How a token is chosen; see `generate`."""
+
+    temperature: float
     top_k: int | None
     top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+
+    def drawn(self, seed: int, ends: Collection[int]) -> Drawn:
+        """The same as arrays, where it has an effect."""
+        values = (
+            (self.temperature, 0),
+            (self.top_p or 1.0, 1),
+            (self.min_p or 0.0, 0),
+            (self.repetition_penalty, 1),
+        )
+        ended_by = jnp.array(sorted(ends), jnp.int32)
+        options = (None if value == off else jnp.float32(value) for value, off in values)
+        return Drawn(jax.random.key(seed), ended_by, *options)
+
+    def check(self, vocab: int) -> None:
+        temperature, top_k, top_p, min_p, repetition_penalty = self
+        ranges = (
+            (
+                "temperature",
+                0 <= temperature < float("inf"),
+                f"{temperature} is {'negative' if temperature < 0 else 'no number'}",
+                "Give 0 for the likeliest token, 1 for the model's own odds.",
+            ),
+            (
+                "top_k",
+                top_k is None or 1 <= top_k <= vocab,
+                f"{top_k} of a vocabulary of {vocab}",
+                f"Give 1 to {vocab}, or None for all.",
+            ),
+            (
+                "top_p",
+                top_p is None or 0 < top_p <= 1,
+                f"{top_p} is no share",
+                "Give more than 0 and at most 1; 0.9 is usual.",
+            ),
+            (
+                "min_p",
+                min_p is None or 0 <= min_p <= 1,
+                f"{min_p} is no share",
+                "Give 0 to 1; 0.05 is usual.",
+            ),
+            (
+                "repetition_penalty",
+                0 < repetition_penalty < float("inf"),
+                f"{repetition_penalty} is no factor",
+                "Give 1 for none, more to avoid what was written; 1.1 is usual.",
+            ),
+        )
+        for name, holds, problem, fix in ranges:
+            require(holds, name, problem, fix)
+        for name, value in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
+            require(
+                value is None or temperature != 0,
+                name,
+                "has no effect with temperature 0",
+                "Leave it out, or give a temperature.",
+            )
 
 
 class Drawn(NamedTuple):
-    """What a program takes beside the prompts: `ends` are the tokens that end a row."""
+    """What a program takes beside the rows: None is an option that is off, for which no code is
+    compiled. `ends` are the tokens that end a row.
+    """
 
     key: Array
-    temperature: Array
     ends: Array
+    temperature: Array | None  # None: the likeliest
+    top_p: Array | None
+    min_p: Array | None
+    repetition_penalty: Array | None
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5))
-def _fill(
+class _Rows(NamedTuple):
+    """Rows between two calls: what was read, and the token of each that is read next."""
+
+    cache: KVCache
+    last: Array  # Int32[B]
+    places: Array  # Int32[B]: the place of `last` in its row
+    ended: Array  # Bool[B]
+    seen: Array | None  # Bool[B, V], for the penalty
+
+
+def _written(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]] | NDArray[np.integer],
+    drawn: Drawn,
+    max_new_tokens: int,
+    top_k: int | None,
+) -> Iterator[NDArray[np.int32]]:
+    """New tokens of all rows, Int32[B, at most STEPS] at a time; behind its end a row goes on with
+    tokens that mean nothing. Ends when all rows have.
+    """
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    longest, count = int(lengths.max()), len(prompts)
+    tokens = np.zeros((count, _slots(longest)), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    graph, state = nnx.split(model)
+    cache = _empty(model.config, count, _slots(longest + max_new_tokens))
+    # The last token of each prompt is read by the first step.
+    for start in range(0, longest - 1, PIECE):
+        cache = _read(graph, state, tokens[:, start : start + PIECE], jnp.int32(start), cache)
+    seen = None
+    if drawn.repetition_penalty is not None:
+        seen = np.zeros((count, model.config.vocabulary), bool)
+        for row, prompt in zip(seen, prompts, strict=True):
+            row[np.asarray(prompt)] = True
+    last = tokens[np.arange(count), lengths - 1]
+    rows = _Rows(cache, last, lengths - 1, np.zeros(count, bool), seen)  # type: ignore[arg-type]
+    for begin in range(0, max_new_tokens, STEPS):
+        steps = min(STEPS, max_new_tokens - begin)
+        new, rows = _write(graph, state, rows, drawn, (jnp.int32(begin), jnp.int32(steps)), top_k)
+        yield np.asarray(new)[:, :steps]
+        if np.asarray(rows.ended).all():
+            return
+
+
+def _mesh_of(model: Decoder) -> AbstractContextManager[object]:
+    """Where the model lies, so that its cache is divided as its heads are."""
+    lies = model.embedding[...].sharding
+    return jax.set_mesh(lies.mesh) if isinstance(lies, NamedSharding) else nullcontext()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _empty(config: ModelConfig, rows: int, slots: int) -> KVCache:
+    return KVCache.empty(config, rows, slots)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
+def _read(
+    graph: nnx.GraphDef, state: nnx.State, tokens: Array, start: Array, cache: KVCache
+) -> KVCache:
+    """`cache` with a piece of the prompts, Int32[B, T] from place `start` on. Slots behind a row's
+    prompt are written too; its new tokens write them again before they are seen.
+    """
+    places = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
+    return nnx.merge(graph, state).extend(tokens, places, cache)[1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=2)
+def _write(
     graph: nnx.GraphDef,
     state: nnx.State,
-    tokens: Array,
-    lengths: Array,
+    rows: _Rows,
     drawn: Drawn,
-    how: Sampling,
-) -> Array:
-    """`tokens`, Int[B, S], with `how.steps` more in each row after its `lengths`; all shapes are
-    fixed, so one program serves every step.
+    steps: tuple[Array, Array],
+    top_k: int | None,
+) -> tuple[Array, _Rows]:
+    """New tokens, Int32[B, STEPS] of which the first `steps[1]` count, where `steps[0]` were drawn
+    before; and the rows behind them.
     """
     model = nnx.merge(graph, state)
-    rows = jnp.arange(tokens.shape[0])
-    row_keys = jax.vmap(lambda row: jax.random.fold_in(drawn.key, row))(rows)
+    count = rows.last.shape[0]
+    row_keys = jax.vmap(functools.partial(jax.random.fold_in, drawn.key))(jnp.arange(count))
 
-    def add_one(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        step, tokens, ended = carry
-        last = lengths + step - 1
-        hidden = model.hidden(tokens)  # slots after `last` hold zeros; the causal mask hides them
-        logits = model.logits(hidden[rows, last])
-        if how.greedy:
-            choice = logits.argmax(axis=-1)
-        else:
-            if how.top_k is not None:
-                threshold = jax.lax.top_k(logits, how.top_k)[0][:, -1:]
-                logits = jnp.where(logits < threshold, -jnp.inf, logits)
-            logits = logits / drawn.temperature
-            if how.top_p is not None:
-                logits = _nucleus(logits, how.top_p)
-            keys = jax.vmap(lambda row_key: jax.random.fold_in(row_key, step))(row_keys)
-            choice = jax.vmap(jax.random.categorical)(keys, logits)
-        return (
-            step + 1,
-            tokens.at[rows, last + 1].set(choice.astype(tokens.dtype)),
-            ended | jnp.isin(choice, drawn.ends),
-        )
+    def add_one(carry: tuple[Array, Array, _Rows]) -> tuple[Array, Array, _Rows]:
+        step, new, (cache, last, places, ended, seen) = carry
+        hidden, cache = model.extend(last[:, None], places[:, None], cache)
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, steps[0] + step))(row_keys)
+        choice = _choice(model.logits(hidden[:, 0]), keys, seen, drawn, top_k)
+        if seen is not None:
+            seen = seen.at[jnp.arange(count), choice].set(True)
+        ended |= jnp.isin(choice, drawn.ends)
+        after = _Rows(cache, choice, places + 1, ended, seen)
+        return step + 1, new.at[:, step].set(choice), after
 
-    def goes_on(carry: tuple[Array, Array, Array]) -> Array:
-        return (carry[0] < how.steps) & ~carry[2].all()
+    def goes_on(carry: tuple[Array, Array, _Rows]) -> Array:
+        return (carry[0] < steps[1]) & ~carry[2].ended.all()
 
-    return jax.lax.while_loop(
-        goes_on, add_one, (jnp.int32(0), jnp.asarray(tokens), jnp.zeros(tokens.shape[0], bool))
-    )[1]
+    begin = (jnp.int32(0), jnp.zeros((count, STEPS), jnp.int32), rows)
+    _, new, rows = jax.lax.while_loop(goes_on, add_one, begin)
+    return new, rows
 
 
-def _nucleus(logits: Array, top_p: float) -> Array:
+def _choice(
+    logits: Array, keys: Array, seen: Array | None, drawn: Drawn, top_k: int | None
+) -> Array:
+    """One token for each row of `logits`, Float32[B, V]: Int32[B]."""
+    if seen is not None and drawn.repetition_penalty is not None:
+        penalty = drawn.repetition_penalty
+        weaker = jnp.where(logits > 0, logits / penalty, logits * penalty)
+        logits = jnp.where(seen, weaker, logits)
+    if drawn.temperature is None:
+        return logits.argmax(axis=-1).astype(jnp.int32)
+    if top_k is not None:
+        threshold = jax.lax.top_k(logits, top_k)[0][:, -1:]
+        logits = jnp.where(logits < threshold, -jnp.inf, logits)
+    logits = logits / drawn.temperature
+    if drawn.top_p is not None:
+        logits = _nucleus(logits, drawn.top_p)
+    if drawn.min_p is not None:
+        least = logits.max(axis=-1, keepdims=True) + jnp.log(drawn.min_p)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def _nucleus(logits: Array, top_p: Array) -> Array:
     """`logits`, [B, V], without those whose likelier ones have `top_p` of the odds already."""
     ordered = jnp.sort(logits, axis=-1, descending=True)
     odds = jax.nn.softmax(ordered, axis=-1)
@@ -141,15 +349,23 @@ def _nucleus(logits: Array, top_p: float) -> Array:
     return jnp.where(logits < least, -jnp.inf, logits)
 
 
-def _check(
-    prompts: Sequence[Sequence[int]],
-    vocab: int,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-) -> None:
-    require(prompts, "prompts", "no prompt", "Give at least one list of token ids.")
+def _unpadded(
+    prompts: Sequence[Sequence[int]] | NDArray[np.integer], mask: NDArray[np.generic]
+) -> list[list[int]]:
+    lengths = sorted({len(prompt) for prompt in prompts})
+    require(
+        (len(prompts), *lengths) == mask.shape,
+        "attention_mask",
+        f"has the shape {mask.shape}, and {len(prompts)} prompts have lengths {lengths}",
+        "Give prompts that are padded to one length, and a mask of their shape.",
+    )
+    return [
+        np.asarray(row)[kept.astype(bool)].tolist() for row, kept in zip(prompts, mask, strict=True)
+    ]
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]] | NDArray[np.integer], vocab: int) -> None:
+    require(len(prompts) > 0, "prompts", "no prompt", "Give at least one list of token ids.")
     for index, prompt in enumerate(prompts):
         require(
             len(prompt) > 0,
@@ -165,34 +381,3 @@ def _check(
                 problem=f"token {outside[0]} is outside the vocabulary of {vocab}",
                 fix=fix,
             )
-    require(
-        max_new_tokens >= 1,
-        "max_new_tokens",
-        f"{max_new_tokens} is no length",
-        "Give at least 1.",
-    )
-    require(
-        temperature >= 0,
-        "temperature",
-        f"{temperature} is negative",
-        "Give 0 for the likeliest token, 1 for the model's own odds.",
-    )
-    require(
-        top_k is None or 1 <= top_k <= vocab,
-        "top_k",
-        f"{top_k} of a vocabulary of {vocab}",
-        f"Give 1 to {vocab}, or None for all.",
-    )
-    require(
-        top_p is None or 0 < top_p <= 1,
-        "top_p",
-        f"{top_p} is no share",
-        "Give more than 0 and at most 1; 0.9 is usual.",
-    )
-    for name, value in (("top_k", top_k), ("top_p", top_p)):
-        require(
-            value is None or temperature != 0,
-            name,
-            "has no effect with temperature 0",
-            "Leave it out, or give a temperature.",
-        )

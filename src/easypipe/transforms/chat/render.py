@@ -85,6 +85,12 @@ class ChatTemplate:
         spec = {**self._spec, "reader": asdict(reader or MessageReader())}
         return answers_of(spec, rows, self.origin)
 
+    def prompts(self, rows: Sequence[Asked]) -> list[str | Refused]:
+        """Conversations as texts that open an answer of the assistant; otherwise as `render`."""
+        spec = {**self._spec, "reader": asdict(MessageReader()), "prompt": True}
+        answers = answers_of(spec, rows, self.origin)
+        return [one if isinstance(one, Refused) else one.text for one in answers]
+
 
 def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
     """What `template` trains the assistant to end with, seen on a question and an answer.

@@ -32,7 +32,7 @@ from easypipe.transforms.chat.sandbox import (
     as_given,
 )
 from easypipe.transforms.chat.sentinels import UnprovenError
-from easypipe.transforms.chat.spans import Spans
+from easypipe.transforms.chat.spans import Rendered, Spans
 from easypipe.transforms.prompt.label_span import find_label
 from easypipe.transforms.refused import BEYOND_LIMITS
 
@@ -118,7 +118,12 @@ class _Writer:
             )
         else:
             name = "tool_use" if row["tools"] and self._spec["tool_use"] is not None else "source"
-            found = self._spans(name).find(as_given(row["messages"]), row["tools"], train_on)
+            spans, talk = self._spans(name), as_given(row["messages"])
+            if self._spec.get("prompt"):
+                text, _ = spans.template.render(talk, row["tools"], prompt=True)
+                found = Rendered(text, [(0, len(text))], len(text))
+            else:
+                found = spans.find(talk, row["tools"], train_on)
         if not found.text.strip():
             return ["empty", "the template prints nothing"]
         if not any(a < b for a, b in found.spans):
