@@ -96,6 +96,7 @@ from easypipe.train.checkpoint.manager import CheckpointManager
 from easypipe.train.config import OptimizerConfig, TrainingConfig
 from easypipe.train.model.config import ClassifierConfig, LoraConfig
 from easypipe.train.model.decoder import Decoder, ModelConfig
+from easypipe.train.model.generate import generate
 from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.trainer import TrainResult
 from easypipe.transforms.columns.base import TransformedSource

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from numpy.typing import ArrayLike, NDArray
 
 from easypipe.core.errors import ConfigError, require
@@ -264,7 +264,8 @@ def _written(
 def _mesh_of(model: Decoder) -> AbstractContextManager[object]:
     """Where the model lies, so that its cache is divided as its heads are."""
     lies = model.embedding[...].sharding
-    return jax.set_mesh(lies.mesh) if isinstance(lies, NamedSharding) else nullcontext()
+    mesh = lies.mesh if isinstance(lies, NamedSharding) else None
+    return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else nullcontext()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
