@@ -686,3 +686,11 @@ def test_tokens_that_were_made_before_are_prepared_too(tmp_path: Path) -> None:
         config(tmp_path, datasets=[DatasetConfig(name="d", data_files=rows)])
     ).source().prepare()
     assert len(list((tmp_path / "cache" / "tokens").rglob("*.arrow"))) == 1
+
+
+def test_a_config_of_nested_dicts_is_a_config() -> None:
+    rows = [{"text": "one"}]
+    pipeline = Pipeline({"datasets": [{"name": "a", "data_files": rows}], "seed": 1})
+    assert pipeline.get_context().config.datasets[0].name == "a"
+    with pytest.raises(ConfigError, match="dataset: unknown key"):
+        Pipeline({"dataset": [{"name": "a", "data_files": rows}]})

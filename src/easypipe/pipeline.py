@@ -80,8 +80,12 @@ class Pipeline:
 
     __slots__ = ("__weakref__", "_context", "_plan", "_reminder")
 
-    def __init__(self, config: PipelineConfig, *, progress: ProgressListener = silent) -> None:
+    def __init__(
+        self, config: PipelineConfig | Settings, *, progress: ProgressListener = silent
+    ) -> None:
         """Raises ConfigError naming the first of `config.validate()`; the others are its notes."""
+        if not isinstance(config, PipelineConfig):
+            config = from_dict(PipelineConfig, config)
         # source() may be given some
         problems = [problem for problem in config.problems() if problem.at != "datasets"]
         if problems:
@@ -117,8 +121,6 @@ class Pipeline:
         """
         if isinstance(config, str | Path):
             config = load_yaml(config)
-        if not isinstance(config, PipelineConfig):
-            config = from_dict(PipelineConfig, config)
         return cls(config, progress=progress)
 
     def copy(self) -> Self:
