@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from easypipe.compat.foreign import Rows, TokenizerLike, as_tokenizer, attribute_of, pad_of
+from easypipe.compat.foreign import Rows, TokenizerLike, as_tokenizer, pad_of
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.schema import (
     ATTENTION_MASK,
@@ -31,7 +31,7 @@ from easypipe.core.schema import (
     Ints,
     OutputSchema,
 )
-from easypipe.core.values import Array, Batch, Collate, Item, Row
+from easypipe.core.values import Array, Batch, Collate, Item, Row, attribute_of
 from easypipe.loader.collate import CollateConfig, collate, row_width
 
 log = logging.getLogger("easypipe")

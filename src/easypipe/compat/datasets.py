@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from easypipe.compat.collators import create_causal_lm_collate
-from easypipe.compat.foreign import attribute_of, pad_of, tokenizer_config
+from easypipe.compat.foreign import pad_of, tokenizer_config
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.random import fold
 from easypipe.core.schema import INPUT_IDS
-from easypipe.core.values import Array, Collate, Dataset, Item, Row
+from easypipe.core.values import Array, Collate, Dataset, Item, Row, attribute_of
 from easypipe.interop.workers import known_to_torch, shares_rows, torch_worker
 from easypipe.loader.rows.items import fingerprint_of
 from easypipe.loader.rows.ranks import check_rank

@@ -12,25 +12,16 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.schema import INPUT_IDS
-from easypipe.core.values import Row
+from easypipe.core.values import Row, attribute_of
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-# What documents leave open: anything that acts like one. `attribute_of` asks it.
+# What documents leave open: anything that acts like one. `core.values.attribute_of` asks it.
 TokenizerLike = Any  # a Tokenizer, its config, a name, another library's, a user's `encode(text)`
 Rows = Sequence[Row]
 
 TEXT = "text"
 MESSAGES = "messages"
-
-
-def attribute_of(thing: object, *names: str) -> Any:
-    """The first of these attributes that an object of somebody else's has; None where it has none.
-
-    The only place in this room that asks objects by name: whatever they are, they are not ours.
-    """
-    found = (getattr(thing, name, None) for name in names)
-    return next((value for value in found if value is not None), None)
 
 
 def tokenizer_config(tokenizer: TokenizerLike, **changes: Any) -> TokenizerConfig:

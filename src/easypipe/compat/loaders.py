@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self, runtime_checkable
 
 from easypipe.compat.collators import default_collate, draws
-from easypipe.compat.foreign import attribute_of
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, did_you_mean, require_columns
 from easypipe.core.random import draw_seed
 from easypipe.core.schema import INPUT_IDS
-from easypipe.core.values import Arguments, Collate, Dataset
+from easypipe.core.values import Arguments, Collate, Dataset, attribute_of
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.epochs import EpochLoader, passes_of_streams, passes_over
 from easypipe.loader.loader import Loader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from easypipe.compat.foreign import OwnTokenizer, TokenizerLike, attribute_of, vocabulary_of
+from easypipe.compat.foreign import OwnTokenizer, TokenizerLike, vocabulary_of
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError
 from easypipe.core.identity import held_by, name_of
@@ -18,6 +18,7 @@ from easypipe.core.protocols import (
     left_out,
 )
 from easypipe.core.schema import INPUT_IDS, offsets_of
+from easypipe.core.values import attribute_of
 from easypipe.stages.tokenize.documents import require_documents
 from easypipe.stages.tokenize.text_rows import require_text
 from easypipe.transforms.chat.conversations import is_text

@@ -27,10 +27,10 @@ from easypipe.compat.collators import (
     require_some,
     stacked,
 )
-from easypipe.compat.foreign import Rows, attribute_of
+from easypipe.compat.foreign import Rows
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.schema import LABELS, PIXEL_VALUES, OutputSchema
-from easypipe.core.values import Array, Batch, Collate, Item
+from easypipe.core.values import Array, Batch, Collate, Item, attribute_of
 
 # Mean and standard deviation of the channels of the training images, scaled to [0, 1].
 PRESETS = {

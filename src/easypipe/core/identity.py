@@ -19,8 +19,15 @@ from typing import Any
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.values import attribute_of
 
 logger = logging.getLogger("easypipe")
+
+
+def dotted_name(function: object, otherwise: str) -> str:
+    """Module and name of a function of somebody else's; otherwise: what has no name."""
+    name = attribute_of(function, "__qualname__") or otherwise
+    return f"{attribute_of(function, '__module__') or ''}.{name}"
 
 
 class UserFunction:
@@ -41,7 +48,7 @@ class UserFunction:
                 fix='Give a function, or "module:function".',
             )
         self.name = function if isinstance(function, str) else name_of(function)
-        version = version if version is not None else getattr(self._call, "version", None)
+        version = version if version is not None else attribute_of(self._call, "version")
         self.cacheable = version is not None
         if version is not None:
             self.fingerprint = digest("function", self.name, str(version), held_by(self._call))
@@ -124,12 +131,12 @@ def held_by(function: Any, above: tuple[int, ...] = ()) -> Any:
         ]
     if isinstance(function, MethodType):
         return ["method", _value(function.__self__, above), held_by(function.__func__, above)]
-    code = getattr(function, "__code__", None)
+    code = attribute_of(function, "__code__")
     if code is None:
         return (
             None
             if isinstance(function, BuiltinFunctionType | type)
-            else ["object", _value(getattr(function, "__dict__", {}), above)]
+            else ["object", _value(attribute_of(function, "__dict__") or {}, above)]
         )
     # every script is called that
     if "<" not in function.__qualname__ and function.__module__ != "__main__":

@@ -27,7 +27,7 @@ from fsspec.asyn import AsyncFileSystem, sync
 
 from easypipe.core.errors import EasypipeError, MissingFileError, StorageError
 from easypipe.core.trust import require_private
-from easypipe.core.values import Arguments
+from easypipe.core.values import Arguments, attribute_of
 
 T = TypeVar("T")
 # What is passed to fsspec: credentials, an endpoint. Never logged, saved or part of an identity.
@@ -196,7 +196,7 @@ def status_of(error: BaseException) -> int | None:
         # a broken body; the status that it carries is aiohttp's own invention
         if type(link).__module__ == "aiohttp.http_exceptions":
             continue
-        response = getattr(link, "response", None)
+        response = attribute_of(link, "response")
         found = (
             response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             if isinstance(response, Mapping)
@@ -208,7 +208,7 @@ def status_of(error: BaseException) -> int | None:
             (link, "status_code"),
             (link, "code"),
         ):
-            found = getattr(holder, name, None) if found is None else found
+            found = attribute_of(holder, name) if found is None else found
         if isinstance(found, str) and found.isdigit():
             found = int(found)
         if isinstance(found, int) and 300 <= found < 600:
@@ -411,8 +411,8 @@ def _wait(policy: RetryPolicy, attempt: int, error: BaseException) -> float:
     jitter = random.uniform(0.5, 1.0)  # noqa: S311  (nobody gains by guessing it)
     wait = min(policy.longest_wait_s, policy.first_wait_s * 2 ** (attempt - 1)) * jitter
     for link in _chain(error):
-        headers = getattr(link, "headers", None) or getattr(
-            getattr(link, "response", None), "headers", None
+        headers = attribute_of(link, "headers") or attribute_of(
+            attribute_of(link, "response"), "headers"
         )
         asked = headers.get("Retry-After", "") if isinstance(headers, Mapping) else ""
         # the other form of Retry-After is a date; the doubling wait serves for it

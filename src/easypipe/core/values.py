@@ -27,3 +27,13 @@ DType = np.dtype[np.generic]
 Dataset = Any  # rows by number, or to iterate over: lists, those of `datasets`, of torch, of users
 Item = Any  # one row of a Dataset
 Collate = Callable[..., Any]  # a list of rows to a batch; with `keys` too where it draws
+
+
+def attribute_of(thing: object, *names: str) -> Any:
+    """The first of these attributes that an object of somebody else's has; None where it has none.
+
+    Objects of users and of other libraries are asked by name here alone: whatever they are, they
+    are not ours.
+    """
+    found = (getattr(thing, name, None) for name in names)
+    return next((value for value in found if value is not None), None)

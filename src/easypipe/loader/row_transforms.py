@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError, require
+from easypipe.core.identity import dotted_name
 from easypipe.core.random import fold
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import collate
@@ -114,4 +115,4 @@ class MappedRows(DerivedRows):
 
 
 def _name(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+    return dotted_name(function, type(function).__name__)

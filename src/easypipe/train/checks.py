@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import BatchLoader
-from easypipe.core.values import Batch, Json
+from easypipe.core.values import Batch, Json, attribute_of
 from easypipe.train.config import TrainingConfig
 
 # for a run whose length its data decides: the length of the schedule is a constant of the program
@@ -157,7 +157,7 @@ def micro_batches(at: str, loader: BatchLoader, pieces: int) -> bool:
 
     Raises ConfigError where its A is not `pieces`.
     """
-    cut = getattr(loader, "accumulation_steps", 1)  # of any other BatchLoader
+    cut = attribute_of(loader, "accumulation_steps") or 1  # of any other BatchLoader
     if cut in (1, pieces):
         return cut > 1
     raise ConfigError(

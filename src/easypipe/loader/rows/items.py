@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.identity import dotted_name
 from easypipe.core.random import fold
 from easypipe.core.schema import IGNORE, LABELS
-from easypipe.core.values import Array, Collate, Dataset, Item
+from easypipe.core.values import Array, Collate, Dataset, Item, attribute_of
 from easypipe.loader.rows.rows import NumberedRows
 from easypipe.plan.order import OrderConfig, documents
 
@@ -245,7 +246,7 @@ class ForwardRows(_Unsized):
     def _seek(self, row: int) -> None:
         """Makes `row` the first one that is kept."""
         if self._items is None or row < self._first:
-            if (set_epoch := getattr(self._dataset, "set_epoch", None)) is not None:
+            if (set_epoch := attribute_of(self._dataset, "set_epoch")) is not None:
                 set_epoch(self._epoch)
             self._items, self._ahead, self._first = iter(self._dataset), [], 0
         self._reach(row)
@@ -269,16 +270,16 @@ class ForwardRows(_Unsized):
 
 def fingerprint_of(dataset: Dataset) -> str:
     """What a dataset says of its content, and its kind."""
-    own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
+    own = attribute_of(dataset, "fingerprint", "_fingerprint")
     return f"{type(dataset).__qualname__}:{own if isinstance(own, str) else ''}"
 
 
 def describe_collator(collate: Collate) -> str:
     """A collator of this package by its options, any other by its name."""
-    own = getattr(collate, "recipe", None)
+    own = attribute_of(collate, "recipe")
     if own is not None:
         return digest(own)
-    return f"{getattr(collate, '__module__', '')}.{getattr(collate, '__qualname__', type(collate).__qualname__)}"
+    return dotted_name(collate, type(collate).__qualname__)
 
 
 def _filled(batch: Any, missing: int) -> Any:

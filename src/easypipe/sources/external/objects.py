@@ -21,7 +21,7 @@ from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require
 from easypipe.core.identity import held_by, name_of
 from easypipe.core.protocols import Scan, Shard, ShardedSource, Source, left_out
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.core.values import Dataset
+from easypipe.core.values import Dataset, attribute_of
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external.dicts import FIRST_ROWS, as_scan, columns_of, require_row
 from easypipe.sources.external.memory import content_hash
@@ -132,7 +132,7 @@ def _opened(
     those.
     """
     made = (
-        (getattr(data, "format", None) or {}).get("type") == "custom"
+        (attribute_of(data, "format") or {}).get("type") == "custom"
         if is_arrow_dataset(data)
         else True
     )

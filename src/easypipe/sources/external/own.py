@@ -39,7 +39,7 @@ from easypipe.core.protocols import (
     SourceInfo,
 )
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.core.values import Dataset, Item, JsonObject
+from easypipe.core.values import Dataset, Item, JsonObject, attribute_of
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external import dicts
 from easypipe.sources.schemas import is_json
@@ -62,9 +62,7 @@ class Numbered(Protocol):
 def is_complete(data: Dataset) -> bool:
     """Whether it has `shards` and `read(shard, start, stop)`: a ShardedSource."""
     return (
-        not isinstance(data, type)
-        and _has(data, "shards")
-        and callable(getattr(data, "read", None))
+        not isinstance(data, type) and _has(data, "shards") and callable(attribute_of(data, "read"))
     )
 
 
@@ -564,7 +562,7 @@ def _sharded(data: Dataset) -> Given:
         f"{kind.__name__} has neither open_shard(name) nor read(shard, start, stop)",
         "Give it shard_names and open_shard, which yields a dict for every row.",
     )
-    shards = getattr(data, "shards", None)
+    shards = attribute_of(data, "shards")
     names: Any = data.shard_names if shards is None else [shard.name for shard in shards]
     names = names() if callable(names) else names
     if (
@@ -589,7 +587,7 @@ def _sharded(data: Dataset) -> Given:
         seeks=seeks,
         label=name_of(data),
         held=held_by(data),
-        version=getattr(data, "version", None),
+        version=attribute_of(data, "version"),
     )
 
 
@@ -612,9 +610,9 @@ def _one_shard(data: Dataset, name: str) -> Given:
         open=from_start,
         seeks=False,
         label=name_of(data),
-        held=[held_by(data), held_by(getattr(data, "__self__", None))],
+        held=[held_by(data), held_by(attribute_of(data, "__self__"))],
         # what libraries call the version of a dataset says little of its rows
-        version=getattr(data, "version", None) if called else None,
+        version=attribute_of(data, "version") if called else None,
     )
 
 
@@ -627,7 +625,7 @@ def _behind(rows: Iterator[Item], row: int) -> Iterator[Item]:
 
 def _close(rows: Dataset) -> None:
     """What a generator holds is let go on the thread that it belongs to."""
-    close = getattr(rows, "close", None)
+    close = attribute_of(rows, "close")
     if close is not None:
         close()
 

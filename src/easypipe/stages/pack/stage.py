@@ -34,7 +34,7 @@ from easypipe.loader.rows.planned import PlannedRows
 from easypipe.plan.windows import Plan
 from easypipe.stages.mix.mixture import Mixture, PlannedSource, planned_of
 from easypipe.stages.pack.config import PackStageConfig
-from easypipe.stages.tokenize.documents import require_documents, token_info
+from easypipe.stages.tokenize.documents import prompts_of, require_documents, token_info
 
 logger = logging.getLogger("easypipe")
 
@@ -247,8 +247,8 @@ def packed_of(source: ShardedSource) -> PackedShardedSource | None:
 
 def _tell_uncut(mixture: Mixture, seq_length: int) -> None:
     for name, source in mixture.parts.items():
-        form = getattr(source, "form", None)
-        if getattr(form, "splits", False) and getattr(form, "room", None) != seq_length:
+        prompts = prompts_of(source)
+        if prompts is not None and prompts.splits and prompts.room != seq_length:
             logger.info(
                 "dataset %s: conversations longer than a row of %d tokens are trained in their "
                 "first row alone: tokenize() cuts them"

@@ -38,7 +38,13 @@ from easypipe.core.protocols import (
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.sources.splits import PartialSource
 from easypipe.stages.config import datasets_of, settings_of
-from easypipe.stages.tokenize.encoders import RowForm, TextColumn, TextEncoder, TokenEncoder
+from easypipe.stages.tokenize.encoders import (
+    PromptRows,
+    RowForm,
+    TextColumn,
+    TextEncoder,
+    TokenEncoder,
+)
 from easypipe.transforms.chat.render import turns_of
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -223,6 +229,13 @@ def tokenized_of(source: ShardedSource) -> TokenizedShardedSource | None:
     return source if isinstance(source, TokenizedShardedSource) else None
 
 
+def prompts_of(source: ShardedSource) -> PromptRows | None:
+    """How the rows of a source are written, where it writes prompts or conversations."""
+    tokenized = tokenized_of(source)
+    form = None if tokenized is None else tokenized.form
+    return form if isinstance(form, PromptRows) else None
+
+
 def cached_of(source: ShardedSource) -> TokenizedShardedSource | ImportedTokens | None:
     """The source, where its token cache is ours to make: one of users' own has to know itself."""
     return source if isinstance(source, TokenizedShardedSource | ImportedTokens) else None
@@ -313,10 +326,8 @@ def trained_turns(source: ShardedSource) -> Turns | None:
     for part in [source] if mixture is None else mixture.parts.values():
         if (told := info_of(part).turns) is not None:
             found.setdefault(told.template, told)
-        tokenizer, template = (
-            tokenizer_of(part),
-            getattr(getattr(getattr(part, "form", None), "engine", None), "template", None),
-        )
+        tokenizer, prompts = tokenizer_of(part), prompts_of(part)
+        template = None if prompts is None else prompts.engine.template
         if tokenizer is not None and template is not None and template.source not in found:
             found[template.source] = turns_of(template, tokenizer)
     if not found:

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from easypipe.core.errors import ConfigError, MissingFileError, StateError, require
 from easypipe.core.protocols import BatchLoader
-from easypipe.core.values import Json, JsonObject
+from easypipe.core.values import Json, JsonObject, attribute_of
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.checkpoint.resume import loader_state, saved_loader_state
 from easypipe.train.state import flatten, unflatten
@@ -162,7 +162,7 @@ class CheckpointManager:
         for name, kind in run["keys"].items():
             arrays[name] = jax.random.wrap_key_data(arrays[name], impl=kind)
         found = {part: _put(part, tree, arrays) for part, tree in given.items()}
-        if hasattr(scheduler, "load_state_dict"):  # as PyTorch's have
+        if attribute_of(scheduler, "load_state_dict"):  # as PyTorch's have
             scheduler.load_state_dict(run["scheduler"])
         if loader is not None:
             require(
@@ -306,6 +306,6 @@ def _json(at: str, value: object) -> Any:
 
 
 def _scheduler_state(scheduler: Any) -> object:
-    if hasattr(scheduler, "state_dict"):  # as PyTorch's have
+    if attribute_of(scheduler, "state_dict"):  # as PyTorch's have
         return scheduler.state_dict()
     return None if callable(scheduler) else scheduler

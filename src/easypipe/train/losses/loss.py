@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.schema import IGNORE
-from easypipe.core.values import Arguments
+from easypipe.core.values import Arguments, attribute_of
 from easypipe.kernels.loss.api import Implementation, LossSharding, Rule, fused_linear_cross_entropy
 from easypipe.kernels.loss.choice import misplaced, platform_name
 from easypipe.train.config import LossConfig
@@ -81,7 +81,10 @@ def hidden_and_head(model: LanguageModel, batch: Batch) -> tuple[tuple[Array, ..
     hidden_BSD = model.hidden(
         batch["input_ids"], batch.get("segment_ids"), batch.get("position_ids")
     )
-    cap, layout = getattr(model, "logit_soft_cap", None), getattr(model, "lm_head_layout", "dv")
+    cap, layout = (
+        attribute_of(model, "logit_soft_cap"),
+        attribute_of(model, "lm_head_layout") or "dv",
+    )
     return (hidden_BSD, model.lm_head(), batch["labels"]), {"logit_soft_cap": cap, "layout": layout}
 
 

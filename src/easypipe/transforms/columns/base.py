@@ -43,6 +43,7 @@ from easypipe.core.protocols import (
     select,
 )
 from easypipe.core.schema import ROW_NUMBER, Bools, Ints
+from easypipe.core.values import attribute_of
 
 OnError = Literal["error", "skip", "quarantine"]
 
@@ -242,7 +243,7 @@ class _Adapted(ColumnTransform):
         return self.own.schema(before)
 
     def scan(self, batch: pa.RecordBatch) -> Scan:
-        scan = getattr(self.own, "scan", None)
+        scan = attribute_of(self.own, "scan")
         return Scan(self.own(batch), ()) if scan is None else scan(batch)
 
     def rows(self, rows: Rows) -> Rows:
@@ -254,7 +255,7 @@ class _Adapted(ColumnTransform):
         return Rows(batch.drop_columns([ROW_NUMBER]), numbers, tuple(rejects))
 
     def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
-        narrow = getattr(self.own, "narrow", None)
+        narrow = attribute_of(self.own, "narrow")
         if narrow is None:
             return self, None
         own, reads = narrow(columns, before)

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from easypipe.core.errors import TokenizerError
 from easypipe.core.schema import Bools, Ints
+from easypipe.core.values import attribute_of
 from easypipe.transforms.tokenizer.ragged import Ids, Mask, Tokens
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class SpecialStrings:
         self._unknown |= {
             i
             for i, text in self._strings.items()
-            if text == getattr(reference.model, "unk_token", None)
+            if text == attribute_of(reference.model, "unk_token")
         }
         self._runs, self._table = _runs(sorted(self._strings.keys() - self._unknown))
         self._definition = definition

@@ -28,6 +28,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import EasypipeError, TokenizerError
 from easypipe.core.schema import Ints, offsets_of, token_dtype
 from easypipe.core.text import bytes_of
+from easypipe.core.values import attribute_of
 from easypipe.transforms.tokenizer import proof
 from easypipe.transforms.tokenizer.config import TokenizerConfig, length_limit
 from easypipe.transforms.tokenizer.fast import FastEngine, engine_of
@@ -448,7 +449,7 @@ def _load_reference(
     # a tokenizer.json may carry both; length and padding are this project's own options
     reference.no_truncation()
     reference.no_padding()
-    if getattr(reference.model, "dropout", None):
+    if attribute_of(reference.model, "dropout"):
         raise TokenizerError(
             at=origin,
             problem=f"its dropout of {reference.model.dropout} makes tokens random",

@@ -30,6 +30,7 @@ from easypipe.core.errors import (
 )
 from easypipe.core.protocols import Turns
 from easypipe.core.storage import commit_folder, json_bytes
+from easypipe.core.values import attribute_of
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.lora import merge_lora
 from easypipe.train.model.pretrained.families import from_hf, shape_of, to_hf, weights
@@ -238,7 +239,7 @@ def _special_tokens(tokenizer: Any, files: list[Path]) -> JsonObject:
         except TokenizerError as error:
             logger.warning("%s; config.json and generation_config.json name no tokens of it", error)
     names = "bos_token_id", "eos_token_id", "pad_token_id"
-    found = {name: getattr(tokenizer, name, None) for name in names}
+    found = {name: attribute_of(tokenizer, name) for name in names}
     return {name: number for name, number in found.items() if isinstance(number, int)}
 
 
@@ -258,7 +259,7 @@ def _write_template(folder: Path, template: str) -> None:
 
 
 def _tokenizer_files(tokenizer: Any) -> list[Path]:
-    if tokenizer is None or hasattr(tokenizer, "save_pretrained"):
+    if tokenizer is None or attribute_of(tokenizer, "save_pretrained"):
         return []
     require(
         isinstance(tokenizer, str | Path),
