@@ -378,11 +378,12 @@ def _next_bit(bits, first, place):
         word = place >> 6
         if first[level] + word >= first[level + 1]:
             return np.int64(-1)
-        found = bits[first[level] + word] & ~((_ONE << np.uint64(place & 63)) - _ONE)
+        below = np.uint64(place & 63)
+        found = (bits[first[level] + word] >> below) << below
         if found != _ZERO:
             place = (word << 6) + _lowest(found)
-            for below in range(level - 1, -1, -1):
-                place = (place << 6) + _lowest(bits[first[below] + place])
+            for lower in range(level - 1, -1, -1):
+                place = (place << 6) + _lowest(bits[first[lower] + place])
             return place
         place = word + 1
     return np.int64(-1)
@@ -390,7 +391,7 @@ def _next_bit(bits, first, place):
 
 @jit
 def _lowest(word):
-    return _PLACE[((word & (~word + _ONE)) * _LOWEST_BIT) >> _S58]
+    return _PLACE[((word & (_ZERO - word)) * _LOWEST_BIT) >> _S58]
 
 
 @jit
@@ -408,7 +409,7 @@ def _set_bit(bits, first, place):
 def _clear_bit(bits, first, place):
     for level in range(LEVELS):
         word = first[level] + (place >> 6)
-        bits[word] &= ~(_ONE << np.uint64(place & 63))
+        bits[word] ^= bits[word] & (_ONE << np.uint64(place & 63))
         if bits[word] != _ZERO:
             return
         place >>= 6
