@@ -4,6 +4,7 @@ are.
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from easypipe import DatasetConfig, Pipeline
+from easypipe import BudgetError, DatasetConfig, Pipeline
+from easypipe.cache.ranges import kept_rejects
 from easypipe.core.protocols import Reject, counted
 from pipelines import config
 
@@ -27,6 +29,38 @@ def test_benign_rows_of_one_reason_are_one_reject() -> None:
         Reject(row=2, reason="empty", benign=True, count=3),
     ]
     assert counted(rejects) == (Reject(row=2, reason="empty", benign=True, count=4), bad)
+
+
+def test_bad_rows_that_follow_each_other_are_one_reject_of_a_record() -> None:
+    bad = [Reject(row=row, reason="null") for row in (3, 4, 5, 8)]
+    other = Reject(row=6, reason="null", detail="another")
+    blank = Reject(row=7, reason="null", benign=True)
+    assert kept_rejects([*bad, other, blank]) == (
+        Reject(row=3, reason="null", count=3),
+        other,
+        blank,
+        Reject(row=8, reason="null"),
+    )
+
+
+def test_bad_rows_of_one_kind_take_no_room_and_each_has_its_line(tmp_path: Path) -> None:
+    """A record of 5,000 such rows had 750 kB."""
+    rows = [{"text": "good"}, *[{"text": {"x": n}} for n in range(5000)], {"text": "good"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def chain(**more: Any) -> Any:
+        dataset = DatasetConfig(name="d", data_files=str(tmp_path / "a.jsonl"), **more)
+        return Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize().prepare()
+
+    with pytest.raises(BudgetError, match=r"row 4000.*bad row number 4000 .*max_bad_rows is 3999"):
+        chain(on_error="skip", max_bad_rows=3999)
+    chain(on_error="quarantine", max_bad_rows=5000)
+    (record,) = tmp_path.rglob("ranges/**/*.json")
+    assert record.stat().st_size < 2000
+    (quarantine,) = tmp_path.rglob("*.quarantine.jsonl")
+    lines = [json.loads(line) for line in quarantine.read_text().splitlines()]
+    assert [line["row"] for line in lines] == list(range(1, 5001))
+    assert lines[-1]["raw"] == json.dumps(rows[5000])
 
 
 def prepared(folder: Path, kind: str, rows: int, *, streaming: bool) -> Any:

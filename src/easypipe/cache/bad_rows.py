@@ -44,11 +44,13 @@ class ErrorBudget:
                 self._first = f"; the first is {at}: {reject.detail or reject.reason}"
             if reject.benign:
                 continue
-            self.bad += 1
-            at = place(record.shard_name, row=reject.row, column=self.label)
+            allowed = 0 if self.on_error == "error" else self.max_bad_rows
+            left = reject.count if allowed is None else allowed - self.bad
+            self.bad += min(reject.count, left + 1)
+            at = place(record.shard_name, row=reject.row + left, column=self.label)
             if self.on_error == "error":
                 raise bad_row(at, reject)
-            if self.max_bad_rows is not None and self.bad > self.max_bad_rows:
+            if left < reject.count:
                 raise BudgetError(
                     at=at,
                     problem=f"bad row number {self.bad} ({reject.reason}: {reject.detail}), and "
@@ -97,28 +99,28 @@ def write_quarantine(
         open(temporary, "w", encoding="utf-8") as out,
     ):
         for record in records:
-            for reject in record.rejects:
-                if not reject.benign:
-                    row = {
+            for reject in (each for each in record.rejects if not each.benign):
+                for row in range(reject.row, reject.row + reject.count):
+                    line = {
                         "file": record.shard_name,
-                        "row": reject.row,
+                        "row": row,
                         "reason": reject.reason,
                         "detail": reject.detail,
-                        "raw": raw_row(source, record.part.shard, reject, column),
+                        "raw": raw_row(source, record.part.shard, row, column)
+                        if reject.reason != "null"
+                        else "null",
                     }
-                    out.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    out.write(json.dumps(line, ensure_ascii=False) + "\n")
     return name, stamp().checksum
 
 
-def raw_row(source: ShardedSource, shard: int, reject: Reject, column: str) -> str | None:
+def raw_row(source: ShardedSource, shard: int, row: int, column: str) -> str | None:
     """A bad row for people to look at: as its file has it where the source can tell, else its value
     as JSON.
     """
-    if reject.reason == "null":
-        return "null"
-    raw = raw_of(source, shard, reject.row)
+    raw = raw_of(source, shard, row)
     if raw is None:
-        batch = source.read(shard, reject.row, reject.row + 1)
+        batch = source.read(shard, row, row + 1)
         if batch.num_rows:
             value = batch.column(column)[0]
             text = isinstance(value, pa.StringScalar | pa.LargeStringScalar)

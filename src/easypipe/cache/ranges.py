@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from easypipe.cache.manifest import FORMAT, Counts, Part, check_format
 from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
-from easypipe.core.protocols import Reject, Shard, ShardedSource, identity_of
+from easypipe.core.protocols import Reject, Shard, ShardedSource, counted, identity_of
 from easypipe.core.remote import StorageOptions
 from easypipe.core.values import Json, JsonObject
 
@@ -91,6 +91,22 @@ def _edges(cuts: Sequence[int], rows: int, step: int) -> Iterator[int]:
         )
         at = near if at + (step + 1) // 2 <= near <= at + step + step // 2 else at + step
     yield rows
+
+
+def kept_rejects(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
+    """Those of one range as its record keeps them: benign ones counted, and bad rows that follow
+    each other for one reason and detail as one with their `count`.
+    """
+    kept: list[Reject] = []
+    for reject in counted(rejects):
+        before = kept[-1] if kept and not reject.benign else None
+        if before is not None and reject == dataclasses.replace(
+            before, row=before.row + before.count, count=reject.count
+        ):
+            kept[-1] = dataclasses.replace(before, count=before.count + reject.count)
+        else:
+            kept.append(reject)
+    return tuple(kept)
 
 
 def record_path(folder: CacheFolder, recipe: str, key: str) -> Path | str:

@@ -36,6 +36,7 @@ from easypipe.cache.ranges import (
     Range,
     Record,
     counts_json,
+    kept_rejects,
     ranges_of,
     read_record,
     record_of,
@@ -51,7 +52,6 @@ from easypipe.core.protocols import (
     ProgressListener,
     ShardedSource,
     Source,
-    counted,
     innermost,
     silent,
 )
@@ -358,7 +358,7 @@ class _Work(Generic[R]):
                     **counts_json(documents.counts),
                     "content": encoder.content(batch),
                     "encoder": encoder.backend,
-                    "rejects": [dataclasses.asdict(one) for one in counted(documents.rejects)],
+                    "rejects": [dataclasses.asdict(one) for one in kept_rejects(documents.rejects)],
                 }
                 found = said, TokenStamp(num_bytes=0, checksum="")
                 self._count(documents_encoded=rows.num_texts, ranges_written=1)
@@ -381,7 +381,7 @@ class _Work(Generic[R]):
             },
             rejects,
         )
-        return dataclasses.replace(record, rejects=counted(record.rejects))
+        return dataclasses.replace(record, rejects=kept_rejects(record.rejects))
 
     def _found(self, file: str) -> tuple[JsonObject, TokenStamp] | None:
         """What a token file says of itself, and its stamp; None where it is not there, or not

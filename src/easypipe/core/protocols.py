@@ -47,8 +47,8 @@ class Reject:
     """A row that was read and not passed on. `benign` rows (a blank line, what a filter leaves out)
     are counted, never charged.
 
-    count: how many rows of the range went the same way; above 1 only where they are benign, and
-    `row` is the first of them.
+    count: how many rows of the range went the same way, of which `row` is the first; above 1 only
+    where they are benign or, in the record of a range, follow each other.
     """
 
     row: int
