@@ -449,7 +449,7 @@ STATES = [
     state("with a batch below zero", "loader state", altered(batch=-1)),
     state("with a batch beyond the end", None, altered(batch=10**9, row=10**12)),
     state("with a batch of text", "loader state", altered(batch="one")),
-    state("with a key more", None, altered(more=1)),
+    state("with a key more", "more", altered(more=1)),
     state("with components of numbers", "loader state", altered(components=5)),
     state(
         "of other data",

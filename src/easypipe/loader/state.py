@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import pydantic
@@ -102,7 +102,10 @@ class LoaderState:
         with damaged("damaged"):
             if checksum != digest(values):
                 raise ValueError("its checksum does not fit")
+        unknown = sorted(values.keys() - {"version", *(entry.name for entry in fields(cls))})
         with damaged("of another shape"):
+            if unknown:
+                raise ValueError(f"no state has {', '.join(unknown)}")
             return pydantic.TypeAdapter(cls).validate_python(values)
 
     def changed(self, components: Mapping[str, str], config: Json) -> tuple[list[str], str]:
