@@ -13,7 +13,7 @@ from easypipe.cache.location import cache_folder
 from easypipe.cache.repair import place_of
 from easypipe.cache.verify import Verification
 from easypipe.core.config import fields_of, from_dict, is_config
-from easypipe.core.errors import ConfigError, EasypipeError, SourceError
+from easypipe.core.errors import ConfigError, EasypipeError, SourceError, require
 from easypipe.core.ledger import Ledger
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import ProgressListener, silent
@@ -236,6 +236,31 @@ def _naming_files(config: PipelineConfig) -> Generator[None]:
 FROM_DATA = {"from", "fraction", "seed", "load"}
 
 
+def _check_held_out(at: str, entry: Settings) -> None:
+    """Raises ConfigError where `entry` is no hold-out of the data."""
+    for key in entry:
+        require(
+            key in FROM_DATA,
+            f"{at}.{key}",
+            "has no effect beside from",
+            "Leave it out.",
+            have=sorted(FROM_DATA),
+        )
+    require(
+        entry["from"] == "data",
+        f"{at}.from",
+        f"{entry['from']!r} names no data",
+        "Write from: data.",
+        have=["data"],
+    )
+    require(
+        "fraction" in entry,
+        f"{at}.fraction",
+        "is missing",
+        "Say how many of the rows: fraction: 0.01.",
+    )
+
+
 def with_hold_outs(values: Settings) -> JsonObject:
     """The values of a run config with `eval: {name: {from: data, fraction, seed}}` written out: the
     datasets of `data` (a config or its values) on both sides, each with `hold_out`. Raises
@@ -256,27 +281,7 @@ def with_hold_outs(values: Settings) -> JsonObject:
             fix="Leave one of them out.",
         )
     [(name, entry)] = held.items()
-    for key in entry:
-        if key not in FROM_DATA:
-            raise ConfigError(
-                at=f"eval.{name}.{key}",
-                problem="has no effect beside from",
-                have=sorted(FROM_DATA),
-                fix="Leave it out.",
-            )
-    if entry["from"] != "data":
-        raise ConfigError(
-            at=f"eval.{name}.from",
-            problem=f"{entry['from']!r} names no data",
-            have=["data"],
-            fix="Write from: data.",
-        )
-    if "fraction" not in entry:
-        raise ConfigError(
-            at=f"eval.{name}.fraction",
-            problem="is missing",
-            fix="Say how many of the rows: fraction: 0.01.",
-        )
+    _check_held_out(f"eval.{name}", entry)
     options = {key: entry[key] for key in ("fraction", "seed") if key in entry}
     data = values.get("data") or {}
     sets = _of(data, "datasets") or ()

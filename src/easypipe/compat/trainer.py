@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from easypipe.core.config import from_dict, load_yaml, meant, to_dict, with_aliases
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, did_you_mean, require
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import BatchLoader, ProgressListener, Turns
 from easypipe.core.values import Arguments, Dataset, Settings
@@ -113,32 +113,24 @@ class Trainer(Engine):
             for name, kind in _EITHER.items()
             if isinstance(options.get(name), Mapping | str | kind)
         }
-        for name in fields:
-            if name not in _FIELDS and name not in TrainingConfig.ALIASES:
-                have = sorted({*given, *_FIELDS, "data", "seq_length", "batch_size", "progress"})
-                raise ConfigError(
-                    at=name,
-                    problem="no such option of Trainer",
-                    have=have,
-                    fix=did_you_mean(name, have) or meant(TrainingConfig, name),
-                )
+        _check_names(fields, given)
         config = (
             from_dict(TrainingConfig, changes) if config is None else with_aliases(config, changes)
         )
-        if (data is None) == (train is None):
-            raise ConfigError(
-                at="data",
-                problem="either it or a loader (`train`) says what to train on; give one of them",
-            )
+        require(
+            (data is None) != (train is None),
+            "data",
+            "either it or a loader (`train`) says what to train on; give one of them",
+        )
         self._inputs = None
         if train is not None:
             for at, value in (("seq_length", seq_length), ("batch_size", batch_size)):
-                if value is not None:
-                    raise ConfigError(
-                        at=at,
-                        problem="has no effect on a loader that is given",
-                        fix="Set it where the loader is made.",
-                    )
+                require(
+                    value is None,
+                    at,
+                    "has no effect on a loader that is given",
+                    "Set it where the loader is made.",
+                )
             super().__init__(model, config, train, evals, **options)
             return
         if isinstance(model, str | Path):
@@ -169,6 +161,15 @@ class Trainer(Engine):
             if self._inputs is None
             else self._inputs.around(super().run, writes=self.writes)
         )
+
+
+def _check_names(fields: Settings, given: Settings) -> None:
+    """Raises ConfigError for an option that neither a Trainer nor its config has."""
+    for name in fields:
+        if name not in _FIELDS and name not in TrainingConfig.ALIASES:
+            have = sorted({*given, *_FIELDS, "data", "seq_length", "batch_size", "progress"})
+            fix = did_you_mean(name, have) or meant(TrainingConfig, name)
+            raise ConfigError(at=name, problem="no such option of Trainer", have=have, fix=fix)
 
 
 def _inputs_of(

@@ -151,6 +151,26 @@ def prefix_of(fingerprint: str) -> str:
     return f"part-{fingerprint[:8]}-"
 
 
+def _held(
+    names: Sequence[str], manifest: SavedManifest | None, claim: Claim | None, before: str | None
+) -> str:
+    """What a folder holds that is not this run."""
+    if manifest is not None and manifest.fingerprint == before:
+        return (
+            "holds the same rows in shards of another size: max_shard_size counted bytes before "
+            "compression when they were written"
+        )
+    if manifest is not None:
+        return (
+            f"holds another saved run: {manifest.num_rows:,} rows in {len(manifest.shards)} "
+            f"{manifest.format} shards"
+        )
+    if claim is not None:
+        return f"holds an unfinished run of something else (fingerprint {claim.fingerprint[:8]})"
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"is not empty: {', '.join(names[:5])}{more}"
+
+
 def open_run(
     folder: str,
     fingerprint: str,
@@ -185,27 +205,9 @@ def open_run(
     if own is not None and claim is None:
         return replace(run, manifest=own, edges=own.edges)
     if names and not overwrite:
-        if manifest is not None and manifest.fingerprint == before:
-            what = (
-                "holds the same rows in shards of another size: max_shard_size counted bytes "
-                "before compression when they were written"
-            )
-        elif manifest is not None:
-            what = (
-                f"holds another saved run: {manifest.num_rows:,} rows in "
-                f"{len(manifest.shards)} "
-                f"{manifest.format} shards"
-            )
-        elif claim is not None:
-            what = (
-                f"holds an unfinished run of something else (fingerprint {claim.fingerprint[:8]})"
-            )
-        else:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            what = f"is not empty: {', '.join(names[:5])}{more}"
         raise ConfigError(
             at=f"save.output_dir={folder}",
-            problem=what,
+            problem=_held(names, manifest, claim, before),
             fix="Choose another folder, or set overwrite=True to replace it.",
         )
     old = set() if manifest is None else {shard.name for shard in manifest.shards}

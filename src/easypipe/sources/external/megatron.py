@@ -90,6 +90,41 @@ def open_index(index: FileRef, data: FileRef) -> MegatronIndex:
     """The index of a .bin file. Raises SourceError where it is not one, is truncated, or does not
     belong to `data`.
     """
+    dtype, sequences, documents = _header(index)
+
+    def array(at: int, count: int, dtype: str) -> Array:
+        if count == 0:
+            return np.empty(0, dtype)
+        if index.remote:
+            return np.frombuffer(
+                read_range(index, at, at + count * np.dtype(dtype).itemsize), dtype
+            )
+        with LocalFile(index):  # refuses a file that changed since
+            return np.memmap(index.here.path, dtype=dtype, mode="r", offset=at, shape=(count,))
+
+    sizes = array(HEADER_BYTES, sequences, "<i4")
+    pointers = array(HEADER_BYTES + 4 * sequences, sequences, "<i8")
+    firsts = array(HEADER_BYTES + 12 * sequences, documents, "<i8")
+    if (
+        not documents
+        or firsts[0] != 0
+        or firsts[-1] != sequences
+        or (firsts[1:] < firsts[:-1]).any()
+    ):
+        raise SourceError(
+            at=index.path,
+            problem="its documents do not cover its sequences in order",
+            fix="Write it again.",
+        )
+    stop = int(pointers[-1]) + int(sizes[-1]) * dtype.itemsize if sequences else 0
+    if stop > data.num_bytes:
+        problem = f"{data.num_bytes} bytes, {index.path} says {stop}: truncated"
+        raise SourceError(at=data.path, problem=problem, fix="Copy or write both files again.")
+    return MegatronIndex(index.path, dtype, sizes, pointers, firsts)
+
+
+def _header(index: FileRef) -> tuple[np.dtype[Any], int, int]:
+    """The dtype of the tokens, and how many sequences and documents there are."""
     head = read_range(index, 0, min(HEADER_BYTES, index.num_bytes))
     if not head.startswith(MAGIC) or len(head) < HEADER_BYTES:
         raise SourceError(
@@ -124,39 +159,7 @@ def open_index(index: FileRef, data: FileRef) -> MegatronIndex:
             problem=f"{index.num_bytes} bytes, its header says {expected}: {what}",
             fix="Copy or write it again.",
         )
-
-    def array(at: int, count: int, dtype: str) -> Array:
-        if count == 0:
-            return np.empty(0, dtype)
-        if index.remote:
-            return np.frombuffer(
-                read_range(index, at, at + count * np.dtype(dtype).itemsize), dtype
-            )
-        with LocalFile(index):  # refuses a file that changed since
-            return np.memmap(index.here.path, dtype=dtype, mode="r", offset=at, shape=(count,))
-
-    sizes = array(HEADER_BYTES, sequences, "<i4")
-    pointers = array(HEADER_BYTES + 4 * sequences, sequences, "<i8")
-    firsts = array(HEADER_BYTES + 12 * sequences, documents, "<i8")
-    if (
-        not documents
-        or firsts[0] != 0
-        or firsts[-1] != sequences
-        or (firsts[1:] < firsts[:-1]).any()
-    ):
-        raise SourceError(
-            at=index.path,
-            problem="its documents do not cover its sequences in order",
-            fix="Write it again.",
-        )
-    dtype = np.dtype(DTYPES[code])
-    if sequences and int(pointers[-1]) + int(sizes[-1]) * dtype.itemsize > data.num_bytes:
-        problem = (
-            f"{data.num_bytes} bytes, {index.path} says "
-            f"{int(pointers[-1]) + int(sizes[-1]) * dtype.itemsize}: truncated"
-        )
-        raise SourceError(at=data.path, problem=problem, fix="Copy or write both files again.")
-    return MegatronIndex(index.path, dtype, sizes, pointers, firsts)
+    return np.dtype(DTYPES[code]), sequences, documents
 
 
 def write_megatron(

@@ -28,7 +28,7 @@ from easypipe.plan.spec import PlanSpec
 from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.decoding import decoder_of
 from easypipe.stages.load.forward import ForwardDocuments
-from easypipe.stages.mix.mixture import planned_of
+from easypipe.stages.mix.mixture import Mixture, planned_of
 from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.stage import PackedShardedSource, mixture_of, packed_of
 from easypipe.stages.tokenize.documents import token_info, tokenized_of, tokenizer_of
@@ -246,6 +246,35 @@ def _stream_rows(
         "Leave streaming out.",
     )
     mixture = mixture_of(name, source, context, stage="load")
+    spec, pad = _stream_spec(mixture, packed, context, config)
+    tokens = [token_info(part) for part in mixture.parts.values()]
+    prints = ["" if info is None else info.tokenizer_fingerprint for info in tokens]
+    workers = [
+        part.writer.num_workers
+        for part in map(tokenized_of, mixture.parts.values())
+        if part is not None
+    ]
+    return StreamRows(
+        [ForwardDocuments(part, documents, context) for part, documents in mixture.parts.items()],
+        spec,
+        {
+            "sources": digest([[part, one.fingerprint] for part, one in mixture.parts.items()]),
+            "tokenizer": digest(prints, spec.eos, pad),
+        },
+        pad_token_id=pad,
+        # of one stage, so all say the same
+        workers=next((count for count in workers if count is not None), None),
+        name=f"loader of {name!r}",
+    )
+
+
+def _stream_spec(
+    mixture: Mixture,
+    packed: PackedShardedSource | None,
+    context: PipelineContext,
+    config: LoadStageConfig,
+) -> tuple[streams.StreamSpec, int]:
+    """What decides the rows of a stream beside its data; and the token that fills them up."""
     sizes = [config.batch_size, *(size for _, size in config.batch_size_schedule)]
     num_streams = settings_of(context).num_streams or default_streams(*sizes)
     check_streams(num_streams, config)
@@ -273,7 +302,7 @@ def _stream_rows(
         block=mixture.block,
         max_epochs=mixture.max_epochs,
     )
-    spec = streams.StreamSpec(
+    return streams.StreamSpec(
         plan=plan,
         num_streams=num_streams,
         shuffle=shuffle,
@@ -281,23 +310,4 @@ def _stream_rows(
         eos=eos,
         joined=packed is not None and packed.joined,
         train_continued=packed is not None and packed.config.train_continued,
-    )
-    tokens = [token_info(part) for part in mixture.parts.values()]
-    prints = ["" if info is None else info.tokenizer_fingerprint for info in tokens]
-    workers = [
-        part.writer.num_workers
-        for part in map(tokenized_of, mixture.parts.values())
-        if part is not None
-    ]
-    return StreamRows(
-        [ForwardDocuments(part, documents, context) for part, documents in mixture.parts.items()],
-        spec,
-        {
-            "sources": digest([[part, one.fingerprint] for part, one in mixture.parts.items()]),
-            "tokenizer": digest(prints, eos, pad),
-        },
-        pad_token_id=pad,
-        # of one stage, so all say the same
-        workers=next((count for count in workers if count is not None), None),
-        name=f"loader of {name!r}",
-    )
+    ), pad

@@ -207,31 +207,14 @@ class DatasetConfig:
     )
 
     def check(self) -> None:
-        files = self.data_files
         if not self.in_memory:
-            paths = files if isinstance(files, list | tuple) else [files]
-            rows = any(isinstance(path, Mapping) for path in paths)
-            for i, path in enumerate(paths):
-                at = "data_files" if paths is not files else f"data_files[{i}]"
-                if rows and not isinstance(path, Mapping):
-                    raise ConfigError(
-                        at=at,
-                        problem=f"{path!r} is no row, as others are",
-                        fix="Give dicts alone, or paths alone.",
-                    )
-                if not rows and (not isinstance(path, str | Path) or not str(path)):
-                    raise ConfigError(
-                        at=at,
-                        problem=f"{path!r} is neither a path nor rows",
-                        fix="Give a path, a glob, a list, or a table.",
-                    )
-            require(paths, "data_files", "an empty list", "Give at least one path or row.")
-        elif self.type is not None:
-            raise ConfigError(
-                at="type",
-                problem=f"{self.type!r} says nothing about rows in memory",
-                fix="Leave it out.",
-            )
+            _check_paths(self.data_files)
+        require(
+            not self.in_memory or self.type is None,
+            "type",
+            f"{self.type!r} says nothing about rows in memory",
+            "Leave it out.",
+        )
         name = self.name
         require(
             name is None
@@ -314,6 +297,27 @@ def _may_be_text(dataset: DatasetConfig) -> bool:
     return dataset.type is not None or all(format_of(str(file)) in (None, "txt") for file in files)
 
 
+def _check_paths(files: Any) -> None:
+    """Raises ConfigError where `files` are neither paths nor rows."""
+    paths = files if isinstance(files, list | tuple) else [files]
+    rows = any(isinstance(path, Mapping) for path in paths)
+    for i, path in enumerate(paths):
+        at = "data_files" if paths is not files else f"data_files[{i}]"
+        if rows and not isinstance(path, Mapping):
+            raise ConfigError(
+                at=at,
+                problem=f"{path!r} is no row, as others are",
+                fix="Give dicts alone, or paths alone.",
+            )
+        if not rows and (not isinstance(path, str | Path) or not str(path)):
+            raise ConfigError(
+                at=at,
+                problem=f"{path!r} is neither a path nor rows",
+                fix="Give a path, a glob, a list, or a table.",
+            )
+    require(paths, "data_files", "an empty list", "Give at least one path or row.")
+
+
 def check_input(dataset: DatasetConfig) -> None:
     """What type, split, subset and revision mean together. Raises ConfigError for those that would
     have no effect.
@@ -340,24 +344,7 @@ def check_input(dataset: DatasetConfig) -> None:
         "Leave it out.",
     )
     if is_hub(dataset):
-        require(
-            dataset.type in (None, "huggingface"),
-            "type",
-            f"{dataset.type!r}, but {files} is on the Hub, where file names tell the format",
-            "Leave it out, or name files: hf://datasets/owner/name/*.jsonl.",
-        )
-        if not isinstance(files, str):
-            raise ConfigError(
-                at="data_files",
-                problem=f"{files!r} names no dataset of the Hub",
-                fix="Write owner/name.",
-            )
-        require(
-            not parse_hub_name(files).pattern or (not dataset.split and not dataset.subset),
-            "split" if dataset.split else "subset",
-            "has no effect beside a pattern",
-            "Leave it or the pattern out.",
-        )
+        _check_hub(dataset, files)
         return
     for name, value in (("subset", dataset.subset), ("revision", dataset.revision)):
         require(
@@ -377,6 +364,27 @@ def check_input(dataset: DatasetConfig) -> None:
         "split",
         f"{dataset.split!r}, but these rows name no splits: all of them are {WHOLE!r}",
         "Leave it out, and give the files of that split by data_files.",
+    )
+
+
+def _check_hub(dataset: DatasetConfig, files: Any) -> None:
+    require(
+        dataset.type in (None, "huggingface"),
+        "type",
+        f"{dataset.type!r}, but {files} is on the Hub, where file names tell the format",
+        "Leave it out, or name files: hf://datasets/owner/name/*.jsonl.",
+    )
+    if not isinstance(files, str):
+        raise ConfigError(
+            at="data_files",
+            problem=f"{files!r} names no dataset of the Hub",
+            fix="Write owner/name.",
+        )
+    require(
+        not parse_hub_name(files).pattern or (not dataset.split and not dataset.subset),
+        "split" if dataset.split else "subset",
+        "has no effect beside a pattern",
+        "Leave it or the pattern out.",
     )
 
 

@@ -35,6 +35,32 @@ GAP_ROWS = 64  # rows that are read and left out rather than read around
 _ORIGIN = pa.field(SOURCE, pa.dictionary(pa.int32(), pa.string()), nullable=False)
 
 
+def _named(
+    datasets: Mapping[str, Any] | Sequence[Any],
+    weights: Mapping[str, float] | Sequence[float] | None,
+) -> tuple[Mapping[str, Any], dict[str, float] | None]:
+    """Datasets and weights by name."""
+    if not isinstance(datasets, Mapping):
+        require(
+            not isinstance(weights, Mapping),
+            "weights",
+            "have names, and the datasets have none",
+            "Give the datasets as {name: source}.",
+        )
+        datasets = {f"dataset{i}": source for i, source in enumerate(datasets, start=1)}
+    names = list(datasets)
+    require(names, "datasets", "there is nothing to mix", "Give at least one source.")
+    if weights is None or isinstance(weights, Mapping):
+        return datasets, None if weights is None else dict(weights)
+    require(
+        len(weights) == len(names),
+        "weights",
+        f"{len(weights)} weights for {len(names)} datasets",
+        have=names,
+    )
+    return datasets, dict(zip(names, weights, strict=True))
+
+
 def block_mixture_interleave(
     datasets: Mapping[str, Any] | Sequence[Any],
     weights: Mapping[str, float] | Sequence[float] | None = None,
@@ -59,24 +85,8 @@ def block_mixture_interleave(
     stop_strategy: as in MixStageConfig; `restart` never ends, so its shard has no row count.
     Raises ConfigError where these do not fit together, PlanError for a dataset without rows.
     """
-    if not isinstance(datasets, Mapping):
-        if isinstance(weights, Mapping):
-            raise ConfigError(
-                at="weights",
-                problem="have names, and the datasets have none",
-                fix="Give the datasets as {name: source}.",
-            )
-        datasets = {f"dataset{i}": source for i, source in enumerate(datasets, start=1)}
-    names = list(datasets)
-    require(names, "datasets", "there is nothing to mix", "Give at least one source.")
-    if weights is not None and not isinstance(weights, Mapping):
-        require(
-            len(weights) == len(names),
-            "weights",
-            f"{len(weights)} weights for {len(names)} datasets",
-            have=names,
-        )
-        weights = dict(zip(names, weights, strict=True))
+    named, by_name = _named(datasets, weights)
+    names = list(named)
     require(
         stop_strategy in STOPS, "stop_strategy", f"{stop_strategy!r} is not an option", have=STOPS
     )
@@ -93,10 +103,10 @@ def block_mixture_interleave(
         f"{block_size} is no block of rows",
         "Give at least 1.",
     )
-    check_weights(None if weights is None else dict(weights), names, "weights")
-    shares = {name: 1.0 if weights is None else weights[name] for name in names}
+    check_weights(by_name, names, "weights")
+    shares = {name: 1.0 if by_name is None else by_name[name] for name in names}
     whole = integer_weights(shares) if block_size is None else block_weights(shares, block_size)
-    sources = {name: _as_source(name, data) for name, data in datasets.items()}
+    sources = {name: _as_source(name, data) for name, data in named.items()}
     return InterleavedSource(
         sources,
         whole,

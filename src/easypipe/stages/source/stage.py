@@ -16,7 +16,7 @@ from easypipe.core.protocols import (
     select,
 )
 from easypipe.core.values import Arguments
-from easypipe.save.saved import is_saved, load_saved
+from easypipe.save.saved import SavedSource, is_saved, load_saved
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.formats.forward import open_forward
 from easypipe.sources.formats.records import MAX_RECORD_BYTES
@@ -65,6 +65,43 @@ class SourceStage(BaseStage):
         return opened
 
 
+def _saved(dataset: DatasetConfig, saved: SavedSource) -> SavedSource:
+    """The rows of a saved folder, which knows its format."""
+    written = saved.manifest.format
+    require(
+        dataset.type is None
+        or READERS.get(dataset.type, dataset.type) == READERS.get(written, written),
+        f"datasets.{dataset.name}.type",
+        f"{dataset.type!r}, but {dataset.data_files} was saved as {written}",
+        "Leave it out.",
+    )
+    require(
+        dataset.text_unit is None,
+        f"datasets.{dataset.name}.text_unit",
+        "has no effect: this folder was saved row by row",
+        "Leave it out.",
+    )
+    return saved
+
+
+def _plain_files(dataset: DatasetConfig, context: PipelineContext) -> ShardedSource:
+    """The rows of files; read forward where they are streamed by lines."""
+    kind = None if dataset.type is None else READERS.get(dataset.type, dataset.type)
+    files, unit = dataset.data_files, dataset.text_unit
+    options: Arguments = {"on_error": dataset.on_error, "storage_options": dataset.storage_options}
+    # a part needs its rows counted, paragraphs and whole files need to be found
+    lines = context.config.streaming and split_of(dataset)[1] is None and unit in (None, "line")
+    forward = open_forward(files, kind, **options, num_rows=dataset.num_rows) if lines else None
+    try:
+        if forward is not None:
+            require_text_files(unit, forward.kind)
+        return forward or open_files(
+            files, type=kind, **options, index_dir=index_folder(dataset, context), text_unit=unit
+        )
+    except ConfigError as error:
+        raise error.under(f"datasets.{dataset.name}") from None
+
+
 def open_dataset(
     dataset: DatasetConfig, context: PipelineContext, first_rows: int | None = None
 ) -> ShardedSource:
@@ -72,7 +109,6 @@ def open_dataset(
     says.
     """
     files = dataset.data_files
-    kind = None if dataset.type is None else READERS.get(dataset.type, dataset.type)
     most = (
         dataset.num_rows if first_rows is None else min(first_rows, dataset.num_rows or first_rows)
     )
@@ -85,46 +121,9 @@ def open_dataset(
         rows = list(files) if isinstance(files, tuple) else files
         source = InMemoryShardedSource(rows, name=str(dataset.name))
     elif isinstance(files, str | Path) and is_saved(files, dataset.storage_options):
-        saved = load_saved(files, dataset.storage_options)
-        require(
-            dataset.type is None
-            or kind == READERS.get(saved.manifest.format, saved.manifest.format),
-            f"datasets.{dataset.name}.type",
-            f"{dataset.type!r}, but {files} was saved as {saved.manifest.format}",
-            "Leave it out.",
-        )
-        require(
-            dataset.text_unit is None,
-            f"datasets.{dataset.name}.text_unit",
-            "has no effect: this folder was saved row by row",
-            "Leave it out.",
-        )
-        source = saved
+        source = _saved(dataset, load_saved(files, dataset.storage_options))
     else:
-        options: Arguments = {
-            "on_error": dataset.on_error,
-            "storage_options": dataset.storage_options,
-        }
-        # a part needs its rows counted, paragraphs and whole files need to be found
-        lines = (
-            context.config.streaming
-            and split_of(dataset)[1] is None
-            and dataset.text_unit in (None, "line")
-        )
-        forward = open_forward(files, kind, **options, num_rows=dataset.num_rows) if lines else None
-        unit = dataset.text_unit
-        try:
-            if forward is not None:
-                require_text_files(unit, forward.kind)
-            source = forward or open_files(
-                files,
-                type=kind,
-                **options,
-                index_dir=index_folder(dataset, context),
-                text_unit=unit,
-            )
-        except ConfigError as error:
-            raise error.under(f"datasets.{dataset.name}") from None
+        source = _plain_files(dataset, context)
     if isinstance(source, Source):
         source = source.exactly(template_columns(dataset))
     if first_rows is not None and most is not None:

@@ -98,28 +98,29 @@ def generate(
     ends = frozenset(as_tokens(eos_token_id))
     drawn = sampling.drawn(seed, ends)
     rows: list[list[int]] = [[] for _ in prompts]
-    ended = np.zeros(len(rows), bool)
+    going = set(range(len(rows)))
     with _mesh_of(model):
         for new in _written(model, prompts, drawn, max_new_tokens, top_k):
-            for r in np.flatnonzero(~ended):
+            for r in tuple(going):
                 fresh = new[r].tolist()
                 rows[r] += itertools.takewhile(lambda token: token not in ends, fresh)
-                ended[r] = not ends.isdisjoint(fresh)
-                if stops and tokenizer is not None:
-                    length = _stopped(rows[r], len(fresh), stops, tokenizer)
-                    ended[r] |= length is not None
-                    rows[r] = rows[r][:length]
-            if ended.all():
+                length = _stopped(rows[r], len(fresh), stops, tokenizer)
+                rows[r] = rows[r][:length]
+                if length is not None or not ends.isdisjoint(fresh):
+                    going.remove(r)
+            if not going:
                 break
     return rows
 
 
 def _stopped(
-    row: Sequence[int], fresh: int, stops: Sequence[str], tokenizer: Decodes
+    row: Sequence[int], fresh: int, stops: Sequence[str], tokenizer: Decodes | None
 ) -> int | None:
     """How many tokens of `row` there are up to the end of the first stop string; None: it has none.
     Nothing ended before the last `fresh` tokens.
     """
+    if tokenizer is None or not stops:
+        return None
     found = [text for text in stops if text in tokenizer.decode(row)]
     lengths = range(max(0, len(row) - fresh) + 1, len(row) + 1)
     return next(

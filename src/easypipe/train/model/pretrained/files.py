@@ -64,6 +64,11 @@ def model_folder(
             problem="no such folder",
             fix="Give a folder with config.json, or a Hub name such as owner/model.",
         )
+    return _downloaded(name, revision, [*_SMALL, *(_LARGE if weights else ())])
+
+
+def _downloaded(name: str, revision: str | None, patterns: list[str]) -> Path:
+    """Files of a Hub repository, in the cache of its client."""
     from huggingface_hub import snapshot_download  # slow to import, and only needed for names
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -71,7 +76,6 @@ def model_folder(
         RepositoryNotFoundError,
     )
 
-    patterns = [*_SMALL, *(_LARGE if weights else ())]
     try:
         token = hub_token()
         return Path(
