@@ -34,6 +34,10 @@ file with its row (from 0) and line (from 1), or the path of a key in the config
 def cell(text: str) -> str:
     """As one cell of a table, and no more of it than one wants to read."""
     text = re.sub(r"(.)\1{40,}", r"\1\1\1...", " ".join(text.split()))
+    # what is another one in every run: keys of a cache, temporary names, ports
+    text = re.sub(r"\.tmp-\w+-[0-9a-f]{8}-", ".tmp-...-", text)
+    text = re.sub(r"\b(?:[0-9a-f]{32}|[0-9a-f]{2}/[0-9a-f]{32})\b", "...", text)
+    text = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", text)
     text = text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
     return text.replace("|", "\\|")
 
