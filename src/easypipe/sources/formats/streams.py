@@ -87,10 +87,11 @@ def check_compression(file: FileRef, first: bytes) -> None:
         )
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise SourceError(at=file.path, problem="is UTF-16", fix="Convert it to UTF-8.")
-    if not kind and len(head) == 4 and first.count(0) * 4 > len(first):
+    begin = first[:16]  # what stands behind text may be a hole
+    if not kind and len(head) == 4 and begin.count(0) * 4 > len(begin):
         raise SourceError(
             at=file.path,
-            problem=f"not text: {first.count(0)} of its first {len(first)} bytes are 0",
+            problem=f"not text: {begin.count(0)} of its first {len(begin)} bytes are 0",
             fix="Convert it to UTF-8 if it is UTF-16, or copy it again.",
         )
 
