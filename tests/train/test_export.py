@@ -153,6 +153,24 @@ def test_conversations_are_answered_by_the_template_that_was_trained(
     assert asked[4].endswith(opened[1])
 
 
+def test_an_answer_is_kept_as_it_is_and_shown_without_what_steers_a_terminal(
+    tuned: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tuned.output_dir)
+    tokenizer = load_tokenizer(load_trained(run).tokenizer or "")
+    asked: list[str] = []
+
+    def answers(model: Any, prompts: Any, **options: Any) -> list[list[int]]:
+        asked.extend(map(tokenizer.decode, prompts))
+        return [tokenizer.reference_encode("a\x1b[2Jb")]
+
+    monkeypatch.setattr("easypipe.train.model.generate.generate", answers)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    assert main(["generate", run, "--chat"]) == 0
+    assert capsys.readouterr().out == "a\\u{1b}[2Jb\n" * 2
+    assert "assistant\na\x1b[2Jb<|im_end|>" in asked[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text", "message"),
     [

@@ -119,7 +119,12 @@ def generate(
     if messages is not None:
         texts = writer.opened(_conversations(messages))
     for text in writer.written(texts, whole=messages is None):
-        say(text)
+        _show(text)
+
+
+def _show(text: str) -> None:
+    """What a model wrote may hold what steers a terminal."""
+    say(visible(text, keep="\n\t"))
 
 
 class _Writer:
@@ -158,7 +163,7 @@ class _Writer:
             text = decode([*begun, *line] if prompt else line)
             cuts = (text.find(end, before) for end in self._options["stop"])
             text = text[: min((cut for cut in cuts if cut >= 0), default=None)]
-            texts.append(visible(text if whole else text[before:], keep="\n\t"))
+            texts.append(text if whole else text[before:])
         return texts
 
     def opened(self, conversations: Sequence[tuple[str, Json]]) -> list[str]:
@@ -205,7 +210,7 @@ def _talk(writer: _Writer, system: str | None) -> None:
         prompt = writer.opened([(f"line {number}", {"messages": said})])
         (answer,) = writer.written(prompt, whole=False)
         said.append({"role": "assistant", "content": answer})
-        say(answer)
+        _show(answer)
 
 
 def _conversations(path: Path) -> list[tuple[str, Json]]:
