@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -68,6 +69,24 @@ def test_unshifted_labels_become_the_mask(tmp_path: Path) -> None:
     source = pipeline(tmp_path, rows).pack(PACK).get_data()["x"]
     batch = source.mixture.prepare()[0].read(0, 0, 2)
     assert batch.column(LOSS_MASK).to_pylist() == [[0, 1, 1], [1, 0]]
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
+def test_masks_by_trls_names_say_what_is_trained(tmp_path: Path, name: str) -> None:
+    """Rows as TRL's preparation leaves them; with labels too, what both name is a target."""
+    rows = [{INPUT_IDS: [1, 2, 3], name: [0, 1, 1]}, {INPUT_IDS: [4, 5], name: [1, 0]}]
+    source = pipeline(tmp_path, rows).pack(PACK).get_data()["x"]
+    assert source.mixture.prepare()[0].read(0, 0, 2).column(LOSS_MASK).to_pylist() == [
+        [0, 1, 1],
+        [1, 0],
+    ]
+    loaded = pipeline(tmp_path, rows).load(LoadStageConfig(batch_size=2)).build().batch(0)
+    assert sorted(np.asarray(loaded[LABELS])[:, :2].tolist()) == [[-100, -100], [2, 3]]
+    both = [row | {LABELS: [-100, -100, 3][-len(row[INPUT_IDS]) :]} for row in rows[:1]]
+    laid = pipeline(tmp_path, both).pack(PACK).get_data()["x"].mixture.prepare()[0]
+    assert laid.read(0, 0, 1).column(LOSS_MASK).to_pylist() == [[0, 0, 1]]
+    with pytest.raises(SourceError, match=rf"column '{name}': another length than input_ids"):
+        pipeline(tmp_path, [{INPUT_IDS: [1, 2], name: [1]}]).pack(PACK).ledger()
 
 
 def test_the_adopted_source_keeps_the_law_and_says_what_its_cache_says(tmp_path: Path) -> None:

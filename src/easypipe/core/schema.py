@@ -34,6 +34,10 @@ POSITION_IDS = "position_ids"  # restart at 0 with each segment
 LOOK_AHEAD = "look_ahead"
 LABELS = "labels"  # batches only: the next token of the same segment, or IGNORE
 ATTENTION_MASK = "attention_mask"
+# TRL's names of masks beside tokens that were made before, as loss_mask: 1 is a target
+COMPLETION_MASK, ASSISTANT_MASKS = "completion_mask", "assistant_masks"
+# the columns that say which tokens are targets: those that all of them name
+TARGET_COLUMNS = (LOSS_MASK, LABELS, COMPLETION_MASK, ASSISTANT_MASKS)
 # sequence-to-sequence batches: what the decoder sees where it is to say `labels`
 DECODER_INPUT_IDS = "decoder_input_ids"
 DECODER_ATTENTION_MASK = "decoder_attention_mask"

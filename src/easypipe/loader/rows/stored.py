@@ -6,6 +6,7 @@ block  neighbouring rows that are decoded together, at the source's own cuts
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -33,6 +34,7 @@ from easypipe.core.schema import (
     ROW_NUMBER,
     SEGMENT_IDS,
     SOURCE,
+    TARGET_COLUMNS,
     is_list,
     offsets_of,
 )
@@ -42,7 +44,7 @@ from easypipe.loader.rows.rows import NumberedRows, default_width
 # Arrays in memory as rows that a loader reads.
 
 
-READ_COLUMNS = (INPUT_IDS, LOSS_MASK, SEGMENT_IDS, POSITION_IDS, ATTENTION_MASK, LABELS, LOOK_AHEAD)
+READ_COLUMNS = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS, ATTENTION_MASK, *TARGET_COLUMNS, LOOK_AHEAD)
 
 
 class Arrays(Source):
@@ -129,7 +131,8 @@ class StoredRows(NumberedRows):
     seq_length: slots of every row; None takes it from fixed-size columns, and where there are none
     a row has the length of its tokens. Without `segment_ids` a row is one segment, as far as its
     `attention_mask` is 1. A `labels` column must be unshifted, equal to input_ids or -100, and
-    becomes the loss mask. Other columns are left where they are.
+    becomes the loss mask, as `completion_mask` and `assistant_masks` do; of several a token is a
+    target that is one in all of them. Other columns are left where they are.
     num_epochs: None for rows without end.
     cache_bytes: decoded blocks that are kept for the next batch, most recently used first.
     Reading raises SourceError naming file and row.
@@ -203,7 +206,7 @@ class StoredRows(NumberedRows):
         self, rows: NDArray[np.int64], width: int | None = None
     ) -> dict[str, NDArray[np.int32]]:
         width = default_width(self, rows, self.seq_length) if width is None else width
-        masked = LOSS_MASK in self._names or LABELS in self._names
+        masked = any(name in self._names for name in TARGET_COLUMNS)
         names = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS) + ((LOSS_MASK,) if masked else ())
         out = fresh_columns(names, len(rows), width)
         ahead = np.full(len(rows), IGNORE, dtype=np.int32)
@@ -401,8 +404,10 @@ def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int)
                 fix="Give unshifted labels (input_ids or -100): the shift happens once, in the "
                 "loader. Or leave the column out.",
             )
-        mask = (labels != IGNORE).astype(np.int32)
-        columns[LOSS_MASK] = columns[LOSS_MASK] * mask if LOSS_MASK in columns else mask
+        columns[LABELS] = (labels != IGNORE).astype(np.int32)
+    if targets := [columns.pop(name) for name in TARGET_COLUMNS if name in columns]:
+        flags = [(mask != 0).astype(np.int32) for mask in targets]
+        columns[LOSS_MASK] = functools.reduce(np.minimum, flags)
     return Block(
         offsets, columns, _look_ahead(batch.column(LOOK_AHEAD), at) if LOOK_AHEAD in names else None
     )

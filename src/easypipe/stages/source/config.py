@@ -15,13 +15,12 @@ from easypipe.core.schema import (
     ATTENTION_MASK,
     HAS_EOS,
     INPUT_IDS,
-    LABELS,
     LOOK_AHEAD,
-    LOSS_MASK,
     POSITION_IDS,
     ROW_NUMBER,
     SEGMENT_IDS,
     SOURCE,
+    TARGET_COLUMNS,
 )
 from easypipe.sources.external.objects import is_dataset_object
 from easypipe.sources.external.saved_datasets import is_saved_dataset
@@ -52,10 +51,9 @@ PROMPT_OPTIONS = (
 
 TOKEN_COLUMNS = (
     INPUT_IDS,
-    LOSS_MASK,
+    *TARGET_COLUMNS,
     SEGMENT_IDS,
     POSITION_IDS,
-    LABELS,
     LOOK_AHEAD,
     ATTENTION_MASK,
     HAS_EOS,

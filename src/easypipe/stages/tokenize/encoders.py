@@ -31,6 +31,7 @@ from easypipe.core.schema import (
     ROW_NUMBER,
     SEGMENT_BREAK,
     SEGMENT_IDS,
+    TARGET_COLUMNS,
     offsets_of,
     token_dtype,
 )
@@ -382,16 +383,17 @@ class ImportedRows:
 
 
 class TokenEncoder:
-    """Rows of `input_ids` (and `loss_mask`, or unshifted `labels`) to what the cache stores;
-    implements cache.encoder.RowEncoder. Rows without tokens are counted, not passed on.
+    """Rows of `input_ids` (and `loss_mask`, unshifted `labels`, or TRL's masks) to what the cache
+    stores; implements cache.encoder.RowEncoder. Rows without tokens are counted, not passed on.
     """
 
     label, pairs, backend = INPUT_IDS, False, ""
 
     def __init__(self, source: ShardedSource, tokens: TokenInfo) -> None:
-        known = (INPUT_IDS, LOSS_MASK, LABELS, ATTENTION_MASK)
+        known = (INPUT_IDS, *TARGET_COLUMNS, ATTENTION_MASK)
         self.columns = tuple(name for name in known if name in source.schema.names)
-        self.masked = LOSS_MASK in self.columns or LABELS in self.columns
+        self._targets = [name for name in TARGET_COLUMNS if name in self.columns]
+        self.masked = bool(self._targets)
         self._tokens = tokens
         self._schema = cache_schema(tokens.vocab_size, loss_mask=self.masked)
 
@@ -409,7 +411,8 @@ class TokenEncoder:
     def key(self) -> str:
         version, tokens = MASKED_VERSION if self.masked else IMPORT_VERSION, self._tokens
         whose = (tokens.tokenizer_fingerprint, tokens.vocab_size, tokens.eos_token_id)
-        return digest("adopt", version, FORMAT, *whose)
+        masks = [name for name in self._targets if name not in (LOSS_MASK, LABELS)]
+        return digest("adopt", version, FORMAT, *whose, *masks)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> ImportedRows:
         """Raises SourceError naming file and row for a token outside the tokenizer's vocabulary,
