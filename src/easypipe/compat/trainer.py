@@ -124,13 +124,7 @@ class Trainer(Engine):
         )
         self._inputs = None
         if train is not None:
-            for at, value in (("seq_length", seq_length), ("batch_size", batch_size)):
-                require(
-                    value is None,
-                    at,
-                    "has no effect on a loader that is given",
-                    "Set it where the loader is made.",
-                )
+            _check_none(seq_length=seq_length, batch_size=batch_size)
             super().__init__(model, config, train, evals, **options)
             return
         if isinstance(model, str | Path):
@@ -139,13 +133,9 @@ class Trainer(Engine):
         inputs, loaders = _inputs_of(
             rows, config, model, evals or {}, progress=progress or ProgressLine(), **options
         )
-        resolved = to_dict(inputs.run) | {"model": None}
         if isinstance(model, ModelConfig | PretrainedConfig):
             model = with_vocabulary(model, inputs.tokens)
-            resolved = to_dict(dataclasses.replace(inputs.run, model=model))
-        known = {"run_config": resolved, "mesh": inputs.mesh}
-        known |= {"tokenizer": inputs.tokens.tokenizer, "turns": inputs.turns, **options}
-        super().__init__(model, config, inputs.train, loaders, **known)
+        super().__init__(model, config, inputs.train, loaders, **_known(inputs, model) | options)
         if self.origin.config is not None:
             check_vocabulary(
                 "model",
@@ -170,6 +160,25 @@ def _check_names(fields: Settings, given: Settings) -> None:
             have = sorted({*given, *_FIELDS, "data", "seq_length", "batch_size", "progress"})
             fix = did_you_mean(name, have) or meant(TrainingConfig, name)
             raise ConfigError(at=name, problem="no such option of Trainer", have=have, fix=fix)
+
+
+def _check_none(**sizes: int | None) -> None:
+    """Raises ConfigError for a size of rows or batches, which a loader has already."""
+    for at, value in sizes.items():
+        fix = "Set it where the loader is made."
+        require(value is None, at, "has no effect on a loader that is given", fix)
+
+
+def _known(inputs: Inputs, model: Dataset) -> Arguments:
+    """What the data tells an Engine. model: in the vocabulary of the tokens."""
+    named = isinstance(model, ModelConfig | PretrainedConfig)
+    run = to_dict(dataclasses.replace(inputs.run, model=model) if named else inputs.run)
+    return {
+        "run_config": run if named else run | {"model": None},
+        "mesh": inputs.mesh,
+        "tokenizer": inputs.tokens.tokenizer,
+        "turns": inputs.turns,
+    }
 
 
 def _inputs_of(

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 from collections.abc import Collection, Generator, Iterable, Sequence
 
 from easypipe.core.visible import visible
@@ -46,7 +47,8 @@ class EasypipeError(Exception):
         super().__init__(at, problem)
 
     def __reduce__(self) -> tuple[object, ...]:  # errors cross processes whole, notes included
-        return _remade, (type(self), self.at, self.problem, self.have, self.fix), self.__dict__
+        parts = {"at": self.at, "problem": self.problem, "have": self.have, "fix": self.fix}
+        return functools.partial(type(self), **parts), (), self.__dict__
 
     def __str__(self) -> str:
         at, text = _shortened(self.at), _shortened(self.problem)
@@ -59,12 +61,6 @@ class EasypipeError(Exception):
 def _shortened(text: str, most: int = 4000) -> str:
     """A part of a message: a hostile name may have millions of characters."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
-
-
-def _remade(
-    kind: type[EasypipeError], at: str, problem: str, have: list[str] | None, fix: str | None
-) -> EasypipeError:
-    return kind(at=at, problem=problem, have=have, fix=fix)
 
 
 class ConfigError(EasypipeError, ValueError):

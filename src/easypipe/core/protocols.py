@@ -357,12 +357,6 @@ class Transform(Protocol):
     def schema(self, before: pa.Schema) -> pa.Schema: ...
 
 
-class Collator(Protocol):
-    """Rows at rest → a batch of contiguous, freshly allocated host arrays."""
-
-    def __call__(self, rows: Batch) -> Batch: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProgressEvent:
     """How far one piece of long work has come. `done` and `total` count `unit`s; total is None

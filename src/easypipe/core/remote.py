@@ -100,10 +100,6 @@ class RetryPolicy:
 _policy = RetryPolicy()
 
 
-def retry_policy() -> RetryPolicy:
-    return _policy
-
-
 def set_retry_policy(policy: RetryPolicy | None) -> None:
     """For this process, from now on; None brings the default back."""
     global _policy

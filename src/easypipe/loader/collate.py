@@ -29,7 +29,6 @@ from easypipe.core.schema import (
 from easypipe.core.values import JsonObject
 from easypipe.transforms.tokenizer.config import PaddingSide, check_padding
 
-ALIGNMENT_BYTES = 64  # what JAX asks of host memory that it is to use without a copy
 BATCH_COLUMNS = (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS)
 
 _NO_MASK = np.empty((0, 0), dtype=np.uint8)

@@ -165,31 +165,26 @@ def _draw_into(weights, left, deficits, active, leave, dataset, counts):
     ready = np.empty(num_datasets, np.int64)
     made = 0
     while True:  # one turn for every set of active datasets
-        total, alive, only = np.int64(0), 0, -1
-        for i in range(num_datasets):
-            if active[i]:
-                total += weights[i]
-                alive += 1
-                only = i
+        here = np.flatnonzero(active)
+        total, alive = weights[here].sum(), len(here)
         if alive == 0:
             return made, True
         if alive == 1:
+            only = here[0]
             take = min(limit - made, left[only])
             dataset[made : made + take] = only
             counts[only] += take
             left[only] -= take
             made += take
-            if left[only] > 0:
-                return made, False
-            active[only] = False
-            deficits[only] = 0
-            return made, True
+            if left[only] == 0:
+                active[only] = False
+                deficits[only] = 0
+            return made, left[only] == 0
         slack = np.int64(2 * alive - 2)
         released[:] = -1
-        for i in range(num_datasets):
-            if active[i]:
-                base[i] = deficits[i] - made * weights[i]
-                _book(i, deficits[i], made, weights[i], total, slack, calendar)
+        for i in here:
+            base[i] = deficits[i] - made * weights[i]
+            _book(i, deficits[i], made, weights[i], total, slack, calendar)
         size = 0
         while True:
             n = made + 1  # this draw, counted from 1
@@ -198,12 +193,10 @@ def _draw_into(weights, left, deficits, active, leave, dataset, counts):
                 size = _push(ready, size, deadline[i] << _NUMBER_BITS | i)
                 i = behind[i]
             chosen = ready[0] & _NUMBER
-            if left[chosen] == 0:  # only where exhausted datasets stay in the mixture
-                _settle(weights, base, active, made, deficits)
-                return made, True
-            if made == limit:
-                _settle(weights, base, active, made, deficits)
-                return made, False
+            ended = left[chosen] == 0  # only where exhausted datasets stay in the mixture
+            if ended or made == limit:
+                deficits[:] = np.where(active, base + made * weights, 0)
+                return made, ended
             size = _pop(ready, size)
             dataset[made] = chosen
             counts[chosen] += 1
@@ -256,12 +249,6 @@ def _pop(heap, size):
         at = child
     heap[at] = value
     return size
-
-
-@jit
-def _settle(weights, base, active, made, deficits):
-    for i in range(weights.shape[0]):
-        deficits[i] = base[i] + made * weights[i] if active[i] else 0
 
 
 # Mixing with changing weights or by tokens: the largest deficit is drawn from.

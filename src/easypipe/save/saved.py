@@ -212,10 +212,6 @@ class SavedSource(Source):
         return SEGMENT_IDS in self.schema.names
 
     @property
-    def has_tokens(self) -> bool:
-        return INPUT_IDS in self.schema.names
-
-    @property
     def shards(self) -> tuple[Shard, ...]:
         files = self._files.shards
         return tuple(

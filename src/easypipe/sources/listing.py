@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,7 @@ def resolve_remote(
     text: str, storage_options: StorageOptions, kinds: tuple[str, ...]
 ) -> list[FileRef]:
     name = remote.public_url(text)
-    here = FileRef(path=name, num_bytes=0, identity="")
+    here = FileRef(path=name, num_bytes=0, identity="", url=text, storage_options=storage_options)
     # a file there reads like any other: saved folders name theirs
     require(
         not text.startswith("hf://") or "." in text.rpartition("/")[2],
@@ -41,58 +42,40 @@ def resolve_remote(
         "Read it with type='huggingface'.",
     )
     if remote.is_http(text):
-        return [_resolve_http(text, name, here, storage_options)]
+        return [_resolve_http(text, here)]
 
-    def call(method: str, *args: Any, **kwargs: Any) -> Any:
+    def retried(use: Callable[[Any, str, float], Any]) -> Any:
         def attempt(timeout_s: float) -> Any:
-            fs, _ = filesystem(text, dict(storage_options or {}))
-            return remote.remote_call(fs, method, timeout_s, *args, **kwargs)
+            return use(*filesystem(text, dict(storage_options or {})), timeout_s)
 
         return remote.retrying(text, attempt, options=storage_options)
 
-    def connect(timeout_s: float) -> tuple[Any, str]:
-        return filesystem(text, dict(storage_options or {}))
+    def call(method: str, **kwargs: Any) -> Any:
+        return retried(lambda fs, path, s: remote.remote_call(fs, method, s, path, **kwargs))
 
-    fs, path = remote.retrying(text, connect, options=storage_options)
+    fs, path = retried(lambda fs, path, _: (fs, path))
     # listings that this process made before would hide what has changed since
     fs.invalidate_cache()
 
     def ref(found: str, info: Json) -> FileRef:
-        url = remote.public_url(fs.unstrip_protocol(found))
-        if info.get("size") is None:
-            raise SourceError(
-                at=url,
-                problem="the server does not tell its size",
-                fix="Copy the file to storage that does.",
-            )
-        return FileRef(
-            path=url,
-            num_bytes=int(info["size"]),
-            identity=_identity(info),
-            url=fs.unstrip_protocol(found),
-            storage_options=storage_options,
-        )
+        url = fs.unstrip_protocol(found)
+        named = replace(here, path=remote.public_url(url), url=url)
+        return _sized(named, info.get("size"), _identity(info))
 
     def listed(method: str) -> dict[str, Json]:
-        found = reading(here, lambda: call(method, path, detail=True))
-        return {
-            str(fs._strip_protocol(key)): info
-            for key, info in found.items()
-            if info.get("type") != "directory"
-        }
+        found = reading(here, lambda: call(method, detail=True))
+        files = {key: info for key, info in found.items() if info.get("type") != "directory"}
+        return {str(fs._strip_protocol(key)): info for key, info in files.items()}
 
     if glob.has_magic(path):
         matches = listed("glob")
         if not matches:
-            raise MissingFileError(
-                at=name, problem="the pattern matches no file", fix="Correct the pattern."
-            )
-        return partitioned(
-            [ref(found, matches[found]) for found in sorted(matches, key=natural)],
-            fixed_part(fs.unstrip_protocol(path)),
-        )
+            problem = "the pattern matches no file"
+            raise MissingFileError(at=name, problem=problem, fix="Correct the pattern.")
+        files = [ref(found, matches[found]) for found in sorted(matches, key=natural)]
+        return partitioned(files, fixed_part(fs.unstrip_protocol(path)))
     try:
-        info = call("info", path)
+        info = call("info")
     except MissingFileError:
         info = None
     except StorageError as error:
@@ -106,7 +89,8 @@ def resolve_remote(
     return partitioned(files, remote.public_url(fs.unstrip_protocol(path)))
 
 
-def _resolve_http(text: str, name: str, here: FileRef, storage_options: StorageOptions) -> FileRef:
+def _resolve_http(text: str, here: FileRef) -> FileRef:
+    name, options = here.path, here.storage_options
     require(
         not glob.has_magic(plain_name(text)),
         "data_files",
@@ -115,23 +99,18 @@ def _resolve_http(text: str, name: str, here: FileRef, storage_options: StorageO
     )
 
     def attempt(timeout_s: float) -> remote.HttpFacts:
-        fs, _ = filesystem(text, dict(storage_options or {}))
+        fs, _ = filesystem(text, dict(options or {}))
         return remote.http_facts(fs, text, timeout_s)
 
     try:
-        facts = remote.retrying(text, attempt, options=storage_options)
+        facts = remote.retrying(text, attempt, options=options)
     except StorageError as error:
         raise SourceError(at=name, problem=error.problem, fix=error.fix) from None
-    if facts.num_bytes is None:
-        raise SourceError(
-            at=name,
-            problem="the server does not tell its size",
-            fix="Copy the file to storage that does.",
-        )
-    if not facts.ranges and facts.num_bytes > WHOLE_BYTES:
+    file = _sized(here, facts.num_bytes, facts.identity)
+    if not facts.ranges and file.num_bytes > WHOLE_BYTES:
         problem = (
             "the server sends no ranges, so every read would transfer all "
-            f"{facts.num_bytes >> 20} MiB"
+            f"{file.num_bytes >> 20} MiB"
         )
         raise SourceError(
             at=name, problem=problem, fix="Download the file, or serve it from storage that does."
@@ -140,15 +119,20 @@ def _resolve_http(text: str, name: str, here: FileRef, storage_options: StorageO
         log.warning(
             "%s: the server sends no ranges: every read transfers the whole file (%d bytes)",
             name,
-            facts.num_bytes,
+            file.num_bytes,
         )
-    return replace(
-        here,
-        num_bytes=facts.num_bytes,
-        identity=facts.identity,
-        url=text,
-        storage_options=storage_options,
-    )
+    return file
+
+
+def _sized(file: FileRef, num_bytes: int | None, identity: str) -> FileRef:
+    """The file with what its server tells of it. Raises SourceError where that is no size."""
+    if num_bytes is None:
+        raise SourceError(
+            at=file.path,
+            problem="the server does not tell its size",
+            fix="Copy the file to storage that does.",
+        )
+    return replace(file, num_bytes=int(num_bytes), identity=identity)
 
 
 def _identity(info: Json) -> str:

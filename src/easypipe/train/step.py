@@ -6,6 +6,7 @@ B rows of a batch · A micro-batches
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ MORE = "more/"  # before the names of what a loss tells besides
 
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Metrics]]
+Gradients = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, LossOutput, PyTree]]
 EvalStep = Callable[
     [Mapping[str, jax.Array], Mapping[str, jax.Array], Mapping[str, jax.Array]], LossOutput
 ]
@@ -59,46 +61,22 @@ def make_train_step(
     that the schedule stands still. Call inside `state.on(layout.mesh)`.
     """
     places, summed = shardings(abstract_state(layout, optimizer)), gradient_places(layout)
-    added, curvature = AsSums(loss), AsSums(curvature_loss or loss)
+    gradients = _gradients(layout, AsSums(loss), summed, micro=accumulate_steps > 1)
+    curvature = AsSums(curvature_loss or loss)
 
-    def sums(
-        params: PyTree, rest: PyTree, batch: PyTree
-    ) -> tuple[jax.Array, tuple[LossOutput, PyTree]]:
-        model = layout.merge(params, rest)
-        out = added(model, batch)
-        return out.loss_sum, (out, layout.split(model)[1])
-
-    def gradients(params: PyTree, rest: PyTree, batch: PyTree) -> tuple[PyTree, LossOutput, PyTree]:
-        (_, (out, rest)), grads = jax.value_and_grad(sums, has_aux=True)(params, rest, batch)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        if added.of_means and accumulate_steps > 1:
-            grads = jax.tree.map(lambda g: jnp.where(out.num_targets > 0, g, 0), grads)
-        return jax.lax.with_sharding_constraint(grads, summed), _float32(out), rest
-
-    def objective(
-        state: TrainState, batch: Mapping[str, jax.Array]
-    ) -> Callable[[PyTree], jax.Array]:
-        first = (
-            batch
-            if accumulate_steps == 1
-            else {name: array[0] for name, array in _micro_batches(batch, accumulate_steps).items()}
-        )
-
-        def mean(params: PyTree) -> jax.Array:
-            out = curvature(layout.merge(params, state.rest), first)
-            return out.loss_sum / jnp.maximum(out.num_targets, 1)
-
-        return mean
+    def objective(params: PyTree, rest: PyTree, batch: PyTree) -> jax.Array:
+        out = curvature(layout.merge(params, rest), batch)
+        return out.loss_sum / jnp.maximum(out.num_targets, 1)
 
     def step(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
-        if accumulate_steps == 1:
-            grads, out, rest = gradients(state.params, state.rest, batch)
-        else:
-            grads, out, rest = _accumulate(gradients, state, batch, accumulate_steps)
+        grads, out, rest = _accumulate(gradients, state, batch, accumulate_steps)
         scale = 1 / jnp.maximum(out.num_targets, 1).astype(jnp.float32)
         grads = jax.tree.map(lambda g: g * scale, grads)
         cast = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        extra = {"obj_fn": objective(state, batch)} if optimizer.needs_objective else {}
+        extra = {}
+        if optimizer.needs_objective:
+            first = jax.tree.map(lambda array: array[0], _micro_batches(batch, accumulate_steps))
+            extra["obj_fn"] = partial(objective, rest=state.rest, batch=first)
         updates, moments = optimizer.update(cast, state.optimizer, state.params, **extra)
         metrics = {
             "loss": out.loss_sum * scale,
@@ -110,9 +88,8 @@ def make_train_step(
         }
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
-        moved = TrainState(
-            optax.apply_updates(state.params, updates), rest, moments, state.step + 1
-        )
+        params = optax.apply_updates(state.params, updates)
+        moved = TrainState(params, rest, moments, state.step + 1)
         sound = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
         # Elementwise, so that it is fused into the update: no array is read or written once more
         # for it.
@@ -123,6 +100,26 @@ def make_train_step(
         }
 
     return jax.jit(step, donate_argnums=0, out_shardings=(places, None))
+
+
+def _gradients(layout: ModelLayout, loss: AsSums, places: PyTree, *, micro: bool) -> Gradients:
+    """Of the sum of the losses of a batch, laid as `places`. micro: it is one of several."""
+
+    def sums(
+        params: PyTree, rest: PyTree, batch: PyTree
+    ) -> tuple[jax.Array, tuple[LossOutput, PyTree]]:
+        model = layout.merge(params, rest)
+        out = loss(model, batch)
+        return out.loss_sum, (out, layout.split(model)[1])
+
+    def gradients(params: PyTree, rest: PyTree, batch: PyTree) -> tuple[PyTree, LossOutput, PyTree]:
+        (_, (out, rest)), grads = jax.value_and_grad(sums, has_aux=True)(params, rest, batch)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        if loss.of_means and micro:
+            grads = jax.tree.map(lambda g: jnp.where(out.num_targets > 0, g, 0), grads)
+        return jax.lax.with_sharding_constraint(grads, places), _float32(out), rest
+
+    return gradients
 
 
 def make_eval_step(layout: ModelLayout, loss: LossFn) -> EvalStep:
@@ -148,8 +145,11 @@ def _micro_batches(batch: Mapping[str, jax.Array], pieces: int) -> dict[str, jax
 
 
 def _accumulate(
-    gradients: PyTree, state: TrainState, batch: Mapping[str, jax.Array], pieces: int
+    gradients: Gradients, state: TrainState, batch: Mapping[str, jax.Array], pieces: int
 ) -> tuple[PyTree, LossOutput, PyTree]:
+    if pieces == 1:
+        return gradients(state.params, state.rest, batch)
+
     def one(carry: PyTree, micro: PyTree) -> tuple[PyTree, None]:
         grads, out, rest = carry
         more, added, rest = gradients(state.params, rest, micro)

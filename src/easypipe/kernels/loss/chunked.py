@@ -143,22 +143,16 @@ def gradients(
             d_hidden, block_DB, bias_B = running
             dx_CB, exact_CB = tiles.d_logits(i, j, cotangents)
             if d_hidden is not None:
-                d_hidden = _put(
-                    d_hidden,
-                    tiles.token_rows(d_hidden, i) + tiles.d_hidden(dx_CB, j),
-                    tiles.first_token(i),
-                    0,
-                )
+                rows_CD = tiles.token_rows(d_hidden, i) + tiles.d_hidden(dx_CB, j)
+                d_hidden = _put(d_hidden, rows_CD, tiles.first_token(i), 0)
             return d_hidden, block_DB + tiles.d_head(dx_CB, i), bias_B + exact_CB.sum(axis=0)
 
         start = d_hidden, tiles.zeros(tiles.head_block(j).shape), tiles.zeros((tiles.B,))
         d_hidden, block_DB, bias_B = _loop(tiles.tokens, tokens, start)
         d_lm_head = tiles.put_fresh(d_lm_head, block_DB, j, tiles.vocab_axis)
-        return (
-            d_hidden,
-            d_lm_head,
-            None if d_bias is None else tiles.put_fresh(d_bias, bias_B, j, 0),
-        )
+        if d_bias is not None:
+            d_bias = tiles.put_fresh(d_bias, bias_B, j, 0)
+        return d_hidden, d_lm_head, d_bias
 
     def hidden_alone(i: Array, d_hidden: Array) -> Array:
         def add(j: Array, rows_CD: Array) -> Array:

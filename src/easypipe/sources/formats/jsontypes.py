@@ -99,11 +99,8 @@ def observe_keys(data, starts, ends, flags, keys):
         here, expect, ok, guess = 0, False, False, 0
         while True:
             i = skip_space(data, i, end)
-            if i < end and data[i] == 125 and not expect:
-                i += 1
-                ok = True
-                break
             if i >= end or data[i] != _QUOTE:
+                ok = i < end and data[i] == 125 and not expect
                 break
             key = i + 1
             i = skip_string(data, words, key, end)
@@ -113,19 +110,7 @@ def observe_keys(data, starts, ends, flags, keys):
             i = skip_space(data, i, end)
             if i >= end or data[i] != 58:  # :
                 break
-            i += 1
-            i = skip_space(data, i, end)
-            if i >= end:
-                break
-            c = data[i]
-            if c == _QUOTE:
-                kind = STRING
-                i = skip_string(data, words, i + 1, end)
-            elif c == 123 or c == 91:
-                kind = OBJECT if c == 123 else ARRAY
-                i = skip_nested(data, words, i, end)
-            else:
-                kind, i = _scalar(data, i, end)
+            kind, i = _value(data, words, skip_space(data, i + 1, end), end)
             if i < 0:
                 break
             slot = _slot(data, key, key_end, guess, keys)
@@ -138,18 +123,28 @@ def observe_keys(data, starts, ends, flags, keys):
             if i < end and data[i] == 44:
                 i += 1
                 expect = True
-            elif i < end and data[i] == 125:
-                i += 1
-                ok = True
-                break
             else:
+                ok = i < end and data[i] == 125
                 break
-        if ok and skip_space(data, i, end) == end:
+        if ok and skip_space(data, i + 1, end) == end:
             flags[r] = GOOD
             for k in range(here):
                 keys.kinds[line_keys[k]] |= line_kinds[k]
                 if keys.first[line_keys[k]] <= NULL:
                     keys.first[line_keys[k]] = line_kinds[k]
+
+
+@jit
+def _value(data, words, i, end):
+    """The kind of the value at `i`, and where it ends; -1 where there is none."""
+    if i >= end:
+        return 0, -1
+    c = data[i]
+    if c == _QUOTE:
+        return STRING, skip_string(data, words, i + 1, end)
+    if c == 123 or c == 91:
+        return OBJECT if c == 123 else ARRAY, skip_nested(data, words, i, end)
+    return _scalar(data, i, end)
 
 
 @jit

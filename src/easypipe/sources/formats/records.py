@@ -241,21 +241,13 @@ def index_records(file: FileRef, layout: Layout, plain: PlainBytes) -> RecordInd
     last = np.array([0, layout.start], np.int64)
     kept_rows, kept_offsets = [np.zeros(1, np.int64)], [np.array([layout.start], np.int64)]
     row, base, held = 0, layout.start, b""  # base: plain offset of what is held
-    limit = sys.maxsize if file.head_bytes is None else file.head_bytes
     final = cut = closed = False  # cut: the head ends here, the file does not
     while not final and not cut:
         if len(held) >= MAX_RECORD_BYTES:
             problem = f"a record of more than {MAX_RECORD_BYTES >> 20} MiB begins here"
             fix = "A quote or bracket may be open; of text, take a smaller text_unit."
             raise SourceError(at=place(file.path, row=row), problem=problem, fix=fix)
-        # as much again of a long record, so that it is scanned few times
-        position = base + len(held)
-        wanted = max(0, min(max(CHUNK_BYTES, len(held)), limit - position))
-        more = plain.fetch(file, position, position + wanted)
-        final = len(more) < wanted
-        if position + wanted >= limit and not final:
-            final = plain.ends(file, limit)
-            cut = not final
+        more, final, cut = _behind(file, plain, base + len(held), len(held))
         text, at = held + more, 0
         while True:
             data = frozen(text)[at:]
@@ -273,28 +265,20 @@ def index_records(file: FileRef, layout: Layout, plain: PlainBytes) -> RecordInd
                 row += found
             at += consumed
             if status == CLOSED:
-                closed = True
-                if rest := text[at:].strip(b" \t\r\n"):
-                    raise SourceError(
-                        at=file.path,
-                        problem=f"goes on after the end of the array: {rest[:20]!r}",
-                        fix="Correct the file.",
-                    )
-                at = len(text)
+                closed, rest, at = True, text[at:].strip(b" \t\r\n"), len(text)
+                if rest:
+                    problem = f"goes on after the end of the array: {rest[:20]!r}"
+                    raise SourceError(at=file.path, problem=problem, fix="Correct the file.")
             elif status != MORE:
                 problem, fix = BREAKS[status]
-                raise SourceError(
-                    at=place(file.path, row=row), problem=problem.format(base + at), fix=fix
-                )
+                problem = problem.format(base + at)
+                raise SourceError(at=place(file.path, row=row), problem=problem, fix=fix)
             if found < len(starts):
                 break
         held, base = text[at:], base + at
     if layout.closes and not closed and not cut:
-        raise SourceError(
-            at=place(file.path, row=row),
-            problem="truncated: the JSON array does not end",
-            fix="Copy or write it again.",
-        )
+        problem, fix = "truncated: the JSON array does not end", "Copy or write it again."
+        raise SourceError(at=place(file.path, row=row), problem=problem, fix=fix)
     return RecordIndex(
         num_rows=row,
         total_rows=None if cut else row,
@@ -304,6 +288,20 @@ def index_records(file: FileRef, layout: Layout, plain: PlainBytes) -> RecordInd
         restarts=plain.restarts(file),
         facts={} if observer is None else observer.facts(),
     )
+
+
+def _behind(file: FileRef, plain: PlainBytes, position: int, held: int) -> tuple[bytes, bool, bool]:
+    """Plain bytes from `position` on, behind so many that are held; whether the file ends there,
+    and whether its head ends before it does.
+    """
+    limit = sys.maxsize if file.head_bytes is None else file.head_bytes
+    # as much again of a long record, so that it is scanned few times
+    wanted = max(0, min(max(CHUNK_BYTES, held), limit - position))
+    more = plain.fetch(file, position, position + wanted)
+    if len(more) < wanted or position + wanted < limit:
+        return more, len(more) < wanted, False
+    ends = plain.ends(file, limit)
+    return more, ends, not ends
 
 
 def _kept_index(

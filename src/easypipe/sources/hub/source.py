@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import pyarrow as pa
 
@@ -113,18 +113,12 @@ class HuggingFaceShardedSource(Source):
             "Leave it or the pattern out.",
         )
         self._hub = HubRepo(name.repo, options.get("storage_options"))
-        self.repo, self.split, self.subset = (
-            name.repo,
-            split or (None if name.pattern else "train"),
-            subset,
-        )
+        self.repo, self.subset = name.repo, subset
+        self.split = split or (None if name.pattern else "train")
         self._num_rows = num_rows
-        self._made: Arguments = {
-            "columns": options.get("columns"),
-            "on_error": options.get("on_error", "error"),
-        }
-        if "index_dir" in options:
-            self._made["index_dir"] = options["index_dir"]
+        # the files that are read lie where the Hub's client says
+        self._made: Arguments = {"on_error": "error", **options}
+        self._made.pop("storage_options", None)
         self._lock = threading.Lock()
         self._rows: FileSource | None = None
         revision = name.revision or revision
@@ -139,18 +133,18 @@ class HuggingFaceShardedSource(Source):
             split=self.split,
             converted=listing.converted,
         )
-        found = [self._hub.file(file, listing) for file in names]
-        self.kind = one_format(found, self._hub)
+        self.files = tuple(self._hub.file(file, listing) for file in names)
+        self.kind = one_format(self.files, self._hub)
+        self._reader = FORMATS[self.kind]
         require_text_files(text_unit, self.kind)
         if text_unit is not None:
             self._made["text_unit"] = text_unit
-        self.files = tuple(found)
         log.info(
             "%s: revision %s is commit %s; %d files of %s",
             self._hub.at,
             revision or "main",
             self.commit,
-            len(found),
+            len(self.files),
             self.kind,
         )
 
@@ -169,13 +163,9 @@ class HuggingFaceShardedSource(Source):
     @property
     def fingerprint(self) -> str:
         """Digest of the commit, the files and the reading options. Opens no file."""
-        options = [
-            self._made.get("columns"),
-            "error" if self._made.get("on_error") == "error" else "tolerant",
-        ]
-        options += (
-            [self._made["text_unit"]] if self._made.get("text_unit", "line") != "line" else []
-        )
+        tolerance = "error" if self._made["on_error"] == "error" else "tolerant"
+        unit = self._made.get("text_unit", "line")
+        options = [self._made.get("columns"), tolerance, *([] if unit == "line" else [unit])]
         files = [file.digest for file in self.files]
         return digest(
             "hub",
@@ -197,9 +187,8 @@ class HuggingFaceShardedSource(Source):
 
     def head(self, num_bytes: int, files: int | None = None) -> FileSource:
         """As FileSource.head; nothing is downloaded whole for it."""
-        return open_repo_files(
-            self._hub, self.files[:files], self.kind, self.commit, self._made
-        ).head(num_bytes)
+        first = [self._hub.ready(file, self.commit, whole=False) for file in self.files[:files]]
+        return self._reader(first, **self._made).head(num_bytes)
 
     def select(self, columns: Sequence[str]) -> FileSource:
         return self._open().select(columns)
@@ -216,7 +205,6 @@ class HuggingFaceShardedSource(Source):
     def _open(self) -> FileSource:
         with self._lock:
             if self._rows is None:
-                reader: Any = FORMATS[self.kind]
                 get = partial(self._hub.ready, commit=self.commit, whole=self.kind not in BY_RANGES)
                 if self._num_rows is None:
                     with ThreadPoolExecutor(DOWNLOADS, thread_name_prefix="easypipe-hub") as pool:
@@ -225,22 +213,11 @@ class HuggingFaceShardedSource(Source):
                     ready, rows = [], 0
                     for file in self.files:
                         ready.append(get(file))
-                        rows += reader([ready[-1]], **self._made).shards[0].num_rows
+                        rows += self._reader([ready[-1]], **self._made).shards[0].num_rows or 0
                         if rows >= self._num_rows:
                             break
-                self._rows = reader(ready, **self._made)
-            rows: Any = self._rows
-            return rows
-
-
-def open_repo_files(
-    hub: HubRepo, files: Sequence[FileRef], kind: str, commit: str, options: Arguments
-) -> FileSource:
-    """The files read by ranges, whatever their format, where the Hub's client has not downloaded
-    them already.
-    """
-    reader: Any = FORMATS[kind]
-    return reader([hub.ready(file, commit, whole=False) for file in files], **options)
+                self._rows = self._reader(ready, **self._made)
+            return self._rows
 
 
 def one_format(files: Sequence[FileRef], hub: HubRepo) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,12 +36,6 @@ from easypipe.stages.mix.schedule import batch_sizes_of
 from easypipe.stages.tokenize.documents import Documents, token_info
 
 
-class _Choice(NamedTuple):
-    pack: PackSpec | None
-    num_epochs: int | None
-    eos: int | None
-
-
 @dataclass(frozen=True)
 class Mixture:
     """Datasets and how often each is drawn; a dataset on its own is a mixture of one.
@@ -62,6 +56,11 @@ class Mixture:
     unit: Unit = "rows"
     max_epochs: tuple[int | None, ...] | None = None
     provenance: bool = False
+    _plans: dict[tuple[PackSpec | None, int | None, int | None], Plan] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    # checkpoints of each plan that this process has committed or found
+    _remembered: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def restarts(self) -> bool:
@@ -165,12 +164,9 @@ class Mixture:
             )
         return tuple(source.materialize() for source in self.parts.values())
 
+    @cached_property
     def without_eos(self) -> tuple[int, ...]:
         """Documents of each dataset that do not end with their tokenizer's EOS."""
-        return self._without_eos
-
-    @cached_property
-    def _without_eos(self) -> tuple[int, ...]:
         return tuple(cache.count_without_eos() for cache in self._caches)
 
     def plan(
@@ -179,9 +175,9 @@ class Mixture:
         """The plan, one object for each choice. eos: ends documents which lack it; None adds none.
         Mixtures that restart have no epochs.
         """
-        choice = _Choice(pack, None if self.restarts else num_epochs, eos)
+        choice = pack, None if self.restarts else num_epochs, eos
         if choice not in self._plans:
-            self._plans[choice] = self._make(choice)
+            self._plans[choice] = self._make(*choice)
         return self._plans[choice]
 
     def documents(self, num_epochs: int | None = 1) -> PlannedRows:
@@ -213,26 +209,17 @@ class Mixture:
                 path, {"plan": plan.fingerprint, "states": [state.to_json() for state in known]}
             )
 
-    @cached_property
-    def _plans(self) -> dict[_Choice, Plan]:
-        return {}
-
-    @cached_property
-    def _remembered(self) -> dict[str, int]:
-        """Checkpoints of each plan that this process has committed or found."""
-        return {}
-
-    def _make(self, choice: _Choice) -> Plan:
-        datasets = [self._dataset(i, name, choice.eos) for i, name in enumerate(self.parts)]
+    def _make(self, pack: PackSpec | None, num_epochs: int | None, eos: int | None) -> Plan:
+        datasets = [self._dataset(i, name, eos) for i, name in enumerate(self.parts)]
         schedule = self.steps
-        length = None if choice.pack is None else choice.pack.seq_length
+        length = None if pack is None else pack.seq_length
         spec = PlanSpec(
             seed=self.seed,
             weights=self.weights if schedule is None else (1,) * len(datasets),
             stop=self.stop,
-            num_epochs=choice.num_epochs,
+            num_epochs=num_epochs,
             order=settings_of(self.context).order,
-            pack=choice.pack,
+            pack=pack,
             window_docs=min(
                 window_docs(datasets, weights, length)
                 for weights in ([self.weights] if schedule is None else schedule.all_weights)
@@ -259,11 +246,11 @@ class Mixture:
         return recall_checked(self._checkpoint_path(plan), states, what="the plan") or ()
 
     def _dataset(self, i: int, name: str, eos: int | None) -> PlanDataset:
-        cache, added, mark, lengths = self._caches[i], 0, "", self._caches[i].lengths
+        cache = self._caches[i]
+        tokens, fingerprint, lengths = cache.total_tokens, cache.fingerprint, cache.lengths
         if eos is not None:
-            added, mark = self._without_eos[i], "+eos"
+            tokens, fingerprint = tokens + self.without_eos[i], f"{fingerprint}+eos"
             lengths = lambda docs: cache.lengths(docs) + ~cache.has_eos(docs)  # noqa: E731
-        tokens, fingerprint = cache.total_tokens + added, f"{cache.fingerprint}{mark}"
         return PlanDataset(name, cache.num_docs, tokens, fingerprint, lengths)
 
     def _checkpoint_path(self, plan: Plan) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from easypipe.core.errors import require
 from easypipe.core.protocols import ShardedSource
+from easypipe.sources.base import FileOptions
 from easypipe.sources.external.objects import open_object
 from easypipe.sources.external.saved_datasets import is_saved_dataset, saved_dataset_files
 from easypipe.sources.hub.source import HuggingFaceShardedSource
@@ -28,6 +29,11 @@ def open_input(
     """
     files = dataset.data_files
     split, part = split_of(dataset)
+    options: FileOptions = {
+        "on_error": dataset.on_error,
+        "storage_options": dataset.storage_options,
+        "index_dir": index_dir,
+    }
     if is_object(files):
         return open_object(
             files,
@@ -46,20 +52,11 @@ def open_input(
             subset=dataset.subset,
             revision=dataset.revision,
             num_rows=dataset.num_rows if part is None else part.first_rows,
-            on_error=dataset.on_error,
-            storage_options=dataset.storage_options,
-            index_dir=index_dir,
             text_unit=dataset.text_unit,
+            **options,
         )
     if is_tokens(dataset):
-        return open_files(
-            files,
-            type=dataset.type,
-            on_error=dataset.on_error,
-            storage_options=dataset.storage_options,
-            index_dir=index_dir,
-            token_files=dataset.token_files,
-        )
+        return open_files(files, type=dataset.type, token_files=dataset.token_files, **options)
     if isinstance(files, str | Path) and is_saved_dataset(files):
         require(
             dataset.type in (None, "arrow"),
@@ -70,7 +67,7 @@ def open_input(
         return open_files(
             saved_dataset_files(files, split),
             type="arrow",
-            on_error=dataset.on_error,
             text_unit=dataset.text_unit,
+            **options,
         )
     return None

@@ -51,14 +51,10 @@ def scale_by_soap(
     def side(name: str, array: jax.Array, axis: int) -> bool:
         return matrices[name] and array.ndim >= 2 and 1 < array.shape[axis] <= max_dim
 
-    def square(array: jax.Array, axis: int) -> jax.Array:
-        shape = (*array.shape[:-2], array.shape[axis], array.shape[axis])
-        return jnp.zeros(shape, jnp.promote_types(array.dtype, jnp.float32))
-
     def init(params: Arrays) -> SoapState:
         zeros = jax.tree.map(jnp.zeros_like, params)
-        left = {name: square(p, -2) for name, p in params.items() if side(name, p, -2)}
-        right = {name: square(p, -1) for name, p in params.items() if side(name, p, -1)}
+        left = {name: _square(p, -2) for name, p in params.items() if side(name, p, -2)}
+        right = {name: _square(p, -1) for name, p in params.items() if side(name, p, -1)}
         copies = [jax.tree.map(jnp.copy, tree) for tree in (zeros, zeros, left, left, right, right)]
         mu, nu, left, left_basis, right, right_basis = copies
         return SoapState(jnp.int32(0), mu, nu, left, right, left_basis, right_basis)
@@ -81,40 +77,45 @@ def scale_by_soap(
         )
         step = {}
         for name, m in mu.items():
-            scaled = _turn(m / (1 - b1**moved), name, *bases) / (
-                jnp.sqrt(nu[name] / (1 - b2**moved)) + eps
-            )
+            root = jnp.sqrt(nu[name] / (1 - b2**moved)) + eps
+            scaled = _turn(m / (1 - b1**moved), name, *bases) / root
             step[name] = _turn(scaled, name, *bases, back=True).astype(m.dtype)
         nu = jax.tree.map(lambda v, before: v.astype(before.dtype), nu, state.nu)
-        left = {
-            name: b2 * a + (1 - b2) * _gram(updates[name], -2) for name, a in state.left.items()
-        }
-        right = {
-            name: b2 * a + (1 - b2) * _gram(updates[name], -1) for name, a in state.right.items()
-        }
-
-        def measure() -> tuple[Arrays, Arrays, Arrays]:
-            return (
-                {n: _eigenbasis(a) for n, a in left.items()},
-                {n: _eigenbasis(a) for n, a in right.items()},
-                nu,
-            )
-
-        def turn() -> tuple[Arrays, Arrays, Arrays]:
-            lefts, rights, moments = {}, {}, dict(nu)
-            for name, a in left.items():
-                lefts[name], order = _power_step(a, state.left_basis[name])
-                moments[name] = jnp.take_along_axis(moments[name], order[..., :, None], axis=-2)
-            for name, a in right.items():
-                rights[name], order = _power_step(a, state.right_basis[name])
-                moments[name] = jnp.take_along_axis(moments[name], order[..., None, :], axis=-1)
-            return lefts, rights, moments
-
+        left, right = (
+            {name: b2 * a + (1 - b2) * _gram(updates[name], axis) for name, a in old.items()}
+            for old, axis in ((state.left, -2), (state.right, -1))
+        )
         which = jnp.where(first, 0, jnp.where(state.steps % update_interval == 0, 1, 2))
-        left_basis, right_basis, nu = jax.lax.switch(which, (measure, turn, lambda: (*bases, nu)))
+        ways = _measured, _turned, lambda left, right, *kept: kept
+        left_basis, right_basis, nu = jax.lax.switch(which, ways, left, right, *bases, nu)
         return step, SoapState(state.steps + 1, mu, nu, left, right, left_basis, right_basis)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]  (of flat dicts)
+
+
+def _square(array: jax.Array, axis: int) -> jax.Array:
+    shape = (*array.shape[:-2], array.shape[axis], array.shape[axis])
+    return jnp.zeros(shape, jnp.promote_types(array.dtype, jnp.float32))
+
+
+def _measured(
+    left: Arrays, right: Arrays, _left: Arrays, _right: Arrays, nu: Arrays
+) -> tuple[Arrays, Arrays, Arrays]:
+    return jax.tree.map(_eigenbasis, left), jax.tree.map(_eigenbasis, right), nu
+
+
+def _turned(
+    left: Arrays, right: Arrays, left_basis: Arrays, right_basis: Arrays, nu: Arrays
+) -> tuple[Arrays, Arrays, Arrays]:
+    """The bases one power iteration further, and the second moments in them."""
+    lefts, rights, moments = {}, {}, dict(nu)
+    for name, a in left.items():
+        lefts[name], order = _power_step(a, left_basis[name])
+        moments[name] = jnp.take_along_axis(moments[name], order[..., :, None], axis=-2)
+    for name, a in right.items():
+        rights[name], order = _power_step(a, right_basis[name])
+        moments[name] = jnp.take_along_axis(moments[name], order[..., None, :], axis=-1)
+    return lefts, rights, moments
 
 
 def _turn(

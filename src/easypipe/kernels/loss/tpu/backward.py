@@ -133,9 +133,8 @@ def _over_head(given: _Given, problem: Problem) -> dict[str, Array]:
     rows, columns = blocks.back_rows, blocks.back_columns
     padded, stays = cdiv(problem.tokens, rows) * rows, pl.Buffered(1)
     head_shape, head_index = head_block(problem.layout, problem.width, columns, lambda j, k: j)
-    head_spec = pl.BlockSpec(
-        head_shape, head_index, pipeline_mode=None if blocks.resident else stays
-    )
+    mode = None if blocks.resident else stays
+    head_spec = pl.BlockSpec(head_shape, head_index, pipeline_mode=mode)
     whole = pl.BlockSpec((padded, problem.width), lambda j, k: (0, 0), pipeline_mode=stays)
     tile = pl.BlockSpec((rows, problem.width), lambda j, k: (k, 0))
     inputs = {

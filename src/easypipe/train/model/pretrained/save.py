@@ -130,11 +130,9 @@ def save_pretrained(
     that is not there; TrainError for arrays of which other processes hold parts; StorageError for
     what cannot be written.
     """
+    kind = f"{type(module).__name__} is not a Decoder"
     require(
-        isinstance(module, Decoder),
-        "module",
-        f"{type(module).__name__} is not a Decoder",
-        "Other modules have no transformers class.",
+        isinstance(module, Decoder), "module", kind, "Other modules have no transformers class."
     )
     require(
         max_shard_bytes >= 1,
@@ -152,12 +150,13 @@ def save_pretrained(
         _write_shards(folder, tensors, max_shard_bytes)
         (folder / CONFIG).write_bytes(json_bytes(config))
         (folder / GENERATION).write_bytes(json_bytes(generation))
-        for file in copied:
-            shutil.copyfile(file, folder / file.name)
-        if tokenizer is not None and not copied:
-            tokenizer.save_pretrained(str(folder))
-        if chat_template is not None and (copied or tokenizer is not None):
-            _write_template(folder, chat_template)
+        if tokenizer is not None:
+            for file in copied:
+                shutil.copyfile(file, folder / file.name)
+            if not copied:
+                tokenizer.save_pretrained(str(folder))
+            if chat_template is not None:
+                _write_template(folder, chat_template)
     return Path(path).expanduser().absolute()
 
 
