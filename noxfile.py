@@ -106,6 +106,20 @@ def faults(session: nox.Session) -> None:
     session.run("python", "tests/faults.py", *session.posargs)
 
 
+@nox.session
+def disasters(session: nox.Session) -> None:
+    """Jobs struck at every file operation, in every way, and damage to every kind of file: hours.
+    The normal run tries a few. Needs Linux and a C compiler.
+    """
+    session.install(".[test]")
+    session.run(
+        "pytest",
+        "tests/test_disasters.py",
+        *session.posargs,
+        env=TEST_ENV | {"EASYPIPE_DISASTERS": "all"},
+    )
+
+
 @nox.session(python="3.12")
 def aot_gpu(session: nox.Session) -> None:
     """Compiles loss and attention for an H200 on a machine without one: the jax of the H200

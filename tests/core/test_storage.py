@@ -155,3 +155,28 @@ def test_what_is_committed_stays_so_where_the_temporary_cannot_be_removed(
     monkeypatch.setattr(Path, "unlink", refuse)
     storage.commit_bytes(tmp_path / "a", b"whole")
     assert (tmp_path / "a").read_bytes() == b"whole"
+
+
+def test_the_first_commit_in_a_folder_removes_what_killed_processes_left(tmp_path: Path) -> None:
+    """Folders that nobody sweeps as a whole: of runs, exports, noted configs."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    host = storage.owner().rpartition("_")[0]
+    litter = tmp_path / f"{storage.TEMPORARY}{host}_{dead.pid}-0a1b2c3d-plan.json"
+    litter.write_bytes(b"half")
+    unfinished = tmp_path / f"{storage.TEMPORARY}{host}_{dead.pid}-0a1b2c3d-exported"
+    (unfinished / "deep").mkdir(parents=True)
+    theirs = tmp_path / f"{storage.TEMPORARY}elsewhere_{dead.pid}-0a1b2c3d-plan.json"
+    theirs.write_bytes(b"half")
+    storage.commit_bytes(tmp_path / "file", b"new")
+    assert sorted(tmp_path.iterdir()) == [theirs, tmp_path / "file"]
+
+
+def test_new_folders_are_on_the_disk_before_a_file_in_them_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(storage, "sync", synced.append)
+    storage.commit_bytes(tmp_path / "a" / "b" / "file", b"new")
+    assert {tmp_path, tmp_path / "a"} <= {*synced[:-2]}
+    assert synced[-1] == tmp_path / "a" / "b"

@@ -162,3 +162,15 @@ def test_a_checkpoint_of_an_earlier_version_loads_and_verify_says_what_it_cannot
     ]
     with pytest.raises(StateError, match="cannot be read"):
         load(copied, 2)
+
+
+def test_an_older_checkpoint_that_cannot_be_deleted_is_warned_of(tmp_path, monkeypatch, caplog):
+    """The newest is committed by then: the run goes on."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("easypipe.train.checkpoint.files.delete", refuse)
+    save(tmp_path, 1, 2, keep=1)
+    assert "an older checkpoint cannot be deleted" in caplog.text
+    load(tmp_path, 2)

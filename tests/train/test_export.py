@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from flax import nnx
+from safetensors import SafetensorError
 
 from easypipe import (
     DatasetConfig,
@@ -27,6 +28,7 @@ from easypipe import (
     train_bpe,
 )
 from easypipe.cli import main
+from easypipe.core.errors import StorageError
 from easypipe.train import save_pretrained
 from easypipe.train.finished import load_trained
 from easypipe.train.model.generate import generate
@@ -297,3 +299,17 @@ def test_saved_conversations_tell_how_they_were_written(
     saved = trainer.run().save(tmp_path / "model")
     assert (saved / "chat_template.jinja").read_text() == CHAT_TEMPLATES["chatml"]
     assert read(saved, "config.json")["eos_token_id"] == IM_END
+
+
+def test_weights_that_find_no_space_are_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors has an error of its own for a full disk."""
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("easypipe.train.model.pretrained.save.save_file", full)
+    with pytest.raises(StorageError, match=r"out: cannot be written: .*No space left.* Check"):
+        save_pretrained(Decoder(SHAPE, nnx.Rngs(0)), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Self
 
 from easypipe.core.errors import StallError, StorageError, TrainError
+from easypipe.core.storage import make_folder
 
 FOLDER = "locks"
 POLL_S = 0.02
@@ -81,8 +82,7 @@ def try_hold(path: Path, *, exclusive: bool) -> Hold | None:
     """
     while True:
         try:
-            if not path.parent.is_dir():
-                path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             descriptor = _open(path)
         except OSError as error:
             if isinstance(error, FileNotFoundError):  # read-only, and nobody has locked it yet
@@ -234,7 +234,7 @@ def training(folder: Path) -> Generator[None]:
 
 def _make(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise StorageError(
             at=str(folder),

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +54,8 @@ CHUNK_BYTES = 1 << 22
 # fast
 HASHED_BYTES = 1 << 18
 TEMPORARY = ".tmp-"
+
+_swept: set[Path] = set()  # folders that this process found rid of what others left
 
 _fault: Callable[[str, str], None] | None = None
 
@@ -340,12 +343,7 @@ def commit_file(
             folder = Path(tempfile.mkdtemp(prefix="easypipe-"))
             temporary = folder / "commit"
         else:
-            Path(target).parent.mkdir(parents=True, exist_ok=True)
-            temporary = (
-                Path(target).parent
-                / f"{TEMPORARY}{owner()}-{secrets.token_hex(4)}-{Path(target).name}"
-            )
-            folder = None
+            temporary, folder = temporary_of(Path(target)), None
     except OSError as error:
         raise StorageError(
             at=target, problem=f"cannot be written: {error}", fix="Check the path and permissions."
@@ -460,16 +458,43 @@ def checksum(path: str | Path) -> Stamp:
     return Stamp(num_bytes=total, checksum=hasher.hexdigest())
 
 
-def sweep(folder: str | Path) -> int:
-    """Removes temporaries that processes of this host left when they were killed. Returns how
-    many.
+def temporary_of(target: Path) -> Path:
+    """A new name beside the local `target`, for what is to take its place. The folder is made, and
+    rid of what killed processes left when this one first writes there. Raises OSError.
     """
+    folder = target.parent.absolute()
+    make_folder(folder)
+    if folder not in _swept:
+        _swept.add(folder)
+        _sweep(folder.iterdir())
+    return folder / f"{TEMPORARY}{owner()}-{secrets.token_hex(4)}-{target.name}"
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a local folder with those above it, and returns when they are on the disk."""
+    missing = list(itertools.takewhile(lambda one: not one.is_dir(), (folder, *folder.parents)))
+    if missing:
+        folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        with contextlib.suppress(PermissionError):  # one may write there, but not read
+            sync(made.parent)
+
+
+def sweep(folder: str | Path) -> int:
+    """Removes temporaries that processes of this host left when they were killed, here and in the
+    folders below. Returns how many.
+    """
+    return _sweep(Path(folder).rglob(f"{TEMPORARY}*"))
+
+
+def _sweep(paths: Iterable[Path]) -> int:
     host, swept = _host(), 0
-    for leftover in Path(folder).rglob(f"{TEMPORARY}*"):
+    for leftover in [path for path in paths if path.name.startswith(TEMPORARY)]:
         owner, _, pid = leftover.name.removeprefix(TEMPORARY).split("-", 2)[0].rpartition("_")
         if owner == host and pid.isdigit() and not _alive(int(pid)):
-            leftover.unlink(missing_ok=True)
-            swept += 1
+            with contextlib.suppress(OSError):  # another process was faster, or may not
+                remove(leftover)
+                swept += 1
     return swept
 
 

@@ -32,11 +32,14 @@ from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
 from easypipe.core.errors import StateError, StorageError, raising
+from easypipe.core.storage import make_folder
 from easypipe.core.values import Json, JsonObject
 from easypipe.train.checkpoint import files
 from easypipe.train.checkpoint.differences import differences, listed
 from easypipe.train.checkpoint.files import ARRAYS, RUN
 from easypipe.train.metrics.devices import on_device
+
+log = logging.getLogger("easypipe")
 
 FORMAT = 1
 # what Orbax and TensorStore raise for files that are not there or not whole
@@ -89,7 +92,7 @@ class Checkpoints:
             return
         with raising(StorageError, folder, "cannot hold checkpoints"):
             if jax.process_index() == 0:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder)
                 files.sweep(self.folder)
         self._agree(f"opened {self.folder}")
 
@@ -178,7 +181,10 @@ class Checkpoints:
             files.commit(self.folder, step)
             steps = self.steps()
             kept = {*steps[-(self._keep or 1) :], *keeping}
-            files.delete(self.folder, [old for old in steps if old not in kept])
+            try:
+                files.delete(self.folder, [old for old in steps if old not in kept])
+            except OSError as error:  # the newest is committed, whatever becomes of older ones
+                log.warning("%s: an older checkpoint cannot be deleted: %s", self.folder, error)
 
     def run(self, step: int) -> JsonObject:
         """What `save` was given as `run`.

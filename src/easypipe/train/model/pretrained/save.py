@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
-import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from easypipe.core.errors import (
@@ -29,7 +28,7 @@ from easypipe.core.errors import (
     require,
 )
 from easypipe.core.protocols import Turns
-from easypipe.core.storage import commit_folder, json_bytes
+from easypipe.core.storage import commit_folder, json_bytes, temporary_of
 from easypipe.core.values import attribute_of
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.lora import merge_lora
@@ -173,15 +172,18 @@ def new_folder(path: str | Path) -> Iterator[Path]:
         "is there already",
         "Give a new folder, or remove this one.",
     )
-    temporary = target.parent / f".{target.name}.writing-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        with raising(StorageError, target, "cannot be written", "Check space and permissions."):
-            temporary.mkdir(parents=True)
+    failures = (OSError, SafetensorError)
+    with raising(
+        StorageError, target, "cannot be written", "Check space and permissions.", failures
+    ):
+        temporary = temporary_of(target)
+        try:
+            temporary.mkdir()
             yield temporary
             _usual_modes(temporary)
             commit_folder(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _usual_modes(folder: Path) -> None:

@@ -1,0 +1,216 @@
+"""Every file operation of a job as a point where it is killed, loses power, or is refused.
+
+What must hold at each: the job ends well, or with an error of ours, or is dead; the same job run
+again ends well; then the folder holds what the undisturbed job made, and nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disasters.interposer import (
+    BARE,
+    FAIL,
+    FAIL_ON,
+    KILL,
+    RECORD,
+    Interposed,
+    Order,
+    Outcome,
+)
+from disasters.jobs import JOBS, write_inputs
+
+WRITES = frozenset(("write", "pwrite", "writev", "pwritev", "sendfile", "copy_file_range"))
+SYNCS = frozenset(("fsync", "fdatasync"))
+KILLED = "killed"
+POWER = "power lost"  # killed, and whatever was written and not synced is empty
+FULL = "disk full from here on"
+REFUSED = {
+    name: getattr(errno, name)
+    for name in ("ENOSPC", "EIO", "EDQUOT", "EACCES", "EROFS", "EMFILE", "EXDEV", "ENOLCK", "EINTR")
+}
+HOWS = (KILLED, POWER, FULL, *REFUSED)
+# Keys of JSON whose values are measured, or are checksums of what is.
+MEASURED = frozenset(
+    [
+        "facts",
+        "seconds",
+        "xxh3_128",
+        "megabytes_per_second",
+        "tokens_per_second",
+        "data_wait",
+        "peak_memory",
+    ]
+)
+# Files that hold times, or checksums of files that do.
+UNEQUAL = frozenset(("_CHECKPOINT_METADATA", "checksums.json", "report.html"))
+# The checkpoint that goes with the save behind it: killed in between, it goes with the next save.
+OLDER = "run/checkpoints/2/"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one point came to. wrong: "" where all that must hold does."""
+
+    job: str
+    how: str
+    number: int
+    operation: str
+    ended: str
+    wrong: str
+
+
+class Trial:
+    """One job in a folder that it finds again as it was, however often it is run."""
+
+    def __init__(self, interposed: Interposed, job: str, folder: Path) -> None:
+        self._interposed, self.job = interposed, job
+        self._work, self._before = folder / "work", folder / f"before-{job}"
+        write_inputs(self._work)
+        for name in JOBS[job].before:
+            self._well(self._run(name), name)
+        self._work.rename(self._before)
+        self._set_back()
+        done = self._run(job, RECORD)
+        self._well(done, job)
+        self.operations = [
+            (call, _named(path.removeprefix(f"{self._work}/"))) for call, path in done.operations
+        ]
+        self._expected = contents(self._work)
+
+    def at(self, number: int, how: str) -> Found:
+        """The `number`-th file operation, from 1, as a point where the job is struck."""
+        self._set_back()
+        if how in REFUSED:
+            outcome = self._run(self.job, FAIL, number, REFUSED[how])
+        elif how == FULL:
+            outcome = self._run(self.job, FAIL_ON, number, errno.ENOSPC)
+        else:
+            outcome = self._run(self.job, KILL, number)
+            if how == POWER:
+                lose_unsynced(outcome.operations)
+        call, path = self.operations[number - 1]
+        ended = "dead" if outcome.code < 0 else ("well", "refused")[outcome.code > 0]
+        wrong = self._wrong(outcome)
+        return Found(self.job, how, number, f"{call} {path}", ended, wrong)
+
+    def close(self) -> None:
+        shutil.rmtree(self._before)
+        shutil.rmtree(self._work)
+
+    def _wrong(self, outcome: Outcome) -> str:
+        if outcome.code == BARE or "This is not what should happen" in outcome.said:
+            return f"no error of ours: {outcome.said[-1500:]}"
+        again = self._run(self.job)
+        if again.code:
+            return f"the next run fails: {again.said[-1500:]} (before: {outcome.said[-600:]})"
+        return difference(self._expected, contents(self._work))
+
+    def _run(self, job: str, action: int = 0, at: int = 0, code: int = 0) -> Outcome:
+        return self._interposed.run(Order(job, str(self._work), action, at, code))
+
+    def _set_back(self) -> None:
+        shutil.rmtree(self._work, ignore_errors=True)
+        shutil.copytree(self._before, self._work)  # with the times of its files
+
+    def _well(self, outcome: Outcome, job: str) -> None:
+        assert outcome.code == 0, f"{job}, undisturbed: {outcome.said}"
+
+
+def spread(operations: Sequence[tuple[str, str]], count: int) -> list[int]:
+    """Numbers of `count` operations, of as many kinds as they can be."""
+    first = {call: i + 1 for i, (call, _) in reversed([*enumerate(operations)])}
+    even = (1 + i * len(operations) // count for i in range(count))
+    return [*dict.fromkeys((*first.values(), *even))][:count]
+
+
+def lose_unsynced(operations: Sequence[tuple[str, str]]) -> None:
+    """Empties the files that were written and not synced since, under the name they have now."""
+    dirty: dict[str, bool] = {}
+    for call, path in operations:
+        if call in WRITES:
+            dirty[path] = True
+        elif call in SYNCS:
+            dirty[path] = False
+    temporary = {Path(path): unsynced for path, unsynced in dirty.items()}
+    for path, unsynced in temporary.items():
+        for now in (path, *_renamed(path, operations)):
+            if unsynced and now.is_file():
+                now.write_bytes(b"")
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """A digest of each file below `folder` by its name, without what is measured."""
+    return dict(sorted(_contents(folder)))
+
+
+def difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
+    names = [name for name in sorted(expected.keys() | found.keys()) if not name.startswith(OLDER)]
+    said = [
+        f"{name}: {'is missing' if name not in found else 'is left' if name not in expected else 'differs'}"
+        for name in names
+        if expected.get(name) != found.get(name)
+    ]
+    return "; ".join(said)
+
+
+def _contents(folder: Path) -> Iterator[tuple[str, str]]:
+    for path in folder.iterdir():
+        if (path / "manifest.ocdbt").is_file():
+            yield path.name, _arrays(path)
+        elif path.is_dir():
+            yield f"{path.name}/", ""
+            yield from ((f"{path.name}/{name}", digest) for name, digest in _contents(path))
+        elif path.suffix == ".png" or path.name in UNEQUAL:
+            yield path.name, ""
+        else:
+            yield path.name, hashlib.sha256(_unmeasured(path)).hexdigest()
+
+
+def _arrays(folder: Path) -> str:
+    """A digest of the arrays that Orbax wrote, whose files have random names and order."""
+    import tensorstore
+
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}"}).result()
+    hasher = hashlib.sha256()
+    for key in sorted(store.list().result()):
+        hasher.update(key + b"\0" + store.read(key).result().value)
+    return hasher.hexdigest()
+
+
+def _unmeasured(path: Path) -> bytes:
+    data = path.read_bytes()
+    if path.suffix not in (".json", ".jsonl"):
+        return data
+    lines = data.splitlines() if path.suffix == ".jsonl" else [data]
+    try:
+        return json.dumps([_without(json.loads(line)) for line in lines]).encode()
+    except ValueError:
+        return data
+
+
+def _without(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without(one) for key, one in value.items() if key not in MEASURED}
+    return [_without(one) for one in value] if isinstance(value, list) else value
+
+
+def _renamed(path: Path, operations: Sequence[tuple[str, str]]) -> Iterator[Path]:
+    """Where a temporary file went: the name that its own ends with."""
+    ending = path.name.split("-", 3)[-1]
+    yield from (Path(to) for call, to in operations if call == "rename" and Path(to).name == ending)
+
+
+def _named(path: str) -> str:
+    """Without what is another one in every run."""
+    path = re.sub(r"\.tmp-\w+-[0-9a-f]{8}-", ".tmp-...-", path)
+    path = re.sub(r"[0-9a-f]{32}", "...", path)
+    return re.sub(r"part-[0-9a-f]{8}-", "part-...-", path)

@@ -1,0 +1,42 @@
+"""A few of the points at which a job can be struck, and of the ways in which its files can be
+damaged: `nox -s disasters` tries all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from disasters.interposer import Interposed, missing
+from disasters.jobs import JOBS
+from disasters.points import FULL, HOWS, KILLED, POWER, REFUSED, Trial, spread
+
+ALL = os.environ.get("EASYPIPE_DISASTERS") == "all"
+# how many points of each job are tried in the normal run, and in which ways
+QUICK = {"prepare": 7, "tokenize_and_save": 2, "save": 4}
+ONE_OF_EACH = (KILLED, POWER, FULL, *list(REFUSED)[:2])
+
+
+@pytest.fixture(scope="module")
+def interposed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interposed]:
+    if why := missing():
+        pytest.skip(f"file operations are not interposed: {why}")
+    with Interposed(tmp_path_factory.mktemp("interposed"), arrays=ALL) as process:
+        yield process
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_struck_at_any_file_operation_nothing_is_lost(
+    interposed: Interposed, job: str, tmp_path: Path
+) -> None:
+    if not ALL and job not in QUICK:
+        pytest.skip("takes minutes: nox -s disasters tries it")
+    trial = Trial(interposed, job, tmp_path)
+    numbers = range(1, len(trial.operations) + 1) if ALL else spread(trial.operations, QUICK[job])
+    for i, number in enumerate(numbers):
+        for how in HOWS if ALL else ONE_OF_EACH[i % len(ONE_OF_EACH) :][:1]:
+            found = trial.at(number, how)
+            assert not found.wrong, found
