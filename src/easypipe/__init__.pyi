@@ -64,6 +64,7 @@ from easypipe.loader.loader import AsyncDataLoader, Loader
 from easypipe.loader.state import LoaderState
 from easypipe.pipeline import Pipeline, create_pipeline
 from easypipe.plan.order import OrderConfig
+from easypipe.previews.masks import ConversationMask, masks
 from easypipe.previews.preview import Preview
 from easypipe.previews.samples import preview
 from easypipe.run import RunConfig
@@ -133,6 +134,7 @@ __all__ = [
     "CollatorRegistry",
     "Combine",
     "ConfigError",
+    "ConversationMask",
     "CsvShardedSource",
     "DataLoaderBuilder",
     "DataLoaderConfig",
@@ -240,6 +242,7 @@ __all__ = [
     "generate",
     "load_saved",
     "load_tokenizer",
+    "masks",
     "preview",
     "tokenize_and_save",
     "train_bpe",

@@ -489,6 +489,69 @@ def test_an_empty_thought_is_trained_unless_the_option_says_otherwise(prompted: 
     assert template(source).fingerprint != template(source, train_empty_thinking=False).fingerprint
 
 
+def test_turns_of_typed_parts_are_probed_with_typed_parts() -> None:
+    """Templates of models that see print nothing of plain text; only a probe of parts shows what
+    ends a turn.
+    """
+    source = (
+        "{% for m in messages %}{{ m.role }}: {% for part in m.content %}"
+        "{{ part.text if part.type == 'text' }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{{ 'assistant:' if add_generation_prompt }}"
+    )
+    messages = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        for message in talk("Hi", "Hello", "And?", "Bye")
+    ]
+    assert trained(source, messages) == [" Hello<|im_end|>", " Bye<|im_end|>"]
+    assert render(source, talk("Hi", "Hello")).reason == "unproven_spans"
+
+
+@pytest.mark.parametrize("arguments", ["{{ call.arguments | tojson }}", ""])
+def test_a_call_may_name_its_function_twice(arguments: str) -> None:
+    """As who is spoken to, and as what is called; and once more where the result stands."""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}"
+        "{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
+        " to={{ call.name }}|<call name='{{ call.name }}'>" + arguments + "</call>"
+        "{% elif m.role == 'tool' %} {{ messages[loop.index0 - 1].tool_calls[0].function.name }}|"
+        "{{ m.content }}{% else %}|{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+        "{{ '<|im_start|>assistant' if add_generation_prompt }}"
+    )
+    said = '{"city": "Oslo"}' if arguments else ""
+    called = f" to=look|<call name='look'>{said}</call><|im_end|>"
+    assert trained(source, CALLS[:2], TOOLS) == [called]
+    assert trained(source, CALLS[:4], TOOLS) == [called, "|Wet.<|im_end|>"]
+
+
+def test_a_call_ends_with_the_token_that_ends_words_too() -> None:
+    """Words end with two tokens, a call with another one and the second of them, and an answer's
+    header always stands behind.
+    """
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}|{% if m.tool_calls %}"
+        "{{ m.tool_calls[0].function | tojson }}<|im_call|>{% else %}{{ m.content }}"
+        "{{ '<|im_said|>' if m.role == 'assistant' }}{% endif %}<|im_end|>{% endfor %}"
+        "<|im_start|>assistant|"
+    )
+    closers = ("<|im_start|>", "<|im_call|>", "<|im_said|>", "<|im_end|>")
+    found = trained(source, CALLS[:2], TOOLS, closers=closers)
+    assert [one[-21:] for one in found] == ["<|im_call|><|im_end|>"]
+    assert trained(source, CALLS[:4], TOOLS, closers=closers) == [
+        *found, "Wet.<|im_said|><|im_end|>"
+    ]  # fmt: skip
+
+
+def test_what_opens_the_result_of_a_call_ends_no_turn() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content }}<result|>{% else %}"
+        "{{ '<|turn>' + m.role }}|{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}"
+        "<call|><|result>{% else %}{{ m.content }}<turn|>{% endif %}{% endif %}{% endfor %}"
+    )
+    closers = ("<|turn>", "<turn|>", "<call|>", "<|result>", "<result|>")
+    for messages in (CALLS[:2], CALLS):
+        assert trained(source, messages, TOOLS, closers=closers)[0].endswith("}<call|>")
+
+
 def test_the_next_header_is_no_stop() -> None:
     source = (
         "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<s>' }}\n{{ "

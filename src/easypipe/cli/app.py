@@ -22,6 +22,7 @@ from easypipe.cli.explain import explain
 from easypipe.cli.export import export
 from easypipe.cli.generate import generate
 from easypipe.cli.kernels import kernels
+from easypipe.cli.masks import masks
 from easypipe.cli.plan import plan
 from easypipe.cli.prepare import prepare
 from easypipe.cli.preview import preview
@@ -43,7 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (quickstart, discover, prepare, plan, explain, preview, verify):
+for command in (quickstart, discover, prepare, plan, explain, preview, masks, verify):
     app.command()(command)
 app.add_typer(cache, name="cache")
 app.add_typer(kernels, name="kernels")

@@ -117,7 +117,7 @@ def generate(
         return
     texts = prompts or []
     if messages is not None:
-        texts = writer.opened(_conversations(messages))
+        texts = writer.opened(conversations_of(messages))
     for text in writer.written(texts, whole=messages is None):
         _show(text)
 
@@ -213,7 +213,7 @@ def _talk(writer: _Writer, system: str | None) -> None:
         _show(answer)
 
 
-def _conversations(path: Path) -> list[tuple[str, Json]]:
+def conversations_of(path: Path) -> list[tuple[str, Json]]:
     """The conversations of a file, each with its place: a JSON list of messages, an object with
     `messages` and perhaps `tools`, or one of these in each line.
     """

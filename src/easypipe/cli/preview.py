@@ -61,7 +61,7 @@ def preview(
 def shown(made: Preview, characters: int) -> Iterator[Text]:
     yield Text("trained ", style=TRAINED).append("⟦masked⟧", style="dim")
     for sample in made.samples:
-        yield Text(sample.row.title, style="bold")
+        yield Text(sample.title, style="bold")
         for segment in sample.segments:
             yield Text(f"  {segment.title}", style="cyan")
             for cut in segment.cuts:

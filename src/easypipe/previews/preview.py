@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from easypipe.core.values import JsonObject
@@ -56,6 +57,15 @@ class Sample:
     row: ExplainedRow
     segments: tuple[SampleSegment, ...]
 
+    @property
+    def title(self) -> str:
+        return self.row.title
+
+    @property
+    def padding(self) -> int:
+        """Slots of the row that hold nothing."""
+        return self.row.padding
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
@@ -71,31 +81,36 @@ class Preview:
         return dataclasses.asdict(self)
 
     def to_html(self, title: str = "easypipe preview") -> str:
-        """One page that needs nothing else, and in which samples are text whatever they hold.
-
-        It has no script, nothing is loaded from elsewhere, and what would not be seen is
-        spelled out.
-        """
-        import jinja2  # only where a page is made
-
-        pages = jinja2.Environment(
-            loader=jinja2.PackageLoader("easypipe.previews", ""),
-            autoescape=True,
-            finalize=lambda value: visible(str(value), keep="\n\t"),
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        page = pages.get_template("page.html.jinja")
-        return page.render(title=title, samples=self.samples, notes=self.notes)
+        """One page that needs nothing else, and in which samples are text whatever they hold."""
+        return page(title, self.samples, self.notes)
 
     def __str__(self) -> str:
         """Lines of text, with masked parts in ⟦ ⟧."""
         lines: list[str] = []
         for sample in self.samples:
-            lines.append(sample.row.title)
+            lines.append(sample.title)
             for segment in sample.segments:
                 lines.append(f"  {segment.title}")
                 lines += [f"      cut: {cut}" for cut in segment.cuts]
                 if segment.pieces is not None:
                     lines.append("      " + "".join(map(str, segment.pieces)))
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def page(title: str, samples: Sequence[object], notes: Sequence[str]) -> str:
+    """A page of HTML that shows samples: each with a `title`, `padding`, and `segments` that have a
+    `title`, `cuts` and `pieces`.
+
+    It has no script, nothing is loaded from elsewhere, and what would not be seen is spelled out.
+    """
+    import jinja2  # only where a page is made
+
+    pages = jinja2.Environment(
+        loader=jinja2.PackageLoader("easypipe.previews", ""),
+        autoescape=True,
+        finalize=lambda value: visible(str(value), keep="\n\t"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made = pages.get_template("page.html.jinja")
+    return made.render(title=title, samples=samples, notes=notes)

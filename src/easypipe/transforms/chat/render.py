@@ -28,7 +28,7 @@ from easypipe.transforms.refused import BEYOND_LIMITS, Refused
 from easypipe.transforms.tokenizer.files import find_chat_template
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
-ENGINE_VERSION = 4  # counts up when the same conversation gives other text or other spans
+ENGINE_VERSION = 5  # counts up when the same conversation gives other text or other spans
 MOST_ENDED = 5  # rows after each other that end their worker: then it is the template
 OTHER_FILES = ("include", "import", "from", "extends")  # statements of Jinja that read them
 

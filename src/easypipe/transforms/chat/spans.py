@@ -15,17 +15,19 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from easypipe.transforms.chat.sandbox import Message, RenderError, Template
-from easypipe.transforms.chat.sentinels import Sentinels, UnprovenError, align
+from easypipe.transforms.chat.sandbox import Json, Message, RenderError, Template
+from easypipe.transforms.chat.sentinels import Place, Sentinels, UnprovenError, align
 
 # what must follow the text: nothing, the EOS token unseen by the loss, or as a target
 OPEN, MASKED_END, TRAINED_END = 0, 1, 2
 # a message's own word on whether it is trained; 0 or 1, as OpenAI's files have it
 FLAG, WEIGHT = "train", "weight"
 MOST_ENDS = 1000  # of calls that are remembered
+# special tokens that open something, and what closes it
+BRACKETS = ((r"<\|(\w+)>", "<{}|>"), (r"<(\w+)>", "</{}>"), (r"\[(\w+)\]", "[/{}]"))
 
 # one without a word in it
 _THOUGHT = r"(?:<(think|thinking|thought|reasoning)>\s*</\1>|\[THINK\]\s*\[/THINK\])\s*"
@@ -99,6 +101,8 @@ class Spans:
         self.token = re.compile(special)
         self.closer = re.compile(rf"\s*(?:{special})")
         self.closed = re.compile(rf"(?:{special})\s*\Z")
+        opening = "|".join(map(re.escape, filter(_opens_among(closers), closers)))
+        self.opened = re.compile(rf"\s*(?:{opening or '(?!)'})\Z")
         self._longest = max(map(len, closers), default=0)
         self.known_ends: set[tuple[bool, str]] = set()
 
@@ -181,16 +185,20 @@ class Spans:
         """What ends the assistant's turns, seen on two questions and their answers."""
         unknown = Stops(None, None)
         words = [f"easypipe{name}probe" for name in ("One", "Two", "Three", "Four")]
-        roles = ("user", "assistant", "user", "assistant")
-        talk = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
-        text, tools = "", None
-        for tools in (None, [_PROBE_TOOL]):  # some templates only know rows with tools
+        text, talk, tools = "", [], None
+        # some templates only know typed parts, some only rows with tools
+        for parts, tools in itertools.product((False, True), (None, [_PROBE_TOOL])):
+            talk = [
+                {"role": role, "content": [{"type": "text", "text": word}] if parts else word}
+                for role, word in zip(("user", "assistant") * 2, words, strict=True)
+            ]
             try:
                 text, _ = self.template.render(talk, tools)
-                break
             except RenderError:
                 continue
-        if re.findall("|".join(words), text) != words:
+            if re.findall("|".join(words), text) == words:
+                break
+        else:
             return unknown
         before, *gaps = re.split("|".join(words), text)
         asked, alone = (
@@ -331,46 +339,57 @@ class _Aligned:
     def _span(self, i: int) -> tuple[int, int]:
         words, text, places = self._words, self._text, self._places
         first = self._owners.index(i)
-        behind = self._behind(i, first)
-        run, later = places[first:behind], places[behind:]
-        said = {place.word for place in run}
-        calls = words.of_calls.get(i, [])
-        if self._changed[i].get("tool_calls") and (not calls or any(map(said.isdisjoint, calls))):
-            raise UnprovenError(f"the template does not print the tool calls of message {i}")
-        plain = len(run) == 1 and run[0].word in words.whole
         before = places[first - 1].stop if first else 0
-        gap = text[before : run[0].start]
-        after = text[run[-1].stop : later[0].start if later else len(text)]
-        start = before + (self._lead(gap) if plain else self._header(gap, i, first))
-        end = self._plain_end(after, i, plain=plain)
-        if end is None and not plain:
-            end = self._end_of_call(after, i, run[-1].word, follows=self._owners[behind:][:1])
-        if end is None:
-            raise UnprovenError(
-                f"nothing that is known to end a turn follows message {i}: {after[:40]!r}"
-            )
-        return start, run[-1].stop + end
+        gap = text[before : places[first].start]
+        after = ""
+        for behind in self._behind(i, first):
+            run, later = places[first:behind], places[behind:]
+            said = {place.word for place in run}
+            calls = words.of_calls.get(i, [])
+            if self._changed[i].get("tool_calls") and (
+                not calls or any(map(said.isdisjoint, calls))
+            ):
+                raise UnprovenError(f"the template does not print the tool calls of message {i}")
+            plain = len(run) == 1 and run[0].word in words.whole
+            after = text[run[-1].stop : later[0].start if later else len(text)]
+            end = self._plain_end(after, i, plain=plain)
+            if end is None and not plain:
+                end = self._end_of_call(after, i, run, follows=self._owners[behind:][:1])
+            if end is None:
+                continue
+            if not plain:  # what opens another's words ends no turn
+                end = len(self._known.opened.sub("", after[:end]))
+            start = before + (self._lead(gap) if plain else self._header(gap, i, first))
+            return start, run[-1].stop + end
+        raise UnprovenError(
+            f"nothing that is known to end a turn follows message {i}: {after[:40]!r}"
+        )
 
-    def _behind(self, i: int, first: int) -> int:
-        """The place behind those of message i, which stand in one piece from `first` on.
+    def _behind(self, i: int, first: int) -> Sequence[int]:
+        """The places behind which the turn of message i may end, which stands in one piece from
+        `first` on; the likeliest first.
 
-        A template may name a function again where it prints what that returned: the turn ends
-        before.
+        A template may name a function again: in the call itself, or where it prints what that
+        returned, when the turn has ended.
         """
         said: set[str] = set()
-        stop = first
-        for place, owner in zip(self._places[first:], self._owners[first:], strict=True):
-            if owner != i or place.word in said:
-                break
-            said.add(place.word)
+        new = stop = first
+        while stop < len(self._owners) and self._owners[stop] == i:
+            word = self._places[stop].word
             stop += 1
-        later = zip(self._places[stop:], self._owners[stop:], strict=True)
-        again = [place.word for place, owner in later if owner == i]
-        if any(word not in said or word not in self._words.of_tools for word in again):
+            if word not in said:
+                said.add(word)
+                new = stop
+        again = {
+            place.word
+            for place, owner in zip(self._places[new:], self._owners[new:], strict=True)
+            if owner == i
+        }
+        if not again <= said & self._words.of_tools:
             if said.isdisjoint(again):
                 raise UnprovenError(f"the text of message {i} does not stand in one piece")
             raise UnprovenError(f"the template prints the text of message {i} more than once")
-        return stop
+        return range(new, stop + 1)
 
     def _lead(self, gap: str) -> int:
         """Where in the gap before the words of a turn the model begins to write."""
@@ -403,9 +422,11 @@ class _Aligned:
             return found.end()  # a special token and nothing behind it
         return None
 
-    def _end_of_call(self, gap: str, i: int, word: str, follows: Sequence[int]) -> int | None:
+    def _end_of_call(
+        self, gap: str, i: int, run: Sequence[Place], follows: Sequence[int]
+    ) -> int | None:
         """How much of the gap ends a turn that is not words alone: it stands there whether or not
-        something follows. word: its last text. follows: whose the text behind the gap is.
+        something follows. run: its texts. follows: whose the text behind the gap is.
         """
         known, last, stop = self._known, self._is_last(i), self._stop(i) or ""
         inside = gap.find(stop.strip()) if stop and (last or list(follows) == [i + 1]) else -1
@@ -414,9 +435,12 @@ class _Aligned:
         first = known.token.search(gap) if whole else None
         if (last, whole) in known.known_ends or (first is not None and first.start() >= inside):
             return len(whole)
-        other = self._other_gap(i, word)
+        other = self._other_gap(i, [place.word for place in run])
         if other is None:  # a template may refuse half a conversation
             return None
+        if not whole and (closing := known.token.findall(stop)[-1:]):
+            # a call is closed otherwise than words are, and then with the same token
+            whole = gap[: gap.find(closing[0]) + len(closing[0])] if closing[0] in gap else ""
         if whole and other.startswith(whole):
             if len(known.known_ends) < MOST_ENDS:
                 known.known_ends.add((last, whole))
@@ -429,8 +453,8 @@ class _Aligned:
         # where the EOS token will end it
         return len(end) if closed or (last and known.stops.last is None) else None
 
-    def _other_gap(self, i: int, word: str) -> str | None:
-        """What follows `word`, the last of message i, where nothing follows that message, or
+    def _other_gap(self, i: int, said: Sequence[str]) -> str | None:
+        """What follows the last of the words of message i where nothing follows that message, or
         something where it is the last one.
         """
         other = list(self._changed[: i + 1])
@@ -438,13 +462,19 @@ class _Aligned:
             calls = self._changed[i].get("tool_calls")
             call = calls[-1] if calls and isinstance(calls[-1], dict) else {}
             id_of = {"tool_call_id": call["id"]} if "id" in call else {}
-            answer = self._words.fresh("", i)
+            answer = self._spoken(self._words.fresh("", i), i)
             other.append({"role": "tool" if calls else "user", "content": answer, **id_of})
         try:
-            behind = self._words.pattern.split(self._render(other).partition(word)[2])
+            *_, after = self._render(other).split(said[-1], said.count(said[-1]))
         except RenderError:
             return None
+        behind = self._words.pattern.split(after)
         return behind[0] if (len(behind) > 1) == self._is_last(i) else None
+
+    def _spoken(self, word: str, i: int) -> Json:
+        """A word in the form in which message i speaks: typed parts, or text."""
+        parts = isinstance(self._changed[i].get("content"), list)
+        return [{"type": "text", "text": word}] if parts else word
 
     def _header(self, gap: str, i: int, first: int) -> int:
         """How much of the gap before message i opens the turn, and is not said by the assistant.
@@ -468,7 +498,7 @@ class _Aligned:
             pass  # a template may refuse half a conversation; there is a second way
         word = self._words.fresh("", i, whole=True)
         try:
-            text = self._render([*before, {"role": "assistant", "content": word}])
+            text = self._render([*before, {"role": "assistant", "content": self._spoken(word, i)}])
         except RenderError as error:
             raise UnprovenError(
                 f"where the turn of message {i} begins cannot be told: {error}"
@@ -486,6 +516,14 @@ class _Aligned:
     def _tail(self, text: str) -> str:
         """What follows the last sentinel."""
         return self._words.pattern.split(text)[-1]
+
+
+def _opens_among(tokens: Sequence[str]) -> Callable[[str], bool]:
+    """Tells a token that opens what another one of `tokens` closes."""
+    return lambda token: any(
+        (name := re.fullmatch(form, token)) and partner.format(name[1]) in tokens
+        for form, partner in BRACKETS
+    )
 
 
 def _shared(one: str, two: str) -> int:

@@ -1,0 +1,85 @@
+"""`easypipe masks`: what a chat template trains of conversations, proven or why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.text import Text
+
+from easypipe.cli.explain import text_line
+from easypipe.cli.generate import conversations_of
+from easypipe.cli.plan import AsJson
+from easypipe.cli.preview import TRAINED
+from easypipe.cli.show import say
+from easypipe.core.storage import commit_bytes
+from easypipe.previews.masks import masks as find
+from easypipe.previews.masks import masks_page
+
+
+def masks(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="TOKENIZER_OR_TEMPLATE",
+            help="A tokenizer.json, its folder or Hub name; or a .jinja file, or a built-in "
+            "template's name.",
+        ),
+    ],
+    messages: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Conversations to look at, JSON or one in each line; else samples.",
+        ),
+    ] = None,
+    train_on: Annotated[
+        Literal["assistant", "last_assistant", "completion", "all"],
+        typer.Option(help="Which turns are trained."),
+    ] = "assistant",
+    chat_template: Annotated[
+        str | None, typer.Option(help="Another template than the tokenizer's own.")
+    ] = None,
+    special_token: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What a template alone writes as a special token; may be given several times. "
+            "Without it, what looks like one."
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="OUT.HTML", help="Write a page instead, which needs no other file."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is trained (green) and masked (dim, in ⟦ ⟧) of conversations as a chat template
+    writes them, and whether that is proven. Ends with 1 where one of --messages is not.
+    """
+    rows = None if messages is None else [row for _, row in conversations_of(messages)]
+    found = find(
+        source,
+        rows,
+        train_on=train_on,
+        chat_template=chat_template,
+        special_tokens=special_token,
+    )
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(one) for one in found]))
+    elif html is not None:
+        commit_bytes(html, masks_page(found, f"easypipe masks {source}").encode())
+        say(f"wrote {html}")
+    else:
+        for one in found:
+            say(Text(one.title, style="bold").append(f" ({one.form})" if one.form else ""))
+            if one.pieces:
+                parts = [(piece.text, piece.masked, None) for piece in one.pieces]
+                say(text_line(parts, 0, TRAINED))
+    if rows is not None and any(one.reason is not None for one in found):
+        raise typer.Exit(1)

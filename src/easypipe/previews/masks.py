@@ -1,0 +1,327 @@
+"""What any chat template trains of conversations: proven, or refused with the reason; `masks`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.previews.preview import Piece, page
+from easypipe.transforms.chat.conversations import wrong_messages
+from easypipe.transforms.chat.render import (
+    ChatTemplate,
+    check_whole,
+    given_template,
+    is_jinja,
+    load_chat_template,
+)
+from easypipe.transforms.chat.sandbox import Json
+from easypipe.transforms.chat.spans import OPEN, Rendered
+from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
+from easypipe.transforms.refused import Refused
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.masked import encode_masked
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+Talk = Sequence[Mapping[str, Json]]
+# what special tokens look like in the text of a template
+TOKEN = re.compile(r"<\|[^|<>\s]+\|>|<[|a-z_/][^<>\s{}'\"]*>|\[/?[A-Z_]+\]|<｜[^<>]*｜>")
+NAMES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+DATE = "2026-01-31"  # what samples say where a template asks for the day
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "Its name."}},
+            "required": ["city"],
+        },
+    },
+}
+_CALL = {
+    "id": "abcdefghi",  # nine characters, which Mistral's templates ask for
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": {"city": "Bern"}},
+}
+_QUESTION, _ANSWER = (
+    {"role": "user", "content": "What is two and two?"},
+    {"role": "assistant", "content": "It is four."},
+)
+# What is tried where no conversations are given, by name.
+SAMPLES: Mapping[str, Mapping[str, Json]] = {
+    "one turn": {"messages": [_QUESTION, _ANSWER]},
+    "two turns with system": {
+        "messages": [
+            {"role": "system", "content": "You are brief."},
+            _QUESTION,
+            _ANSWER,
+            {"role": "user", "content": "And three and three?"},
+            {"role": "assistant", "content": "Six, of course."},
+        ]
+    },
+    "a tool call": {
+        "messages": [
+            {"role": "user", "content": "How warm is it today?"},
+            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+            {
+                "role": "tool",
+                "name": "get_weather",
+                "tool_call_id": "abcdefghi",
+                "content": "19 degrees",
+            },
+            {"role": "assistant", "content": "It is mild."},
+        ],
+        "tools": [_TOOL],
+    },
+    "a reasoning turn": {
+        "messages": [
+            _QUESTION,
+            {**_ANSWER, "reasoning_content": "Two and two make four."},
+        ]
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationMask:
+    """A conversation as a chat template writes it, with what is trained of it.
+
+    Attributes:
+        name: Of the sample, or `conversation 0`, `conversation 1`, ...
+        text: What the template writes; None where nothing is proven.
+        spans: (first character, the one behind the last) of what is trained, ascending.
+        reason: Why nothing is proven, in a word and a sentence; None where it is.
+        form: How a sample had to be written for this template, in words; empty as it stands in
+            `SAMPLES`.
+        input_ids: The tokens, with an EOS where the template left the end to it; None without a
+            tokenizer.
+        loss_mask: 1 for each of them that is trained, else 0; None without a tokenizer.
+    """
+
+    name: str
+    text: str | None = None
+    spans: tuple[tuple[int, int], ...] = ()
+    reason: str | None = None
+    form: str = ""
+    input_ids: tuple[int, ...] | None = None
+    loss_mask: tuple[int, ...] | None = None
+
+    @property
+    def title(self) -> str:
+        """Its name, and whether it is proven."""
+        return f"{self.name}: {'proven' if self.reason is None else f'not proven: {self.reason}'}"
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The text, in pieces that are all trained or all masked."""
+        if self.text is None:
+            return ()
+        edges = [0, *itertools.chain.from_iterable(self.spans), len(self.text)]
+        return tuple(
+            Piece(text=self.text[a:b], masked=n % 2 == 0)
+            for n, (a, b) in enumerate(itertools.pairwise(edges))
+            if a < b
+        )
+
+
+def masks(
+    source: str | Path,
+    conversations: Sequence[Talk | Mapping[str, Json]] | None = None,
+    *,
+    train_on: str = "assistant",
+    chat_template: str | Path | None = None,
+    template_date: str = DATE,
+    train_empty_thinking: bool = True,
+    special_tokens: Sequence[str] | None = None,
+) -> list[ConversationMask]:
+    """What is trained of conversations, proven character by character.
+
+    Args:
+        source: A tokenizer: its tokenizer.json, its folder or its name on the Hub. Or a chat
+            template alone: a .jinja file, its text, or the name of a built-in one.
+        conversations: Each a list of messages, or an object with `messages` and perhaps `tools`.
+            Without them, `SAMPLES` are tried, each in the forms that templates ask for.
+        train_on: `assistant`, `last_assistant`, `completion` or `all`, as in `DatasetConfig`.
+        chat_template: Another template than the tokenizer's own.
+        template_date: The day that `strftime_now` tells, as 2026-01-31.
+        train_empty_thinking: Whether a thought without words is trained.
+        special_tokens: Those that the template writes. Without them the tokenizer's, or for a
+            template alone what looks like one in its text.
+
+    Returns:
+        One for each conversation, in order: proven, or with the reason why not.
+
+    Raises:
+        ConfigError: For a file that is not there, or an option that no template has.
+        TokenizerError: For a tokenizer without a template, and a template that does not compile
+            or does what no template may.
+    """
+    template, tokenizer = _opened(
+        source, train_on, chat_template, template_date, train_empty_thinking, special_tokens
+    )
+    given = SAMPLES if conversations is None else _named(conversations)
+    forms = {
+        name: list(spellings(one)) if conversations is None else [("", one)]
+        for name, one in given.items()
+    }
+    rows = [
+        Refused(*wrong) if (wrong := wrong_messages(row.get("messages"))) else row
+        for tried in forms.values()
+        for _, row in tried
+    ]
+    answers = iter(template.render(rows))
+    found = [
+        _chosen(name, [(form, row, next(answers)) for form, row in tried])
+        for name, tried in forms.items()
+    ]
+    return [one for one, _ in found] if tokenizer is None else _with_tokens(tokenizer, found)
+
+
+def masks_page(found: Sequence[ConversationMask], title: str) -> str:
+    """A page of HTML that needs nothing else: what is trained is green."""
+    samples = [
+        {"title": one.title, "segments": [{"title": one.form, "pieces": one.pieces}]}
+        for one in found
+    ]
+    return page(title, samples, ())
+
+
+def _opened(
+    source: str | Path,
+    train_on: str,
+    chat_template: str | Path | None,
+    date: str,
+    empty: bool,
+    special_tokens: Sequence[str] | None,
+) -> tuple[ChatTemplate, Tokenizer | None]:
+    """The template, and the tokenizer where `source` is one."""
+    text = str(source)
+    if not (is_jinja(text) or text in CHAT_TEMPLATES or text.endswith((".jinja", ".jinja2"))):
+        tokenizer = load_tokenizer(TokenizerConfig(name_or_path=text))
+        template = load_chat_template(
+            tokenizer,
+            chat_template=chat_template,
+            train_on=train_on,
+            date=date,
+            train_empty_thinking=empty,
+        )
+        if special_tokens is not None:
+            template = dataclasses.replace(template, closers=tuple(special_tokens))
+        return template, tokenizer
+    written, origin = given_template(source, at="source", names=CHAT_TEMPLATES)
+    check_whole(written, "source", origin)
+    seen = sorted({*TOKEN.findall(written), *NAMES.values()})
+    return ChatTemplate(
+        source=written,
+        tool_use=None,
+        names=NAMES,
+        closers=tuple(seen if special_tokens is None else special_tokens),
+        train_on=train_on,
+        date=date,
+        origin=origin,
+        train_empty_thinking=empty,
+    ), None
+
+
+def _named(conversations: Sequence[Talk | Mapping[str, Json]]) -> dict[str, Mapping[str, Json]]:
+    return {
+        f"conversation {i}": {"tools": None, **one}
+        if isinstance(one, Mapping)
+        else {"messages": one, "tools": None}
+        for i, one in enumerate(conversations)
+    }
+
+
+def spellings(sample: Mapping[str, Json]) -> Iterator[tuple[str, Mapping[str, Json]]]:
+    """A sample as templates want it: content as text or typed parts, beside a call left out or
+    empty; arguments as an object or JSON text."""
+    calls = any("tool_calls" in message for message in sample["messages"])
+    either = (False, True) if calls else (False,)
+    for parts, written, empty in itertools.product((False, True), either, either):
+        words = ["typed parts"] * parts + ["arguments as JSON text"] * written
+        words += ["empty content beside a call"] * empty
+        said = [_formed(message, parts, written, empty) for message in sample["messages"]]
+        yield ", ".join(words), {"messages": said, "tools": sample.get("tools")}
+
+
+def _formed(message: Mapping[str, Json], parts: bool, written: bool, empty: bool) -> Json:
+    made = dict(message)
+    if "tool_calls" in made:
+        made["content"] = "" if empty else None
+        if written:
+            made["tool_calls"] = [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": json.dumps(call["function"]["arguments"]),
+                    },
+                }
+                for call in made["tool_calls"]
+            ]
+    if parts and made["content"] is not None:
+        texts = [made["content"]] if made["content"] else []
+        made["content"] = [{"type": "text", "text": text} for text in texts]
+    return {key: value for key, value in made.items() if value is not None}
+
+
+def _chosen(
+    name: str, tried: Sequence[tuple[str, Mapping[str, Json], Rendered | Refused]]
+) -> tuple[ConversationMask, int]:
+    """The first form that is proven, and how its text ends; else what was said of the first one
+    that the template does not refuse.
+    """
+    refused: list[Refused] = []
+    for form, row, answer in tried:
+        if isinstance(answer, Rendered):
+            silent = next((word for word in _words(row) if word not in answer.text), None)
+            if len(tried) == 1 or silent is None:
+                spans = tuple((a, b) for a, b in answer.spans)
+                mask = ConversationMask(name=name, text=answer.text, spans=spans, form=form)
+                return mask, answer.end
+            answer = Refused("not_printed", f"the template does not print {silent!r}")
+        refused.append(answer)
+    why = next((one for one in refused if one.reason != "refused_by_template"), refused[0])
+    return ConversationMask(name=name, reason=f"{why.reason}: {why.detail}"), OPEN
+
+
+def _words(sample: Mapping[str, Json]) -> Iterator[str]:
+    """What a template has to print of a sample: all that the assistant says, and calls."""
+    for message in sample["messages"]:
+        if message["role"] != "assistant":
+            continue
+        content = message.get("content") or ""
+        yield from [content] if isinstance(content, str) else [part["text"] for part in content]
+        if "tool_calls" in message:
+            yield from ("get_weather", "Bern")
+
+
+def _with_tokens(
+    tokenizer: Tokenizer, found: Sequence[tuple[ConversationMask, int]]
+) -> list[ConversationMask]:
+    proven = [(one, end) for one, end in found if one.reason is None]
+    texts = pa.array([one.text for one, _ in proven], pa.large_string())
+    spans, ends = [one.spans for one, _ in proven], [end for _, end in proven]
+    made = encode_masked(tokenizer, texts, spans, ends, raw=False, whole=True)
+    mask = np.ones(len(made.ids), np.uint8) if made.mask is None else made.mask
+    edges = itertools.pairwise(made.offsets.tolist())
+    return [
+        one
+        if one.reason is not None
+        else dataclasses.replace(
+            one,
+            input_ids=tuple(made.ids[(edge := next(edges))[0] : edge[1]].tolist()),
+            loss_mask=tuple(mask[edge[0] : edge[1]].tolist()),
+        )
+        for one, _ in found
+    ]
