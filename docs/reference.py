@@ -1,8 +1,9 @@
-"""The generated pages of the site, as a mkdocs hook: every config class with its keys, every public
-name with its docstring.
+"""Generated pages of the site, as a mkdocs hook, and the schema and example files of configs.
 
 Nothing is written by hand that the code already says: keys, types and defaults come from the
-classes, the words from their docstrings and from the comments beside the fields.
+classes, the words from their docstrings and from the comments beside the fields. `python
+docs/reference.py` writes the files that are kept: easypipe.schema.json, and those of configs/ that
+`easypipe init` writes.
 """
 
 from __future__ import annotations
@@ -13,20 +14,42 @@ import functools
 import importlib
 import inspect
 import io
+import json
 import pkgutil
 import re
 import sys
 import textwrap
 import tokenize
+import types
 import typing
 from pathlib import Path
 from typing import Any
 
+import pydantic
+from pydantic.json_schema import GenerateJsonSchema
+
 import easypipe
+from easypipe.cli.init import Kind, config_text
+from easypipe.cli.keys import SCHEMA
+from easypipe.compat.classify import ClassifyConfig
+from easypipe.compat.data_pipeline import DataPipelineConfig
 from easypipe.core import lazy
 from easypipe.core.config import is_config
+from easypipe.core.values import JsonObject
+from easypipe.run import RunConfig
+from easypipe.stages.config import PipelineConfig
 
 ROOT = Path(__file__).parents[1]
+HELD_OUT = {  # of `eval`: rows of the data, held out
+    "description": "Holds rows of `data` out.",
+    "properties": {
+        "from": {"const": "data"},
+        "fraction": {"type": "number"},
+        "seed": {"type": "integer"},
+    },
+    "required": ["from"],
+    "additionalProperties": False,
+}
 ROOMS = (
     "run",
     "pipeline",
@@ -88,18 +111,87 @@ def config_page() -> str:
         "see [the pipeline](../pipeline.md).\n",
     ]
     for cls in config_classes():
-        prose, words = docstring_parts(cls)
-        words = field_comments(cls) | words
+        prose, _ = docstring_parts(cls)
+        words = key_words(cls)
         parts.append(f"## {cls.__name__}\n\n`{cls.__module__}`\n\n{prose}\n")
-        rows = ["| key | type | default | |", "| --- | --- | --- | --- |"]
+        rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for field in dataclasses.fields(cls):
             annotation = _annotation(cls, field)
-            said = words.get(field.name) or _links(annotation)
+            said = " ".join(filter(None, (words.get(field.name), _links(annotation))))
             rows.append(
                 f"| `{field.name}` | {_code(annotation)} | {_default(field)} | {_cell(said)} |"
             )
         parts.append("\n".join(rows) + "\n")
     return "\n".join(parts)
+
+
+def schema() -> JsonObject:
+    """The JSON Schema of config files, by pydantic; each key with its description, its type as the
+    code has it (x-type) and its default (x-default; null where it is required).
+    """
+    roots = [RunConfig, PipelineConfig, ClassifyConfig, DataPipelineConfig]
+    described = {cls.__name__: cls for cls in config_classes()}
+    inputs = [(cls, "validation", pydantic.TypeAdapter(cls)) for cls in roots]
+    _, made = pydantic.TypeAdapter.json_schemas(inputs, schema_generator=_WithFunctions)
+    for name, section in made["$defs"].items():
+        if name in described:
+            _describe(section, described[name])
+    made["$defs"]["RunConfig"]["properties"]["eval"]["additionalProperties"] = {
+        "anyOf": [{"$ref": "#/$defs/PipelineConfig"}, HELD_OUT]
+    }
+    kinds = {cls: {"$ref": f"#/$defs/{cls.__name__}"} for cls in roots}
+
+    def when(key: str, then: type, other: JsonObject) -> JsonObject:
+        return {"if": {"required": [key]}, "then": kinds[then], "else": other}
+
+    of_data = when("prompt_template", DataPipelineConfig, kinds[PipelineConfig])
+    choice = when("task", ClassifyConfig, when("data", RunConfig, of_data))
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **choice, **made}
+
+
+class _WithFunctions(GenerateJsonSchema):
+    """A function, which Python alone can give, is anything."""
+
+    def callable_schema(self, schema: Any) -> JsonObject:
+        return {}
+
+
+def _describe(section: JsonObject, cls: type) -> None:
+    prose, _ = docstring_parts(cls)
+    section["description"] = " ".join(prose.split("\n\n")[0].split())
+    section["additionalProperties"] = False
+    properties, meanings = section["properties"], key_words(cls)
+    for field in dataclasses.fields(cls):
+        key = properties[field.name]
+        key.pop("title", None)
+        required = field.default is field.default_factory is dataclasses.MISSING
+        key["description"] = meanings.get(field.name, "")
+        key["x-type"] = _annotation(cls, field)
+        key["x-default"] = None if required else _default_text(field)
+    for alias, option in getattr(cls, "ALIASES", {}).items():
+        said = {"x-type": "alias", "x-default": "None"}
+        properties[alias] = {"description": f"Another name of {option}.", **said}
+
+
+def key_words(cls: type) -> dict[str, str]:
+    """What each key of a config class means: of one that is a section, what its class says of
+    itself first.
+    """
+    _, words = docstring_parts(cls)
+    hints = typing.get_type_hints(cls)
+    nested = {
+        name: " ".join(docstring_parts(kind)[0].split("\n\n")[0].split())
+        for name in field_names(cls)
+        for kind in (hints[name], *typing.get_args(hints[name]))
+        if is_config(kind)
+    }
+    return {name: _sentence(said) for name, said in (nested | field_comments(cls) | words).items()}
+
+
+def _sentence(said: str) -> str:
+    """A text as a sentence; the name of an option, before a colon, stays as it is written."""
+    first = said[:1] if re.match(r"\w+:", said) else said[:1].upper()
+    return first + said[1:] + ("" if said.endswith((".", "?")) else ".")
 
 
 def options_page() -> str:
@@ -174,28 +266,21 @@ def field_names(cls: type) -> list[str]:
 
 
 def docstring_parts(cls: type) -> tuple[str, dict[str, str]]:
-    """The prose of a class docstring, and what its `field: words` (or `field, field: words`) lines
-    say, continuation lines included.
+    """The prose of a class docstring, and what its `field: words` (or `field, field: words`) say.
+
+    Words go from the beginning of a line or sentence to the next field or blank line.
     """
-    names = set(field_names(cls))
+    text = inspect.cleandoc(cls.__doc__ or "")
+    names = "|".join(map(re.escape, field_names(cls)))
+    field = re.compile(rf"(?:^|(?<=\. ))((?:{names})(?:, (?:{names}))*):\s+", re.MULTILINE)
     prose: list[str] = []
     words: dict[str, str] = {}
-    current: list[str] = []
-    for line in inspect.cleandoc(cls.__doc__ or "").splitlines():
-        head = re.match(r"(\w+(?:, \w+)*): (.+)", line)
-        if head and set(head[1].split(", ")) <= names:
-            current = head[1].split(", ")
-            words |= dict.fromkeys(current, head[2])
-        elif current and line.startswith("    "):
-            words |= {name: f"{words[name]} {line.strip()}" for name in current}
-        else:
-            # the sentence goes on without indentation: it was prose that begins with a key
-            if current and line.strip():
-                prose.append(f"{', '.join(current)}: {words[current[0]]}")
-                words = {name: said for name, said in words.items() if name not in current}
-            current = []
-            prose.append(line)
-    return "\n".join(prose).strip(), words
+    for paragraph in text.split("\n\n"):
+        before, *found = field.split(paragraph)
+        prose.append(before.strip())
+        for heads, said in zip(found[::2], found[1::2], strict=True):
+            words |= dict.fromkeys(heads.split(", "), " ".join(said.split()))
+    return "\n\n".join(filter(None, prose)), words
 
 
 def field_comments(cls: type) -> dict[str, str]:
@@ -250,18 +335,23 @@ def _annotation(cls: type, field: dataclasses.Field[Any]) -> str:
     annotation = cls.__annotations__.get(field.name, field.type)
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     hint = typing.get_type_hints(cls)[field.name]
-    if typing.get_origin(hint) is typing.Literal and "Literal" not in text:
-        text = str(hint)  # an alias of the module: its options say more than its name
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if "Literal" not in text and any(typing.get_origin(one) is typing.Literal for one in kinds):
+        # an alias of the module: its options say more than its name
+        text = " | ".join("None" if one is type(None) else str(one) for one in kinds)
     return re.sub(r"\b(?:[a-z_]+\.)+([A-Z]\w*)", r"\1", text)
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    if field.default is not dataclasses.MISSING:
-        return _code(repr(field.default))
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-        return _code(f"{type(value).__name__}()" if is_config(type(value)) else repr(value))
-    return "*required*"
+    required = field.default is field.default_factory is dataclasses.MISSING
+    return "*required*" if required else _code(_default_text(field))
+
+
+def _default_text(field: dataclasses.Field[Any]) -> str:
+    if field.default_factory is dataclasses.MISSING:
+        return repr(field.default)
+    value = field.default_factory()
+    return f"{type(value).__name__}()" if is_config(type(value)) else repr(value)
 
 
 def _code(text: str) -> str:
@@ -270,3 +360,16 @@ def _code(text: str) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def kept_files() -> dict[Path, str]:
+    """The files that are made from the code and kept beside it, with their text."""
+    return {SCHEMA: json.dumps(schema(), indent=1) + "\n"} | {
+        ROOT / "configs" / f"{kind.value}.yaml": config_text(kind.value) for kind in Kind
+    }
+
+
+if __name__ == "__main__":
+    SCHEMA.write_text(json.dumps(schema(), indent=1) + "\n", encoding="utf-8")
+    for path, text in kept_files().items():
+        path.write_text(text, encoding="utf-8")

@@ -35,6 +35,7 @@ FLOOR = {
     "run": 10,
     "compat": 11,
     "cli": 12,
+    "__main__": 13,
 }
 
 # library -> where it may be imported: a room, or a file in a room

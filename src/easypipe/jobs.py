@@ -61,7 +61,7 @@ def tokenize_and_save(
     A run that was stopped goes on where it was; one that was complete is up to date.
     storage_options: of data_files, and of output_path unless output_storage_options are given.
     progress: None keeps a line on the terminal with rows and MB a second and the time to go, or
-    logs one every ten seconds; `easypipe.core.protocols.silent` says nothing. Raises what
+    logs one every half minute; `easypipe.core.protocols.silent` says nothing. Raises what
     `Pipeline.build` raises.
     """
     dataset = DatasetConfig(

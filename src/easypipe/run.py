@@ -42,10 +42,13 @@ log = logging.getLogger("easypipe")
 
 @config
 class RunConfig:
-    """data: what to train on. model: its vocab_size may be left to the tokenizer; with
-    `pretrained`, a published model. eval: held-out data by name; what an entry leaves out of seed,
-    cache_dir, default_tokenizer, tokenize, pack and load is taken from `data`, and each is read
-    once, to its last row. `{from: data, fraction: 0.01, seed: 7}` holds rows of `data` out.
+    """One run: its data, its model and how it is trained.
+
+    data: what to train on. train: how. model: the decoder to train, whose vocab_size may be left to
+    the tokenizer; with `pretrained`, a published model. eval: held-out data by name;
+    what an entry leaves out of seed, cache_dir, default_tokenizer, tokenize, pack and load is taken
+    from `data`, and each is read once, to its last row. `{from: data, fraction: 0.01, seed: 7}`
+    holds rows of `data` out.
     """
 
     data: PipelineConfig

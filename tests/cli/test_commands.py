@@ -170,9 +170,9 @@ def test_failures_that_are_not_the_users_exit_with_1(
     def leak(*_: object, **__: object) -> None:
         raise LedgerError(at="pack.code", problem="1 documents lost")
 
-    monkeypatch.setattr("easypipe.cli.prepare.prepare_data", leak)
+    monkeypatch.setattr("easypipe.jobs.prepare_data", leak)
     assert main(["prepare", str(pipeline_yaml)]) == 1
-    monkeypatch.setattr("easypipe.cli.prepare.prepare_data", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("easypipe.jobs.prepare_data", lambda *_, **__: 1 / 0)
     assert main(["prepare", str(pipeline_yaml)]) == 1
     assert (
         "ZeroDivisionError: division by zero. This is not what should happen; run again with "
@@ -186,7 +186,7 @@ def test_ctrl_c_leaves_what_is_committed(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("easypipe.cli.prepare.prepare_data", interrupted)
+    monkeypatch.setattr("easypipe.jobs.prepare_data", interrupted)
     assert main(["prepare", str(pipeline_yaml)]) == 130
     assert "stopped; run the same command again to go on" in capsys.readouterr().err
 

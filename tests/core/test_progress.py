@@ -62,13 +62,13 @@ def test_a_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_log_lines_where_there_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ticks = iter([0.0, 5.0, 11.0, 12.0])
+    ticks = iter([0.0, 15.0, 33.0, 36.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(ticks))
     listen = ProgressLine(io.StringIO())
     with caplog.at_level(logging.INFO, logger="easypipe"):
-        for done in (0, 50, 110, 1000):
+        for done in (0, 50, 330, 1000):
             listen(event(done))
     assert [record.getMessage() for record in caplog.records] == [
-        "save x: 110 of 1,000 rows, 10 rows/s, 1:29 to go",
-        "save x: 1,000 of 1,000 rows, 83 rows/s",
+        "save x: 330 of 1,000 rows, 10 rows/s, 1:07 to go",
+        "save x: 1,000 of 1,000 rows, 45 rows/s",
     ]

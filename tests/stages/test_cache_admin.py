@@ -16,7 +16,6 @@ from easypipe import CacheError, ConfigError, Pipeline, StallError, TokenCache
 from easypipe.cache import admin as cache_admin
 from easypipe.cache.admin import clear_cache, list_cache
 from easypipe.cache.folder import RemoteFolder
-from easypipe.cli import cache as cache_commands
 from easypipe.cli import main
 from easypipe.core import locks
 from easypipe.save.verify import verify
@@ -336,8 +335,7 @@ def test_a_cache_in_a_bucket_is_listed_and_cleared(
     clear_cache(folder)
     assert store.files(url) == {}
     monkeypatch.setattr(
-        cache_commands,
-        "cache_folder",
+        "easypipe.cache.location.cache_folder",
         lambda given: RemoteFolder(given, tmp_path / "local", options=store.options),
     )
     assert main(["cache", "list", "--cache-dir", url]) == 0

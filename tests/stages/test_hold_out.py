@@ -21,7 +21,7 @@ from easypipe import (
     Trainer,
     TrainingConfig,
 )
-from easypipe.cli.prepare import data_of
+from easypipe.cli.configs import data_of
 from easypipe.jobs import prepare_data
 from easypipe.transforms.columns.hold_out import HoldOut, HoldOutConfig
 from pipelines import jsonl, texts, tokenizer

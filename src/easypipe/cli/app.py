@@ -9,18 +9,20 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
 from rich.logging import RichHandler
 
-from easypipe import __version__
+from easypipe.cli import keys
+from easypipe.cli.arguments import examples
 from easypipe.cli.cache import cache
 from easypipe.cli.discover import discover
 from easypipe.cli.explain import explain
 from easypipe.cli.export import export
 from easypipe.cli.generate import generate
+from easypipe.cli.init import init
 from easypipe.cli.kernels import kernels
 from easypipe.cli.masks import masks
 from easypipe.cli.plan import plan
@@ -28,32 +30,58 @@ from easypipe.cli.prepare import prepare
 from easypipe.cli.preview import preview
 from easypipe.cli.quickstart import quickstart
 from easypipe.cli.report import report
+from easypipe.cli.runs import runs
 from easypipe.cli.show import Terminal, console
 from easypipe.cli.train import train
 from easypipe.cli.verify import verify
-from easypipe.core import trust
-from easypipe.core.config import allowing_code
 from easypipe.core.errors import EasypipeError
 
 STOPPED = 130  # 128 + SIGINT
 
 app = typer.Typer(
     help="Raw text in, trained model out.",
+    epilog="Begin with: easypipe quickstart. Every command has examples: easypipe train --help.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (quickstart, discover, prepare, plan, explain, preview, masks, verify):
-    app.command()(command)
+# name, what is called, and the examples that its --help ends with
+COMMANDS: tuple[tuple[str, Callable[..., None], tuple[str, ...]], ...] = (
+    ("quickstart", quickstart, ("quickstart", "quickstart --output-dir try --set train.steps=50")),
+    ("init", init, ("init sft", "init pretrain --out configs/mine.yaml")),
+    (
+        "discover",
+        discover,
+        ("discover data/chat", "discover 'data/*.jsonl' --column prompt=question"),
+    ),
+    ("preview", preview, ("preview sft.yaml", "preview sft.yaml -n 20 --html samples.html")),
+    ("masks", masks, ("masks model/tokenizer", "masks tokenizer --messages chats.jsonl")),
+    ("plan", plan, ("plan pretrain.yaml", "plan pretrain.yaml --topology v5p:4x4x4 --no-prepare")),
+    ("prepare", prepare, ("prepare pretrain.yaml", "prepare pretrain.yaml --shard 0/8")),
+    ("train", train, ("train sft.yaml", "train sft.yaml --set train.optimizer.learning_rate=1e-5")),
+    ("runs", runs, ("runs runs", "runs runs --json")),
+    ("report", report, ("report runs/sft", "report runs/sft --out sft.html")),
+    ("explain", explain, ("explain sft.yaml --step 120", "explain sft.yaml --step 120 --row 3")),
+    ("export", export, ("export runs/sft tuned", "export runs/sft adapters --adapters")),
+    (
+        "generate",
+        generate,
+        ("generate runs/sft 'def main'", "generate runs/sft --chat --system 'Be brief.'"),
+    ),
+    ("verify", verify, ("verify runs/sft", "verify packed pretrain.yaml --repair")),
+    ("config", keys.config, ("config", "config train.optimizer", "config learning_rate")),
+    ("schema", keys.print_schema, ("schema > easypipe.schema.json",)),
+)
+for name, command, lines in COMMANDS:
+    app.command(name, epilog=examples(*lines))(command)
 app.add_typer(cache, name="cache")
 app.add_typer(kernels, name="kernels")
-for command in (train, export, generate, report):
-    app.command()(command)
 
 
 def _version(asked: bool) -> None:
     if asked:
+        from easypipe import __version__
+
         typer.echo(__version__)
         raise typer.Exit
 
@@ -86,9 +114,14 @@ def options(
     ] = False,
 ) -> None:
     _log(logging.DEBUG if debug else logging.INFO)
-    for url in trust_endpoint or ():
-        trust.trust_endpoint(url)
+    if trust_endpoint:
+        from easypipe.core import trust
+
+        for url in trust_endpoint:
+            trust.trust_endpoint(url)
     if allow_code:
+        from easypipe.core.config import allowing_code
+
         context.with_resource(allowing_code())
         if "" not in sys.path:
             sys.path.insert(0, "")
@@ -109,7 +142,7 @@ def run(arguments: Sequence[str] | None) -> int:
     given = [*anywhere, *given]
     debug = "--debug" in anywhere
     try:
-        code = app(given, standalone_mode=False)
+        code = app(given, prog_name="easypipe", standalone_mode=False)
         if code == STOPPED:  # typer turns Ctrl-C into this
             _say("stopped; run the same command again to go on")
         return code if isinstance(code, int) else 0

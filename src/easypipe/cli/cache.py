@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from easypipe.cache.admin import CachedDataset, clear_cache, list_cache
-from easypipe.cache.location import cache_folder
-from easypipe.cli.plan import AsJson
+from easypipe.cli.arguments import AsJson, examples
 from easypipe.cli.show import aligned, say
-from easypipe.core.config import fields_of
-from easypipe.core.values import JsonObject
+
+if TYPE_CHECKING:
+    from easypipe.cache.admin import CachedDataset
+    from easypipe.core.values import JsonObject
 
 cache = typer.Typer(help="See and clear the token cache.", no_args_is_help=True)
 
@@ -27,11 +27,14 @@ Folder = Annotated[
 ]
 
 
-@cache.command("list")
+@cache.command("list", epilog=examples("cache list", "cache list --json"))
 def list_(cache_dir: Folder = None, as_json: AsJson = False) -> None:
-    """List the prepared datasets: rows, tokens, bytes, tokenizer, age, and whether a reader has
-    them open.
+    """List the prepared datasets. It tells rows, tokens, bytes, tokenizer and age, and whether a
+    reader has them open.
     """
+    from easypipe.cache.admin import list_cache
+    from easypipe.cache.location import cache_folder
+
     found = list_cache(cache_folder(cache_dir))
     if as_json:
         typer.echo(
@@ -64,7 +67,9 @@ def list_(cache_dir: Folder = None, as_json: AsJson = False) -> None:
     say(f"{found.num_bytes / 1e6:,.1f} MB in all{leftover}")
 
 
-@cache.command("clear")
+@cache.command(
+    "clear", epilog=examples("cache clear --older-than 30 --dry-run", "cache clear --dataset code")
+)
 def clear(
     cache_dir: Folder = None,
     older_than: Annotated[
@@ -79,9 +84,12 @@ def clear(
         bool, typer.Option("--dry-run", help="Say what would go, and leave it.")
     ] = False,
 ) -> None:
-    """Remove prepared datasets and what only they need. What a reader has open stays; nothing is
+    """Remove prepared datasets, and what only they need. What a reader has open stays; nothing is
     removed while data is prepared.
     """
+    from easypipe.cache.admin import clear_cache
+    from easypipe.cache.location import cache_folder
+
     folder = cache_folder(cache_dir)
     done = clear_cache(folder, older_than_days=older_than, datasets=dataset, dry_run=dry_run)
     verb = "would remove" if dry_run else "removed"
@@ -101,6 +109,8 @@ def clear(
 
 def _plain(one: CachedDataset) -> JsonObject:
     """Without the manifest, which `easypipe verify` looks into."""
+    from easypipe.core.config import fields_of
+
     values = fields_of(one) | {"path": str(one.path)}
     return {name: value for name, value in values.items() if name != "manifest"}
 

@@ -1,4 +1,4 @@
-"""What `plan` and `explain` read of a config: its data, and of a run its steps and seed.
+"""What commands read of a config: its data, and of a run its steps and seed.
 
 No jax is loaded for this.
 """
@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from easypipe.cli.prepare import data_of
 from easypipe.core.config import apply_overrides, from_dict, load_yaml
-from easypipe.core.errors import require
+from easypipe.core.errors import ConfigError, did_you_mean, require
 from easypipe.history import host_load
-from easypipe.jobs import chain
+from easypipe.jobs import chain, with_hold_outs, with_tokenizer_of
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
 from easypipe.train.config import TrainingConfig
+from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.record import recorded_seed
+
+TASK = "task"  # the key by which a run on images is told from one on text
 
 
 @dataclass(frozen=True)
@@ -77,4 +79,42 @@ def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -
         None if train is None else train.steps,
         within,
         None if train is None else Path(train.output_dir).expanduser(),
+    )
+
+
+def of_images(config: Path, overrides: list[str]) -> bool:
+    """Whether it is a config of ClassifyConfig, and not one of text."""
+    return TASK in apply_overrides(load_yaml(config), overrides)
+
+
+def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
+    """The data of a run config, or a pipeline config on its own. The model is not looked at: no jax
+    is needed to prepare data.
+    """
+    require(
+        TASK not in values,
+        TASK,
+        "a run on images, of which this command knows nothing",
+        "For such runs there are `easypipe train` and `easypipe plan`.",
+    )
+    if "data" not in values:
+        return from_dict(PipelineConfig, values), {}
+    values = with_hold_outs(values)
+    known = ("data", "model", "train", "eval")
+    for key in values:
+        require(key in known, key, "unknown key", did_you_mean(str(key), known), have=known)
+    held_out = {} if values.get("eval") is None else values["eval"]
+    if not isinstance(held_out, dict):
+        raise ConfigError(
+            at="eval", problem=f"expected names with a pipeline config each, got {held_out!r}"
+        )
+    data, model = from_dict(PipelineConfig, values["data"], "data"), values.get("model")
+    if isinstance(model, dict) and "pretrained" in model:
+        data = with_tokenizer_of(data, from_dict(PretrainedConfig, model, "model"))
+    return (
+        data,
+        {
+            str(name): from_dict(PipelineConfig, entry, f"eval.{name}")
+            for name, entry in held_out.items()
+        },
     )

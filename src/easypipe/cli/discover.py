@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from easypipe.cli.plan import AsJson
+from easypipe.cli.arguments import AsJson
 from easypipe.cli.show import say
 from easypipe.core.errors import ConfigError, require
-from easypipe.discovery.discover import discover as look
-from easypipe.discovery.findings import Discovery
-from easypipe.discovery.proposal import Proposal
+
+if TYPE_CHECKING:
+    from easypipe.discovery.findings import Discovery
+    from easypipe.discovery.proposal import Proposal
 
 # exit code: all that was found is printed, but of some part no config, as columns or roles are to
 # be decided first
@@ -73,11 +74,13 @@ def discover(
         Path | None, typer.Option(help="Where indexes of counted files are kept.")
     ] = None,
 ) -> None:
-    """Tell what PATH holds: splits, columns, types, rows, what kind of rows they are, and the
-    config that would read them.
+    """Tell what PATH holds, and the config that would read it. It tells splits, columns, types
+    and rows, and what kind of rows they are.
 
     Exit code 3: all is told, but of some part no config, as something has to be decided first.
     """
+    from easypipe.discovery.discover import discover as look
+
     options: Any = {"type": kind, "split": split, "subset": subset, "revision": revision}
     found = look(path, **options, sample_rows=rows, count=count, cache_dir=cache_dir)
     proposals = list(

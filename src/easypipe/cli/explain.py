@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
-from easypipe.cli.configs import described
-from easypipe.cli.plan import AsJson
-from easypipe.cli.prepare import ConfigFile, Overrides
+from easypipe.cli.arguments import AsJson, ConfigFile, Overrides
 from easypipe.cli.show import progress, say
-from easypipe.history import loader_at
-from easypipe.loader.explain import ExplainedBatch
+
+if TYPE_CHECKING:
+    from easypipe.loader.explain import ExplainedBatch
 
 MASKED = ("⟦", "⟧")
 
@@ -34,9 +33,12 @@ def explain(
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Show which documents stand in a batch of CONFIG.YAML: dataset, file, row, tokens, and their
-    text; what is masked is in ⟦ ⟧.
+    """Show which documents stand in a batch of CONFIG.YAML. Of each it shows dataset, file, row,
+    tokens and text; what is masked is in ⟦ ⟧.
     """
+    from easypipe.cli.configs import described
+    from easypipe.history import loader_at
+
     run = described(config, overrides or [], needs_seed=True)
     run.refuse_streaming(
         "its batches are found only by reading what stands before them",

@@ -31,7 +31,7 @@ def export(
         ),
     ] = False,
 ) -> None:
-    """Write the model of RUN to OUT, with its tokenizer, for transformers."""
+    """Write the model of RUN to OUT, for transformers. Its tokenizer goes with it."""
     from easypipe.train import save_pretrained  # jax, only where a model is read
     from easypipe.train.finished import load_trained
     from easypipe.train.model.pretrained.peft import save_adapters

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from easypipe.cli.arguments import examples
 from easypipe.cli.show import aligned, say
 
 kernels = typer.Typer(
-    help="Block sizes of the loss kernels: measure them, see them.", no_args_is_help=True
+    help="Measure block sizes of the loss kernels, and see them.", no_args_is_help=True
 )
 
 Table = Annotated[
@@ -21,7 +22,9 @@ Table = Annotated[
 ]
 
 
-@kernels.command("tune")
+@kernels.command(
+    "tune", epilog=examples("kernels tune", "kernels tune --vocab 128256 --dtype bfloat16")
+)
 def tune_(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of one device and step.")] = 4096,
     width: Annotated[int, typer.Option(min=1, help="Of the hidden states.")] = 1024,
@@ -32,8 +35,8 @@ def tune_(
     ] = 5,
     table: Table = None,
 ) -> None:
-    """Measure forward and backward of the loss on this device with different block sizes, and write
-    the fastest into a table.
+    """Measure block sizes of the loss on this device. Forward and backward are timed, and the
+    fastest written into a table.
 
     Block sizes that give other values than the reference are not timed.
     """
@@ -57,9 +60,9 @@ def tune_(
     say(line)
 
 
-@kernels.command("table")
+@kernels.command("table", epilog=examples("kernels table"))
 def table_(table: Table = None) -> None:
-    """Show the block sizes that were measured: those of a table, else of the user's."""
+    """Show the block sizes that were measured. Those of a table, else of the user's."""
     from easypipe.kernels.tuning import table as tuning
 
     path = table or tuning.user_table()

@@ -10,14 +10,10 @@ from typing import Annotated, Literal
 import typer
 from rich.text import Text
 
+from easypipe.cli.arguments import AsJson
 from easypipe.cli.explain import text_line
-from easypipe.cli.generate import conversations_of
-from easypipe.cli.plan import AsJson
 from easypipe.cli.preview import TRAINED
 from easypipe.cli.show import say
-from easypipe.core.storage import commit_bytes
-from easypipe.previews.masks import masks as find
-from easypipe.previews.masks import masks_page
 
 
 def masks(
@@ -59,9 +55,15 @@ def masks(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is trained (green) and masked (dim, in ⟦ ⟧) of conversations as a chat template
-    writes them, and whether that is proven. Ends with 1 where one of --messages is not.
+    """Show which tokens of conversations a chat template trains. What is trained is green, what is
+    masked dim and in ⟦ ⟧, and it tells whether that is proven. Ends with 1 where one of --messages
+    is not.
     """
+    from easypipe.cli.writing import conversations_of
+    from easypipe.core.storage import commit_bytes
+    from easypipe.previews.masks import masks as find
+    from easypipe.previews.masks import masks_page
+
     rows = None if messages is None else [row for _, row in conversations_of(messages)]
     found = find(
         source,

@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from easypipe.cli.configs import Described, described
-from easypipe.cli.prepare import ConfigFile, Overrides, of_images
+from easypipe.cli.arguments import AsJson, ConfigFile, Overrides
 from easypipe.cli.show import console, progress, say
 from easypipe.core.errors import EasypipeError, require
-from easypipe.core.protocols import ProgressListener, silent
-from easypipe.history import plan_of_run
 
 if TYPE_CHECKING:
+    from easypipe.cli.configs import Described
     from easypipe.compat.classify import ClassifyPlan
+    from easypipe.core.protocols import ProgressListener
     from easypipe.stages.reports.plan_report import PlanReport
     from easypipe.train.plan.aot import StepPlan
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def plan(
@@ -47,9 +44,11 @@ def plan(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Tell what a run of CONFIG.YAML would do: steps, shares, epochs, fill, losses, disk; and on
-    which devices it fits.
+    """Tell what a run of CONFIG.YAML would do. It tells steps, shares, epochs, fill, losses, disk,
+    and with --topology on which devices it fits.
     """
+    from easypipe.cli.configs import described, of_images
+
     if of_images(config, overrides or []):
         require(prepare, "--no-prepare", "images have no tokens to prepare", "Leave it out.")
         planned = _images_plan(config, overrides or [], steps, topology)
@@ -91,6 +90,9 @@ def _images_plan(
 
 
 def _data_plan(run: Described, steps: int | None, prepare: bool, quiet: bool) -> PlanReport:
+    from easypipe.core.protocols import silent
+    from easypipe.history import plan_of_run
+
     run.refuse_streaming(
         "nothing is counted before it is read, so there is nothing to plan from",
         "to plan over the token cache",

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
-from easypipe.cli.configs import described
+from easypipe.cli.arguments import AsJson, ConfigFile, Overrides
 from easypipe.cli.explain import text_line
-from easypipe.cli.plan import AsJson
-from easypipe.cli.prepare import ConfigFile, Overrides
 from easypipe.cli.show import progress, say
-from easypipe.core.storage import commit_bytes
-from easypipe.previews.preview import Preview
-from easypipe.previews.samples import FIRST_ROWS
-from easypipe.previews.samples import preview as look
+
+if TYPE_CHECKING:
+    from easypipe.previews.preview import Preview
 
 TRAINED = "green"
 
@@ -34,16 +31,20 @@ def preview(
     ] = None,
     rows: Annotated[
         int, typer.Option(min=1, help="Rows of each dataset from which samples are made.")
-    ] = FIRST_ROWS,
+    ] = 200,  # previews.samples.FIRST_ROWS
     characters: Annotated[
         int, typer.Option(min=0, help="Most characters shown of a document; 0 shows all.")
     ] = 2000,
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Show samples of CONFIG.YAML, decoded: what is trained of them (green) and what is masked
-    (dim, in ⟦ ⟧), who speaks, what is cut.
+    """Show samples of CONFIG.YAML, and what is trained of them. They are decoded: what is trained
+    is green, what is masked dim and in ⟦ ⟧; who speaks and what is cut is told.
     """
+    from easypipe.cli.configs import described
+    from easypipe.core.storage import commit_bytes
+    from easypipe.previews.samples import preview as look
+
     data = described(config, overrides or []).data
     if as_json:
         typer.echo(json.dumps(look(data, n, first_rows=rows).to_json()))

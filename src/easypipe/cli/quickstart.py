@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import typer
 
-from easypipe.cli.prepare import Overrides
+from easypipe.cli.arguments import Overrides
+from easypipe.cli.keys import SCHEMA
 from easypipe.cli.show import console, say
 from easypipe.cli.train import load, run_training, show_result
-from easypipe.core import storage
 from easypipe.core.errors import ConfigError, SourceError
 
 # The project folder of the quickstart: text of the standard library, a config, a README.
@@ -81,9 +79,11 @@ def write_project(folder: Path) -> bool:
 
     Raises ConfigError where `folder` holds something else.
     """
+    from easypipe.core import storage
+
     if (folder / MARKER).exists():
         return False
-    ours = {"data", CONFIG, "README.md"}
+    ours = {"data", CONFIG, SCHEMA.name, "README.md"}
     if folder.exists():
         foreign = sorted(
             path.name
@@ -113,7 +113,7 @@ def write_project(folder: Path) -> bool:
         "data/heldout/code.jsonl": _jsonl(_code(held)),
         "data/heldout/docs.jsonl": _jsonl(_docs(m for m in held if m.docs)),
     }
-    files |= {CONFIG: _template("quickstart.yaml"), "README.md": _template("README.md")}
+    files |= {name: _template(name) for name in (CONFIG, SCHEMA.name, "README.md")}
     for name, data in files.items():
         path = folder / name
         # a file that stands keeps its date, by which change is detected
@@ -159,6 +159,8 @@ def standard_library() -> Iterator[Module]:
 
 def training_texts(folder: Path) -> Iterator[str]:
     """What the tokenizer learns from: the rows of both datasets, as they stand in the project."""
+    import pyarrow.parquet as pq
+
     for path in sorted((folder / "data/code").glob("*.jsonl")):
         with open(path, encoding="utf-8") as lines:
             for line in lines:
@@ -190,6 +192,9 @@ def _jsonl(rows: Iterator[dict[str, str]]) -> bytes:
 
 
 def _parquet(rows: Iterator[dict[str, str]]) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     sink = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(list(rows)), sink, compression="zstd")
     return sink.getvalue()
@@ -205,8 +210,8 @@ def quickstart(
     ),
     overrides: Overrides = None,
 ) -> None:
-    """Write a small project, train a tokenizer and a model of a few million parameters. Stopped and
-    run again, it goes on.
+    """Write a small project, and train a model on it. A tokenizer is trained first; the model has a
+    few million parameters. Stopped and run again, it goes on.
     """
     began = Path.cwd()
     folder = output_dir.expanduser().absolute()

@@ -22,8 +22,8 @@ def report(
         typer.Option("-o", "--out", help="Where to write it; else report.html in the folder."),
     ] = None,
 ) -> None:
-    """Write one page of HTML about a run: curves, evaluations, roll-backs, mixture, ledger,
-    versions, configuration. Needs no network.
+    """Write one page of HTML about a run. It has curves, evaluations, roll-backs, mixture, ledger,
+    versions and configuration, and needs no network.
     """
     from easypipe.train.metrics.report import write_report
 

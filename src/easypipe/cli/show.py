@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -17,16 +18,18 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from easypipe.core.ledger import Ledger
-from easypipe.core.progress import Pace
-from easypipe.core.protocols import ProgressEvent, ProgressListener
-from easypipe.core.values import Json
+from easypipe.core.progress import LOG_S, Pace, ProgressLine
 from easypipe.core.visible import visible
-from easypipe.stages.save import SaveReport
-from easypipe.train.events import TrainEvent, TrainListener
+
+if TYPE_CHECKING:
+    from easypipe.core.ledger import Ledger
+    from easypipe.core.protocols import ProgressEvent, ProgressListener
+    from easypipe.core.values import Json
+    from easypipe.stages.save import SaveReport
+    from easypipe.train.events import TrainEvent, TrainListener
 
 
 class Terminal(Console):
@@ -54,16 +57,19 @@ def say(text: str | Text, style: str | None = None) -> None:
 @contextmanager
 def progress() -> Iterator[ProgressListener]:
     """A bar for every stage and dataset that reports progress, in the order in which they first do:
-    how far, how fast, how long still.
+    how far, how fast, how long still. Where there is no terminal, a line every half minute.
     """
+    if not console.is_terminal:
+        yield ProgressLine(console.file)
+        return
     bars = Progress(
         SpinnerColumn(finished_text="[green]✓"),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=30),
+        TextColumn("{task.description}", markup=False, table_column=_folded()),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TextColumn("{task.fields[unit]}"),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[pace]}"),
+        TextColumn("{task.fields[pace]}", table_column=_folded()),
         console=console,
     )
     tasks: dict[tuple[str, str], TaskID] = {}
@@ -83,22 +89,32 @@ def progress() -> Iterator[ProgressListener]:
         yield listen
 
 
+def _folded() -> Column:
+    """Of text that goes on in the next line where the terminal is too narrow: nothing is cut."""
+    return Column(overflow="fold")
+
+
 @contextmanager
 def training() -> Iterator[TrainListener]:
-    """One line that is kept up to date, and a lasting one for every evaluation."""
+    """One line that is kept up to date, and a lasting one for every evaluation; where there is no
+    terminal, a lasting one of the first and last step and every half minute, with the time to go.
+    """
+    from easypipe.core.protocols import ProgressEvent
+
     bars = Progress(
         SpinnerColumn(finished_text="[green]✓"),
         TextColumn("train"),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[line]}"),
+        TextColumn("{task.fields[line]}", table_column=_folded()),
         TimeElapsedColumn(),
         console=console,
     )
     task: TaskID | None = None
+    pace, said = Pace(), -LOG_S
 
     def listen(event: TrainEvent) -> None:
-        nonlocal task
+        nonlocal task, said
         if task is None:
             task = bars.add_task("train", total=event.steps, line="compiling")
         if event.kind == "start" and event.step:
@@ -107,16 +123,20 @@ def training() -> Iterator[TrainListener]:
         if event.kind == "step":
             line = training_line(event)
             bars.update(task, line=line)
-            if "eval" in event.record or not bars.console.is_terminal:
-                held_out = "  ".join(
-                    f"{name} {seen['loss']:.3f} ({quality(seen)})"
-                    for name, seen in event.record.get("eval", {}).items()
-                )
-                if held_out or event.step % 10 == 0:
-                    say(
-                        f"step {event.step:>5}  {line}"
-                        + (f"  held out: {held_out}" if held_out else ""),
-                    )
+            now = time.monotonic()
+            at = ProgressEvent(
+                stage="train", dataset="", done=event.step, total=event.steps, unit="steps"
+            )
+            speed = pace.text(at, now)
+            held_out = "  ".join(
+                f"{name} {seen['loss']:.3f} ({quality(seen)})"
+                for name, seen in event.record.get("eval", {}).items()
+            )
+            due = now - said >= LOG_S or event.step == event.steps
+            if held_out or (due and not console.is_terminal):
+                said = now
+                parts = (f"step {event.step:>5}", line, held_out and f"held out: {held_out}", speed)
+                say("  ".join(filter(None, parts)))
 
     with bars:
         yield listen

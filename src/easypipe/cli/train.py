@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from easypipe.cli.prepare import ConfigFile, Overrides, of_images
+from easypipe.cli.arguments import ConfigFile, Overrides
 from easypipe.cli.show import console, progress, quality, say, show_report, training
 from easypipe.core.errors import ConfigError, require
-from easypipe.core.values import Json
 
 if TYPE_CHECKING:
+    from easypipe.core.values import Json
     from easypipe.run import RunConfig
     from easypipe.train.trainer import TrainResult
 
@@ -30,6 +30,8 @@ def train(
     """Train what CONFIG.YAML describes. Stopped and run again, it goes on from the last checkpoint
     with the same batches.
     """
+    from easypipe.cli.configs import of_images
+
     if of_images(config, overrides or []):
         require(not prompt, "--prompt", "begins texts, and this run is on images", "Leave it out.")
         _train_classifier(config, overrides or [])

@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from easypipe.cache.repair import place_of
-from easypipe.cache.verify import Verification
-from easypipe.cli.configs import described
-from easypipe.cli.plan import AsJson
-from easypipe.cli.prepare import Overrides
+from easypipe.cli.arguments import AsJson, Overrides, complete_config
 from easypipe.cli.show import progress, say
 from easypipe.core.errors import require
-from easypipe.core.remote import StorageOptions
-from easypipe.jobs import chain, repair_as_made
-from easypipe.save import verify as check
-from easypipe.stages.config import PipelineConfig
+
+if TYPE_CHECKING:
+    from easypipe.cache.verify import Verification
+    from easypipe.core.remote import StorageOptions
+    from easypipe.stages.config import PipelineConfig
 
 
 def verify(
@@ -35,6 +32,7 @@ def verify(
         typer.Argument(
             metavar="[CONFIG.YAML]",
             help="What made it; without one --repair takes what the cache folder noted.",
+            autocompletion=complete_config,
         ),
     ] = None,
     repair: Annotated[
@@ -44,9 +42,12 @@ def verify(
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Check counts, checksums, columns, manifest and tokenizer of PATH. Says what is wrong and
-    where; exit code 1 if anything is.
+    """Check what was written to PATH, and repair it. Counts, checksums, columns, manifest and
+    tokenizer are checked; it says what is wrong and where. Exit code 1 if anything is.
     """
+    from easypipe.cli.configs import described
+    from easypipe.save import verify as check
+
     require(
         not overrides or config is not None,
         "--set",
@@ -78,6 +79,8 @@ def _options_for(path: str, data: PipelineConfig) -> StorageOptions:
     """Those of the config's save or cache, whichever is for `path`; what a config leaves out the
     environment has to say.
     """
+    from easypipe.cache.repair import place_of
+
     place = place_of(path)
     saves = [dataset.save_path for dataset in data.datasets] + [
         None if data.save is None else data.save.output_dir
@@ -92,6 +95,9 @@ def _options_for(path: str, data: PipelineConfig) -> StorageOptions:
 def _repaired(
     path: str, found: tuple[Verification, ...], data: PipelineConfig | None
 ) -> tuple[Verification, ...]:
+    from easypipe.jobs import chain, repair_as_made
+    from easypipe.save import verify as check
+
     _show(found)
     if data is None:
         say("making good what is broken, as it was made")
@@ -108,13 +114,13 @@ def _repaired(
 
 
 def _show(found: tuple[Verification, ...]) -> None:
+    from easypipe.save.verify import CHECKPOINT
+
     for one in found:
         name = f" {one.dataset!r}" if one.dataset else ""
         state = "ok" if one.ok else f"{len(one.problems)} problems"
         size = f"{one.files:,} files, {one.num_bytes / 1e6:,.1f} MB"
-        size += (
-            "" if one.kind == check.CHECKPOINT else f", {one.rows:,} rows, {one.tokens:,} tokens"
-        )
+        size += "" if one.kind == CHECKPOINT else f", {one.rows:,} rows, {one.tokens:,} tokens"
         say(
             f"{state}: {one.kind}{name}: {size} ({one.path})",
         )

@@ -104,10 +104,12 @@ class DatasetSection:
 class TokenizerSection:
     """The tokenizer, as TokenizerConfig has it.
 
-    name_or_path, max_length, truncation: as there. padding: None pads every batch to max_length
-    where there is one, else to its longest row. padding_side, pad_to_multiple_of: as there. length:
-    what becomes of samples of more than max_length tokens, as DatasetConfig has it; None keeps
-    their start. use_fast: False encodes with the reference.
+    name_or_path: a folder, a tokenizer.json or a Hub name. max_length: tokens of a sample, at most.
+    truncation: False keeps what is longer. padding: None pads every batch to max_length where there
+    is one, else to its longest row. padding_side: the side of a row that padding stands on.
+    pad_to_multiple_of: widths of batches are rounded up to a multiple of this. length: what becomes
+    of samples of more than max_length tokens, as DatasetConfig has it; None keeps their start.
+    use_fast: False encodes with the reference.
     """
 
     name_or_path: str
@@ -139,9 +141,9 @@ class TokenizerSection:
 class DataPipelineConfig:
     """The file: `type: data_module`, `version: "1.0"`, and its four sections.
 
-    type, version: these words; others are refused. dataset: which rows. tokenizer: what encodes
-    them. prompt_template: how a row becomes text, and which part is trained. dataloader: how rows
-    become batches.
+    type: `data_module`. version: `"1.0"`; another is refused. dataset: which rows. tokenizer: what
+    encodes them. prompt_template: how a row becomes text, and which part is trained. dataloader:
+    how rows become batches.
     """
 
     type: Literal["data_module"]

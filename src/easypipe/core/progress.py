@@ -7,17 +7,19 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import TextIO
+from typing import IO, TYPE_CHECKING
 
-from easypipe.core.protocols import ProgressEvent
 from easypipe.core.visible import visible
+
+if TYPE_CHECKING:
+    from easypipe.core.protocols import ProgressEvent
 
 log = logging.getLogger("easypipe")
 
 # the rate is that of so many seconds back: ranges that were found finished do not count for long
 WINDOW_S = 20.0
 LINE_S = 0.2
-LOG_S = 10.0
+LOG_S = 30.0
 
 
 class Pace:
@@ -52,11 +54,11 @@ class Pace:
 
 
 class ProgressLine:
-    """A listener that keeps one line on a terminal up to date, and logs one every ten seconds where
-    there is none.
+    """A listener that keeps one line on a terminal up to date, and logs one every half minute
+    where there is none.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: IO[str] | None = None) -> None:
         """stream: None takes sys.stderr."""
         self._stream = stream or sys.stderr
         self._pace = Pace()

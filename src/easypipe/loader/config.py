@@ -56,8 +56,8 @@ class LoadStageConfig:
     batch_size_schedule: ListOf[tuple[int, int]] = ()
     accumulation_steps: int = 1
     prefetch_enabled: bool = True
-    prefetch_workers: int = 1
-    prefetch_buffer_size: int = 8
+    prefetch_workers: int = 1  # threads that make batches ahead
+    prefetch_buffer_size: int = 8  # batches that are ready ahead of their use, at most
     shuffle_buffer_size: int | None = None
     group_by_length: int | None = None
     drop_last: bool = True

@@ -129,7 +129,7 @@ class TrainingConfig:
     names of optimizer.learning_rate and seed.
     """
 
-    output_dir: str | Path = "run"
+    output_dir: str | Path = "run"  # the folder of all that the run writes
     # optimizer steps; None: as many as the loader has batches, or `epochs` make
     steps: int | None = None
     # passes over the data, which the data or the loader is told too; None: what those say

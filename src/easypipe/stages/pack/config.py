@@ -47,7 +47,7 @@ class PackStageConfig:
     """
 
     enabled: bool = True
-    seq_length: int = 2048
+    seq_length: int = 2048  # tokens of a row
     strategy: Literal["greedy", "pool", "first_fit", "concat", "stream"] = "greedy"
     num_packers: int | None = None
     oversize: Literal["split", "truncate", "drop", "error"] = "split"

@@ -73,7 +73,7 @@ class WandbConfig:
     It is neither logged nor saved.
     """
 
-    project: str = "easypipe"
+    project: str = "easypipe"  # the project of Weights & Biases that the run appears in
     entity: str | None = None  # None: the default one of the account
     name: str | None = None  # of the run; None: W&B makes one up
     # offline: kept in wandb/ in the output folder, for `wandb sync`
@@ -89,7 +89,7 @@ class ProfileConfig:
     """
 
     start: int = 10  # the first step that is traced; step 1 compiles
-    steps: int = 3
+    steps: int = 3  # how many are traced
 
     def check(self) -> None:
         check_at_least(self, 1, "start", "steps")

@@ -44,7 +44,7 @@ class RopeScaling:
 
     # linear: every pair turns `factor` times slower; llama3: those of long wavelength only
     kind: Literal["linear", "llama3"]
-    factor: float
+    factor: float  # how many times slower pairs turn
     # llama3: pairs that turn fewer times than this within original_length are slowed by all of
     # factor
     low_freq_factor: float = 1.0
@@ -89,14 +89,15 @@ class ModelConfig:
     """
 
     vocab_size: int | None = None  # None: the tokenizer's, filled in by the run
-    hidden_size: int = 192
-    intermediate_size: int = 512
-    num_layers: int = 4
-    num_heads: int = 6
+    hidden_size: int = 192  # width of what goes from layer to layer
+    intermediate_size: int = 512  # width inside the MLP of a layer
+    num_layers: int = 4  # layers, each of attention and an MLP
+    num_heads: int = 6  # heads of the queries
     num_kv_heads: int = 2  # as many as num_heads: multi-head; 1: multi-query
     head_dim: int | None = None  # None: hidden_size / num_heads
+    # base of the rotations that tell positions; larger turns slower, for longer rows
     rope_theta: float = 10_000.0
-    norm_epsilon: float = 1e-6
+    norm_epsilon: float = 1e-6  # added to the mean square before a norm divides by its root
     # True: the head is the embedding table, transposed; fewer parameters, slower learning
     tie_embeddings: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"  # of products and activations
@@ -218,7 +219,7 @@ class ClassifierConfig:
     """
 
     kind: Literal["convnet", "mlp"] = "convnet"
-    hidden_sizes: ListOf[int] = (32, 64)
+    hidden_sizes: ListOf[int] = (32, 64)  # channels of each convolution, or widths of the layers
     num_classes: int | None = None  # None: those of the data, filled in by the run
     # height, width, channels; None: the data's, filled in by the run
     image_shape: tuple[int, int, int] | None = None
@@ -266,7 +267,7 @@ class LoraConfig:
     checkpoints hold nothing of what is frozen.
     """
 
-    rank: int = 8
+    rank: int = 8  # columns of A and rows of B: how much an adapter can say
     # scale is alpha / rank: with it fixed, the rank can be changed and the learning rate stays
     alpha: float = 16.0
     # scale is alpha / sqrt(rank) instead (Kalajdzievski, 2023): for ranks of 64 and more

@@ -134,7 +134,7 @@ class ParameterGroup:
     a group that fits none is refused.
     """
 
-    match: str
+    match: str  # a pattern of the shell over dotted names, such as "layers.query.*"
     learning_rate_scale: float = 1.0  # times the schedule; 0.0 freezes
     weight_decay: float | None = None  # None: the optimizer's, on matrices
 
@@ -155,25 +155,26 @@ class OptimizerConfig:
     in PyTorch), for every optimizer.
     """
 
-    name: OptimizerName = "adamw"
+    name: OptimizerName = "adamw"  # which optimizer
     learning_rate: float | None = None  # the peak; prodigy: a factor on the rate it finds by itself
-    schedule: ScheduleName | None = None  # None: cosine; schedule_free: constant, and no other
+    # how the rate goes on after the warm-up; None: cosine (schedule_free: constant, and no other)
+    schedule: ScheduleName | None = None
     # step k of them (from 0) runs at learning_rate * (k + 1) / (warmup_steps + 1)
     warmup_steps: int = 0
-    # wsd, constant, inverse_sqrt: last steps that fall to the end; None: a tenth for wsd, else 0
+    # last steps, in which wsd, constant and inverse_sqrt fall; None: a tenth for wsd, else 0
     cooldown_steps: int | None = None
-    # None: linear; sqrt: 1 - sqrt(progress) (Haegele et al., 2024)
+    # how they fall; None: linear; sqrt: 1 - sqrt(progress) (Haegele et al., 2024)
     cooldown_shape: Literal["linear", "cosine", "sqrt"] | None = None
     # a schedule that ends, ends at learning_rate * final_fraction; None: 0.1
     final_fraction: float | None = None
-    power: float | None = None  # polynomial: of the remaining share; None: 2
-    beta1: float | None = None
-    beta2: float | None = None
+    power: float | None = None  # exponent of the polynomial schedule; None: 2
+    beta1: float | None = None  # how much of the first moment a step keeps
+    beta2: float | None = None  # how much of the second moment a step keeps
     beta3: float | None = None  # ademamix: the slow average; adan: the squares
-    epsilon: float | None = None
-    weight_decay: float | None = None  # on matrices only: norms and biases are left alone
-    momentum: float | None = None  # muon
-    newton_schulz_steps: int | None = None  # muon
+    epsilon: float | None = None  # added where an update is divided by the second moment
+    weight_decay: float | None = None  # times rate and value, taken off matrices alone
+    momentum: float | None = None  # muon: how much of the momentum a step keeps
+    newton_schulz_steps: int | None = None  # muon: iterations that make an update orthogonal
     decay_rate: float | None = None  # adafactor: second moments at step t keep 1 - t^-decay_rate
     gamma: float | None = None  # sophia: scale of the curvature; larger clips less
     alpha: float | None = None  # ademamix: weight of the slow average

@@ -52,11 +52,13 @@ class MeshConfig:
     TPUs, else hosts) and fsdp within.
     """
 
+    # dp, fsdp, tp, zero1 or hybrid, as above; axes that are given beside it go before
     preset: Preset | None = None
     data: int | None = None
     fsdp: int | None = None
     sequence: int | None = None
     tensor: int | None = None
+    # over which axes of the mesh a named dimension of the parameters is divided; null: over none
     axis_rules: dict[str, str | tuple[str, ...] | None] = field(default_factory=dict)
     # where dimensions of parameters lie, by their meaning (embed, heads, mlp, vocab, layers), where
     # that is not RULES; null: whole
@@ -148,7 +150,7 @@ class DistributedConfig:
 
     enabled: bool = True  # False: this process is alone, whatever the environment says
     coordinator_address: str | None = None  # "host:port" of process 0, as the others reach it
-    num_processes: int | None = None
+    num_processes: int | None = None  # how many processes the run has, on all hosts
     process_id: int | None = None  # of this process, from 0; process 0 writes the files of the run
     timeout: int = 300  # seconds in which all have to come together
     # seconds after which a process that is silent counts as lost, and the others end

@@ -26,9 +26,9 @@ class PretrainedConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of products and activations
     # of the parameters; None: dtype with adapters (train.lora), else float32
     param_dtype: Literal["float32", "bfloat16"] | None = None
-    remat: Literal["none", "dots", "full"] = "none"  # as in ModelConfig
-    attention: AttentionBackend | None = None  # as in ModelConfig
-    scan_layers: bool = True  # as in ModelConfig
+    remat: Literal["none", "dots", "full"] = "none"  # what is recomputed in the backward pass
+    attention: AttentionBackend | None = None  # what computes attention; None: by the device
+    scan_layers: bool = True  # one compiled layer, run for each; False compiles each
 
     def check(self) -> None:
         require(

@@ -1,0 +1,57 @@
+"""Arguments and options that several commands have, and how a shell completes them.
+
+Commands import what they work with when they are called: `easypipe --help` and completion need none
+of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from easypipe.cli.keys import complete_key
+
+
+def examples(*lines: str) -> str:
+    """What the --help of a command ends with; the first character keeps its lines as they are."""
+    return "\b\nExamples:\n" + "\n".join(f"  easypipe {line}" for line in lines)
+
+
+def complete_config(incomplete: str) -> list[str]:
+    """YAML files and folders that begin with what was typed."""
+    typed = Path(incomplete)
+    folder, begun = (typed, "") if incomplete.endswith("/") else (typed.parent, typed.name)
+    try:
+        near = sorted(path for path in folder.expanduser().iterdir() if path.name.startswith(begun))
+    except OSError:
+        return []
+    prefix = incomplete.removesuffix(begun)
+    hidden = begun.startswith(".")
+    shown = (path for path in near if hidden or not path.name.startswith("."))
+    return [
+        f"{prefix}{path.name}" + "/" * path.is_dir()
+        for path in shown
+        if path.is_dir() or path.suffix in (".yaml", ".yml")
+    ]
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY.PATH=VALUE",
+        help="Set a value of the config; may be repeated.",
+        autocompletion=complete_key,
+    ),
+]
+ConfigFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG.YAML",
+        help="A run config (data, model, train, eval), or a pipeline config.",
+        autocompletion=complete_config,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

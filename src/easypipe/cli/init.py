@@ -1,0 +1,71 @@
+"""`easypipe init`: a commented config to begin with, and the schema that editors check it by."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from easypipe.cli.keys import SCHEMA, find
+from easypipe.cli.show import say
+from easypipe.core.errors import require
+
+HEAD = f"# yaml-language-server: $schema={SCHEMA.name}\n"
+
+
+class Kind(Enum):
+    """What there is a config for."""
+
+    pretrain = "pretrain"
+    sft = "sft"
+    dpo = "dpo"
+    classify = "classify"
+
+
+def init(
+    kind: Annotated[
+        Kind, typer.Argument(metavar="pretrain|sft|dpo|classify", help="Of which run.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Else KIND.yaml, here.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
+) -> None:
+    """Write a commented config to begin with. Beside it lies easypipe.schema.json, by which editors
+    complete and check it.
+    """
+    from easypipe.core.storage import commit_bytes
+
+    path = out or Path(f"{kind.value}.yaml")
+    fix = "Give another name with --out, or --force to overwrite it."
+    require(force or not path.exists(), str(path), "exists already", fix)
+    commit_bytes(path, config_text(kind.value).encode())
+    commit_bytes(path.parent / SCHEMA.name, SCHEMA.read_bytes())
+    say(f"wrote {path} and {path.parent / SCHEMA.name}")
+    say(f"Change its paths, then: easypipe plan {path}, and easypipe train {path}")
+
+
+def config_text(kind: str) -> str:
+    """A template with the meaning of each key behind its line, where the template says nothing."""
+    text = (SCHEMA.parent / f"{kind}.yaml").read_text(encoding="utf-8")
+    within: list[tuple[int, str]] = []  # the keys that the line stands in, with their indentation
+    lines = []
+    for line in text.splitlines():
+        key = re.match(r"( *(?:- )?)(\w+):", line)
+        if key is not None:
+            depth = len(key[1])
+            within = [(indent, name) for indent, name in within if indent < depth]
+            within.append((depth, key[2]))
+            if " #" not in line:
+                line += _meaning(".".join(name for _, name in within))
+        lines.append(line)
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def _meaning(path: str) -> str:
+    node = find(path)
+    words = "" if node is None else re.split(r"(?<!\.)\. ", node["description"])[0].rstrip(".")
+    return f"  # {words}" if words and len(words) < 80 else ""

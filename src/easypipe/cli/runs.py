@@ -1,0 +1,93 @@
+"""`easypipe runs`: the runs below a folder, with their state, steps and losses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from easypipe.cli.arguments import AsJson
+from easypipe.cli.show import aligned, say
+from easypipe.core.errors import EasypipeError, require
+
+
+@dataclass(frozen=True)
+class Run:
+    """steps: what the run was asked for; None: as many as its data gives. held_out: the last loss
+    of each evaluation.
+    """
+
+    folder: str
+    state: str  # training, finished, stopped; not training, where nobody said how many steps
+    step: int
+    steps: int | None
+    loss: float | None
+    held_out: dict[str, float]
+
+
+def runs(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", exists=True, file_okay=False, help="Where runs are looked for."
+        ),
+    ] = Path("."),
+    as_json: AsJson = False,
+) -> None:
+    """List the runs below DIR, with their state, steps and losses."""
+    found = [_run(path) for path in _folders(folder)]
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(one) for one in found]))
+        return
+    require(found, str(folder), "holds no run", "Give the folder that train.output_dir lies in.")
+    lines = [("run", "state", "step", "of", "loss", "held out")]
+    for one in found:
+        loss = "" if one.loss is None else f"{one.loss:.4f}"
+        held_out = ", ".join(f"{name} {value:.4f}" for name, value in one.held_out.items())
+        steps = "" if one.steps is None else f"{one.steps:,}"
+        lines.append((one.folder, one.state, f"{one.step:,}", steps, loss, held_out))
+    say(aligned(lines, left=(0, 1, 5)))
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    """Folders that hold a run, by name; what is in a run is not looked through."""
+    for path, names, files in os.walk(folder):
+        if "metrics.jsonl" in files or "run.yaml" in files:
+            names.clear()
+            yield Path(path)
+        names.sort()
+
+
+def _run(folder: Path) -> Run:
+    """A run that cannot be read has the reason as its state: it hides no other run."""
+    from easypipe.core.config import allowing_code, load_yaml
+    from easypipe.core.locks import try_hold
+    from easypipe.train.metrics.log import read_metrics
+
+    try:
+        metrics, config = folder / "metrics.jsonl", folder / "run.yaml"
+        records = read_metrics(metrics) if metrics.exists() else []
+        with allowing_code():  # nothing that it names is called
+            values = load_yaml(config) if config.exists() else {}
+        steps = (values.get("train") or {}).get("steps")
+        held = try_hold(folder, exclusive=False)
+    except (EasypipeError, OSError) as error:
+        return Run(str(folder), f"damaged: {error}", 0, None, None, {})
+    last = records[-1] if records else {"step": 0}
+    if held is None:
+        state = "training"
+    elif steps is None:
+        state = "not training"
+    else:
+        state = "finished" if last["step"] >= steps else "stopped"
+    if held is not None:
+        held.release()
+    evals = next((one["eval"] for one in reversed(records) if one.get("eval")), {})
+    held_out = {name: seen["loss"] for name, seen in evals.items() if seen["loss"] is not None}
+    return Run(str(folder), state, last["step"], steps, last.get("loss"), held_out)

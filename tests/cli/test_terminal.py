@@ -1,0 +1,323 @@
+"""What helps at a terminal: help with examples, keys explained, configs written, runs listed."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import jsonschema
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import typer.main
+import yaml
+
+from easypipe.cli import keys, main, show
+from easypipe.cli.app import COMMANDS, app
+from easypipe.cli.arguments import complete_config
+from easypipe.cli.init import Kind
+from easypipe.core.config import load_yaml
+from easypipe.core.locks import training
+from easypipe.core.protocols import ProgressEvent
+from easypipe.train.events import TrainEvent
+from pipelines import jsonl, texts, tokenizer
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("numpy", "pyarrow", "pydantic", "jax", "fsspec", "yaml", "tokenizers")
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_reference", ROOT / "docs/reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def commands() -> dict[str, object]:
+    """Every command by what is typed for it."""
+    found: dict[str, object] = {}
+    for name, command in typer.main.get_command(app).commands.items():  # pyright: ignore
+        inner = getattr(command, "commands", {})
+        found |= {f"{name} {sub}": one for sub, one in inner.items()} or {name: command}
+    return found
+
+
+def test_the_start_loads_nothing_that_is_slow() -> None:
+    code = f"import sys, easypipe.cli.app; print([m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "easypipe", "--version"], capture_output=True, text=True, check=True
+    )
+    assert re.fullmatch(r"\d+\.\d+\.\d+", done.stdout.strip())
+
+
+@pytest.mark.parametrize("command", sorted(commands()))
+def test_help_has_examples_that_the_command_takes(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    examples = re.findall(rf"^ +easypipe ({command}.*)$", text, re.MULTILINE)
+    assert examples, text
+    options = set(re.findall(r"--?[\w-]+", text.partition("Examples:")[0]))
+    used = set(re.findall(r"(?<=\s)--?[a-z][\w-]*", " ".join(examples)))
+    assert used <= options, used - options
+
+
+def test_no_line_of_help_is_cut_or_too_wide(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ([], ["cache"], ["kernels"], *(command.split() for command in commands())):
+        main([*words, "--help"])
+        lines = capsys.readouterr().out.partition("Examples:")[0].splitlines()[1:]
+        assert not [line for line in lines if len(line) > 80 or line.endswith("...")], words
+
+
+def test_every_command_stands_once() -> None:
+    assert len({name for name, _, _ in COMMANDS}) == len(COMMANDS)
+
+
+def test_kept_files_are_as_the_code_is(reference: ModuleType) -> None:
+    for path, text in reference.kept_files().items():
+        assert path.read_text(encoding="utf-8") == text, "run: python docs/reference.py"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_the_schema_takes_our_configs(path: Path) -> None:
+    assert path.read_text().startswith("# yaml-language-server: $schema=easypipe.schema.json\n")
+    assert (path.parent / "easypipe.schema.json").is_file()
+    jsonschema.Draft202012Validator(keys.schema()).validate(load_yaml(path))
+
+
+def test_the_schema_refuses_what_is_wrong() -> None:
+    check = jsonschema.Draft202012Validator(keys.schema())
+    good = load_yaml(ROOT / "configs/pretrain.yaml")
+    for at, wrong in (("pack", {"seq_lenght": 8}), ("mix", {"unit": "words"}), ("seed", "x")):
+        bad = good | {"data": good["data"] | {at: wrong}}
+        [error] = check.iter_errors(bad)
+        assert at in str(list(error.absolute_path)) or wrong == error.instance
+
+
+def test_every_key_of_a_run_is_found_with_its_words() -> None:
+    every = dict(keys.paths())
+    assert {"train.optimizer.learning_rate", "data.datasets.data_files", "task.modality"} <= set(
+        every
+    )
+    assert [path for path, node in every.items() if len(node["description"]) < 4] == []
+    assert [path for path in every if keys.find(path) is None] == []
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["data.mix.weights.code", "data.datasets[0].name", "pack.seq_length", "eval.held_out.seed"],
+)
+def test_names_numbers_and_pipeline_keys_are_found(key: str) -> None:
+    assert keys.find(key) is not None
+
+
+def test_config_tells_of_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "data.pack.seq_length"]) == 0
+    assert capsys.readouterr().out == "data.pack.seq_length: int = 2048\n    Tokens of a row.\n"
+    assert main(["config", "seq_length"]) == 0
+    assert "data.pack.seq_length: int = 2048" in capsys.readouterr().out
+    assert main(["config", "train.spikes"]) == 0
+    assert "train.spikes.patience: int" in capsys.readouterr().out
+    assert main(["config"]) == 0
+    assert "train.optimizer: OptimizerConfig" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("data.pack.seq_lenght", "data.pack.seq_length"),
+        ("trian.optimizer", "train.optimizer"),
+        ("lerning_rate", "learning_rate"),
+    ],
+)
+def test_a_misspelt_key_names_the_near_one(
+    wrong: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", wrong]) == 2
+    assert near in capsys.readouterr().err
+    assert main(["config", near]) == 0
+
+
+def test_schema_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == keys.schema()
+
+
+def test_keys_are_completed() -> None:
+    def completed(typed: str) -> list[str]:
+        return [text for text, _ in keys.complete_key(typed)]
+
+    assert completed("train.opt") == ["train.optimizer."]
+    assert "train.optimizer.learning_rate=" in completed("train.optimizer.")
+    assert completed("data.pack.strat") == ["data.pack.strategy="]
+    assert completed("data.pack.strategy=f") == ["data.pack.strategy=first_fit"]
+    assert completed("data.datasets.") == ["data.datasets.0."]
+    assert "data.datasets.0.train_on=" in completed("data.datasets.0.train")
+    assert completed("pac") == ["pack."]
+    assert completed("nothing.") == []
+
+
+def test_config_files_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").mkdir()
+    for name in ("a.yaml", "a.txt", "configs/b.yml", ".hidden.yaml"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert complete_config("") == ["a.yaml", "configs/"]
+    assert complete_config("configs/") == ["configs/b.yml"]
+    assert complete_config("conf") == ["configs/"]
+    assert complete_config("gone/") == []
+
+
+def test_a_shell_completes(tmp_path: Path) -> None:
+    env = os.environ | {
+        "_EASYPIPE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "easypipe train a.yaml --set train.opt",
+        "COMP_CWORD": "4",
+    }
+    code = "import sys; sys.argv[0] = 'easypipe'; from easypipe.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["train.optimizer."], done.stderr
+
+
+@pytest.mark.parametrize("kind", [kind.value for kind in Kind])
+def test_init_writes_a_config_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", kind]) == 0
+    written = tmp_path / f"{kind}.yaml"
+    assert written.read_bytes() == (ROOT / "configs" / written.name).read_bytes()
+    assert (tmp_path / "easypipe.schema.json").is_file()
+    assert "easypipe train" in capsys.readouterr().out
+    written.write_text("seed: 1\n")
+    assert main(["init", kind]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert written.read_text() == "seed: 1\n"
+    assert main(["init", kind, "--force"]) == 0
+    assert written.read_bytes() == (ROOT / "configs" / written.name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "dpo"])
+def test_what_init_writes_prepares(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On small data in the shape that the file asks for, with a tokenizer that is there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EASYPIPE_CACHE", str(tmp_path / "cache"))
+    assert main(["init", kind]) == 0
+    said = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    other = [said[0], {"role": "assistant", "content": "5, as I think"}]
+    small = [f"data.default_tokenizer={tokenizer()}", "data.tokenize.num_workers=1"]
+    if kind == "pretrain":
+        for i, name in enumerate(("code", "web", "math")):
+            jsonl(tmp_path / f"data/{name}/a.jsonl", [{"text": text} for text in texts(40, i + 1)])
+            small += [f"data.datasets.{i}.data_files=data/{name}/a.jsonl"]
+        small += ["data.datasets.0.content_field=text"]
+    else:
+        rows = {"sft": {"messages": said}, "dpo": {"chosen": said, "rejected": other}}[kind]
+        name = {"sft": "data/chat/a.jsonl", "dpo": "data/preferences.jsonl"}[kind]
+        jsonl(tmp_path / name, [rows] * 100)
+        template = {
+            "sft": "data.datasets.0.chat_template",
+            "dpo": "data.datasets.0.prompt.template",
+        }
+        small += [f"{template[kind]}=chatml"]
+        if kind == "sft":
+            small += ["eval.held_out.datasets.0.chat_template=chatml"]
+        small += ["model={}"]
+    assert main(["prepare", f"{kind}.yaml", *(w for s in small for w in ("--set", s))]) == 0
+
+
+@pytest.mark.slow
+def test_what_init_writes_for_images_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    images = np.arange(64 * 20, dtype=np.uint8).reshape(20, 64)
+    rows = {"image": [one.reshape(8, 8).tolist() for one in images], "label": [0, 1] * 10}
+    pq.write_table(pa.table(rows), "digits.parquet")
+    assert main(["init", "classify"]) == 0
+    assert main(["plan", "classify.yaml", "--set", "data.batch_size=4"]) == 0
+    assert "classes" in capsys.readouterr().out
+
+
+def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, step in (("done", 10), ("half", 5), ("now", 3), ("odd", 1)):
+        folder = tmp_path / "runs" / name
+        (folder / "checkpoints").mkdir(parents=True)
+        record = {"step": step, "loss": 2.5, "eval": {"held_out": {"loss": 3.0}}}
+        (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        (folder / "run.yaml").write_text(yaml.safe_dump({"train": {"steps": 10}}))
+    (tmp_path / "runs/odd/metrics.jsonl").write_text("nothing\nmore\n")
+    with training(tmp_path / "runs/now"):
+        assert main(["runs", str(tmp_path), "--json"]) == 0
+    found = {Path(one["folder"]).name: one for one in json.loads(capsys.readouterr().out)}
+    states = {name: one["state"] for name, one in found.items()}
+    assert states.pop("odd").startswith("damaged: ")
+    assert states == {"done": "finished", "half": "stopped", "now": "training"}
+    assert (found["done"]["step"], found["done"]["loss"]) == (10, 2.5)
+    assert found["done"]["held_out"] == {"held_out": 3.0}
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "finished" in capsys.readouterr().out
+    assert main(["runs", str(tmp_path / "runs/done/checkpoints")]) == 2
+
+
+def test_progress_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line every half minute, of training with the time to go."""
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(show, "console", show.Terminal(file=io.StringIO(), width=400))
+    record = {"loss": 1.0}
+    with show.training() as heard:
+        for step in range(1, 11):
+            heard(TrainEvent(kind="step", step=step, steps=1000, record=record))
+    lines = show.console.file.getvalue().splitlines()  # pyright: ignore
+    said = [line for line in lines if line.startswith("step")]
+    assert len(said) == 4
+    assert "steps/s" in said[-1]
+    assert "to go" in said[-1]
+
+
+def test_nothing_of_progress_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    terminal = show.Terminal(file=screen, width=80, force_terminal=True, _environ={})
+    monkeypatch.setattr(show, "console", terminal)
+    record = {"loss": 1.0, "ppl": 2.7, "grad_norm": 0.5, "learning_rate": 1e-3}
+    record |= {"tokens_per_second": 123456.0, "mfu": 0.412, "data_wait": 0.031}
+    with show.training() as heard:
+        heard(TrainEvent(kind="step", step=1, steps=100, record=record))
+
+    def event(done: int) -> ProgressEvent:
+        where = {"stage": "tokenize", "dataset": "a-long-name-of-data", "unit": "rows"}
+        return ProgressEvent(**where, done=done, total=10**6, num_bytes=done * 1000)
+
+    with show.progress() as listener:
+        for done in (1, 500_000):
+            listener(event(done))
+    seen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", " ", screen.getvalue())
+    words = set(re.split(r"\s+", seen))
+    assert {"loss", "ppl", "123,456", "tok/s", "MFU", "41.2%", "3.1%", "rows/s,", "go"} <= words
+    assert "…" not in seen
