@@ -187,6 +187,21 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def trl(session: nox.Session) -> None:
+    """TRL's own preparation of the rows whose tokens and masks the normal run compares with
+    tests/trl_oracle.py: the oracle is right, and so are we.
+    """
+    session.install(".[test]", "trl==1.16.0", "torch==2.13.0")
+    session.run(
+        "pytest",
+        "tests/interop/test_trl.py",
+        "tests/transforms/test_trl_shapes.py",
+        *session.posargs,
+        env=TEST_ENV | {"EASYPIPE_TRL": "required"},
+    )
+
+
+@nox.session
 def html(session: nox.Session) -> None:
     """The page of `easypipe preview` in a headless Chromium: the one of this machine, else one that
     playwright downloads.

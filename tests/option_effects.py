@@ -230,6 +230,12 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "stages/test_prompt_rows.py::test_prompts_and_completions",
             "the second of them, which is trained",
         ),
+        "rejected_field": Effect(
+            "output",
+            "transforms/test_trl_shapes.py::test_a_shape_of_trl_gives_its_tokens_and_masks",
+            "pairs: the answer that was not preferred",
+            "refused: there are no pairs",
+        ),
         "prompt": Effect(
             "output",
             "transforms/test_prompts.py::test_the_engine_gives_what_the_pipeline_stores",

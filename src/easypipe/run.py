@@ -321,14 +321,14 @@ def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
             raise ConfigError(
                 at=at,
                 problem=problem,
-                fix="Set train.preference, or leave prompt.rejected_column out.",
+                fix="Set train.preference, or leave prompt.rejected_column (rejected_field) out.",
             )
         if paired is False and run.train.preference is not None:
             problem = "is given, but the rows hold no pairs of answers"
             raise ConfigError(
                 at="train.preference",
                 problem=f"{problem} ({at})",
-                fix="Name prompt.rejected_column, or leave it out.",
+                fix="Name prompt.rejected_column (or rejected_field), or leave it out.",
             )
 
 

@@ -4,7 +4,6 @@ read what was found.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -354,14 +353,19 @@ def test_nothing_is_mapped_silently(tmp_path: Path) -> None:
     ids=["prompt", "text", "messages"],
 )
 def test_pairs_are_proposed_as_pairs(tmp_path: Path, row: dict[str, Any]) -> None:
-    pairs = discover(jsonl(tmp_path / "pairs.jsonl", [row] * 3))
-    prompt = pairs.propose().fields["prompt"]
-    assert (prompt.answer, prompt.rejected_column) == ("chosen", "rejected")
-    if prompt.format_type == "chat":
-        prompt = dataclasses.replace(prompt, template=CHATML)
-    better, worse = PromptEngine(chat_tokenizer(), prompt).encode_pair(row)
-    assert better["loss_mask"].any()
-    assert worse["loss_mask"].any()
+    fields = dict(discover(jsonl(tmp_path / "pairs.jsonl", [row] * 3)).propose().fields)
+    assert (fields["completion_field"], fields["rejected_field"]) == ("chosen", "rejected")
+    assert fields.get("prompt_field") == ("prompt" if "prompt" in row else None)
+    if not isinstance(row["chosen"], str):
+        fields["chat_template"] = CHATML
+    config = PipelineConfig(
+        datasets=[DatasetConfig(name="x", tokenizer=chat_tokenizer(), **fields)],
+        seed=1,
+        cache_dir=tmp_path / "cache",
+    )
+    documents = Pipeline.from_config(config).source().tokenize().get_data()["x"]
+    assert documents.info.pairs
+    assert documents.read(0, 0, 3).num_rows == 3
 
 
 def test_pairs_without_their_prompt_are_refused(tmp_path: Path) -> None:
@@ -569,15 +573,23 @@ def test_the_case_of_roles_does_not_matter(tmp_path: Path) -> None:
     )
 
 
-def test_pairs_whose_prompt_stands_beside_them_are_not_proposed_without_it() -> None:
+def test_pairs_whose_prompt_stands_beside_them_are_proposed_with_it() -> None:
     pair = {"prompt": TALK[:1], "chosen": TALK[1:], "rejected": [TALK[1] | {"content": "go away"}]}
-    with pytest.raises(
-        ConfigError, match=r"the prompt stands in a column of its own\. Put it in front of both"
-    ):
-        discover([pair] * 3).propose()
+    assert discover([pair] * 3).propose().config.prompt_field == "prompt"
     whole = {
         "prompt": "hi",
         "chosen": TALK,
         "rejected": [TALK[0], TALK[1] | {"content": "go away"}],
     }
-    assert discover([whole] * 3).propose().config.prompt.input_columns == ("chosen",)
+    config = discover([whole] * 3).propose().config
+    assert (config.prompt_field, config.completion_field) == (None, "chosen")
+
+
+def test_prompts_alone_and_unpaired_preferences_say_what_is_left() -> None:
+    prompts = discover([{"prompt": TALK[:1]}] * 3).propose()
+    assert prompts.fields["train_on"] == "all"
+    assert any("easypipe generate" in reason for reason in prompts.reasons)
+    row = {"prompt": TALK[:1], "completion": TALK[1:]}
+    unpaired = discover([row | {"label": n > 0} for n in range(3)]).propose()
+    assert unpaired.fields["on_error"] == "skip"
+    assert unpaired.trial.reasons == {"rejected_answer": 1}

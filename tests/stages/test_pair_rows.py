@@ -42,6 +42,12 @@ TALK = PromptConfig(
     template=CHATML,
     train_on="last_assistant",
 )
+SHARED = PromptConfig(
+    input_columns=("chosen",), rejected_column="rejected", template=CHATML, train_on="completion"
+)
+SHARED_TEXT = PromptConfig(
+    format_type="text", input_columns=("chosen",), rejected_column="rejected"
+)
 PACK = PackStageConfig(seq_length=64, strategy="first_fit", oversize="drop")
 
 
@@ -85,7 +91,9 @@ def tokenized(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "data"), [(PLAIN, rows()), (TALK, talks())], ids=["columns", "messages"]
+    ("prompt", "data"),
+    [(PLAIN, rows()), (TALK, talks()), (SHARED, talks()), (SHARED_TEXT, rows())],
+    ids=["columns", "messages", "shared messages", "shared text"],
 )
 def test_a_document_is_both_answers_as_the_engine_writes_them(tmp_path, prompt, data):
     batch = tokenized(tmp_path, data, prompt).read(0, 0, len(data))

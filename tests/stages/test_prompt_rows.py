@@ -565,17 +565,10 @@ def test_saved_conversations_give_the_same_batches(tmp_path: Path, format: Any) 
             {"prompt_field": "q", "completion_field": "q"},
             "completion_field: is the prompt_field too",
         ),
+        ({"rejected_field": "b"}, "completion_field: rejected_field needs it"),
         (
-            {"prompt_field": "q", "completion_field": "a", "train_on": "assistant"},
-            "train_on: prompts have no assistant",
-        ),
-        (
-            {"prompt_field": "q", "completion_field": "a", "chat_template": "{{ 1 }}"},
-            "chat_template: has no effect",
-        ),
-        (
-            {"prompt_field": "q", "completion_field": "a", "tools_field": "t"},
-            "tools_field: has no effect",
+            {"completion_field": "a", "rejected_field": "a"},
+            "rejected_field: is the completion_field too",
         ),
         ({"template_date": "yesterday"}, "template_date: 'yesterday' is no date"),
         ({"train_on": "user"}, "train_on: 'user' is not an option"),
@@ -585,6 +578,23 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], pr
     with pytest.raises(ConfigError) as caught:
         dataset("x.jsonl", **options)
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"train_on": "assistant"}, "train_on: prompts have no assistant"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template: has no effect"),
+        ({"tools_field": "t"}, "tools_field: has no effect"),
+    ],
+)
+def test_options_about_messages_are_refused_for_prompts_of_text(
+    tmp_path: Path, options: dict[str, Any], problem: str
+) -> None:
+    columns = {"content_field": "text", "prompt_field": "q", "completion_field": "a"}
+    with pytest.raises(ConfigError) as caught:
+        tokenized(tmp_path, [{"q": "a", "a": "b"}], **columns, **options)
+    assert f"datasets[0].{problem}" in str(caught.value)
 
 
 def test_options_about_messages_are_refused_for_other_columns(tmp_path: Path) -> None:

@@ -114,6 +114,15 @@ def assert_one_way(folder: Path, rows: Sequence[dict[str, Any]], prompt: PromptC
 
 FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "chat": ({}, [TALK, {"messages": None}, {"messages": talk("only a question")}]),
+    "messages and those that answer them": (
+        {"label_column": "completion", "input_columns": ("prompt",)},
+        [
+            {"prompt": talk("Sure?"), "completion": talk("", "Yes.")[1:]},
+            {"prompt": talk("Sure?", "Yes.", "And now?"), "completion": talk("", "No.")[1:]},
+            {"prompt": [], "completion": talk("", "Yes.")[1:]},
+            {"prompt": talk("Sure?"), "completion": None},
+        ],
+    ),
     "chat as text": ({}, [{"messages": json.dumps(TALK["messages"])}, {"messages": "[{"}]),
     "sharegpt": (
         {"format_type": "sharegpt", "roles": {"bot": "assistant"}},
@@ -600,7 +609,7 @@ def test_few_shot_draws_from_data_files_by_seed_and_row(tmp_path: Path) -> None:
     ("options", "problem"),
     [
         ({"format_type": "xml"}, "format_type: 'xml' is not an option"),
-        ({"label_column": "a"}, "label_column: has no effect on format_type 'chat'"),
+        ({"label_column": "messages"}, "label_column: 'messages' stands twice"),
         ({"roles": {"a": "user"}}, "roles: has no effect on format_type 'chat'"),
         (
             {"format_type": "text", "train_on": "all"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -26,6 +26,16 @@ from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN
 # Needs no tokenizer.
 
 
+_REMARKS = {
+    "unpaired": (
+        "on_error = 'skip': answers whose label is false are left out and counted, the others "
+        "trained; unpaired preferences are not trained yet",
+    ),
+    "prompts": (
+        "train_on = 'all': nobody answers in these rows, so all of them is trained; to have them "
+        "answered, use `easypipe generate RUN --messages FILE`",
+    ),
+}
 WRITTEN = ("user", "assistant", "system", "tool")  # the roles that chat templates know
 
 
@@ -82,10 +92,12 @@ def _wrong(kind: Kind, row: Row, roles: Mapping[str, str] | None) -> Wrong | Non
     values = {choice.slot: row.get(choice.column) for choice in kind.choices}
     if kind.name in ("tokens", "unknown"):
         return None
+    if kind.name == "unpaired" and values["label"] is False:
+        return "rejected_answer", f"column {kind.column('label')!r} is false"
     if kind.name in ("messages", "sharegpt") or kind.roles:
         renamed = kind.name == "sharegpt" or names_roles_otherwise(kind)
         reader = MessageReader({**ROLES, **(roles or {})} if renamed else None)
-        for slot in ("messages", "conversations", "chosen", "rejected"):
+        for slot in ("messages", "conversations", "chosen", "rejected", "completion"):
             if slot in values and (wrong := _wrong_talk(reader, values[slot])) is not None:
                 return wrong
         return None
@@ -196,17 +208,12 @@ def propose(
             have=[column.name for column in part.columns],
             fix=f"Name them: kind={wanted!r}, columns={{{named}}}{others}.",
         )
-    if found.name == "preference" and found.roles and not _begin_with_prompts(found, part.rows):
-        problem = (
-            "preference pairs whose conversations begin with the answer: the prompt stands "
-            "in a column of its own"
-        )
-        raise ConfigError(
-            at=part.name, problem=problem, fix="Put it in front of both with format_callback."
-        )
+    if found.name == "preference":
+        found = _with_one_prompt(part.name, found, part.rows)
     reasons = (
         *part.because,
         *(f"{choice.slot} = {choice.column!r}: {choice.reason}" for choice in found.choices),
+        *_REMARKS.get(found.name, ()),
     )
     _check_roles(part.name, found, roles or {})
     trial = try_rows(found, part.rows, roles)
@@ -245,6 +252,30 @@ def _check_roles(at: str, found: Kind, roles: Mapping[str, str]) -> None:
         )
 
 
+def _with_one_prompt(at: str, found: Kind, rows: Sequence[Row]) -> Kind:
+    """Pairs of answers without a column of text beside conversations, which hold that prompt
+    themselves. Raises ConfigError where these begin with the answer.
+    """
+    talks = _is_talk(found.column("chosen"), rows)
+    if not talks or _is_talk(found.column("prompt"), rows):
+        return found
+    if not _begin_with_prompts(found, rows):
+        problem = (
+            "preference pairs whose conversations begin with the answer: the prompt stands "
+            "in a column of its own"
+        )
+        raise ConfigError(
+            at=at, problem=problem, fix="Put it in front of both with format_callback."
+        )
+    return replace(found, choices=tuple(one for one in found.choices if one.slot != "prompt"))
+
+
+def _is_talk(column: str | None, rows: Sequence[Row]) -> bool:
+    """Whether a column of the first rows holds messages."""
+    values = [value_of(row.get(column or ""), keep=()) for row in rows]
+    return bool(values) and any(isinstance(value, list) for value in values)
+
+
 def _begin_with_prompts(kind: Kind, rows: Sequence[Row]) -> bool:
     """Whether the chosen and rejected conversations of the first rows hold their prompts
     themselves.
@@ -263,15 +294,21 @@ def _fields(kind: Kind, roles: Mapping[str, str] | None) -> Settings:
     tools = None if column.get("tools") == "tools" else column.get("tools")
     if kind.name == "text":
         return {"content_field": column["text"]}
-    if kind.name == "prompt_completion":
-        return {"prompt_field": column["prompt"], "completion_field": column["completion"]}
+    named = {"tools_field": tools} if tools else {}
+    if kind.name == "prompts":
+        return {"content_field": column["prompt"], "train_on": "all"} | named
+    if kind.name in ("prompt_completion", "unpaired"):
+        own = {"prompt_field": column["prompt"], "completion_field": column["completion"]}
+        return own | named | ({"on_error": "skip"} if kind.name == "unpaired" else {})
     if kind.name == "messages" and not names_roles_otherwise(kind):
-        return {"content_field": column["messages"]} | ({"tools_field": tools} if tools else {})
+        return {"content_field": column["messages"]} | named
     if kind.name == "tokens":
         own = column[INPUT_IDS]
         return {} if own == INPUT_IDS else {"format_fields": {own: INPUT_IDS}}
     if kind.name == "preference":
-        return {"prompt": _pairs(column, talks=bool(kind.roles))}
+        answers = {"completion_field": column["chosen"], "rejected_field": column["rejected"]}
+        prompt_of = {"prompt_field": column["prompt"]} if "prompt" in column else {}
+        return prompt_of | answers | named
     if kind.name == "alpaca":
         prompt = PromptConfig(
             format_type="alpaca",
@@ -286,25 +323,3 @@ def _fields(kind: Kind, roles: Mapping[str, str] | None) -> Settings:
             roles=dict(roles) if roles else None,
         )
     return {"prompt": prompt}
-
-
-def _pairs(column: Mapping[str, str], *, talks: bool) -> PromptConfig:
-    chosen, rejected = column["chosen"], column["rejected"]
-    if talks:
-        return PromptConfig(
-            input_columns=(chosen,), rejected_column=rejected, train_on="last_assistant"
-        )
-    if "prompt" in column:
-        return PromptConfig(
-            format_type="prompt_completion",
-            input_columns=(column["prompt"],),
-            label_column=chosen,
-            rejected_column=rejected,
-        )
-    # What both begin with has the same likelihood in both, and falls out of the loss.
-    return PromptConfig(
-        format_type="custom",
-        template=f"{{{chosen}}}",
-        label_column=chosen,
-        rejected_column=rejected,
-    )

@@ -160,11 +160,14 @@ def _streaming_problems(config: PipelineConfig) -> list[ConfigError]:
             ConfigError(at="executor", problem=problem, fix="Leave it, or streaming, out.")
         )
     for i, dataset in enumerate(config.datasets):
+        pairs = "rejected_field" if dataset.rejected_field is not None else None
         if dataset.prompt is not None and dataset.prompt.rejected_column is not None:
+            pairs = "prompt.rejected_column"
+        if pairs is not None:
             problem = "is not there in streaming: pairs are laid out over token caches"
             problems.append(
                 ConfigError(
-                    at=f"datasets[{i}].prompt.rejected_column",
+                    at=f"datasets[{i}].{pairs}",
                     problem=problem,
                     fix="Leave streaming out.",
                 )

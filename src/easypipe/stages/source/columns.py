@@ -33,17 +33,19 @@ def read_columns(dataset: DatasetConfig) -> list[list[str]]:
             raise error.under(f"datasets.{dataset.name}.prompt") from None
         tools = dataset.prompt.tools_column
     else:
-        new = (
-            [dataset.content_field]
-            if dataset.prompt_field is None
-            else [dataset.prompt_field, dataset.completion_field]
-        )
+        new = list(answer_fields(dataset)) or [dataset.content_field]
         tools = dataset.tools_field
     new += [*dataset.additional_fields, *([tools] if tools is not None else [])]
     old = {name: before for before, name in (dataset.format_fields or {}).items()}
     names = list(dict.fromkeys([*(old.get(name, name) for name in new if name), *old.values()]))
     # a column `tools` is read where there is one
     return [names] if tools is not None else [[*names, "tools"], names]
+
+
+def answer_fields(dataset: DatasetConfig) -> tuple[str, ...]:
+    """The columns that prompt_field, completion_field and rejected_field name."""
+    named = (dataset.prompt_field, dataset.completion_field, dataset.rejected_field)
+    return tuple(name for name in named if name is not None)
 
 
 def template_columns(dataset: DatasetConfig) -> list[str]:
@@ -82,16 +84,10 @@ def formatted(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
             ) from None
     if dataset.format_callback is not None:
         types: Arguments = dict(dataset.format_columns or {})
-        pair = (dataset.prompt_field, dataset.completion_field)
-        made = (
-            pair
-            if pair != (None, None)
-            else (dataset.content_field,)
-            if dataset.prompt is None
-            else dataset.prompt.columns
-        )
+        own = answer_fields(dataset) or (dataset.content_field,)
+        made = own if dataset.prompt is None else dataset.prompt.columns
         for column in made:  # making the text is what callbacks are for
-            if column is not None and column not in schema.names:
+            if column not in schema.names:
                 types.setdefault(column, pa.large_string())
         try:
             steps.append(

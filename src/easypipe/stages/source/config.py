@@ -42,6 +42,7 @@ WHOLE = "train"  # how `datasets` calls all rows of files that name no splits
 PROMPT_OPTIONS = (
     "prompt_field",
     "completion_field",
+    "rejected_field",
     "train_on",
     "chat_template",
     "template_date",
@@ -105,7 +106,10 @@ class DatasetConfig:
     and content, or JSON of that, as in a
         column `messages`).
     prompt_field, completion_field: two columns of text that are tokenized one after the other, in
-    place of content_field.
+    place of content_field; or of messages, of which the second ones answer the first.
+    rejected_field: makes pairs of rows, for train.preference: the column of the answer that was not
+    preferred, beside that of completion_field. Without a prompt_field the prompt is what both
+    begin with.
     prompt: how rows become text, of which columns, and what of it is trained, in place of
     content_field and the options down to
         tools_field, which say the plainest of it.
@@ -180,6 +184,7 @@ class DatasetConfig:
     content_field: str = "text"
     prompt_field: str | None = None
     completion_field: str | None = None
+    rejected_field: str | None = None
     prompt: PromptConfig | None = None
     train_on: TrainOn | None = None
     chat_template: str | Path | None = None
@@ -456,40 +461,59 @@ def check_prompts(dataset: DatasetConfig) -> None:
             "Say it in prompt, or leave prompt out.",
         )
         return
-    if (dataset.prompt_field is None) != (dataset.completion_field is None):
-        missing, given = (
-            ("prompt_field", "completion_field")
-            if dataset.prompt_field is None
-            else ("completion_field", "prompt_field")
-        )
-        raise ConfigError(
-            at=missing, problem=f"{given} needs it", fix=f"Name the column, or leave {given} out."
-        )
-    if dataset.prompt_field is not None:
-        require(
-            dataset.prompt_field != dataset.completion_field,
-            "completion_field",
-            "is the prompt_field too",
-            "Name another column.",
-        )
-        for name in ("chat_template", "template_date", "train_empty_thinking", "tools_field"):
-            require(
-                options[name] is None,
-                name,
-                "has no effect on prompts and completions",
-                "Leave it out.",
-            )
-        require(
-            dataset.train_on not in ("assistant", "last_assistant"),
-            "train_on",
-            "prompts have no assistant",
-            "Use 'completion'.",
-            have=["completion", "all"],
-        )
+    _check_answers(dataset)
     check_thinking(dataset)
     check_whole(dataset.chat_template, "chat_template")
     if dataset.template_date is not None:
         check_date(dataset.template_date)
+
+
+def _check_answers(dataset: DatasetConfig) -> None:
+    """Raises ConfigError for columns of prompts and answers that do not go together."""
+    options = fields_of(dataset)
+    names = ("prompt_field", "completion_field", "rejected_field")
+    given = {name: options[name] for name in names if options[name] is not None}
+    if given and "completion_field" not in given:
+        missing = "completion_field"
+    elif list(given) == ["completion_field"]:
+        missing = "prompt_field"
+    else:
+        missing = None
+    if missing is not None:
+        one = next(iter(given))
+        raise ConfigError(
+            at=missing, problem=f"{one} needs it", fix=f"Name the column, or leave {one} out."
+        )
+    for i, (name, column) in enumerate(given.items()):
+        first = next(other for other in given if given[other] == column)
+        require(first == name or not i, name, f"is the {first} too", "Name another column.")
+
+
+def check_text_answers(dataset: DatasetConfig, at: str) -> None:
+    """Raises ConfigError, at the dataset `at`, for options of conversations beside columns of text
+    that prompt_field, completion_field and rejected_field name.
+    """
+    options = fields_of(dataset)
+    for name in ("chat_template", "template_date", "train_empty_thinking", "tools_field"):
+        require(
+            options[name] is None,
+            f"{at}.{name}",
+            "has no effect on prompts and completions",
+            "Leave it out.",
+        )
+    require(
+        dataset.train_on not in ("assistant", "last_assistant"),
+        f"{at}.train_on",
+        "prompts have no assistant",
+        "Use 'completion'.",
+        have=["completion", "all"],
+    )
+    require(
+        dataset.prompt_field is not None or dataset.train_on is None,
+        f"{at}.train_on",
+        "has no effect without a prompt_field: what both answers begin with is the prompt",
+        "Leave it out.",
+    )
 
 
 def no_datasets() -> ConfigError:

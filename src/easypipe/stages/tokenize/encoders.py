@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -35,8 +36,9 @@ from easypipe.core.schema import (
     offsets_of,
     token_dtype,
 )
+from easypipe.core.values import Arguments
 from easypipe.loader.rows.stored import Block, decode
-from easypipe.stages.source.config import PROMPT_OPTIONS, DatasetConfig
+from easypipe.stages.source.config import PROMPT_OPTIONS, DatasetConfig, check_text_answers
 from easypipe.stages.tokenize.engine import PromptEngine
 from easypipe.stages.tokenize.text_rows import (
     Texts,
@@ -120,6 +122,7 @@ class PromptRows:
             *(name for name in (*format.optional, *engine.verdicts) if name in have),
         )
         self._pair = [] if rejected is None else ["rejected", rejected]
+        self._pair += ["shared prompt"] if engine.config.shares_prompt else []
         self.pairs = rejected is not None
         self.raw, self.lengths = format.raw, engine.lengths
         self.label = format.columns[0] if format.kind == "chat" else ", ".join(format.columns)
@@ -209,20 +212,15 @@ def form_of(
             error.at = "chat_template"
         own = error.at == "tokenizer" or error.at.startswith("length.")
         raise error.under(at if own else inside) from None
-    if prompt.format_type == "text":
+    if prompt.format_type == "text" and prompt.rejected_column is None:
         return TextColumn(prompt.inputs[0], engine.lengths, blanks=dataset.text_unit == "file")
     return PromptRows(engine, source.schema.names, room)
 
 
 def _prompt_of(dataset: DatasetConfig, at: str, source: ShardedSource) -> PromptConfig:
     """What the options of a DatasetConfig without `prompt` say in its words."""
-    if dataset.prompt_field is not None:
-        return PromptConfig(
-            format_type="prompt_completion",
-            input_columns=(dataset.prompt_field,),
-            label_column=dataset.completion_field,
-            train_on=dataset.train_on,
-        )
+    if dataset.completion_field is not None:
+        return _answers_of(dataset, at, source)
     column = dataset.content_field
     if column not in source.schema.names:
         require_text(source, column, str(dataset.name))
@@ -231,14 +229,7 @@ def _prompt_of(dataset: DatasetConfig, at: str, source: ShardedSource) -> Prompt
     given = [name for name in PROMPT_OPTIONS if options[name] is not None]
     talks = is_text(kind) and (given or column == "messages")
     if is_messages(kind) or is_json(kind) or talks:
-        return PromptConfig(
-            input_columns=(column,),
-            template=dataset.chat_template,
-            train_on=dataset.train_on,
-            tools_column=dataset.tools_field,
-            template_date=dataset.template_date,
-            train_empty_thinking=dataset.train_empty_thinking,
-        )
+        return _talks_of(dataset, input_columns=(column,))
     if given:
         raise ConfigError(
             at=f"{at}.{given[0]}",
@@ -246,6 +237,40 @@ def _prompt_of(dataset: DatasetConfig, at: str, source: ShardedSource) -> Prompt
             fix="Name a column of messages.",
         )
     return PromptConfig(format_type="text", input_columns=(column,))
+
+
+def _talks_of(dataset: DatasetConfig, **columns: Any) -> PromptConfig:
+    """What a DatasetConfig says of conversations. columns: further options of the PromptConfig."""
+    own = {
+        "template": dataset.chat_template,
+        "train_on": dataset.train_on,
+        "tools_column": dataset.tools_field,
+        "template_date": dataset.template_date,
+        "train_empty_thinking": dataset.train_empty_thinking,
+    }
+    return PromptConfig(**(own | columns))
+
+
+def _answers_of(dataset: DatasetConfig, at: str, source: ShardedSource) -> PromptConfig:
+    """What prompt_field, completion_field and rejected_field say, of text or of messages. Raises
+    ConfigError for options of conversations where the columns hold text.
+    """
+    prompt, answer = dataset.prompt_field, dataset.completion_field
+    column = pa.null()
+    if answer in source.schema.names:
+        column = source.schema.field(answer).type
+    columns: Arguments = {"rejected_column": dataset.rejected_field}
+    if prompt is not None:
+        columns |= {"input_columns": (prompt,), "label_column": answer}
+    else:
+        columns |= {"input_columns": (answer,)}
+    if is_messages(column) or is_json(column):
+        train_on = dataset.train_on or "completion"
+        return _talks_of(dataset, **columns, train_on=train_on)
+    check_text_answers(dataset, at)
+    if prompt is None:
+        return PromptConfig(format_type="text", **columns)
+    return PromptConfig(format_type="prompt_completion", train_on=dataset.train_on, **columns)
 
 
 class TextEncoder:

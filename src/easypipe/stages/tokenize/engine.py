@@ -22,9 +22,9 @@ from easypipe.transforms.chat.sandbox import Row
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.prompt.config import TALKS, PromptConfig
 from easypipe.transforms.prompt.formats import (
+    SHARED,
     VERDICTS,
     ChatFormat,
-    Format,
     TemplateFormat,
     TextFormat,
 )
@@ -83,7 +83,7 @@ class PromptEngine:
         template beyond its limits.
         """
         self._require_columns(row)
-        (found,) = self.render_rows([row])
+        (found,) = self.render_rows(self._with_shared([row]))
         if isinstance(found, Refused):
             raise _no_sample(found)
         return found
@@ -123,6 +123,7 @@ class PromptEngine:
         return (
             self.lengths is None
             and self.config.rejected_column is None
+            and self.config.label is None
             and isinstance(self.format, ChatFormat)
             and train_on != "all"
         )
@@ -146,6 +147,7 @@ class PromptEngine:
     def render_pairs(self, rows: Sequence[Row]) -> list[tuple[Rendered, Rendered] | Refused]:
         """Of rows of pairs, the text of the answer that is preferred and of the one that is not."""
         answer, rejected = str(self.config.answer), str(self.config.rejected_column)
+        rows = self._with_shared(rows)
         other = self.render_rows([{**row, answer: row[rejected]} for row in rows])
         pairs: list[tuple[Rendered, Rendered] | Refused] = []
         for better, worse in zip(self.render_rows(rows), other, strict=True):
@@ -156,6 +158,14 @@ class PromptEngine:
             elif isinstance(better, Refused):
                 pairs.append(better)
         return pairs
+
+    def _with_shared(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Rows of pairs that have no prompt but what both answers begin with, with its length."""
+        if not self.config.shares_prompt or isinstance(self.format, TextFormat):
+            return rows
+        answer, rejected = str(self.config.answer), str(self.config.rejected_column)
+        shared = self.format.shared
+        return [{**row, SHARED: shared(row[answer], row[rejected])} for row in rows]
 
     def written(
         self, rows: Sequence[Row], numbers: Sequence[int], room: int | None
@@ -224,11 +234,13 @@ class PromptEngine:
         return f"PromptEngine({self.tokenizer.name!r}, {self.config.format_type!r})"
 
 
-def _format(config: PromptConfig, tokenizer: Tokenizer, lengths: Lengths | None) -> Format:
+def _format(
+    config: PromptConfig, tokenizer: Tokenizer, lengths: Lengths | None
+) -> ChatFormat | TemplateFormat | TextFormat:
     talks = config.format_type in TALKS
     if lengths is not None:
         _check_lengths(config, lengths.policy)
-    if config.format_type == "text":
+    if config.format_type == "text" and config.rejected_column is None:
         return TextFormat(config.inputs[0])
     if not talks:
         return TemplateFormat(
@@ -236,7 +248,7 @@ def _format(config: PromptConfig, tokenizer: Tokenizer, lengths: Lengths | None)
             tokenizer.special_strings,
             lengths if lengths is not None and lengths.policy.budgets else None,
         )
-    train_on = config.train_on or "assistant"
+    train_on = config.train_on or ("assistant" if config.label is None else "completion")
     try:
         template = load_chat_template(
             tokenizer,

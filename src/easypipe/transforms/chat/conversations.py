@@ -26,13 +26,13 @@ class MessageReader:
 
     roles: ShareGPT's names of who speaks; None where messages have OpenAI's keys. system: the
     prompt of those that have none. refuse: strings that no message may hold, as the template writes
-    the special tokens. everything: every token is trained, whoever says it.
+    the special tokens. everything: the `train_on` that trains what anybody says; empty for others.
     """
 
     roles: Mapping[str, str] | None = None
     system: str | None = None
     refuse: Sequence[str] = ()
-    everything: bool = False
+    everything: str = ""
 
     @functools.cached_property
     def _refused(self) -> re.Pattern[str] | None:
@@ -106,7 +106,8 @@ class MessageReader:
             return f"message {i} is to be trained, and is the {message['role']}'s"
         if self.everything:
             what = "weight" if flag is None else "train flag"
-            return f"message {i} has a {what}, and train_on='all' trains every token"
+            trained = "every token" if self.everything == "all" else "all behind the prompt"
+            return f"message {i} has a {what}, and train_on={self.everything!r} trains {trained}"
         return None
 
 

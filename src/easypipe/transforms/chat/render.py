@@ -74,8 +74,9 @@ class ChatTemplate:
     ) -> list[Rendered | Refused]:
         """Conversations as texts, with what is trained of each.
 
-        rows: `messages`, a list of dicts, and `tools`, a list or None; or JSON of these, which
-        `reader` says how to read and to refuse. What is refused already stays so. Thread safe; a
+        rows: `messages`, a list of dicts, and `tools`, a list or None, and `answers` where the last
+        so many messages answer the others; or JSON of messages and tools, which `reader` says how
+        to read and to refuse. What is refused already stays so. Thread safe; a
         thread waits for worker processes.
 
         Raises HostileTemplateError for a template that does not compile, does what it must not, or

@@ -107,12 +107,17 @@ class Spans:
         self.known_ends: set[tuple[bool, str]] = set()
 
     def find(
-        self, messages: Sequence[Message], tools: Sequence[object] | None, train_on: str
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[object] | None,
+        train_on: str,
+        answers: int | None = None,
     ) -> Rendered:
         """The text of a conversation, with the characters that are trained.
 
         train_on: which turns are trained where their own `train` or `weight` does not say;
-        templates are not told of those keys.
+        templates are not told of those keys. answers: how many of the last messages answer the
+        others, which are a prompt; None where nobody says.
 
         Raises RenderError where the template refuses, UnprovenError where it cannot be told what is
         trained.
@@ -126,7 +131,12 @@ class Spans:
         text, marked = self.template.render(messages, tools)
         if train_on == "all":
             return Rendered(text, [(0, len(text))] if text else [], self._end(text, trained=True))
-        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        prompt = 0 if answers is None else len(messages) - answers
+        if answers is not None and train_on == "completion":
+            start = self._behind_prompt(text, messages[:prompt], tools)
+            return Rendered(text, [(start, len(text))], self._end(text, trained=True))
+        every = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        turns = [i for i in every if i >= prompt]
         asked = {
             "assistant": turns,
             "last_assistant": turns[-1:],
@@ -135,12 +145,21 @@ class Spans:
         trained = [i for i in turns if (i in asked if flags[i] is None else flags[i])]
         if not trained:
             return Rendered(text, [], OPEN)
-        if self.template.marked and trained == turns:
+        if self.template.marked and trained == every:
             spans = marked
         else:
             spans = self._proven(text, marked, messages, tools, trained)
         last = bool(spans) and not text[spans[-1][1] :].strip()
         return Rendered(text, spans, self._end(text, trained=last))
+
+    def _behind_prompt(
+        self, text: str, prompt: Sequence[Message], tools: Sequence[object] | None
+    ) -> int:
+        """Where in a text the generation prompt of its first messages ends, as far as the text
+        begins with it.
+        """
+        asked, _ = self.template.render(prompt, tools, prompt=True)
+        return len(asked) if text.startswith(asked) else num_shared(asked, text)
 
     def _end(self, text: str, *, trained: bool) -> int:
         said = text.rstrip()
@@ -254,7 +273,7 @@ class Spans:
                 return follows[0], last
         if last is not None:
             return None, last
-        shared = _shared(between[::-1], before[::-1])
+        shared = num_shared(between[::-1], before[::-1])
         middle = between[: len(between) - shared].rstrip() or None
         return middle, middle if middle is not None and tail.startswith(middle) else None
 
@@ -506,7 +525,7 @@ class _Aligned:
         if text.count(word) != 1:
             raise UnprovenError(f"where the turn of message {i} begins cannot be told")
         other = _OPENED_THOUGHT.sub("", self._tail(text[: text.index(word)]))
-        shared = _shared(gap, other)
+        shared = num_shared(gap, other)
         half = _HALF_TAG.search(gap, 0, shared) if shared < len(gap) else None
         return shared if half is None else half.start()
 
@@ -526,7 +545,7 @@ def _opens_among(tokens: Sequence[str]) -> Callable[[str], bool]:
     )
 
 
-def _shared(one: str, two: str) -> int:
-    """How many characters both begin with."""
+def num_shared(one: Sequence[object], two: Sequence[object]) -> int:
+    """How many characters, or messages, both begin with."""
     pairs = zip(one, two, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -25,7 +25,8 @@ from easypipe.transforms.tokenizer.masked import encode_masked
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 CUT_BY = "split_turns"  # what the ledger calls those that are cut
-Request = Mapping[str, Json]  # `messages` and `tools`, as ChatTemplate.render takes them
+# `messages` and `tools`, and with an answer of its own `answers`, as ChatTemplate.render takes them
+Request = Mapping[str, Json]
 Answer = Rendered | Refused
 
 
@@ -46,7 +47,10 @@ def trimmed(
     over = np.flatnonzero(sizes > lengths.limit).tolist()
     requests = {i: row for i, row in enumerate(asked) if isinstance(row, Mapping)}
     talks = {i: requests[i]["messages"] for i in over}
-    starts = {i: _questions(talk) for i, talk in talks.items()}
+    starts = {
+        i: [at for at in _questions(talk) if at < len(talk) - requests[i].get("answers", 0)]
+        for i, talk in talks.items()
+    }
     for i in over:
         detail = (
             f"{sizes[i]} tokens; its system prompt and last turn alone are more than "

@@ -123,7 +123,7 @@ class _Writer:
                 text, _ = spans.template.render(talk, row["tools"], prompt=True)
                 found = Rendered(text, [(0, len(text))], len(text))
             else:
-                found = spans.find(talk, row["tools"], train_on)
+                found = spans.find(talk, row["tools"], train_on, row.get("answers"))
         if not found.text.strip():
             return ["empty", "the template prints nothing"]
         if not any(a < b for a, b in found.spans):

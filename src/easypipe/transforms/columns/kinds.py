@@ -15,12 +15,23 @@ from easypipe.transforms.chat.sandbox import Json, Row
 from easypipe.transforms.columns.mapper import Choice, Match, Slot, Tie, match_columns
 
 KindName = Literal[
-    "text", "prompt_completion", "alpaca", "sharegpt", "messages", "preference", "tokens", "unknown"
+    "text",
+    "prompt_completion",
+    "unpaired",
+    "prompts",
+    "alpaca",
+    "sharegpt",
+    "messages",
+    "preference",
+    "tokens",
+    "unknown",
 ]
 
 TITLES: dict[str, str] = {
     "text": "plain text",
     "prompt_completion": "prompts with completions",
+    "unpaired": "unpaired preferences",
+    "prompts": "prompts without answers",
     "alpaca": "Alpaca instructions",
     "sharegpt": "ShareGPT conversations",
     "messages": "OpenAI messages",
@@ -69,6 +80,7 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
         Slot(name="chosen", aliases=("preferred", "winner", "response chosen", "chosen response")),
         Slot(name="rejected", aliases=("dispreferred", "loser", "response rejected", "rejected response")),
         Slot(name="prompt", aliases=_PROMPT, required=False),
+        _TOOLS,
     ),
     "messages": (Slot(name="messages", aliases=_TALK), _TOOLS),
     "sharegpt": (Slot(name="conversations", aliases=_TALK), _TOOLS),
@@ -77,11 +89,22 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
         Slot(name="input", aliases=("context", "inputs"), required=False),
         Slot(name="output", aliases=("response", "answer", "completion", "outputs", "responses")),
     ),
-    "prompt_completion": (Slot(name="prompt", aliases=_PROMPT), Slot(name="completion", aliases=_COMPLETION)),
+    "unpaired": (
+        Slot(name="prompt", aliases=_PROMPT),
+        Slot(name="completion", aliases=_COMPLETION),
+        Slot(name="label", aliases=("kto tag",)),
+        _TOOLS,
+    ),
+    "prompt_completion": (Slot(name="prompt", aliases=_PROMPT), Slot(name="completion", aliases=_COMPLETION), _TOOLS),
+    "prompts": (Slot(name="prompt", aliases=("prompts",)), _TOOLS),
     "text": (
         Slot(name="text", aliases=("content", "document", "body", "article", "code", "passage", "story", "page content")),
     ),
 }  # fmt: skip
+
+
+# kinds of rows whose columns may hold messages of role and content, beside ShareGPT's
+_TALKS = ("messages", "preference", "unpaired", "prompt_completion", "prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +209,7 @@ def _holding(columns: Mapping[str, str], kinds: list[str], names: list[str]) -> 
 def _kind(name: str, found: Match, rows: Sequence[Row]) -> Kind:
     choices, ties = found
     kind = Kind(name=cast(KindName, name), choices=choices, ties=ties)
-    if name not in ("messages", "sharegpt", "preference"):
+    if name not in (*_TALKS, "sharegpt"):
         return kind
     messages = [
         message
@@ -216,12 +239,16 @@ def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Row]) -> bool:
         )
     if slot == "tools":
         return text or t.is_list(field.type) or t.is_large_list(field.type) or t.is_null(field.type)
+    if slot == "label":
+        return t.is_boolean(field.type)
     talk = is_messages(field.type) or (text and bool(_talks(rows, field.name)))
+    if kind == "prompts" and not talk:
+        return False
     if kind in ("messages", "sharegpt"):
         return talk and _says(
             ("role", "content") if kind == "messages" else ("from", "value"), field, rows
         )
-    if kind == "preference" and talk:
+    if kind in _TALKS and talk:
         return _says(("role", "content"), field, rows)
     return text and not talk
 

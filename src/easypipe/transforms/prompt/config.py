@@ -108,10 +108,13 @@ class PromptConfig:
         other formats have none.
     input_columns: what is read beside the label: of messages the column that holds them, of
     "custom" the columns that the template names.
-    label_column: the column that is trained; "custom" without one trains all.
+    label_column: the column that is trained; "custom" without one trains all. Of messages, the
+    column of those that answer the conversation in input_columns.
     rejected_column: makes pairs of rows, for train.preference: each is written twice, the second
     time with this column in place of the
-        label (of messages, of the messages), as the answer that was not preferred.
+        label (of messages without one, and of "text", of the column itself), as the answer that was
+        not preferred. Of "text", and of messages with train_on "completion", what both begin with
+        is the prompt.
     tools_column: of messages, the column of tools; None takes the column `tools`, where there is
     one.
     roles: of "sharegpt", what `from` says to which role: {"bot": "assistant"}, beside human, gpt,
@@ -120,7 +123,8 @@ class PromptConfig:
     with an empty line behind.
     few_shot: examples in front of every row.
     train_on: of messages `assistant` (the default), `last_assistant`, `completion` (the last
-    message, if it is the assistant's) or `all`;
+    message, if it is the assistant's; with a label_column, where it is the default, all that the
+    template writes behind the prompt) or `all`;
         a message's own `train` (true or false) goes before it. Else `completion` (the default where
         there is a label) or `all`.
     template_date: the day (2026-01-31) that templates are told which ask for today's; None refuses
@@ -240,7 +244,19 @@ class PromptConfig:
     @property
     def answer(self) -> str | None:
         """The column in whose place `rejected_column` stands in a row's second text."""
-        return self.inputs[0] if self.format_type in TALKS else self.label
+        return self.label or (self.inputs[0] if self.format_type in (*TALKS, "text") else None)
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether what both answers of a pair begin with is their prompt."""
+        whole = self.label is None and (self.format_type == "text" or self.train_on == "completion")
+        return self.rejected_column is not None and whole
+
+    @property
+    def trains_behind_prompt(self) -> bool:
+        """Of messages, whether all that follows the prompt is trained, whoever says it."""
+        answers = self.label is not None or self.shares_prompt
+        return answers and self.train_on in (None, "completion")
 
     def source(self) -> tuple[str, str]:
         """(text, origin) of a custom template.
@@ -272,10 +288,10 @@ class PromptConfig:
 
     def _without_effect(self) -> list[str]:
         if self.format_type in TALKS:
-            return ["label_column", *([] if self.format_type == "sharegpt" else ["roles"])]
+            return [] if self.format_type == "sharegpt" else ["roles"]
         names = ["tools_column", "roles", "train_empty_thinking"]
         if self.format_type != "custom":
             names += ["template", "template_date"]
         if self.format_type == "text":
-            names += ["label_column", "rejected_column", "system_prompt", "few_shot", "train_on"]
+            names += ["label_column", "system_prompt", "few_shot", "train_on"]
         return names

@@ -19,7 +19,7 @@ from easypipe.transforms.chat.conversations import (
 from easypipe.transforms.chat.pool import WrittenTalk
 from easypipe.transforms.chat.render import ChatTemplate, check_whole, is_jinja
 from easypipe.transforms.chat.sandbox import Json, Message, Row
-from easypipe.transforms.chat.spans import FLAG, OPEN, Rendered
+from easypipe.transforms.chat.spans import FLAG, OPEN, Rendered, num_shared
 from easypipe.transforms.chat.turns import Request, split_at_turns, trimmed
 from easypipe.transforms.prompt.config import ROLES, PromptConfig
 from easypipe.transforms.prompt.few_shot import FewShot
@@ -40,6 +40,7 @@ TOOLS = "tools"  # the column that holds them, where none is named
 SYSTEM = "system"  # the column of system prompts that conversations and Alpaca rows may have
 # columns of true and false that say whether an answer is a good one: unpaired preferences
 VERDICTS = ("label", "kto_tag")
+SHARED = "easypipe shared"  # of a row of a pair: how much of its beginning both answers have
 
 
 class Format(Protocol):
@@ -85,29 +86,27 @@ class ChatFormat:
         """trim: what oldest turns are left out for; None: nothing is."""
         self.template = template
         self._trim = trim
-        self._messages = config.inputs[0]
+        self._messages, self._answer = config.inputs[0], config.label
         self._tools = config.tools_column or TOOLS
-        self.columns = (
-            (self._messages,)
-            if config.tools_column is None
-            else (self._messages, config.tools_column)
-        )
+        said = (self._messages,) if config.label is None else (self._messages, config.label)
+        self.columns = said if config.tools_column is None else (*said, config.tools_column)
         self._system = None if SYSTEM in self.columns else SYSTEM
         optional = (TOOLS if config.tools_column is None else None, self._system)
         self.optional: tuple[str, ...] = tuple(
             name for name in optional if name is not None and name != self._messages
         )
         roles = {**ROLES, **(config.roles or {})} if config.format_type == "sharegpt" else None
+        everything = template.train_on == "all" or config.trains_behind_prompt
         self._reader = MessageReader(
-            roles, config.system_prompt, tuple(refuse), template.train_on == "all"
+            roles, config.system_prompt, tuple(refuse), template.train_on if everything else ""
         )
         self._few_shot = None
         if config.few_shot is not None:
             self._few_shot = FewShot(
                 config.few_shot,
-                self.columns[:1],
-                lambda row: {self._messages: self._talk(row)},
-                lambda pool: [self._example(row[self._messages]) for row in pool],
+                said,
+                lambda row: {name: self._talk(row[name]) for name in said},
+                lambda pool: [self._example(self._joined(row)) for row in pool],
                 "Give messages as rows have them.",
             )
 
@@ -120,6 +119,8 @@ class ChatFormat:
             more["system"] = self._reader.system
         if self._few_shot is not None:
             more["few_shot"] = self._few_shot.identity
+        if self._answer is not None:
+            more["answer"] = self._answer
         return [self.template.fingerprint, *([more] if more else [])]
 
     def accepts(self, kind: pa.DataType) -> bool:
@@ -150,6 +151,8 @@ class ChatFormat:
         alone = (
             self._few_shot is None
             and self._trim is None
+            and self._answer is None
+            and SHARED not in row
             and not (self._system and row.get(self._system))
         )
         return (
@@ -159,7 +162,9 @@ class ChatFormat:
         )
 
     def _request(self, row: Row) -> Request | Refused:
-        talk, tools = self._talk(row), value_of(row.get(self._tools), keep=())
+        talk, tools = self._joined(row), value_of(row.get(self._tools), keep=())
+        if isinstance(talk, Refused):
+            return talk
         wrong = self._reader.wrong(talk, tools)
         if wrong is not None:
             return Refused(*wrong)
@@ -171,16 +176,38 @@ class ChatFormat:
                 "two_system_prompts",
                 f"column {SYSTEM!r} and the first message both hold one, and they differ",
             )
-        drawn = [] if self._few_shot is None else self._few_shot.of({self._messages: talk})
-        return self._reader.whole(talk, tools, [one for some in drawn for one in some], system)
+        drawn = [] if self._few_shot is None else self._few_shot.of(row)
+        whole = self._reader.whole(talk, tools, [one for some in drawn for one in some], system)
+        if self._answer is not None:
+            return {**whole, "answers": len(self._talk(row[self._answer]))}
+        return {**whole, "answers": len(talk) - row[SHARED]} if SHARED in row else whole
 
-    def _talk(self, row: Row) -> Json:
-        return self._reader.translated(value_of(row[self._messages], keep=("role", "content")))
+    def shared(self, one: Json, other: Json) -> int:
+        """How many messages both conversations begin with; 0 where one is none."""
+        pair = self._talk(one), self._talk(other)
+        return num_shared(*pair) if all(isinstance(talk, list) for talk in pair) else 0
+
+    def _talk(self, value: Json) -> Json:
+        return self._reader.translated(value_of(value, keep=("role", "content")))
+
+    def _joined(self, row: Row) -> Json:
+        """The messages of a row, with those that answer them where they stand in a column of their
+        own. Refused where one of the two holds none.
+        """
+        talk = self._talk(row[self._messages])
+        if self._answer is None:
+            return talk
+        for column, part in ((self._messages, talk), (self._answer, self._talk(row[self._answer]))):
+            if (wrong := wrong_messages(part)) is not None:
+                return Refused(wrong[0], f"column {column!r}: {wrong[1]}")
+        return [*talk, *self._talk(row[self._answer])]
 
     def _example(self, talk: Json) -> list[Message] | Refused:
         """The messages of an example, none of them trained; its system message stays away, as the
         row has one.
         """
+        if isinstance(talk, Refused):
+            return talk
         wrong = wrong_messages(talk) or self._reader.wrong_flags(talk)
         if wrong is not None:
             return Refused(*wrong)
@@ -208,8 +235,9 @@ class TemplateFormat:
     ) -> None:
         """lengths: whose budgets columns are cut to; None: none are."""
         self._lengths = lengths
-        self.kind = "pairs" if config.format_type == "prompt_completion" else "prompt"
-        self._everything = config.label is None or config.train_on == "all"
+        pairs = config.format_type in ("prompt_completion", "text")
+        self.kind = "pairs" if pairs else "prompt"
+        self._everything = config.answer is None or config.train_on == "all"
         self._writer = _writer(config, names, everything=self._everything)
         self.columns = self._writer.columns
         self._system = (
@@ -244,17 +272,27 @@ class TemplateFormat:
 
     def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
         systems = [_system_of(row, self._system) for row in rows]
+        shared = [row.get(SHARED, 0) for row in rows]
         rows = [self._read(row) for row in rows]
         cut = [self._within(row) for row in rows]
         made = self._writer.write([row for row, _ in cut])
         for i, (one, system) in enumerate(zip(made, systems, strict=True)):
             if isinstance(one, Rendered):
+                spans = [[max(a, shared[i]), b] for a, b in one.spans] if shared[i] else one.spans
                 made[i] = (
                     system
                     if isinstance(system, Refused)
-                    else self._behind(one._replace(lost=cut[i][1]), rows[i], system)
+                    else self._behind(one._replace(lost=cut[i][1], spans=spans), rows[i], system)
                 )
         return made
+
+    def shared(self, one: Json, other: Json) -> int:
+        """How many characters both texts begin with, but for a space that ends them: tokens begin
+        with it.
+        """
+        if not isinstance(one, str) or not isinstance(other, str):
+            return 0
+        return len(one[: num_shared(one, other)].removesuffix(" "))
 
     def _read(self, row: Row) -> Row:
         return {name: cleaned(row[name]) for name in self.columns}
@@ -323,6 +361,8 @@ class TextFormat:
 def _writer(config: PromptConfig, names: Mapping[str, str], *, everything: bool) -> Writer:
     """names: special tokens, as Jinja templates may print them."""
     inputs, label = config.inputs, config.label
+    if config.format_type == "text":  # of a pair, which has its prompt in front of both answers
+        return FieldTemplate(["", inputs[0], ""], (), inputs[0], everything=False)
     if config.format_type == "prompt_completion":
         return FieldTemplate(
             ["", inputs[0], "", str(label), ""], inputs, label, everything=everything

@@ -1,0 +1,170 @@
+"""Every shape of rows that TRL documents, as it spells it: proposed by `discover`, and read into the
+tokens and masks that TRL makes of them (tests/trl_oracle.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import easypipe
+import trl_oracle as trl
+from chat_support import MARKED, REASONING, chat_tokenizer
+from easypipe import (
+    ConfigError,
+    DatasetConfig,
+    Pipeline,
+    PipelineConfig,
+    PromptConfig,
+    PromptEngine,
+)
+from easypipe.core.errors import SourceError
+from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_BREAK
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
+from easypipe.transforms.prompt.templates import CHATML
+from pipelines import jsonl
+from trl_oracle import SHAPES, Row, hf_tokenizer, rows, said, user
+
+
+def spellings(data: Sequence[Row], folder: Path) -> Iterator[Any]:
+    """The same rows as they come: in memory, as files, as objects of `datasets`."""
+    yield list(data)
+    yield str(jsonl(folder / "rows.jsonl", data))
+    pq.write_table(pa.Table.from_pylist(list(data)), folder / "rows.parquet")
+    yield str(folder / "rows.parquet")
+    made = datasets.Dataset.from_list(list(data))
+    yield made
+    yield made.to_iterable_dataset()
+
+
+def tokenized(data: Any, folder: Path, fields: Mapping[str, Any]) -> TokenizedShardedSource:
+    given = {"name": "rows", "tokenizer": chat_tokenizer(), "data_files": data} | dict(fields)
+    config = PipelineConfig(datasets=[DatasetConfig(**given)], seed=1, cache_dir=folder / "cache")
+    source = Pipeline.from_config(config).source().tokenize().get_data()["rows"]
+    assert isinstance(source, TokenizedShardedSource)
+    return source
+
+
+def documents(source: TokenizedShardedSource, count: int) -> list[trl.Sample]:
+    """Tokens and mask of each; where no mask is kept, packing puts EOS behind them."""
+    batch = source.read(0, 0, count)
+    ids = batch.column(INPUT_IDS).to_pylist()
+    if LOSS_MASK in batch.schema.names:
+        return list(zip(ids, batch.column(LOSS_MASK).to_pylist(), strict=True))
+    eos = source.tokenizer.eos_token_id
+    return [([*row, eos], [1] * (len(row) + 1)) for row in ids]
+
+
+def proposed(data: Any, template: str) -> dict[str, Any]:
+    fields = dict(easypipe.discover(data).part().propose().fields)
+    talks = easypipe.discover(data).part().kind.roles != ()
+    return fields | ({"chat_template": template} if talks else {})
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_of_trl_gives_its_tokens_and_masks(shape: str, tmp_path: Path) -> None:
+    data, tokenizer = rows(shape), hf_tokenizer()
+    for i, files in enumerate(spellings(data, tmp_path)):
+        fields = proposed(files, "chatml")
+        if shape == "messages":
+            fields["train_on"] = "all"  # as TRL trains without assistant_only_loss
+        made = documents(tokenized(files, tmp_path, fields), len(data))
+        if "chosen" in data[0]:
+            pairs = [trl.dpo(row, tokenizer) for row in data]
+            expected = [([*a[0], *b[0]], [*a[1], SEGMENT_BREAK, *b[1][1:]]) for a, b in pairs]
+        elif shape == "prompts":
+            expected = [trl.sft({"messages": row["prompt"]}, tokenizer) for row in data]
+        else:
+            good = [row for row in data if row.get("label", True)]
+            expected = [trl.sft(row, tokenizer) for row in good]
+        assert made == expected, f"spelling {i}"
+
+
+@pytest.mark.parametrize("template", [CHATML, REASONING, MARKED], ids=["chatml", "think", "marked"])
+@pytest.mark.parametrize("shape", ["completion talk", "completion turns", "preference talk"])
+def test_templates_that_write_more_than_words(shape: str, template: str) -> None:
+    """One that drops thoughts, one with generation markers: what is behind the prompt is trained,
+    with `assistant` what both that and the markers name."""
+    tokenizer = hf_tokenizer(template)
+    pair = "chosen" in rows(shape)[0]
+    answer = {"label_column": "chosen", "rejected_column": "rejected"} if pair else {}
+    answer = answer or {"label_column": "completion"}
+    options = {"input_columns": ("prompt",), "template": template, **answer}
+    engine = PromptEngine(chat_tokenizer(), PromptConfig(**options))
+    for row in rows(shape):
+        made = engine.encode_pair(row) if pair else (engine.encode(row),)
+        wanted = trl.dpo(row, tokenizer) if pair else (trl.sft(row, tokenizer),)
+        assert [(m[INPUT_IDS].tolist(), m[LOSS_MASK].tolist()) for m in made] == list(wanted)
+    if template is REASONING or pair:
+        return
+    turns = PromptEngine(chat_tokenizer(), PromptConfig(**options, train_on="assistant"))
+    for row in rows(shape):
+        sample = turns.encode(row)
+        expected = trl.sft(row, tokenizer, assistant_only=True)
+        assert (sample[INPUT_IDS].tolist(), sample[LOSS_MASK].tolist()) == expected
+
+
+def test_last_assistant_and_all_of_an_answer() -> None:
+    row = SHAPES["completion turns"](3)
+
+    def trained(train_on: str) -> str:
+        config = PromptConfig(
+            input_columns=("prompt",), label_column="completion", train_on=train_on
+        )
+        found = PromptEngine(chat_tokenizer(), config).render(row)
+        return "|".join(found.text[a:b] for a, b in found.spans)
+
+    assert trained("last_assistant") == "The same.<|im_end|>"
+    assert trained("assistant") == "3.<|im_end|>|The same.<|im_end|>"
+    assert trained("all").startswith("<|im_start|>user\nSure?")
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": [], "completion": [said("a")]}, "empty: column 'prompt'"),
+        ({"prompt": [user("a")], "completion": "b"}, "not_json: column 'completion'"),
+        (
+            {"prompt": [user("a")], "completion": [said("b", weight=1)]},
+            "bad_train_flag: message 1 has a weight, and train_on='completion' trains all behind",
+        ),
+    ],
+)
+def test_rows_that_are_no_prompt_with_its_answer(row: Row, problem: str) -> None:
+    config = PromptConfig(input_columns=("prompt",), label_column="completion")
+    with pytest.raises(SourceError) as caught:
+        PromptEngine(chat_tokenizer(), config).render(row)
+    assert problem in str(caught.value)
+
+
+def test_pairs_that_share_a_prompt_need_no_column_for_it(tmp_path: Path) -> None:
+    """Of answers with the same prompt in both, only what differs is trained, and in another cache
+    than where the last turn is."""
+    data = rows("preference talk implicit")
+    made = {
+        train_on: tokenized(
+            data,
+            tmp_path,
+            {
+                "prompt": PromptConfig(
+                    input_columns=("chosen",), rejected_column="rejected", train_on=train_on
+                )
+            },
+        )
+        for train_on in ("completion", "last_assistant", "assistant")
+    }
+    sums = {
+        name: sum(mask.count(1) for _, mask in documents(source, len(data)))
+        for name, source in made.items()
+    }
+    assert sums["last_assistant"] < sums["completion"] < sums["assistant"]
+    assert len({source.fingerprint for source in made.values()}) == 3
+    plain = {"completion_field": "chosen", "rejected_field": "rejected", "train_on": "all"}
+    with pytest.raises(ConfigError, match=r"datasets.0..train_on: has no effect without a prompt"):
+        tokenized(rows("preference implicit"), tmp_path, plain)
