@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.jit import jit, later
+from easypipe.core.values import Bools, Int32, Int64, UInt64
 
 
 def _pointer(kind: str) -> Any:
@@ -43,10 +43,10 @@ uint32_at = _pointer("uint32")
 
 @jit
 def list_lengths(
-    docs: NDArray[np.int64],
-    first_doc: NDArray[np.int64],
-    offsets_address: NDArray[np.uint64],
-    out: NDArray[np.int32],
+    docs: Int64,
+    first_doc: Int64,
+    offsets_address: UInt64,
+    out: Int32,
 ) -> None:
     """out[i] = offsets[d + 1] - offsets[d] of the part that holds docs[i]."""
     part = 0
@@ -60,7 +60,7 @@ def list_lengths(
 
 
 @jit
-def count_zeros(first_doc: NDArray[np.int64], bytes_address: NDArray[np.uint64]) -> int:
+def count_zeros(first_doc: Int64, bytes_address: UInt64) -> int:
     """How many documents have a byte of 0."""
     zeros = 0
     for part in range(bytes_address.shape[0]):
@@ -72,10 +72,10 @@ def count_zeros(first_doc: NDArray[np.int64], bytes_address: NDArray[np.uint64])
 
 @jit
 def byte_values(
-    docs: NDArray[np.int64],
-    first_doc: NDArray[np.int64],
-    bytes_address: NDArray[np.uint64],
-    out: NDArray[np.bool_],
+    docs: Int64,
+    first_doc: Int64,
+    bytes_address: UInt64,
+    out: Bools,
 ) -> None:
     """out[i] = the byte of docs[i] is not 0."""
     part = 0

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import numpy as np
 import pyarrow as pa
 import xxhash
-from numpy.typing import NDArray
 
 from easypipe.cache.manifest import Counts, TokenizerIdentity
 from easypipe.core.protocols import Reject, ShardedSource
-from easypipe.core.values import Array
+from easypipe.core.values import Array, Int64, UInt8
 
 
 class RowsRead(Protocol):
@@ -85,11 +83,11 @@ class RowEncoder(Protocol[R]):
 
 def token_documents(
     schema: pa.Schema,
-    offsets: NDArray[np.int64],
+    offsets: Int64,
     ids: Array,
-    ends: NDArray[np.uint8],
-    rows: NDArray[np.int64],
-    mask: NDArray[np.uint8] | None,
+    ends: UInt8,
+    rows: Int64,
+    mask: UInt8 | None,
 ) -> pa.RecordBatch:
     """Documents in the columns of `cache_schema`: `ids[offsets[i] : offsets[i + 1]]`, and whether
     each ends with EOS, its row, its loss mask where there is one.

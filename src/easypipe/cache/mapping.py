@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from easypipe.cache.manifest import Part
 from easypipe.core.errors import CacheError
+from easypipe.core.values import Int64, Integers, UInt64
 
 AGAIN = "Prepare the dataset again; only this range is tokenized anew."
 LIMIT = Path("/proc/sys/vm/max_map_count")
@@ -53,7 +53,7 @@ def most_maps() -> int:
         return sys.maxsize
 
 
-def may_map(owner: object, files: int) -> bool:
+def may_map(owner: _Region, files: int) -> bool:
     """Whether `owner` may map all of its files for as long as it lives."""
     global _standing
     with _lock:
@@ -108,7 +108,7 @@ class MappedFiles:
                 problem=f"no room for the addresses of {size} bytes",
                 fix="Raise ulimit -v.",
             )
-        self.addresses: NDArray[np.uint64] = places[:-1].astype(np.uint64) + np.uint64(region)
+        self.addresses: UInt64 = places[:-1].astype(np.uint64) + np.uint64(region)
         self._region = _Region()
         gone = weakref.finalize(self._region, _forget, self._number, region, size)
         # threads that still read when the process ends are not to find nothing there
@@ -133,9 +133,7 @@ class MappedFiles:
         return token_batch(data, self._paths[i])
 
     @contextlib.contextmanager
-    def hold(
-        self, files: NDArray[np.integer], docs: NDArray[np.int64] | None = None
-    ) -> Generator[None]:
+    def hold(self, files: Integers, docs: Int64 | None = None) -> Generator[None]:
         """While the block lasts, `files` (Int[n]) may be read. Raises CacheError where one cannot
         be mapped.
         """

@@ -41,7 +41,7 @@ from easypipe.core.schema import (
     token_dtype,
     token_list,
 )
-from easypipe.core.values import Array
+from easypipe.core.values import Array, Bools, Int32, Int64, Integers, UInt64
 
 _NONE = np.empty(0, np.int64)
 
@@ -59,13 +59,13 @@ class Buffers(NamedTuple):
     checked_address  UInt64[P]     flags of what was checked of it (cache/blocks.py); 0 where nothing has to be checked
     """
 
-    first_doc: NDArray[np.int64]
-    ids_address: NDArray[np.uint64]
-    offsets_address: NDArray[np.uint64]
-    mask_address: NDArray[np.uint64]
-    eos_address: NDArray[np.uint64]
-    file_address: NDArray[np.uint64]
-    checked_address: NDArray[np.uint64]
+    first_doc: Int64
+    ids_address: UInt64
+    offsets_address: UInt64
+    mask_address: UInt64
+    eos_address: UInt64
+    file_address: UInt64
+    checked_address: UInt64
     id_bytes: int
 
 
@@ -76,7 +76,7 @@ class TokenFiles(Protocol):
     marks, row numbers and Arrow's own words) alone while that is.
     """
 
-    addresses: NDArray[np.uint64]
+    addresses: UInt64
 
     @property
     def stays(self) -> bool:
@@ -94,9 +94,7 @@ class TokenFiles(Protocol):
         """
         ...
 
-    def hold(
-        self, files: NDArray[np.integer], docs: NDArray[np.int64] | None = None
-    ) -> AbstractContextManager[None]:
+    def hold(self, files: Integers, docs: Int64 | None = None) -> AbstractContextManager[None]:
         """Of file `files[i]` (Int[n]) its document `docs[i]`, or where `docs` is None its index
         alone. Raises StorageError where it cannot be fetched, CacheError where it is not what was
         committed.
@@ -243,13 +241,13 @@ class TokenCache(Source):
         ]
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
-    def lengths(self, docs: NDArray[np.int64]) -> NDArray[np.int32]:
+    def lengths(self, docs: Int64) -> Int32:
         """Stored tokens of each of `docs` (Int64[n]); Int32[n]. Raises IndexError for a document
         that does not exist.
         """
         return self._of_each(docs, list_lengths, self._buffers.offsets_address, np.int32)
 
-    def has_eos(self, docs: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def has_eos(self, docs: Int64) -> Bools:
         """Whether each of `docs` (Int64[n]) already ends with the tokenizer's EOS; Bool[n]."""
         return self._of_each(docs, byte_values, self._buffers.eos_address, np.bool_)
 
@@ -288,7 +286,7 @@ class TokenCache(Source):
         return not self._files.stays
 
     @contextlib.contextmanager
-    def pin(self, docs: NDArray[np.int64]) -> Iterator[None]:
+    def pin(self, docs: Int64) -> Iterator[None]:
         """The one door to documents: while the block lasts, `docs` (Int64[n]) are where `buffers`
         says, fetched and mapped, and checked at their first touch.
 
@@ -304,7 +302,7 @@ class TokenCache(Source):
             self._check_documents(docs)
             yield
 
-    def _check_documents(self, docs: NDArray[np.int64]) -> None:
+    def _check_documents(self, docs: Int64) -> None:
         """docs: Int64[n], held in memory. Raises CacheError where one is damaged."""
         if not self.pending:
             return
@@ -319,7 +317,7 @@ class TokenCache(Source):
         """
         return self._blocks.pending
 
-    def check(self, touched: NDArray[np.int64]) -> None:
+    def check(self, touched: Int64) -> None:
         """touched: Int64[2, n], parts and their blocks as `blocks.note` gives them. Raises
         CacheError where one is damaged.
         """
@@ -365,7 +363,7 @@ class TokenCache(Source):
         return Buffers(self._first_doc, ids, offsets, mask, eos, files, checked, id_bytes)
 
     @contextlib.contextmanager
-    def _index(self, parts: NDArray[np.int64]) -> Iterator[None]:
+    def _index(self, parts: Int64) -> Iterator[None]:
         """While the block lasts, the checked index of `parts` (Int64[n]) may be read."""
         with self._files.hold(parts):
             self._check_index(np.unique(parts).tolist() if self._blocks.index_pending else ())
@@ -379,9 +377,9 @@ class TokenCache(Source):
 
     def _of_each(
         self,
-        docs: NDArray[np.int64],
+        docs: Int64,
         kernel: Callable[..., None],
-        address: NDArray[np.uint64],
+        address: UInt64,
         kind: type,
     ) -> Array:
         """`kernel(docs, first_doc, address, out)` for all of `docs`, some at a time where not all
@@ -426,14 +424,12 @@ class TokenCache(Source):
         part = bisect.bisect_right(self._first_doc, doc) - 1
         return part, doc - int(self._first_doc[part])
 
-    def _part_numbers(self, docs: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _part_numbers(self, docs: Int64) -> Int64:
         return np.searchsorted(self._first_doc, docs, side="right") - 1
 
 
 @contextlib.contextmanager
-def pin(
-    caches: Sequence[TokenCache], dataset: NDArray[np.integer], docs: NDArray[np.int64]
-) -> Iterator[None]:
+def pin(caches: Sequence[TokenCache], dataset: Integers, docs: Int64) -> Iterator[None]:
     """`TokenCache.pin` for documents `docs` (Int64[n]) of the caches numbered `dataset` (Int[n]);
     those that a cache does not have are left to the reader.
     """

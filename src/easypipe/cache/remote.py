@@ -28,7 +28,6 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import xxhash
-from numpy.typing import NDArray
 
 from easypipe.cache.blocks import BLOCK, check_fetched, sums_of
 from easypipe.cache.manifest import Part
@@ -36,6 +35,7 @@ from easypipe.cache.mapping import AGAIN, token_batch
 from easypipe.core import storage
 from easypipe.core.errors import CacheError, MissingFileError, StorageError
 from easypipe.core.remote import StorageOptions
+from easypipe.core.values import Int64, Integers
 
 STRETCH = 1 << 36  # bytes of one map; a sparse file takes no room for them
 REQUESTS = 16  # under way at a time
@@ -171,7 +171,7 @@ class StagedPart:
         self._bring_missing(
             lengths.address - address, lengths.address - address + 8 * (self.batch.num_rows + 1)
         )
-        self.offsets: NDArray[np.int64] = np.frombuffer(lengths, np.int64, self.batch.num_rows + 1)
+        self.offsets: Int64 = np.frombuffer(lengths, np.int64, self.batch.num_rows + 1)
         values = [
             (column.values.buffers()[1], column.type.value_type.bit_width // 8) for column in lists
         ]
@@ -232,7 +232,7 @@ class StagedPart:
         check_fetched(data, start, self._sums, self.url)
         self._staging.write(self.base + start, data)
 
-    def wanted(self, docs: NDArray[np.int64]) -> NDArray[np.int64]:
+    def wanted(self, docs: Int64) -> Int64:
         """Blocks with tokens and masks of documents `docs` of this part, ascending; Int64."""
         first, last = self.offsets[docs], self.offsets[docs + 1]
         full = last > first
@@ -243,7 +243,7 @@ class StagedPart:
             found.append(np.repeat(a - np.cumsum(count) + count, count) + np.arange(count.sum()))
         return np.unique(np.concatenate(found))
 
-    def fetch_ranges(self, blocks: NDArray[np.int64]) -> list[Callable[[], None]]:
+    def fetch_ranges(self, blocks: Int64) -> list[Callable[[], None]]:
         """Work that brings `blocks` (Int64[n], ascending, n > 0), a request for each run of
         neighbours.
         """
@@ -307,9 +307,7 @@ class StagedFiles:
         return self.parts[i].batch
 
     @contextlib.contextmanager
-    def hold(
-        self, files: NDArray[np.integer], docs: NDArray[np.int64] | None = None
-    ) -> Generator[None]:
+    def hold(self, files: Integers, docs: Int64 | None = None) -> Generator[None]:
         """Tokens and masks of document `docs[i]` (Int64[n]) of part `files[i]` are in its map
         while the block lasts; its index is always there.
         """
@@ -320,7 +318,7 @@ class StagedFiles:
         with contextlib.ExitStack() as locks:
             try:
                 work: list[Callable[[], None]] = []
-                coming: list[tuple[StagedPart, NDArray[np.int64]]] = []
+                coming: list[tuple[StagedPart, Int64]] = []
                 # ascending, so that two threads never wait for each other
                 for i in np.unique(files).tolist():
                     part = self.parts[i]

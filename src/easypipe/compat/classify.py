@@ -34,8 +34,8 @@ from easypipe.core.config import (
 )
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.protocols import ShardedSource, select
-from easypipe.core.schema import LABELS, PIXEL_VALUES, Ints, TaskSpec
-from easypipe.core.values import Batch, Dataset, JsonObject, Settings
+from easypipe.core.schema import LABELS, PIXEL_VALUES, TaskSpec
+from easypipe.core.values import Batch, Dataset, Int64, JsonObject, Settings
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.source.config import DatasetConfig
@@ -144,7 +144,7 @@ class ImageRows:
     Reading raises SourceError naming the row where an image is missing.
     """
 
-    def __init__(self, images: pa.ChunkedArray, labels: Ints, fingerprint: str, name: str) -> None:
+    def __init__(self, images: pa.ChunkedArray, labels: Int64, fingerprint: str, name: str) -> None:
         """labels: of all rows, from 0."""
         self._images, self.labels, self.fingerprint, self._name = images, labels, fingerprint, name
 
@@ -230,7 +230,7 @@ class Images:
             )
         return labels
 
-    def _numbers(self, classes: Sequence[str] | None) -> Ints:
+    def _numbers(self, classes: Sequence[str] | None) -> Int64:
         if classes is None or self.names is None:
             numbers = self._labels.to_numpy().astype(np.int64)
         else:

@@ -28,10 +28,9 @@ from easypipe.core.schema import (
     LABELS,
     LOSS_MASK,
     SEGMENT_IDS,
-    Ints,
     OutputSchema,
 )
-from easypipe.core.values import Array, Batch, Collate, Item, Row, attribute_of
+from easypipe.core.values import Array, Batch, Collate, Identity, Int64, Item, Row, attribute_of
 from easypipe.loader.collate import CollateConfig, collate, row_width
 
 log = logging.getLogger("easypipe")
@@ -45,7 +44,7 @@ def draws(collate: Collate | None) -> bool:
     return bool(attribute_of(collate, "draws"))
 
 
-def recipe_of(collate: Collate) -> object:
+def recipe_of(collate: Collate) -> Identity | None:
     """What decides the batches of a collator of this package; None of another."""
     return attribute_of(collate, "recipe")
 
@@ -82,7 +81,7 @@ class Padding:
             )
         check_tensors(self.return_tensors)
 
-    def width(self, rows: Sequence[Ints]) -> int:
+    def width(self, rows: Sequence[Int64]) -> int:
         """Raises SourceError for a row that is longer than max_length."""
         fixed = self.max_length is not None
         rule = CollateConfig(
@@ -90,7 +89,7 @@ class Padding:
         )
         return row_width(np.array([row.size for row in rows], np.int64), rule)
 
-    def fill(self, values: Sequence[Array], width: int, filler: int) -> Ints:
+    def fill(self, values: Sequence[Array], width: int, filler: int) -> Int64:
         """Int64[B, width]."""
         out = np.full((len(values), width), filler, np.int64)
         for i, row in enumerate(values):  # one copy a row
@@ -109,7 +108,7 @@ class PaddingCollator:
     padding: Padding
 
     @property
-    def recipe(self) -> object:
+    def recipe(self) -> Identity:
         return "padding", self.padding
 
     def __call__(self, rows: Rows) -> Batch:
@@ -153,7 +152,7 @@ class CausalLMCollator:
     padding: Padding
 
     @property
-    def recipe(self) -> object:
+    def recipe(self) -> Identity:
         return "causal_lm", self.padding
 
     def __call__(self, rows: Rows) -> Batch:
@@ -179,7 +178,7 @@ class Seq2SeqCollator:
     max_target_length: int | None = None
 
     @property
-    def recipe(self) -> object:
+    def recipe(self) -> Identity:
         return "seq2seq", self.padding, self.decoder_start_token_id, self.max_target_length
 
     def __call__(self, rows: Rows) -> Batch:
@@ -368,7 +367,7 @@ def require_some(rows: Sequence[Item]) -> None:
         raise SourceError(at="the batch", problem="holds no rows", fix="Give at least one.")
 
 
-def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Ints]]:
+def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Int64]]:
     """input_ids, attention_mask, labels (unshifted), loss_mask and segment_ids of every row.
 
     Raises SourceError naming row and column.
@@ -378,7 +377,7 @@ def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Ints
     """
     require_some(rows)
     names = (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK, SEGMENT_IDS)
-    columns: dict[str, list[Ints]] = {name: [] for name in names}
+    columns: dict[str, list[Int64]] = {name: [] for name in names}
     for i, row in enumerate(rows):
         ids = integers(row, INPUT_IDS, i)
         attended, mask, segments = (
@@ -400,13 +399,13 @@ def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[Ints
     return columns
 
 
-def targets_of(columns: Mapping[str, Sequence[Ints]]) -> list[Ints]:
+def targets_of(columns: Mapping[str, Sequence[Int64]]) -> list[Int64]:
     """The labels of `token_columns` where the loss mask lets them be."""
     pairs = zip(columns[LABELS], columns[LOSS_MASK], strict=True)
     return [np.where(mask != 0, labels, IGNORE) for labels, mask in pairs]
 
 
-def integers(row: Row, name: str, number: int, *, like: Array | None = None) -> Ints:
+def integers(row: Row, name: str, number: int, *, like: Array | None = None) -> Int64:
     """Int64[n]; ones where the row has none and `like` says how many."""
     given = row.get(name) if isinstance(row, Mapping) else None
     if given is None and like is not None:

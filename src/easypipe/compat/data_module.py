@@ -20,8 +20,8 @@ from easypipe.compat.registry import DEFAULT, CollatorRegistry
 from easypipe.compat.vision import IMAGE_COLUMNS
 from easypipe.core.errors import ConfigError
 from easypipe.core.random import draw_seed, fold
-from easypipe.core.schema import INPUT_IDS, Ints, TaskSpec
-from easypipe.core.values import Collate, Dataset, Item
+from easypipe.core.schema import INPUT_IDS, TaskSpec
+from easypipe.core.values import Collate, Dataset, Int64, Item
 from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.loader import Loader
 from easypipe.plan.order import permute
@@ -44,8 +44,8 @@ class DataModuleProtocol(Protocol):
 class Splits(NamedTuple):
     """Rows of the training data: Int64[n] each, disjoint, together all of them; ascending."""
 
-    train: Ints
-    val: Ints
+    train: Int64
+    val: Int64
 
 
 class UniversalDataModule:

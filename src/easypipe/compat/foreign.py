@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.schema import INPUT_IDS
-from easypipe.core.values import Row, attribute_of
+from easypipe.core.values import Integers, Row, attribute_of
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -102,7 +101,7 @@ class OwnTokenizer:
         known = self.bos_token_id, self.eos_token_id, self.pad_token_id, self.mask_token_id
         return [token for token in known if token is not None]
 
-    def reference_encode(self, text: str) -> NDArray[np.integer]:
+    def reference_encode(self, text: str) -> Integers:
         """Raises SourceError where there are no ids."""
         made = self._own.encode(text)
         ids = made[INPUT_IDS] if isinstance(made, Mapping) and INPUT_IDS in made else made

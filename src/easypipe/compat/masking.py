@@ -18,16 +18,8 @@ from easypipe.compat.foreign import OwnTokenizer, Rows, TokenizerLike, as_tokeni
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.random import fold, mix64
-from easypipe.core.schema import (
-    ATTENTION_MASK,
-    IGNORE,
-    INPUT_IDS,
-    LABELS,
-    Bools,
-    Ints,
-    OutputSchema,
-)
-from easypipe.core.values import Batch, Row
+from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, OutputSchema
+from easypipe.core.values import Batch, Bools, Identity, Int64, Row
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 from easypipe.transforms.tokenizer.words import word_starts
 
@@ -56,7 +48,7 @@ class MaskedLMCollator:
     draws = True
 
     @property
-    def recipe(self) -> object:
+    def recipe(self) -> Identity:
         words = [self.whole_word, self.starts is not None]
         special = np.flatnonzero(self.special).tolist()
         return (
@@ -94,11 +86,11 @@ class MaskedLMCollator:
 
     def _mask(
         self,
-        ids: Ints,
+        ids: Int64,
         attended: Bools,
-        words: Ints,
+        words: Int64,
         key: int,
-    ) -> tuple[Ints, Ints]:
+    ) -> tuple[Int64, Int64]:
         """(what is shown, what is to be said, -100 elsewhere), Int64[n] each."""
         outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         if outside.size:
@@ -115,7 +107,7 @@ class MaskedLMCollator:
         shown = np.where(chosen & (how >= MASKED) & (how < REPLACED), other, shown)
         return shown, np.where(chosen, ids, IGNORE)
 
-    def _words(self, row: Row, ids: Ints, number: int) -> Ints:
+    def _words(self, row: Row, ids: Int64, number: int) -> Int64:
         """The word of each token, Int64[n]; tokens themselves where they are chosen one by one."""
         if not self.whole_word:
             return np.arange(ids.size)
@@ -221,7 +213,7 @@ def _special(mask_token_id: int, special: Sequence[int], vocab_size: int) -> Boo
     return is_special
 
 
-def _draw(key: int, what: str, numbers: Ints) -> NDArray[np.float64]:
+def _draw(key: int, what: str, numbers: Int64) -> NDArray[np.float64]:
     """Uniform on [0, 1), Float64[n]: one for each of `numbers`, equal where they are."""
     words = mix64(
         numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(fold(key, what))

@@ -27,7 +27,7 @@ from easypipe.compat.masking import create_masked_lm_collate
 from easypipe.compat.vision import MultimodalCollator, create_vision_collate
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.schema import INPUT_IDS, TaskSpec
-from easypipe.core.values import Batch, Collate, Row
+from easypipe.core.values import Batch, Collate, Identity, Row
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 # Document 004: LanguageModelingDataCollator, rows of tokens or of text → batches.
@@ -73,7 +73,7 @@ class LanguageModelingDataCollator:
         self._tokenizer = None if known is None else as_tokenizer(tokenizer, max_length=max_length)
 
     @property
-    def recipe(self) -> object:
+    def recipe(self) -> Identity | None:
         own = recipe_of(self._collate)
         if self._tokenizer is None:
             return own

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.compat.foreign import TokenizerLike, is_own, tokenizer_config
 from easypipe.compat.loaders import DataLoaderConfig
@@ -22,7 +21,7 @@ from easypipe.compat.own_tokens import EncodeStage
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import INPUT_IDS, LABELS, SEGMENT_IDS
-from easypipe.core.values import Dataset
+from easypipe.core.values import Dataset, Int32, Integers
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.epochs import EpochLoader, seed_of_epoch
 from easypipe.loader.loader import Loader
@@ -83,9 +82,7 @@ class BPETokenizer:
             "attention_mask": [1] * len(ids),
         }
 
-    def decode(
-        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special_tokens: bool = False
-    ) -> str:
+    def decode(self, ids: Sequence[int] | Integers, *, skip_special_tokens: bool = False) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def _special(self, text: str) -> int:
@@ -177,7 +174,7 @@ class TransformerDataset:
         """Items that are full, the token behind their last one included."""
         return max(0, (self.num_tokens - 1 - self.seq_length) // self.stride + 1)
 
-    def __getitem__(self, i: int) -> dict[str, NDArray[np.int32]]:
+    def __getitem__(self, i: int) -> dict[str, Int32]:
         """Raises IndexError behind the end."""
         index = i + len(self) if i < 0 else i
         if not 0 <= index < len(self):

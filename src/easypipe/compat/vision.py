@@ -30,7 +30,7 @@ from easypipe.compat.collators import (
 from easypipe.compat.foreign import Rows
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.schema import LABELS, PIXEL_VALUES, OutputSchema
-from easypipe.core.values import Array, Batch, Collate, Item, attribute_of
+from easypipe.core.values import Array, Batch, Collate, Identity, Item, attribute_of
 
 # Mean and standard deviation of the channels of the training images, scaled to [0, 1].
 PRESETS = {
@@ -96,7 +96,7 @@ class VisionDataCollator:
         check_tensors(self.return_tensors)
 
     @property
-    def recipe(self) -> object:
+    def recipe(self) -> Identity:
         return "vision", self
 
     @property
@@ -222,7 +222,7 @@ class MultimodalCollator:
     text: Collate
 
     @property
-    def recipe(self) -> object:
+    def recipe(self) -> Identity:
         return "multimodal", self.vision.recipe, recipe_of(self.text)
 
     @property

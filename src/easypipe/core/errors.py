@@ -28,6 +28,7 @@ import contextlib
 import difflib
 import functools
 from collections.abc import Collection, Generator, Iterable, Sequence
+from pathlib import Path
 
 from easypipe.core.visible import visible
 
@@ -87,7 +88,7 @@ def require(
 @contextlib.contextmanager
 def raising(
     kind: type[EasypipeError],
-    at: object,
+    at: str | Path,
     problem: str,
     fix: str | None = None,
     on: type[Exception] | tuple[type[Exception], ...] = OSError,

@@ -155,7 +155,7 @@ def mark_reader(cache_dir: Path, key: str) -> Hold | None:
 
 
 @contextlib.contextmanager
-def _going_on(told: str, *where: object) -> Generator[None]:
+def _going_on(told: str, *where: str | Path) -> Generator[None]:
     """Where there are no locks, warns and goes on."""
     try:
         yield

@@ -16,14 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, require_known
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.core.values import Batch, Record
+from easypipe.core.values import Batch, Int64, Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +57,7 @@ class Reject:
     count: int = 1
 
 
-def left_out(
-    rows: Sequence[int] | NDArray[np.int64], reason: str, detail: str = ""
-) -> tuple[Reject, ...]:
+def left_out(rows: Sequence[int] | Int64, reason: str, detail: str = "") -> tuple[Reject, ...]:
     """Benign `rows` of one range, ascending, that went the same way: counted, not kept, since there
     may be millions.
     """

@@ -12,7 +12,8 @@ import hashlib
 import secrets
 
 import numpy as np
-from numpy.typing import NDArray
+
+from easypipe.core.values import Int64, UInt64
 
 MAX_ROWS = 1 << 48
 ROUNDS = 8
@@ -42,7 +43,7 @@ def draw_seed() -> int:
     return secrets.randbits(31)
 
 
-def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix64(values: UInt64) -> UInt64:
     """The finalizer of SplitMix64: a bijection of 64-bit words that scatters every bit."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
@@ -71,12 +72,12 @@ def child(key: int, index: int) -> int:
     return int(mix64(word)[0])
 
 
-def round_keys(key: int) -> NDArray[np.uint64]:
+def round_keys(key: int) -> UInt64:
     """UInt64[ROUNDS], the keys of the Feistel rounds: the first children of `key`."""
     return np.array([child(key, i) for i in range(ROUNDS)], dtype=np.uint64)
 
 
-def permute(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
+def permute(indices: Int64, size: int, key: int) -> Int64:
     """Where each of `indices` (Int64[n], below `size`) goes under the permutation of `range(size)`
     that `key` names.
 
@@ -100,9 +101,7 @@ def permute(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64
     return result.astype(np.int64)
 
 
-def _feistel(
-    words: NDArray[np.uint64], bits: tuple[int, int], keys: NDArray[np.uint64]
-) -> NDArray[np.uint64]:
+def _feistel(words: UInt64, bits: tuple[int, int], keys: UInt64) -> UInt64:
     shift, left_mask, right_mask = (
         np.uint64(bits[1]),
         np.uint64((1 << bits[0]) - 1),

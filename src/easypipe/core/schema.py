@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.core.values import Arguments, Batch, Columns, DType
+from easypipe.core.values import Arguments, Batch, Columns, DType, Int64
 
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -64,7 +64,7 @@ def token_list(vocab_size: int) -> pa.DataType:
     return pa.large_list(pa.from_numpy_dtype(token_dtype(vocab_size)))
 
 
-def offsets_of(sizes: NDArray[np.integer[Any]] | Sequence[int]) -> NDArray[np.int64]:
+def offsets_of(sizes: NDArray[np.integer[Any]] | Sequence[int]) -> Int64:
     """Where lists of these sizes begin, and where the last of them ends: Int64[n + 1]."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(np.asarray(sizes, np.int64), out=offsets[1:])
@@ -178,10 +178,3 @@ class TaskSpec:
     def vision_tiny(cls) -> TaskSpec:
         """The class of images that are all of one size."""
         return cls(name="vision_tiny", modality="vision", task_type="classification")
-
-
-# Short names for the types of NumPy arrays that signatures give: Ints and Bools.
-
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]

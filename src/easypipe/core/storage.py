@@ -46,7 +46,7 @@ from easypipe.core.remote import (
     tell,
 )
 from easypipe.core.trust import hub_token
-from easypipe.core.values import Arguments
+from easypipe.core.values import Arguments, JsonValue
 
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 22
@@ -111,7 +111,7 @@ def filesystem(
     raise StorageError(at=at, problem=problem, fix=fix)
 
 
-def is_inside(name: object) -> bool:
+def is_inside(name: JsonValue) -> bool:
     """Whether a file may be called `name` by another of its folder: it is in there, or below."""
     return (
         isinstance(name, str)

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
+
+from easypipe.core.values import Bools, Int64, UInt8
 
 _BLANK = r"\A[\s\x0b\x1c-\x1f\x{85}\pZ]*\z"  # what `str.strip` takes away; RE2's \s is ASCII alone
 
 
-def has_text(column: pa.Array) -> NDArray[np.bool_]:
+def has_text(column: pa.Array) -> Bools:
     """Whether something is left of each text after `strip()`; False for null.
 
     Args:
@@ -27,7 +28,7 @@ def has_text(column: pa.Array) -> NDArray[np.bool_]:
     return ~blank.to_numpy(zero_copy_only=False)
 
 
-def bytes_of(texts: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+def bytes_of(texts: pa.LargeStringArray) -> tuple[Int64, UInt8]:
     """The bytes of texts without a copy.
 
     Args:

@@ -6,13 +6,15 @@ They hold anything by nature, and the name says what it is. Whoever reads one ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 Json = Mapping[str, Any]  # a JSON object that is read
+# any value of JSON
+JsonValue: TypeAlias = "bool | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 JsonObject = dict[str, Any]  # a JSON object that is made, or that its reader may change
 Record = dict[str, Any]  # what a file holds: values of Python by column
 Row = Mapping[str, Any]  # the same, only read
@@ -20,6 +22,13 @@ Batch = dict[str, Any]  # arrays by column: of NumPy, of JAX once placed, or of 
 Columns = Mapping[str, Any]  # such a batch, only read
 Settings = Mapping[str, Any]  # options by name, as YAML gives them
 Arguments = dict[str, Any]  # keyword arguments, collected before a call
+Identity = Sequence[Any]  # what decides a result, part by part, for a digest
+Int64 = NDArray[np.int64]
+Int32 = NDArray[np.int32]
+UInt64 = NDArray[np.uint64]
+UInt8 = NDArray[np.uint8]
+Bools = NDArray[np.bool_]
+Integers = NDArray[np.integer]  # of any width
 Array = NDArray[Any]  # of whatever dtype a file or a user has
 DType = np.dtype[np.generic]
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from easypipe.cache.location import cache_folder
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.remote import StorageOptions, public_url
-from easypipe.core.values import Settings
+from easypipe.core.values import Json, Settings
 from easypipe.discovery.findings import Discovery, Part
 from easypipe.discovery.inspection import (
     Candidate,
@@ -135,11 +135,11 @@ def _inspect(found: Iterable[Candidate], look: Look) -> tuple[list[Part], list[s
     return parts, [*notes, *map(str, broken)]
 
 
-def _has_splits(data: object) -> bool:
+def _has_splits(data: DataFiles) -> bool:
     return isinstance(data, str) and (data.startswith("hf://") or is_saved_dataset(data))
 
 
-def _names_files(data: object) -> bool:
+def _names_files(data: DataFiles) -> bool:
     if isinstance(data, list | tuple):
         return bool(data) and all(isinstance(item, str | os.PathLike) for item in data)
     return isinstance(data, str)
@@ -274,7 +274,7 @@ def _on_hub(dataset: DatasetConfig) -> tuple[list[Candidate], list[str]]:
     return found, [f"commit {listing.commit}"]
 
 
-def _card_rows(card: Mapping[str, object], subset: str, split: str) -> int | None:
+def _card_rows(card: Json, subset: str, split: str) -> int | None:
     infos = card.get("dataset_info") or []
     for info in infos if isinstance(infos, list) else [infos]:
         if isinstance(info, Mapping) and info.get("config_name", "default") == subset:

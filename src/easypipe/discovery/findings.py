@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from easypipe.core.errors import ConfigError, did_you_mean
-from easypipe.core.values import JsonObject, Row, Settings
+from easypipe.core.values import JsonObject, JsonValue, Row, Settings
 from easypipe.core.visible import visible
 from easypipe.discovery.proposal import Proposal, propose, try_rows
 from easypipe.transforms.columns.kinds import Kind
@@ -200,7 +200,7 @@ def _part_json(part: Part) -> JsonObject:
     return values | {"files": list(part.files), "sample": [_shown(row) for row in part.sample]}
 
 
-def _shown(value: object) -> object:
+def _shown(value: object) -> JsonValue:
     """A value for people: long texts cut, bytes told by their number, what JSON does not know as
     text.
     """

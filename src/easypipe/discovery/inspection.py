@@ -146,7 +146,7 @@ def inspect_files(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
     errors = [one for one in tried if isinstance(one, SourceError)]
     if not opened:
         raise errors[0]
-    groups: dict[object, list[_Opened]] = {}
+    groups: dict[tuple[str, tuple[str | None, ...]] | None, list[_Opened]] = {}
     # rows of one kind in the same columns are one dataset, whatever optional columns some files
     # lack
     for one in opened:

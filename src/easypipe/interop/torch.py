@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from easypipe.core.errors import ConfigError, StateError
-from easypipe.core.values import Json
+from easypipe.core.values import Item, Json
 from easypipe.interop.workers import torch_worker
 from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.loader import Loader
@@ -141,7 +142,7 @@ class TorchRows(data.IterableDataset):
     ConfigError.
     """
 
-    def __init__(self, rows: Iterable[object]) -> None:
+    def __init__(self, rows: Iterable[Item]) -> None:
         super().__init__()
         self._rows = rows
 
@@ -156,7 +157,7 @@ class TorchRows(data.IterableDataset):
         return map(_tensors, self._rows)
 
 
-def _tensors(batch: object) -> Tensors:
+def _tensors(batch: Item) -> Tensors:
     if isinstance(batch, Mapping):
         return {name: _tensor(values) for name, values in batch.items()}
     return (
@@ -164,7 +165,7 @@ def _tensors(batch: object) -> Tensors:
     )
 
 
-def _tensor(values: object) -> Tensors:
+def _tensor(values: ArrayLike) -> Tensors:
     if isinstance(values, list):  # of texts, which no tensor holds
         return values
     array = np.asarray(values)

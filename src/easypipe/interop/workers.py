@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from easypipe.core.values import Dataset
+
 
 def _torch_data() -> Any:
     """torch.utils.data where somebody has loaded it, else None."""
@@ -26,7 +28,7 @@ def torch_worker() -> tuple[int, int]:
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
-def shares_rows(rows: object) -> bool:
+def shares_rows(rows: Dataset) -> bool:
     """Whether it gives each of a DataLoader's workers rows of its own.
 
     torch asks that of its iterable datasets: those of `datasets` do.

@@ -26,7 +26,7 @@ from easypipe.core.schema import (
     POSITION_IDS,
     SEGMENT_IDS,
 )
-from easypipe.core.values import JsonObject
+from easypipe.core.values import Int32, Integers, JsonObject
 from easypipe.transforms.tokenizer.config import PaddingSide, check_padding
 
 BATCH_COLUMNS = (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS)
@@ -96,9 +96,7 @@ class CollateConfig:
         )
 
 
-def collate(
-    rows: Mapping[str, NDArray[np.integer]], *, attention_mask: bool = False
-) -> dict[str, NDArray[np.int32]]:
+def collate(rows: Mapping[str, Integers], *, attention_mask: bool = False) -> dict[str, Int32]:
     """A batch from rows at rest: Int32[rows, slots] `input_ids`, `labels`, `segment_ids`,
     `position_ids` (and `attention_mask` on request).
 
@@ -130,9 +128,7 @@ def collate(
     return with_attention_mask(batch) if attention_mask else batch
 
 
-def with_asked(
-    batch: dict[str, NDArray[np.int32]], rule: CollateConfig
-) -> dict[str, NDArray[np.int32]]:
+def with_asked(batch: dict[str, Int32], rule: CollateConfig) -> dict[str, Int32]:
     """The columns that `rule` asks for, padded on the side that it names."""
     if rule.padding_side == "left":
         # slots behind the last token; 0 in a row without any
@@ -148,15 +144,13 @@ def with_asked(
     )
 
 
-def with_attention_mask(batch: dict[str, NDArray[np.int32]]) -> dict[str, NDArray[np.int32]]:
+def with_attention_mask(batch: dict[str, Int32]) -> dict[str, Int32]:
     mask = fresh_columns((ATTENTION_MASK,), *batch[SEGMENT_IDS].shape)[ATTENTION_MASK]
     np.greater(batch[SEGMENT_IDS], 0, out=mask, casting="unsafe")
     return batch | {ATTENTION_MASK: mask}
 
 
-def fresh_columns(
-    names: Sequence[str], num_rows: int, num_slots: int
-) -> dict[str, NDArray[np.int32]]:
+def fresh_columns(names: Sequence[str], num_rows: int, num_slots: int) -> dict[str, Int32]:
     """Uninitialised Int32[num_rows, num_slots] arrays, each contiguous and 64-byte aligned, in one
     new allocation.
 
@@ -182,7 +176,7 @@ def fresh_columns(
     }
 
 
-def as_stack(columns: Mapping[str, NDArray[np.int32]]) -> NDArray[np.int32] | None:
+def as_stack(columns: Mapping[str, Int32]) -> Int32 | None:
     """Columns that `fresh_columns` laid side by side as one Int32[columns, rows, slots], without a
     copy; None for any others.
     """
@@ -217,7 +211,7 @@ def address(array: NDArray[np.generic]) -> int:
     return array.__array_interface__["data"][0]  # `array.ctypes.data` costs several times as much
 
 
-def row_width(lengths: NDArray[np.integer], rule: CollateConfig, describe_row: str = "row") -> int:
+def row_width(lengths: Integers, rule: CollateConfig, describe_row: str = "row") -> int:
     """Slots of a batch whose rows hold `lengths` tokens. Raises SourceError for a row that does not
     fit the rule.
     """
@@ -248,7 +242,7 @@ def row_width(lengths: NDArray[np.integer], rule: CollateConfig, describe_row: s
     return width
 
 
-def alone_widths(lengths: NDArray[np.integer], rule: CollateConfig) -> NDArray[np.integer]:
+def alone_widths(lengths: Integers, rule: CollateConfig) -> Integers:
     """The slots that each row of `lengths` tokens would have in a batch of its own; of one that no
     bucket holds, those of the last.
     """

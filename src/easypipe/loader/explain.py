@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, PlanError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
-from easypipe.core.values import JsonObject
+from easypipe.core.values import Bools, Int32, Int64, JsonObject
 from easypipe.core.visible import visible
 from easypipe.loader.rows.planned import PlannedRows
 from easypipe.loader.rows.ranks import innermost
@@ -140,7 +139,7 @@ class _Place(Protocol):
 def explain_rows(
     rows: Rows,
     step: int,
-    numbers: NDArray[np.int64],
+    numbers: Int64,
     chosen: Sequence[int],
     decoder: Decoder | None,
 ) -> ExplainedBatch:
@@ -257,9 +256,7 @@ class _Texts:
         self._decoder, self._notes = decoder, notes
         self._known: dict[str, Decodes | None] = {}
 
-    def spans(
-        self, dataset: str, ids: NDArray[np.int32], masked: NDArray[np.bool_]
-    ) -> tuple[Span, ...] | None:
+    def spans(self, dataset: str, ids: Int32, masked: Bools) -> tuple[Span, ...] | None:
         tokenizer = self._tokenizer(dataset)
         if tokenizer is None:
             return None

@@ -14,12 +14,11 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, PlacementError, StallError, StateError, require
 from easypipe.core.ledger import Ledger
-from easypipe.core.values import Batch, Json, JsonObject
+from easypipe.core.values import Batch, Int64, Json, JsonObject
 from easypipe.loader.collate import CollateConfig, known_width, row_width, with_asked
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.explain import Decoder, ExplainedBatch, choose, explain_rows
@@ -409,7 +408,7 @@ class Loader:
         )
         return {size: place(size) for size in self._steps.sizes}
 
-    def _rows_here(self, size: int) -> NDArray[np.int64] | None:
+    def _rows_here(self, size: int) -> Int64 | None:
         """Which rows of a batch of `size` this process makes, in the order in which it lays them;
         None: all, as they stand.
         """

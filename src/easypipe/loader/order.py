@@ -9,11 +9,10 @@ window   of `group_by_length` batches
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.random import fold
-from easypipe.core.values import JsonObject
+from easypipe.core.values import Int64, JsonObject
 from easypipe.loader.collate import CollateConfig, alone_widths
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.rows.rows import RowReader, Rows
@@ -43,7 +42,7 @@ class ReadingOrder:
         self._groups = config.group_by_length
         self._window = (self._groups or 0) * self._batch
         self._group_key = fold(seed, "loader", "groups")
-        self._known: dict[int, NDArray[np.int64]] = {}
+        self._known: dict[int, Int64] = {}
         if self._groups is not None and (
             rows.seq_length is not None or rule.padding == "max_length"
         ):
@@ -69,7 +68,7 @@ class ReadingOrder:
             row = row // size * size if size else row
         return row
 
-    def rows(self, reader: RowReader, start: int, stop: int) -> NDArray[np.int64]:
+    def rows(self, reader: RowReader, start: int, stop: int) -> Int64:
         """The rows that stand at positions `start` to `stop`, at least one, and none behind the
         end.
         """
@@ -82,7 +81,7 @@ class ReadingOrder:
         ]
         return np.concatenate(parts)
 
-    def _grouped(self, reader: RowReader, window: int) -> NDArray[np.int64]:
+    def _grouped(self, reader: RowReader, window: int) -> Int64:
         """The rows of a window in their order."""
         known = self._known.get(window)
         if known is not None:
@@ -104,7 +103,7 @@ class ReadingOrder:
             self._known.pop(old, None)
         return rows
 
-    def _shuffled(self, reader: RowReader, start: int, stop: int) -> NDArray[np.int64]:
+    def _shuffled(self, reader: RowReader, start: int, stop: int) -> Int64:
         size = self._block
         positions = np.arange(start, stop, dtype=np.int64)
         if size is None or self._shuffle_key is None:

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.errors import PlacementError, require_known
-from easypipe.core.values import Batch, Columns
+from easypipe.core.values import Batch, Columns, Int32, Int64
 from easypipe.loader.collate import as_stack
 from easypipe.loader.config import axes_in_words, check_axes
 
@@ -169,7 +168,7 @@ class Placement:
             jax.jit(tuple, in_shardings=whole, out_shardings=self.sharding) if one_program else None
         )
 
-    def place(self, batch: Mapping[str, NDArray[np.int32]]) -> Batch:
+    def place(self, batch: Mapping[str, Int32]) -> Batch:
         """`{column: jax.Array[B, T]}` from this process's rows: `batch` holds `local_rows`, in that
         order, all slots of each.
 
@@ -210,7 +209,7 @@ class Placement:
             for i, name in enumerate(names)
         }
 
-    def _local_rows(self) -> NDArray[np.int64]:
+    def _local_rows(self) -> Int64:
         """Rows of a micro-batch that stand on a device of this process, ascending."""
         mine = np.zeros(self._micro_size, dtype=bool)
         # the fewest slots that divide; rows do not depend on how many

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError, require
 from easypipe.core.identity import dotted_name
 from easypipe.core.random import fold
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
+from easypipe.core.values import Int32, Int64, Integers
 from easypipe.loader.collate import collate
 from easypipe.loader.rows.ranks import DerivedRows, innermost
 from easypipe.loader.rows.rows import Rows
@@ -29,9 +29,7 @@ class RowTransform(Protocol):
     once.
     """
 
-    def __call__(
-        self, columns: dict[str, NDArray[np.int32]], key: int, /
-    ) -> Mapping[str, NDArray[np.integer]] | None:
+    def __call__(self, columns: dict[str, Int32], key: int, /) -> Mapping[str, Integers] | None:
         """columns: Int32[slots] each, `input_ids` and `loss_mask` to write to, `segment_ids` and
         `position_ids` to read. key: 64 bits, for example of
         `np.random.Generator(np.random.PCG64(key))`. Returns those of the first two that it made
@@ -66,12 +64,10 @@ class MappedRows(DerivedRows):
         self._transform = transform
         self._seed = seed
 
-    def arrange(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def arrange(self, rows: Int64) -> Int64:
         return self._reader.arrange(rows)
 
-    def gather(
-        self, rows: NDArray[np.int64], width: int | None = None
-    ) -> dict[str, NDArray[np.int32]]:
+    def gather(self, rows: Int64, width: int | None = None) -> dict[str, Int32]:
         columns = self._reader.gather(rows, width)
         columns.setdefault(LOSS_MASK, (columns[SEGMENT_IDS] > 0).astype(np.int32))
         epochs = self._reader.epochs(rows)
@@ -99,10 +95,10 @@ class MappedRows(DerivedRows):
                 columns[name][i] = self._checked(name, values, columns[INPUT_IDS].shape[1], row)
         return columns
 
-    def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
+    def batch(self, rows: Int64, width: int) -> dict[str, Int32]:
         return collate(self.gather(rows, width))
 
-    def _checked(self, name: str, values: Any, width: int, row: int) -> NDArray[np.integer]:
+    def _checked(self, name: str, values: Any, width: int, row: int) -> Integers:
         array = np.asarray(values)
         if name not in CHANGEABLE or array.shape != (width,) or array.dtype.kind not in "iub":
             what = f"column {name!r}, {array.dtype} of shape {array.shape}"

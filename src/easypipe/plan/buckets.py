@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
+
+from easypipe.core.values import Int64, Integers
 
 CANDIDATES = 1024  # lengths that may become a width; choosing costs their square times the buckets
 
 
-def length_counts(lengths: Iterable[NDArray[np.integer]]) -> NDArray[np.int64]:
+def length_counts(lengths: Iterable[Integers]) -> Int64:
     """How many rows have each length: Int64[longest + 1], of pieces of all their lengths."""
     counts = np.zeros(1, np.int64)
     for piece in lengths:
@@ -20,7 +21,7 @@ def length_counts(lengths: Iterable[NDArray[np.integer]]) -> NDArray[np.int64]:
     return counts
 
 
-def bucket_widths(counts: NDArray[np.int64], buckets: int) -> tuple[int, ...]:
+def bucket_widths(counts: Int64, buckets: int) -> tuple[int, ...]:
     """At most `buckets` widths, ascending, the last one the longest length: those with the fewest
     slots in all, where each row takes the first width that holds it. `()` where there is no row
     with a token.
@@ -40,7 +41,7 @@ def bucket_widths(counts: NDArray[np.int64], buckets: int) -> tuple[int, ...]:
     rows = np.concatenate([[0], np.cumsum(counts)[lengths] - counts[0]])
     n = lengths.size
     best = lengths * rows[1:]  # slots of all rows up to each length, with one width
-    chosen: list[NDArray[np.int64]] = []
+    chosen: list[Int64] = []
     for _ in range(min(buckets, n) - 1):
         # With one width more: the last takes the rows behind j, those before it what they took with
         # the widths so far.

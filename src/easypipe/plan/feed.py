@@ -7,10 +7,10 @@ from fractions import Fraction
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.errors import PlanError
 from easypipe.core.random import child, fold
+from easypipe.core.values import Int32, Int64
 from easypipe.plan import mix
 from easypipe.plan.mix import weights_of
 from easypipe.plan.mix_schedule import normalized
@@ -46,7 +46,7 @@ class Feed(Protocol[At]):
     number 0. Arrays are Int64[k] for k datasets unless something else is said.
     """
 
-    num_docs: NDArray[np.int64]  # of a pass; 1 of a dataset that nobody has counted
+    num_docs: Int64  # of a pass; 1 of a dataset that nobody has counted
     counted: bool  # whether `remaining` is known without looking
     block: int  # draws at a time; a window that ends by its tokens ends between two blocks
     draws_next: bool  # whether a window takes the document behind its last token, of which it holds
@@ -56,21 +56,21 @@ class Feed(Protocol[At]):
         """How the window behind `state` is made."""
         ...
 
-    def remaining(self, state: WindowState[At], enough: NDArray[np.int64]) -> NDArray[np.int64]:
+    def remaining(self, state: WindowState[At], enough: Int64) -> Int64:
         """Documents that each dataset still gives in this epoch, behind one that is cut; where they
         are not counted at most `enough`, with it.
         """
         ...
 
     def look(
-        self, state: WindowState[At], start: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+        self, state: WindowState[At], start: Int64, counts: Int64
+    ) -> tuple[Int64, Int32, Int64]:
         """(their numbers; their lengths, with an EOS that is added: Int32; how many there are of
         each) of the `counts` documents from `start` on, dataset after dataset.
         """
         ...
 
-    def tokens(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> int:
+    def tokens(self, start: Int64, stop: Int64) -> int:
         """Tokens of the documents from `start` to `stop` that were looked at, without added EOS."""
         ...
 
@@ -140,16 +140,14 @@ class CachedFeed:
             ]
         return normalized(weights if any(weights) else [1] * len(weights))
 
-    def remaining(
-        self, state: WindowState[int], enough: NDArray[np.int64] | None = None
-    ) -> NDArray[np.int64]:
+    def remaining(self, state: WindowState[int], enough: Int64 | None = None) -> Int64:
         stop: mix.Stop = "all_exhausted" if len(self.datasets) == 1 else self.spec.stop
         drawn = np.array(state.drawn, dtype=np.int64)
         return mix.remaining(self.num_docs, drawn, stop, self.spec.caps)
 
     def look(
-        self, state: WindowState[int], start: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+        self, state: WindowState[int], start: Int64, counts: Int64
+    ) -> tuple[Int64, Int32, Int64]:
         place = np.array(state.drawn, dtype=np.int64) + start
         if state.cut is not None:
             place[state.cut[0]] -= 1  # that document is drawn
@@ -163,7 +161,7 @@ class CachedFeed:
                 at += count
         return docs, lengths, counts
 
-    def tokens(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> int:
+    def tokens(self, start: Int64, stop: Int64) -> int:
         raise AssertionError("windows of counted documents end by their number")
 
     def advance(
@@ -187,7 +185,7 @@ class CachedFeed:
         )
 
 
-def _lengths(dataset: PlanDataset, docs: NDArray[np.int64]) -> NDArray[np.int32]:
+def _lengths(dataset: PlanDataset, docs: Int64) -> Int32:
     lengths = dataset.lengths(docs)
     if lengths.dtype != np.int32 or lengths.shape != docs.shape:
         raise PlanError(

@@ -20,10 +20,10 @@ from fractions import Fraction
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.errors import PlanError
 from easypipe.core.jit import jit
+from easypipe.core.values import Bools, Int32, Int64
 from easypipe.plan.mix_schedule import apportion
 
 Stop = Literal["restart", "first_exhausted", "all_exhausted"]
@@ -87,19 +87,19 @@ class Draws:
     ended: no further draw exists before the next epoch.
     """
 
-    dataset: NDArray[np.int32]
-    counts: NDArray[np.int64]
-    deficits: NDArray[np.int64]
-    active: NDArray[np.bool_]
+    dataset: Int32
+    counts: Int64
+    deficits: Int64
+    active: Bools
     ended: bool
 
 
 def draw(
     num_draws: int,
-    weights: NDArray[np.int64],
-    remaining: NDArray[np.int64],
-    deficits: NDArray[np.int64],
-    active: NDArray[np.bool_],
+    weights: Int64,
+    remaining: Int64,
+    deficits: Int64,
+    active: Bools,
     stop: Stop,
 ) -> Draws:
     """The next draws, at most `num_draws` of them.
@@ -121,9 +121,7 @@ def draw(
     )
 
 
-def start(
-    num_docs: Sequence[int] | NDArray[np.int64], stop: Stop
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def start(num_docs: Sequence[int] | Int64, stop: Stop) -> tuple[Int64, Bools]:
     """(deficits, active) at the start of an epoch. Under "all_exhausted" a dataset without
     documents has left already.
     """
@@ -133,9 +131,7 @@ def start(
     )
 
 
-def remaining(
-    num_docs: NDArray[np.int64], drawn: NDArray[np.int64], stop: Stop, caps: Sequence[int | None]
-) -> NDArray[np.int64]:
+def remaining(num_docs: Int64, drawn: Int64, stop: Stop, caps: Sequence[int | None]) -> Int64:
     """Documents that each dataset may still give in this epoch: Int64[k]. caps: most passes over
     each dataset, None for no limit.
     """
@@ -274,13 +270,13 @@ class Known(NamedTuple):
     from `table[first[i]]` on. All Int64.
     """
 
-    table: NDArray[np.int64]
-    first: NDArray[np.int64]
-    known: NDArray[np.int64]
+    table: Int64
+    first: Int64
+    known: Int64
 
 
 # Looks up at least so many of each dataset (Int64[k]); how many more changes speed, never a draw.
-Sizes = Callable[[NDArray[np.int64]], Known]
+Sizes = Callable[[Int64], Known]
 
 
 def weights_of(
@@ -301,10 +297,10 @@ def weights_of(
 
 def draw_largest_deficit(
     num_draws: int,
-    weigh: Callable[[NDArray[np.bool_]], NDArray[np.int64]],
-    left: NDArray[np.int64],
-    deficits: NDArray[np.int64],
-    active: NDArray[np.bool_],
+    weigh: Callable[[Bools], Int64],
+    left: Int64,
+    deficits: Int64,
+    active: Bools,
     stop: Stop,
     sizes: Sizes | None = None,
 ) -> Draws:

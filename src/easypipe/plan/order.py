@@ -8,12 +8,12 @@ kernels here are the compiled twins of `easypipe.core.random`.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.config import config
 from easypipe.core.errors import require
 from easypipe.core.jit import jit
 from easypipe.core.random import MAX_ROWS, ROUNDS
+from easypipe.core.values import Int64, UInt64
 
 
 @config
@@ -43,7 +43,7 @@ class OrderConfig:
         )
 
 
-def permute(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
+def permute(indices: Int64, size: int, key: int) -> Int64:
     """`core.random.permute`, compiled: equal results, several times as fast. Raises ValueError
     where that does.
     """
@@ -58,12 +58,12 @@ def permute(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64
 
 def documents(
     order: OrderConfig,
-    num_docs: NDArray[np.int64],
-    keys: NDArray[np.uint64],
+    num_docs: Int64,
+    keys: UInt64,
     epoch: int,
-    drawn: NDArray[np.int64],
-    counts: NDArray[np.int64],
-) -> NDArray[np.int64]:
+    drawn: Int64,
+    counts: Int64,
+) -> Int64:
     """The next `counts[i]` documents of every dataset `i` after `drawn[i]` of them:
     Int64[sum(counts)], dataset after dataset.
 
@@ -228,12 +228,12 @@ def _documents_into(num_docs, keys, epoch, drawn, counts, order, out):
 NEVER = 1 << 62
 
 
-def rows_before(ends: NDArray[np.int64], row: int, stream: int) -> int:
+def rows_before(ends: Int64, row: int, stream: int) -> int:
     """Rows of all streams that come before row `row` of stream `stream`."""
     return int(np.minimum(ends, row + (np.arange(len(ends)) < stream)).sum())
 
 
-def given_by(ends: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+def given_by(ends: Int64, count: int) -> Int64:
     """Of the first `count` rows, how many each stream gives: Int64[S]. They sum to `count`, or to
     less where all streams have ended.
     """
@@ -249,9 +249,7 @@ def given_by(ends: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     return rows
 
 
-def in_order_of_streams(
-    ends: NDArray[np.int64], start: int, stop: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def in_order_of_streams(ends: Int64, start: int, stop: int) -> tuple[Int64, Int64]:
     """(stream, row of it) of the rows `start` to `stop`, stream after stream; (-1, -1) behind the
     last. Int64[stop - start] each.
     """
@@ -264,7 +262,7 @@ def in_order_of_streams(
     return streams, rows
 
 
-def known_before(ends: NDArray[np.int64], row: int, stream: int) -> NDArray[np.int64]:
+def known_before(ends: Int64, row: int, stream: int) -> Int64:
     """`ends` as far as they change what comes before row `row` of `stream`: whoever stands there
     knows no others.
     """

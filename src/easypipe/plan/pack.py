@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.errors import PlanError
 from easypipe.core.jit import jit
+from easypipe.core.values import Int32, Int64, Integers
 from easypipe.plan.order import permute
 
 Strategy = Literal["greedy", "pool", "first_fit", "stream"]
@@ -75,35 +75,35 @@ class Layout:
     of `row`. first_piece: Int64[num_rows + 1], where each row's pieces begin.
     """
 
-    table: NDArray[np.int32]
-    first_piece: NDArray[np.int64]
+    table: Int32
+    first_piece: Int64
 
     @property
     def num_rows(self) -> int:
         return self.first_piece.shape[0] - 1
 
     @property
-    def row(self) -> NDArray[np.int32]:
+    def row(self) -> Int32:
         return self.table[0]
 
     @property
-    def slot(self) -> NDArray[np.int32]:
+    def slot(self) -> Int32:
         return self.table[1]
 
     @property
-    def draw(self) -> NDArray[np.int32]:
+    def draw(self) -> Int32:
         return self.table[2]
 
     @property
-    def start(self) -> NDArray[np.int32]:
+    def start(self) -> Int32:
         return self.table[3]
 
     @property
-    def length(self) -> NDArray[np.int32]:
+    def length(self) -> Int32:
         return self.table[4]
 
 
-def pack_window(lengths: NDArray[np.int32], spec: PackSpec, key: int) -> Layout:
+def pack_window(lengths: Int32, spec: PackSpec, key: int) -> Layout:
     """Lay documents of `lengths` (Int32[n], tokens, EOS counted) into rows; `key` decides the order
     of the rows.
 
@@ -123,7 +123,7 @@ def pack_window(lengths: NDArray[np.int32], spec: PackSpec, key: int) -> Layout:
 
 
 def cut_stream(
-    lengths: NDArray[np.int32],
+    lengths: Int32,
     spec: PackSpec,
     key: int,
     *,
@@ -143,7 +143,7 @@ def cut_stream(
     return _arrange(loose, num_rows, spec, key)
 
 
-def _arrange(loose: NDArray[np.int32], num_rows: int, spec: PackSpec, key: int) -> Layout:
+def _arrange(loose: Int32, num_rows: int, spec: PackSpec, key: int) -> Layout:
     """The layout of pieces that stand in any order of rows, the rows permuted where `spec` says
     so.
     """
@@ -155,7 +155,7 @@ def _arrange(loose: NDArray[np.int32], num_rows: int, spec: PackSpec, key: int) 
     return Layout(table=table, first_piece=first_piece)
 
 
-def one_row_each(lengths: NDArray[np.int32]) -> Layout:
+def one_row_each(lengths: Int32) -> Layout:
     """The layout without packing: document n is row n, whole, also where it has no tokens."""
     count = lengths.shape[0]
     rows, zeros = np.arange(count, dtype=np.int32), np.zeros(count, dtype=np.int32)
@@ -165,7 +165,7 @@ def one_row_each(lengths: NDArray[np.int32]) -> Layout:
     )
 
 
-def placed_tokens(lengths: NDArray[np.integer], pack: PackSpec | None) -> NDArray[np.int64]:
+def placed_tokens(lengths: Integers, pack: PackSpec | None) -> Int64:
     """Of documents of `lengths` tokens, how many get a place in a row: Int64[n]."""
     placed = lengths.astype(np.int64)
     if pack is not None and pack.oversize == "truncate":

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.jit import jit
+from easypipe.core.values import Int32, Int64
 from easypipe.plan.window import Window
 
 
@@ -19,20 +19,20 @@ class Pieces(NamedTuple):
     Int32[p]. doc: Int64[p].
     """
 
-    row: NDArray[np.int64]
-    slot: NDArray[np.int32]
-    segment: NDArray[np.int32]
-    dataset: NDArray[np.int32]
-    doc: NDArray[np.int64]
-    start: NDArray[np.int32]
-    length: NDArray[np.int32]
+    row: Int64
+    slot: Int32
+    segment: Int32
+    dataset: Int32
+    doc: Int64
+    start: Int32
+    length: Int32
 
 
 _NONE_32, _NONE_64 = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64)
 NO_PIECES = Pieces(_NONE_64, _NONE_32, _NONE_32, _NONE_32, _NONE_64, _NONE_32, _NONE_32)
 
 
-def pieces_of(window: Window, rows: NDArray[np.int64]) -> Pieces | None:
+def pieces_of(window: Window, rows: Int64) -> Pieces | None:
     """None where a row stands outside the window."""
     view = window.view
     total = _count_pieces(rows, view)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.jit import jit
 from easypipe.core.ledger import Ledger
+from easypipe.core.values import Int32, Int64
 from easypipe.plan.pack import Layout, PackSpec
 
 
@@ -106,11 +106,11 @@ _RULES = {"split": SPLIT, "truncate": TRUNCATE, "drop": DROP, "error": SPLIT}
 
 
 def count(
-    draws: tuple[NDArray[np.int32], NDArray[np.int32]],
+    draws: tuple[Int32, Int32],
     layout: Layout,
     num_rows: int,
     pack: PackSpec | None,
-    into: NDArray[np.int64],
+    into: Int64,
     cut: int = 0,
 ) -> None:
     """Add the draws of a window to `into` (Int64[k, COUNTERS]), of whose rows the first `num_rows`

@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from easypipe.core.config import digest, to_dict
 from easypipe.core.errors import PlanError, StateError
-from easypipe.core.values import Json, JsonObject
+from easypipe.core.values import Int32, Int64, Json, JsonObject
 from easypipe.plan.mix import MAX_DATASETS, MAX_WEIGHT_SUM, Stop
 from easypipe.plan.mix_schedule import Schedule, normalized
 from easypipe.plan.order import OrderConfig
@@ -46,7 +43,7 @@ class PlanDataset:
     num_docs: int
     total_tokens: int
     fingerprint: str
-    lengths: Callable[[NDArray[np.int64]], NDArray[np.int32]]
+    lengths: Callable[[Int64], Int32]
 
 
 class Stage(NamedTuple):

@@ -10,11 +10,11 @@ from functools import cached_property
 from typing import Generic, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.errors import PlanError
 from easypipe.core.jit import jit
 from easypipe.core.schema import offsets_of
+from easypipe.core.values import Bools, Int32, Int64
 from easypipe.plan import mix
 from easypipe.plan.feed import Feed, WindowRule
 from easypipe.plan.mix import (
@@ -45,11 +45,11 @@ class View(NamedTuple):
     """
 
     first_row: int
-    first_piece: NDArray[np.int64]
-    table: NDArray[np.int32]
-    dataset: NDArray[np.int32]
-    doc: NDArray[np.int64]
-    length: NDArray[np.int32]
+    first_piece: Int64
+    table: Int32
+    dataset: Int32
+    doc: Int64
+    length: Int32
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Window(Generic[At]):
 
     state: WindowState[At]
     after: WindowState[At]
-    dataset: NDArray[np.int32]
-    doc: NDArray[np.int64]
-    length: NDArray[np.int32]
+    dataset: Int32
+    doc: Int64
+    length: Int32
     layout: Layout
     ahead: bool = False
 
@@ -250,9 +250,9 @@ class _Mixing(Generic[At]):
     def _block(
         self,
         count: int,
-        drawn: NDArray[np.int64],
-        deficits: NDArray[np.int64],
-        active: NDArray[np.bool_],
+        drawn: Int64,
+        deficits: Int64,
+        active: Bools,
     ) -> mix.Draws:
         """At most `count` draws behind those that have taken `drawn` documents."""
         left, by_weight, sizes = self._left.copy(), self._rule.stage.shares is None, None
@@ -301,9 +301,7 @@ class _Mixing(Generic[At]):
         deficits = self._state.deficits + weights * tokens.sum() - weights.sum() * tokens
         return mix.Draws(dataset, counts, deficits, active, ended=False)
 
-    def documents(
-        self, draws: mix.Draws
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
+    def documents(self, draws: mix.Draws) -> tuple[Int32, Int64, Int32]:
         """(dataset, document, length) of each document of the window: the one that the state is in
         the middle of, then the draws.
         """
@@ -321,7 +319,7 @@ class _Mixing(Generic[At]):
             raise oversize_error(name, int(length[n]), pack)
         return dataset, doc, length
 
-    def weigh(self, active: NDArray[np.bool_]) -> NDArray[np.int64]:
+    def weigh(self, active: Bools) -> Int64:
         """Integer weights of the datasets that are in the mixture, 0 for the others."""
         spec, shares = self._spec, self._rule.stage.shares
         if shares is None:
@@ -329,7 +327,7 @@ class _Mixing(Generic[At]):
         total = TOKENS_TOTAL if spec.unit == "tokens" else ROWS_TOTAL
         return np.array(weights_of(shares, active.tolist(), total, spec.block), dtype=np.int64)
 
-    def _sizes(self, drawn: NDArray[np.int64], at_least: NDArray[np.int64]) -> Known:
+    def _sizes(self, drawn: Int64, at_least: Int64) -> Known:
         """`token_sizes` of the documents that come behind `drawn` of each dataset."""
         self._look(drawn + at_least)
         known = self._known - drawn
@@ -348,7 +346,7 @@ class _Mixing(Generic[At]):
             )
         return Known(sizes, ends - known, known)
 
-    def _look(self, counts: NDArray[np.int64]) -> None:
+    def _look(self, counts: Int64) -> None:
         """Looks up the first `counts[i]` documents of every dataset i that are not known."""
         known, more = self._known, np.maximum(counts - self._known, 0)
         if not more.any():
@@ -366,9 +364,9 @@ def _permute(
     rule: WindowRule,
     first_cut: tuple[int, int] | None,
     last_cut: tuple[int, int] | None,
-    dataset: NDArray[np.int32],
-    doc: NDArray[np.int64],
-    length: NDArray[np.int32],
+    dataset: Int32,
+    doc: Int64,
+    length: Int32,
 ) -> None:
     """Documents of a dataset change places, but the one that is cut where the window begins stays
     first, the one where it ends last.
@@ -391,7 +389,7 @@ class _Fewer(Exception):
         self.dataset, self.there = dataset, there
 
 
-def token_sizes(lengths: NDArray[np.int32], pack: PackSpec | None) -> NDArray[np.int64]:
+def token_sizes(lengths: Int32, pack: PackSpec | None) -> Int64:
     """The tokens of documents that get a place in a row; at least 1 each, so that all count."""
     return np.maximum(placed_tokens(lengths, pack), 1)
 

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.errors import PlanError, StateError
+from easypipe.core.values import Int64
 from easypipe.plan import plan_stats
 from easypipe.plan.feed import CachedFeed
 from easypipe.plan.mix import NEVER
@@ -88,7 +88,7 @@ class Plan:
         self._marks: list[WindowState] = [self._planner.epoch_start(0, 0, 0)]
         self._num_rows: int | None = None
         self._some_document_fits = False  # known; False: not looked at yet
-        self._counted: tuple[WindowState, NDArray[np.int64]] = (
+        self._counted: tuple[WindowState, Int64] = (
             self._marks[0],
             np.zeros((len(datasets), COUNTERS), dtype=np.int64),
         )
@@ -135,7 +135,7 @@ class Plan:
             row, window.state.epoch, window.state.index, row - window.first_row, pieces
         )
 
-    def pieces(self, rows: NDArray[np.int64]) -> Pieces:
+    def pieces(self, rows: Int64) -> Pieces:
         """The pieces of `rows` (Int64[n], any order). Raises PlanError for a row behind the
         last.
         """
@@ -239,7 +239,7 @@ class Plan:
         slots = placed if pack is None else rows * pack.seq_length
         return PlanStats(rows=rows, slots=slots, padding=slots - placed, datasets=datasets)
 
-    def _counters(self, stop_row: int) -> tuple[NDArray[np.int64], int]:
+    def _counters(self, stop_row: int) -> tuple[Int64, int]:
         """(Int64[k, COUNTERS] of rows 0 to `stop_row`, epochs begun by then)."""
         end = self.num_rows
         if stop_row < 0 or (end is not None and stop_row > end):
@@ -262,7 +262,7 @@ class Plan:
                 self._count(partly, stop_row - partly.first_row, counters)
             return counters, state.epoch + (partly is not None or any(state.drawn))
 
-    def _count(self, window: Window, num_rows: int, counters: NDArray[np.int64]) -> None:
+    def _count(self, window: Window, num_rows: int, counters: Int64) -> None:
         drawn = slice(window.dataset.size - window.ahead)
         cut = 0 if window.state.cut is None else window.state.cut[1]
         draws = (window.dataset[drawn], window.length[drawn])

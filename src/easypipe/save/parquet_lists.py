@@ -26,9 +26,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import zstandard
-from numpy.typing import NDArray
 
-from easypipe.core.values import Array
+from easypipe.core.values import Array, Int64, UInt8
 
 PAGE_VALUES = 1 << 18
 RUN_ROWS = 1 << 13  # lists whose runs are written together
@@ -222,16 +221,14 @@ def _pages(column: Any, values: Any, field: pa.Field) -> Iterable[tuple[bytes, i
         yield levels, int(entries[a:b].sum()), present.to_numpy(zero_copy_only=False)
 
 
-def _repetition(entries: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+def _repetition(entries: Int64) -> tuple[Int64, UInt8]:
     """(lengths, levels) of two runs a list: its first entry, and those that follow."""
     twice = np.empty((len(entries), 2), np.int64)
     twice[:, 0], twice[:, 1] = 1, entries - 1
     return twice.ravel(), np.tile(np.array([0, 1], np.uint8), len(entries))
 
 
-def _definition(
-    lengths: NDArray[np.int64], entries: NDArray[np.int64], lists: Any, values: Any, field: pa.Field
-) -> bytes:
+def _definition(lengths: Int64, entries: Int64, lists: Any, values: Any, field: pa.Field) -> bytes:
     empty = int(field.nullable)
     full = empty + 1 + int(field.type.value_field.nullable)
     if lengths.all() and not values.null_count:
@@ -249,7 +246,7 @@ def _definition(
     return _runs(np.diff(np.append(starts, len(levels))), levels[starts])[0]
 
 
-def _runs(lengths: NDArray[np.int64], levels: NDArray[np.uint8]) -> tuple[bytes, NDArray[np.int64]]:
+def _runs(lengths: Int64, levels: UInt8) -> tuple[bytes, Int64]:
     """Runs of `lengths` (Int64[n]) with a level each, and where each begins, Int64[n + 1]; one of
     no length takes no bytes.
     """

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import Scan, Shard, ShardedSource, info_of, scan
 from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.values import Int64
 from easypipe.save.shard_writer import open_writer
 
 log = logging.getLogger("easypipe")
@@ -50,7 +51,7 @@ LENGTHS = {
     ),
 }
 
-Edges = NDArray[np.int64]  # [shards + 1] row numbers
+Edges = Int64  # [shards + 1] row numbers
 # (first row, bytes of each row from there on), in order
 Sizes = Iterable[tuple[int, NDArray[np.float64]]]
 

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypedDict
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import (
@@ -33,6 +32,7 @@ from easypipe.core.errors import (
 from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo
 from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.values import Int64
 from easypipe.sources.files import DataFiles, FileRef, resolve
 from easypipe.sources.partitions import constant, partition_schema
 from easypipe.sources.schemas import column, has_strings, reconcile
@@ -69,7 +69,7 @@ class Rows(NamedTuple):
     """
 
     table: pa.Table
-    numbers: NDArray[np.int64] | None = None
+    numbers: Int64 | None = None
     rejects: Sequence[Reject] = ()
 
 

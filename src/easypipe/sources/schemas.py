@@ -16,13 +16,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from easypipe.core.errors import SchemaError
 from easypipe.core.schema import ROW_NUMBER, is_list, offsets_of
+from easypipe.core.values import Int64
 
 UNITS = ("s", "ms", "us", "ns")  # of time, each finer than the one before
 
@@ -273,7 +272,7 @@ def _decoded(array: pa.Array, keep: Sequence[str] = ()) -> list[Any]:
     return array.to_pylist()
 
 
-def text_array(offsets: NDArray[np.int64], data: Any) -> pa.Array:
+def text_array(offsets: Int64, data: Any) -> pa.Array:
     """Texts that stand one behind the other in `data`."""
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
     return pa.Array.from_buffers(pa.large_string(), len(offsets) - 1, buffers)

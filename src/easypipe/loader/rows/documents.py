@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.cache.address import uint8_at, uint16_at, uint32_at
 from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.jit import jit
 from easypipe.core.schema import offsets_of
+from easypipe.core.values import Int32, Int64, UInt8
 from easypipe.loader.rows.gather import NO_CHECKS, copy, find, tables
 
 
@@ -20,15 +20,15 @@ class Documents(NamedTuple):
     UInt8[total] if asked for.
     """
 
-    offsets: NDArray[np.int64]
-    ids: NDArray[np.int32]
-    mask: NDArray[np.uint8]
+    offsets: Int64
+    ids: Int32
+    mask: UInt8
 
 
 def gather_documents(
     caches: Sequence[TokenCache],
-    dataset: NDArray[np.int32],
-    docs: NDArray[np.int64],
+    dataset: Int32,
+    docs: Int64,
     *,
     with_mask: bool,
 ) -> Documents:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.cache.address import int64_at, uint8_at, uint16_at, uint32_at
 from easypipe.cache.blocks import INDEX, note
 from easypipe.core.jit import jit
 from easypipe.core.schema import IGNORE, SEGMENT_BREAK, offsets_of
+from easypipe.core.values import Int64, UInt64
 from easypipe.loader.collate import shift_labels
 from easypipe.plan.window import View
 
@@ -30,17 +30,17 @@ class Mapped(Protocol):
     """What `TokenCache.buffers()` gives: see cache/reader.py."""
 
     @property
-    def first_doc(self) -> NDArray[np.int64]: ...
+    def first_doc(self) -> Int64: ...
     @property
-    def ids_address(self) -> NDArray[np.uint64]: ...
+    def ids_address(self) -> UInt64: ...
     @property
-    def offsets_address(self) -> NDArray[np.uint64]: ...
+    def offsets_address(self) -> UInt64: ...
     @property
-    def mask_address(self) -> NDArray[np.uint64]: ...
+    def mask_address(self) -> UInt64: ...
     @property
-    def file_address(self) -> NDArray[np.uint64]: ...
+    def file_address(self) -> UInt64: ...
     @property
-    def checked_address(self) -> NDArray[np.uint64]: ...
+    def checked_address(self) -> UInt64: ...
     @property
     def id_bytes(self) -> int: ...
 
@@ -56,14 +56,14 @@ class Tables(NamedTuple):
     it; 0 where nothing has to be
     """
 
-    first_part: NDArray[np.int64]
-    first_doc: NDArray[np.int64]
-    ids: NDArray[np.uint64]
-    offsets: NDArray[np.uint64]
-    mask: NDArray[np.uint64]
-    id_bytes: NDArray[np.int64]
-    file: NDArray[np.uint64]
-    checked: NDArray[np.uint64]
+    first_part: Int64
+    first_doc: Int64
+    ids: UInt64
+    offsets: UInt64
+    mask: UInt64
+    id_bytes: Int64
+    file: UInt64
+    checked: UInt64
 
 
 def tables(buffers: Sequence[Mapped]) -> Tables:
@@ -80,7 +80,7 @@ def tables(buffers: Sequence[Mapped]) -> Tables:
     )
 
 
-def eos_ids(eos: int | Sequence[int] | None, datasets: int) -> NDArray[np.int64]:
+def eos_ids(eos: int | Sequence[int] | None, datasets: int) -> Int64:
     """Int64[datasets], as the kernels take it: the id that ends documents of each dataset, -1 where
     nothing is added.
     """

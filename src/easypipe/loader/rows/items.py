@@ -17,14 +17,13 @@ from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.identity import dotted_name
 from easypipe.core.random import fold
 from easypipe.core.schema import IGNORE, LABELS
-from easypipe.core.values import Array, Collate, Dataset, Item, attribute_of
+from easypipe.core.values import Array, Collate, Dataset, Int32, Int64, Item, attribute_of
 from easypipe.loader.rows.rows import NumberedRows
 from easypipe.plan.order import OrderConfig, documents
 
@@ -51,12 +50,10 @@ class _Unsized(NumberedRows):
     _seed: int
     _name: str
 
-    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    def lengths(self, rows: Int64) -> Int32:
         return np.zeros(len(rows), np.int32)
 
-    def gather(
-        self, rows: NDArray[np.int64], width: int | None = None
-    ) -> dict[str, NDArray[np.int32]]:
+    def gather(self, rows: Int64, width: int | None = None) -> dict[str, Int32]:
         """Raises ConfigError: there are no columns at rest."""
         raise ConfigError(
             at=self._name,
@@ -65,9 +62,7 @@ class _Unsized(NumberedRows):
             fix="Change rows in the dataset or in the collator.",
         )
 
-    def _collated(
-        self, items: list[Item], rows: NDArray[np.int64], epochs: NDArray[np.int64]
-    ) -> Any:
+    def _collated(self, items: list[Item], rows: Int64, epochs: Int64) -> Any:
         """The batch of `items`, the real ones of `rows`; rows of -1, which come last, are filled up
         with nothing.
         """
@@ -138,10 +133,10 @@ class ItemRows(_Unsized):
         total = self.num_rows
         return stop - start if total is None else max(0, min(stop, total) - start)
 
-    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def epochs(self, rows: Int64) -> Int64:
         return np.maximum(rows, 0) // max(self._size, 1)
 
-    def batch(self, rows: NDArray[np.int64], width: int) -> Any:
+    def batch(self, rows: Int64, width: int) -> Any:
         real = rows[rows >= 0]
         items = []
         # whose reading is a call of the user's own code, row by row
@@ -153,7 +148,7 @@ class ItemRows(_Unsized):
                 raise
         return self._collated(items, rows, self.epochs(real))
 
-    def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def numbers(self, rows: Int64) -> Int64:
         """Which rows of the dataset stand at these rows of the run."""
         if not rows.size:
             return rows
@@ -232,10 +227,10 @@ class ForwardRows(_Unsized):
                 return stop - start
             return stop - start if self._total is None else max(0, min(stop, self._total) - start)
 
-    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def epochs(self, rows: Int64) -> Int64:
         return np.full(len(rows), self._epoch, np.int64)
 
-    def batch(self, rows: NDArray[np.int64], width: int) -> Any:
+    def batch(self, rows: Int64, width: int) -> Any:
         real = rows[rows >= 0]
         with self._lock:
             self._seek(int(real.min()))

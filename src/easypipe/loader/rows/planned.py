@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, PlanError, place
 from easypipe.core.schema import LOSS_MASK
-from easypipe.core.values import Json
+from easypipe.core.values import Int32, Int64, Json
 from easypipe.loader.rows.gather import Tables, eos_ids, tables
 from easypipe.loader.rows.rows import NumberedRows, RowReader, Share, default_width
 from easypipe.loader.rows.write import RowWriter
@@ -140,26 +139,24 @@ class PlannedRows(NumberedRows):
                 self._end = self.plan.num_rows  # known by now: looking for the row has met the end
         return stop - start if self._end is None else max(0, min(stop, self._end) - start)
 
-    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    def lengths(self, rows: Int64) -> Int32:
         real = np.flatnonzero(rows >= 0)
         pieces = self.plan.pieces(rows[real])
         return np.bincount(real[pieces.row], weights=pieces.length, minlength=len(rows)).astype(
             np.int32
         )
 
-    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def epochs(self, rows: Int64) -> Int64:
         return np.array(
             [0 if row < 0 else self.plan.window_at(row).state.epoch for row in rows.tolist()],
             dtype=np.int64,
         )
 
-    def gather(
-        self, rows: NDArray[np.int64], width: int | None = None
-    ) -> dict[str, NDArray[np.int32]]:
+    def gather(self, rows: Int64, width: int | None = None) -> dict[str, Int32]:
         width = default_width(self, rows, self.seq_length) if width is None else width
         return self._writer.gather(self, rows, width)
 
-    def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
+    def batch(self, rows: Int64, width: int) -> dict[str, Int32]:
         return self._writer.batch(self, rows, width)
 
     def open(self, state: LoaderState | None = None, share: Share | None = None) -> RowReader:
@@ -175,9 +172,7 @@ class PlannedRows(NumberedRows):
     def window_at(self, row: int) -> tuple[View, Tables]:
         return self.plan.window_at(max(row, 0)).view, self._tables
 
-    def pinned(
-        self, view: View, rows: NDArray[np.int64]
-    ) -> contextlib.AbstractContextManager[None]:
+    def pinned(self, view: View, rows: Int64) -> contextlib.AbstractContextManager[None]:
         """Their documents, and the one behind each, whose first token may be a label."""
         if not any(cache.comes_and_goes for cache in self._caches):
             return contextlib.nullcontext()
@@ -195,7 +190,7 @@ class PlannedRows(NumberedRows):
     def unchecked(self) -> bool:
         return any(cache.pending for cache in self._caches)
 
-    def check(self, touched: NDArray[np.int64]) -> None:
+    def check(self, touched: Int64) -> None:
         first = self._tables.first_part
         dataset = np.searchsorted(first, touched[0], side="right") - 1
         for i in np.unique(dataset).tolist():

@@ -12,12 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import require
 from easypipe.core.ledger import Ledger
-from easypipe.core.values import Json
+from easypipe.core.values import Int32, Int64, Json
 from easypipe.loader.rows.rows import Mark, RowReader, Rows, Share
 from easypipe.loader.state import LoaderState
 
@@ -86,18 +85,16 @@ class DerivedRows(Rows, RowReader):
         there = first + self._reader.available(first, self.first_below(stop))
         return max(0, self._own(there) - start)
 
-    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    def lengths(self, rows: Int64) -> Int32:
         return self._reader.lengths(self._there(rows))
 
-    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def epochs(self, rows: Int64) -> Int64:
         return self._reader.epochs(self._there(rows))
 
-    def gather(
-        self, rows: NDArray[np.int64], width: int | None = None
-    ) -> dict[str, NDArray[np.int32]]:
+    def gather(self, rows: Int64, width: int | None = None) -> dict[str, Int32]:
         return self._reader.gather(self._there(rows), width)
 
-    def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
+    def batch(self, rows: Int64, width: int) -> dict[str, Int32]:
         return self._reader.batch(self._there(rows), width)
 
     def mark(self, row: int) -> Mark | None:
@@ -118,7 +115,7 @@ class DerivedRows(Rows, RowReader):
     def ledger(self) -> Ledger:
         return self.below.ledger()
 
-    def _there(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _there(self, rows: Int64) -> Int64:
         return np.where(rows < 0, rows, self.row_below(rows))
 
 

@@ -9,12 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from easypipe.core.errors import ConfigError
 from easypipe.core.ledger import Ledger
-from easypipe.core.values import Json
+from easypipe.core.values import Int32, Int64, Json
 from easypipe.loader.state import LoaderState
 
 
@@ -38,7 +35,7 @@ class Share:
     one. workers: threads that may make ahead what no batch asked for; 0 for none.
     """
 
-    local: Mapping[int, NDArray[np.int64]] = field(default_factory=dict[int, NDArray[np.int64]])
+    local: Mapping[int, Int64] = field(default_factory=dict[int, Int64])
     workers: int = 0
 
 
@@ -56,19 +53,17 @@ class RowReader(Protocol):
         """
         ...
 
-    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    def lengths(self, rows: Int64) -> Int32:
         """Tokens of each row, 0 for -1."""
         ...
 
-    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def epochs(self, rows: Int64) -> Int64:
         """The pass over the data that each row belongs to, from 0; 0 for -1 and where there are no
         passes.
         """
         ...
 
-    def gather(
-        self, rows: NDArray[np.int64], width: int | None = None
-    ) -> dict[str, NDArray[np.int32]]:
+    def gather(self, rows: Int64, width: int | None = None) -> dict[str, Int32]:
         """Columns at rest, Int32[n, width], in new memory: input_ids, segment_ids, position_ids,
         and loss_mask where a dataset has one.
 
@@ -77,11 +72,11 @@ class RowReader(Protocol):
         """
         ...
 
-    def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
+    def batch(self, rows: Int64, width: int) -> dict[str, Int32]:
         """`collate(gather(rows, width))`, in one pass where that is faster."""
         ...
 
-    def arrange(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def arrange(self, rows: Int64) -> Int64:
         """Neighbouring rows, in the order in which they stand in a batch."""
         return rows
 
@@ -164,5 +159,5 @@ class NumberedRows(Rows, RowReader, Protocol):
         return self
 
 
-def default_width(reader: RowReader, rows: NDArray[np.int64], seq_length: int | None) -> int:
+def default_width(reader: RowReader, rows: Int64, seq_length: int | None) -> int:
     return int(reader.lengths(rows).max(initial=0)) if seq_length is None else seq_length

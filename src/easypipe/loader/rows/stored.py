@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import xxhash
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place, require
@@ -38,6 +38,7 @@ from easypipe.core.schema import (
     is_list,
     offsets_of,
 )
+from easypipe.core.values import Int32, Int64
 from easypipe.loader.collate import collate, count_positions, fresh_columns
 from easypipe.loader.rows.rows import NumberedRows, default_width
 
@@ -113,9 +114,9 @@ class Block(NamedTuple):
     look_ahead Int32[n] if there is one.
     """
 
-    offsets: NDArray[np.int64]
-    columns: Mapping[str, NDArray[np.int32]]
-    look_ahead: NDArray[np.int32] | None = None
+    offsets: Int64
+    columns: Mapping[str, Int32]
+    look_ahead: Int32 | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -192,19 +193,17 @@ class StoredRows(NumberedRows):
         total = self.num_rows
         return stop - start if total is None else max(0, min(stop, total) - start)
 
-    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    def lengths(self, rows: Int64) -> Int32:
         out = np.zeros(len(rows), dtype=np.int32)
         for i, found in enumerate(self._find(rows)):
             if found is not None:
                 out[i] = found.stop - found.start
         return out
 
-    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def epochs(self, rows: Int64) -> Int64:
         return np.maximum(rows, 0) // max(int(self._index.first_row[-1]), 1)
 
-    def gather(
-        self, rows: NDArray[np.int64], width: int | None = None
-    ) -> dict[str, NDArray[np.int32]]:
+    def gather(self, rows: Int64, width: int | None = None) -> dict[str, Int32]:
         width = default_width(self, rows, self.seq_length) if width is None else width
         masked = any(name in self._names for name in TARGET_COLUMNS)
         names = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS) + ((LOSS_MASK,) if masked else ())
@@ -237,7 +236,7 @@ class StoredRows(NumberedRows):
             count_positions(out[SEGMENT_IDS], out[POSITION_IDS])
         return out | {LOOK_AHEAD: ahead} if LOOK_AHEAD in self._names else out
 
-    def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
+    def batch(self, rows: Int64, width: int) -> dict[str, Int32]:
         return collate(self.gather(rows, width))
 
     @cached_property
@@ -263,7 +262,7 @@ class StoredRows(NumberedRows):
                     )
         return _Index(spans, offsets_of(counts))
 
-    def _find(self, rows: NDArray[np.int64]) -> list[_Found | None]:
+    def _find(self, rows: Int64) -> list[_Found | None]:
         """Where each row lies; None for -1."""
         index = self._index
         per_epoch = int(index.first_row[-1])
@@ -359,7 +358,7 @@ class _Index(NamedTuple):
     """
 
     spans: list[tuple[int, int, int]]
-    first_row: NDArray[np.int64]
+    first_row: Int64
 
 
 class _Found(NamedTuple):
@@ -374,8 +373,8 @@ def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int)
     """Columns of lists → one Block. Raises SourceError naming the row where a column is no list of
     integers, or differs in length.
     """
-    offsets: NDArray[np.int64] | None = None
-    columns: dict[str, NDArray[np.int32]] = {}
+    offsets: Int64 | None = None
+    columns: dict[str, Int32] = {}
     for name in names:
         if name == LOOK_AHEAD:
             continue
@@ -413,7 +412,7 @@ def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int)
     )
 
 
-def _look_ahead(column: pa.Array, at: str) -> NDArray[np.int32]:
+def _look_ahead(column: pa.Array, at: str) -> Int32:
     if not pa.types.is_integer(column.type) or column.null_count:
         problem = (
             f"expected an integer in every row, got {column.type} with {column.null_count} nulls"
@@ -426,9 +425,7 @@ def _look_ahead(column: pa.Array, at: str) -> NDArray[np.int32]:
     return column.to_numpy().astype(np.int32)
 
 
-def _flat(
-    column: pa.Array, name: str, at: str, first_row: int
-) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def _flat(column: pa.Array, name: str, at: str, first_row: int) -> tuple[Int64, Int32]:
     kind = column.type
     if not is_list(kind) or not (
         pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.cache.address import uint8_at
 from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.jit import jit
 from easypipe.core.schema import LOSS_MASK
+from easypipe.core.values import Int64
 from easypipe.loader.rows.gather import NO_CHECKS, find, goes_on_masked, tables
 from easypipe.plan.windows import Plan, Window
 
@@ -22,7 +22,7 @@ def count_targets(
     *,
     joined: bool = False,
     hold: bool = False,
-) -> NDArray[np.int64]:
+) -> Int64:
     """Int64[2, datasets]: tokens of the first `num_rows` rows that are somebody's label, added EOS
     tokens included; and those that are none, although their mask says so, because they stand in a
     held piece (see loader/rows/gather.py).

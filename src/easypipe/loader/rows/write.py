@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.cache.blocks import ROOM
 from easypipe.core.schema import (
@@ -20,6 +19,7 @@ from easypipe.core.schema import (
     POSITION_IDS,
     SEGMENT_IDS,
 )
+from easypipe.core.values import Int32, Int64, UInt8
 from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, shift_labels
 from easypipe.loader.rows.gather import (
     NO_CHECKS,
@@ -49,9 +49,7 @@ class Tokens(Protocol):
         """The window that a row stands in, and where its documents lie; any for -1."""
         ...
 
-    def pinned(
-        self, view: View, rows: NDArray[np.int64]
-    ) -> contextlib.AbstractContextManager[None]:
+    def pinned(self, view: View, rows: Int64) -> contextlib.AbstractContextManager[None]:
         """Holds the tokens of the rows in memory."""
         ...
 
@@ -60,7 +58,7 @@ class Tokens(Protocol):
         """Whether blocks of the files are to be checked at first touch."""
         ...
 
-    def check(self, touched: NDArray[np.int64]) -> None:
+    def check(self, touched: Int64) -> None:
         """touched: Int64[2, n], parts of the tables, and blocks of them. Raises CacheError where
         one is damaged.
         """
@@ -81,7 +79,7 @@ class RowWriter:
     those is one segment, over the ends of documents. paired: documents are two segments.
     """
 
-    eos: NDArray[np.int64]
+    eos: Int64
     pad_token_id: int
     hold: bool
     seq_length: int | None = None
@@ -89,9 +87,7 @@ class RowWriter:
     joined: bool = False
     paired: bool = False
 
-    def gather(
-        self, tokens: Tokens, rows: NDArray[np.int64], width: int
-    ) -> dict[str, NDArray[np.int32]]:
+    def gather(self, tokens: Tokens, rows: Int64, width: int) -> dict[str, Int32]:
         """As RowReader.gather."""
         columns = fresh_columns(AT_REST, len(rows), width)
         mask, ahead = self._write(tokens, rows, columns)
@@ -99,9 +95,7 @@ class RowWriter:
             columns[LOSS_MASK] = mask.astype(np.int32)
         return columns | {LOOK_AHEAD: ahead} if self.runs else columns
 
-    def batch(
-        self, tokens: Tokens, rows: NDArray[np.int64], width: int
-    ) -> dict[str, NDArray[np.int32]]:
+    def batch(self, tokens: Tokens, rows: Int64, width: int) -> dict[str, Int32]:
         """As RowReader.batch."""
         columns = fresh_columns(BATCH_COLUMNS, len(rows), width)
         _, ahead = self._write(tokens, rows, columns)
@@ -110,8 +104,8 @@ class RowWriter:
         return columns
 
     def _write(
-        self, tokens: Tokens, rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]]
-    ) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+        self, tokens: Tokens, rows: Int64, columns: Mapping[str, Int32]
+    ) -> tuple[UInt8, Int32]:
         """Fills the columns; the loss mask, UInt8[0, 0] where no dataset has one, and Int32[R] the
         labels of last slots, of runs.
         """

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.protocols import Shard
 from easypipe.core.random import child, fold
+from easypipe.core.values import Bools, Int64, UInt8
 from easypipe.loader.prefetch import ReadPool
 from easypipe.plan.order import permute
 
@@ -58,9 +59,9 @@ class Loaded:
     """
 
     ids: NDArray[np.unsignedinteger]
-    offsets: NDArray[np.int64]
-    has_eos: NDArray[np.bool_]
-    mask: NDArray[np.uint8] | None
+    offsets: Int64
+    has_eos: Bools
+    mask: UInt8 | None
     rows: int
     rejects: Counter[str] = field(default_factory=Counter)
     strings: Counter[str] = field(default_factory=Counter)
@@ -258,7 +259,7 @@ class Deal:
                 self._passes.move_to_end(epoch)
             return found
 
-    def _sizes(self, shards: Sequence[Shard]) -> NDArray[np.int64]:
+    def _sizes(self, shards: Sequence[Shard]) -> Int64:
         """Bytes of every entry, as far as the sizes of files tell: Int64[entries]. Of a whole file,
         what it may hold unpacked.
         """
@@ -328,22 +329,18 @@ class _Pass:
     owners: Int64[n], as `deal` gives them.
     """
 
-    def __init__(
-        self, entries: NDArray[np.int64], owners: NDArray[np.int64], forward: NDArray[np.bool_]
-    ) -> None:
+    def __init__(self, entries: Int64, owners: Int64, forward: Bools) -> None:
         self.entries, self.owners, self._forward = entries, owners, forward
-        self._of: dict[int, NDArray[np.int64]] = {}
+        self._of: dict[int, Int64] = {}
 
-    def of(self, stream: int) -> NDArray[np.int64]:
+    def of(self, stream: int) -> Int64:
         """The positions, ascending, of the entries of which `stream` has a part."""
         if stream not in self._of:
             self._of[stream] = np.flatnonzero(self._forward | (self.owners == stream))
         return self._of[stream]
 
 
-def deal(
-    num_bytes: NDArray[np.int64], forward: NDArray[np.bool_], num_streams: int, piece: int
-) -> NDArray[np.int64]:
+def deal(num_bytes: Int64, forward: Bools, num_streams: int, piece: int) -> Int64:
     """Which stream has each entry, so that all have about equally many bytes: Int64[n]. Of a whole
     file, the one that has its first chunk.
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.ledger import Ledger
+from easypipe.core.values import Int64
 from easypipe.loader.streams.feed import Counts
 from easypipe.loader.streams.spec import StreamSpec
 from easypipe.plan.plan_stats import COUNTERS, FIELDS, DrawStats
@@ -27,7 +27,7 @@ class Books:
     """
 
     datasets: tuple[Counts, ...]
-    table: NDArray[np.int64]
+    table: Int64
     packed_rows: int = 0
     rows_given: int = 0
     rows_before: int = 0

@@ -26,7 +26,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.cache.writer import cores
 from easypipe.core.errors import BudgetError, SourceError, StateError
@@ -35,7 +34,7 @@ from easypipe.core.schema import (
     LOSS_MASK,
     SEGMENT_IDS,
 )
-from easypipe.core.values import Json
+from easypipe.core.values import Int32, Int64, Json
 from easypipe.loader.placement import gather_bytes
 from easypipe.loader.prefetch import ReadPool
 from easypipe.loader.rows.gather import Tables, eos_ids
@@ -208,36 +207,34 @@ class StreamReader(RowReader):
             self._note_end(stream)
         return (stop if known is not None else max(start, min(stop, int(self._ends.sum())))) - start
 
-    def arrange(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def arrange(self, rows: Int64) -> Int64:
         """Stream after stream."""
         return rows[np.argsort(self._places(rows)[0], kind="stable")]
 
-    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    def lengths(self, rows: Int64) -> Int32:
         def length(window: Window[Place], row: int) -> int:
             first = window.layout.first_piece
             return int(window.layout.table[4, first[row] : first[row + 1]].sum())
 
         return self._each(rows, length).astype(np.int32)
 
-    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def epochs(self, rows: Int64) -> Int64:
         return self._each(rows, lambda window, row: window.state.epoch)
 
-    def gather(
-        self, rows: NDArray[np.int64], width: int | None = None
-    ) -> dict[str, NDArray[np.int32]]:
+    def gather(self, rows: Int64, width: int | None = None) -> dict[str, Int32]:
         width = default_width(self, rows, self._rows.seq_length) if width is None else width
         columns = self._writer.gather(self, self._keys(rows), width)
         columns.setdefault(LOSS_MASK, (columns[SEGMENT_IDS] > 0).astype(np.int32))
         return columns
 
-    def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
+    def batch(self, rows: Int64, width: int) -> dict[str, Int32]:
         return self._writer.batch(self, self._keys(rows), width)
 
     # As write.Tokens, of rows that are called stream * STREAM + row of the stream.
 
     unchecked = False  # what was just read is in memory
 
-    def _keys(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _keys(self, rows: Int64) -> Int64:
         streams, numbers = self._places(rows)
         return np.where(streams < 0, -1, streams * STREAM + numbers)
 
@@ -251,12 +248,10 @@ class StreamReader(RowReader):
     def masked(self) -> bool:
         return any(made.masked for stream in self._streams.values() for made in stream.windows)
 
-    def pinned(
-        self, view: View, rows: NDArray[np.int64]
-    ) -> contextlib.AbstractContextManager[None]:
+    def pinned(self, view: View, rows: Int64) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def check(self, touched: NDArray[np.int64]) -> None:
+    def check(self, touched: Int64) -> None:
         raise AssertionError("nothing is unchecked")
 
     def missing(self, view: View, piece: int, width: int) -> Exception:
@@ -273,9 +268,7 @@ class StreamReader(RowReader):
         mark = self._mark(row, order.given_by(self._ends, row), {})
         return mark._replace(counts={**mark.counts, "rows_left_out": left_out})
 
-    def _mark(
-        self, row: int, given: NDArray[np.int64], states: Mapping[int, StreamState]
-    ) -> StreamMark:
+    def _mark(self, row: int, given: Int64, states: Mapping[int, StreamState]) -> StreamMark:
         added = given - self._given_before
         counts = {
             "rows_given": int(added[list(self._streams)].sum()),
@@ -368,7 +361,7 @@ class StreamReader(RowReader):
                         fix="Correct the rows, or raise max_bad_rows.",
                     )
 
-    def _places(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _places(self, rows: Int64) -> tuple[Int64, Int64]:
         """(stream, row of it) of each row, (-1, -1) of padding."""
         real = rows >= 0
         if (self._ends == order.NEVER).all():
@@ -381,9 +374,7 @@ class StreamReader(RowReader):
         at = np.lexsort((streams, numbers))[np.where(real, rows - first, 0)]
         return np.where(real, streams[at], -1), np.where(real, numbers[at], -1)
 
-    def _each(
-        self, rows: NDArray[np.int64], ask: Callable[[Window[Place], int], int]
-    ) -> NDArray[np.int64]:
+    def _each(self, rows: Int64, ask: Callable[[Window[Place], int], int]) -> Int64:
         """What the window of each row says of it, 0 for -1."""
         found = np.zeros(len(rows), np.int64)
         # rows of one batch

@@ -8,11 +8,11 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.random import child, fold
 from easypipe.core.schema import offsets_of
+from easypipe.core.values import Int32, Int64
 from easypipe.loader.collate import address
 from easypipe.loader.prefetch import ReadPool
 from easypipe.loader.rows.gather import Tables
@@ -39,9 +39,7 @@ class StreamFeed:
 
     counted, block = False, BLOCK_DOCS
 
-    def __init__(
-        self, number: int, spec: StreamSpec, deals: Sequence[Deal], ends: NDArray[np.int64]
-    ) -> None:
+    def __init__(self, number: int, spec: StreamSpec, deals: Sequence[Deal], ends: Int64) -> None:
         self.number, self.spec, self._deals, self._ends = number, spec, deals, ends
         self.num_docs, self.draws_next = np.ones(len(deals), np.int64), spec.joined
         self.names = [deal.source.name for deal in deals]
@@ -92,14 +90,12 @@ class StreamFeed:
         rows = int(order.given_by(known, (there + stage.rows) * streams)[self.number]) - row
         return Stage(stage.shares, rows, rows + stage.most - stage.rows)
 
-    def remaining(self, state: StreamState, enough: NDArray[np.int64]) -> NDArray[np.int64]:
+    def remaining(self, state: StreamState, enough: Int64) -> Int64:
         return np.array(
             [cursor.fill(n) for cursor, n in zip(self.cursors, enough.tolist(), strict=True)]
         )
 
-    def look(
-        self, state: StreamState, start: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+    def look(self, state: StreamState, start: Int64, counts: Int64) -> tuple[Int64, Int32, Int64]:
         stop = np.minimum(start + counts, self.remaining(state, start + counts))
         there = np.maximum(stop - start, 0)
         pieces = [piece for part in self._pieces(start, start + there) for piece in part]
@@ -110,7 +106,7 @@ class StreamFeed:
         docs = np.arange(there.sum()) + np.repeat(start - (np.cumsum(there) - there), there)
         return docs, np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int32), there
 
-    def tokens(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> int:
+    def tokens(self, start: Int64, stop: Int64) -> int:
         return sum(piece.tokens for part in self._pieces(start, stop) for piece in part)
 
     def advance(
@@ -139,7 +135,7 @@ class StreamFeed:
     def name(self, dataset: int, doc: int) -> str:
         return f"dataset {self.names[dataset]!r}"
 
-    def _pieces(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> list[list[Piece]]:
+    def _pieces(self, start: Int64, stop: Int64) -> list[list[Piece]]:
         spans = zip(self.cursors, start.tolist(), stop.tolist(), strict=True)
         return [cursor.pieces(a, b) for cursor, a, b in spans]
 

@@ -18,13 +18,13 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from easypipe.core import storage
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import INPUT_IDS, offsets_of
-from easypipe.core.values import Array, DType
+from easypipe.core.values import Array, DType, Int32, Int64
 from easypipe.sources.files import FileRef, LocalFile, read_range
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -43,15 +43,15 @@ class MegatronIndex:
 
     path: str
     dtype: DType
-    sizes: NDArray[np.int32]
-    pointers: NDArray[np.int64]
-    documents: NDArray[np.int64]
+    sizes: Int32
+    pointers: Int64
+    documents: Int64
 
     @property
     def num_docs(self) -> int:
         return len(self.documents) - 1
 
-    def read(self, file: FileRef, start: int, stop: int) -> tuple[np.ndarray, NDArray[np.int64]]:
+    def read(self, file: FileRef, start: int, stop: int) -> tuple[np.ndarray, Int64]:
         """Tokens of documents `start` to `stop`, and their offsets. Raises SourceError for places
         outside of the .bin file.
         """
@@ -220,7 +220,7 @@ def write_megatron(
     return docs, tokens
 
 
-def _chunks(file: Any) -> Iterator[NDArray[np.int32]]:
+def _chunks(file: Any) -> Iterator[Int32]:
     file.seek(0)
     while data := file.read(4 * CHUNK_DOCS):
         yield np.frombuffer(data, "<i4")
@@ -228,7 +228,7 @@ def _chunks(file: Any) -> Iterator[NDArray[np.int32]]:
 
 def _blocks(
     documents: ShardedSource | Iterable[ArrayLike],
-) -> Iterator[tuple[np.ndarray, NDArray[np.int64]]]:
+) -> Iterator[tuple[np.ndarray, Int64]]:
     """(tokens, length of each document) of some documents at a time."""
     if isinstance(documents, ShardedSource):
         for number, shard in enumerate(documents.shards):

@@ -17,12 +17,11 @@ from typing import Any, Literal, Unpack
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from easypipe.core.config import config, digest, fields_of
 from easypipe.core.errors import MissingFileError, SourceError, require
 from easypipe.core.schema import INPUT_IDS
-from easypipe.core.values import DType
+from easypipe.core.values import DType, Int64
 from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
 from easypipe.sources.external.megatron import MegatronIndex, open_index
 from easypipe.sources.files import DataFiles, FileRef, read_range, resolve
@@ -216,7 +215,7 @@ def _separated(dtype: DType, piece: Records, fields: pa.Schema) -> Rows:
     return Rows(token_lists(np.frombuffer(text, dtype), offsets), numbers)
 
 
-def token_lists(values: np.ndarray, offsets: NDArray[np.int64]) -> pa.Table:
+def token_lists(values: np.ndarray, offsets: Int64) -> pa.Table:
     native = values.astype(values.dtype.newbyteorder("="), copy=False)
     lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(native))
     return pa.table({INPUT_IDS: lists})

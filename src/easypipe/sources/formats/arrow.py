@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import offsets_of
+from easypipe.core.values import Int64
 from easypipe.sources.base import FileSource, Format, Rows, Survey
 from easypipe.sources.files import FileRef, LocalFile, library_errors, open_binary, read_range
 from easypipe.sources.schemas import plain_schema
@@ -25,7 +25,7 @@ STREAM_MAGIC = b"\xff\xff\xff\xff"  # the continuation marker before the first m
 
 @dataclass(frozen=True)
 class _Batches:
-    first_row: NDArray[np.int64]  # Int64[batches + 1]
+    first_row: Int64  # Int64[batches + 1]
     # stream format: where each batch's message begins; None for the file format
     offsets: list[int] | None
     schema: pa.Schema  # as stored

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
-from numpy.typing import NDArray
 
 from easypipe.core.errors import SchemaError
 from easypipe.core.jit import jit
-from easypipe.core.values import JsonObject
+from easypipe.core.values import Int32, Int64, JsonObject, UInt8
 from easypipe.sources.formats.scanners import (
     BLANK,
     GOOD,
@@ -57,12 +56,12 @@ class Keys(NamedTuple):
     of first appearance.
     """
 
-    counts: NDArray[np.int64]  # keys, bytes of `text`, whether keys were left out for want of room
-    table: NDArray[np.int32]  # hash table of key numbers, -1 where free
-    spans: NDArray[np.int32]  # key k is text[spans[k] : spans[k + 1]]
-    text: NDArray[np.uint8]  # raw bytes of keys, as between their quotes
-    kinds: NDArray[np.uint8]  # all kinds of values seen
-    first: NDArray[np.uint8]  # the first kind seen that is not NULL
+    counts: Int64  # keys, bytes of `text`, whether keys were left out for want of room
+    table: Int32  # hash table of key numbers, -1 where free
+    spans: Int32  # key k is text[spans[k] : spans[k + 1]]
+    text: UInt8  # raw bytes of keys, as between their quotes
+    kinds: UInt8  # all kinds of values seen
+    first: UInt8  # the first kind seen that is not NULL
 
 
 def new_keys() -> Keys:

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import offsets_of
+from easypipe.core.values import Int64
 from easypipe.sources.base import FileSource, Format, Rows, Survey
 from easypipe.sources.files import FileRef, library_errors, open_binary, read_range
 from easypipe.sources.schemas import plain_schema
@@ -37,7 +37,7 @@ MAGIC = b"PAR1"
 @dataclass(frozen=True)
 class _Groups:
     metadata: pq.FileMetaData
-    first_row: NDArray[np.int64]  # Int64[groups + 1]
+    first_row: Int64  # Int64[groups + 1]
 
 
 @dataclass

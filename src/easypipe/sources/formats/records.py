@@ -17,12 +17,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
-from easypipe.core.values import JsonObject
+from easypipe.core.values import Int64, JsonObject, UInt8
 from easypipe.sources.base import Format, Rows, Survey
 from easypipe.sources.files import FileRef, changed, compression_of
 from easypipe.sources.formats.scanners import BROKEN, CLOSED, MORE, OPEN_QUOTE, pick_entries
@@ -39,18 +38,14 @@ MAX_RECORD_BYTES = 1 << 30
 BOM = b"\xef\xbb\xbf"
 
 # (data, final, starts, ends) -> (records, bytes consumed, status), see scanners.py
-Splitter = Callable[
-    [NDArray[np.uint8], bool, NDArray[np.int64], NDArray[np.int64]], tuple[int, int, int]
-]
+Splitter = Callable[[UInt8, bool, Int64, Int64], tuple[int, int, int]]
 Facts = dict[str, Any]  # what an index keeps of a format's own, as JSON
 
 
 class Observer(Protocol):
     """Is shown all records of a file, in order, while they are counted."""
 
-    def __call__(
-        self, data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]
-    ) -> None: ...
+    def __call__(self, data: UInt8, starts: Int64, ends: Int64) -> None: ...
     def facts(self) -> Facts: ...
 
 
@@ -88,8 +83,8 @@ class RecordIndex:
 
     num_rows: int
     total_rows: int | None
-    rows: NDArray[np.int64]
-    offsets: NDArray[np.int64]
+    rows: Int64
+    offsets: Int64
     stop: int
     restarts: tuple[Restart, ...]
     facts: Facts
@@ -129,9 +124,9 @@ class Records(NamedTuple):
     has plain offset `offset`.
     """
 
-    data: NDArray[np.uint8]
-    starts: NDArray[np.int64]
-    ends: NDArray[np.int64]
+    data: UInt8
+    starts: Int64
+    ends: Int64
     row: int
     offset: int
 
@@ -350,7 +345,7 @@ def read_head(file: FileRef, num_bytes: int, plain: PlainBytes | None = None) ->
     return head
 
 
-def frozen(data: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
+def frozen(data: bytes | UInt8) -> UInt8:
     """A read-only UInt8 view: the one array type that the kernels of scanners.py are compiled
     for.
     """

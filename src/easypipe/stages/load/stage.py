@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.cache.reader import TokenCache
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, StageOrderError, require
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
-from easypipe.core.values import Arguments
+from easypipe.core.values import Arguments, Int32
 from easypipe.loader.collate import CollateConfig
 from easypipe.loader.config import LoadStageConfig, check_streams, default_streams
 from easypipe.loader.loader import Loader
@@ -199,7 +198,7 @@ def _widths(buckets: int | Sequence[int], rows: Rows | None) -> tuple[int, ...]:
     )
 
 
-def _lengths_of(cache: TokenCache) -> Iterator[NDArray[np.int32]]:
+def _lengths_of(cache: TokenCache) -> Iterator[Int32]:
     for start in range(0, cache.num_docs, DOCUMENTS_AT_A_TIME):
         yield cache.lengths(np.arange(start, min(cache.num_docs, start + DOCUMENTS_AT_A_TIME)))
 

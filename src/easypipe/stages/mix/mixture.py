@@ -12,16 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from easypipe.cache.reader import TokenCache
 from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import PipelineContext, ShardedSource, Source, info_of
 from easypipe.core.schema import LOSS_MASK
-from easypipe.core.values import Json, Record
+from easypipe.core.values import Int32, Int64, Json, Record
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.rows.documents import Documents as Tokens
 from easypipe.loader.rows.documents import gather_documents
@@ -189,7 +186,7 @@ class Mixture:
             pad_token_id=self.pad_token_id,
         )
 
-    def gather(self, dataset: NDArray[np.int32], docs: NDArray[np.int64]) -> Tokens:
+    def gather(self, dataset: Int32, docs: Int64) -> Tokens:
         """The stored tokens of documents `docs` (Int64[n]) of the datasets numbered `dataset`
         (Int32[n]).
         """

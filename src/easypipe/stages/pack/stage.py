@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
@@ -30,6 +29,7 @@ from easypipe.core.schema import (
     offsets_of,
     token_dtype,
 )
+from easypipe.core.values import Int64
 from easypipe.loader.rows.planned import PlannedRows
 from easypipe.plan.windows import Plan
 from easypipe.stages.mix.mixture import Mixture, PlannedSource, planned_of
@@ -228,7 +228,7 @@ class PackedShardedSource(PlannedSource):
             arrays.append(pa.LargeListArray.from_arrays(offsets, pa.array(values)))
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
-    def _provenance(self, rows: NDArray[np.int64]) -> pa.Array:
+    def _provenance(self, rows: Int64) -> pa.Array:
         """For every row the datasets of its segments, the first segment first."""
         pieces = self.plan().pieces(rows)
         each = 2 if self.mixture.paired else 1  # segments of a piece

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.protocols import ShardedSource
+from easypipe.core.values import Int32, Int64
 from easypipe.loader.steps import Steps
 from easypipe.plan.window import Window, token_sizes
 from easypipe.plan.windows import Plan
@@ -75,7 +76,7 @@ def shares_by_step(
     return tuple(found)
 
 
-def _counts(plan: Plan, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _counts(plan: Plan, start: int, stop: int) -> tuple[Int64, Int64]:
     """Int64[k] each: tokens of each dataset in rows `start` to `stop`, and documents that begin
     there.
     """
@@ -119,9 +120,7 @@ def documents_drawn(plan: Plan, rows: int) -> NDArray[np.float64]:
     return counts
 
 
-def _by_dataset(
-    window: Window, draw: NDArray[np.int32], weigh: NDArray, size: int
-) -> NDArray[np.float64]:
+def _by_dataset(window: Window, draw: Int32, weigh: NDArray, size: int) -> NDArray[np.float64]:
     return np.bincount(window.dataset[draw], weights=weigh, minlength=size).astype(np.float64)
 
 
@@ -249,7 +248,7 @@ def late_stages(plan: Plan, counted: Steps, steps: int) -> list[str]:
     return found
 
 
-def _seen(mixture: Mixture, plan: Plan, row: int) -> tuple[NDArray[np.int64], NDArray]:
+def _seen(mixture: Mixture, plan: Plan, row: int) -> tuple[Int64, NDArray]:
     """Tokens of each dataset in the first `row` rows, and what the weights are about: these, or
     documents.
     """

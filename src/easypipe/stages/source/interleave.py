@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import Shard, ShardedSource, Source
 from easypipe.core.schema import ROW_NUMBER, SOURCE, fields_text, offsets_of
-from easypipe.core.values import Record
+from easypipe.core.values import Int32, Int64, Record
 from easypipe.plan.mix import Stop, integer_weights
 from easypipe.plan.order import OrderConfig
 from easypipe.plan.spec import STOPS
@@ -240,7 +239,7 @@ class InterleavedSource(Source):
             ).to_pylist()
 
     @cached_property
-    def _starts(self) -> list[NDArray[np.int64]]:
+    def _starts(self) -> list[Int64]:
         """For each source the rows before each of its shards, and behind the last."""
         starts = []
         for name, source in self.sources.items():
@@ -291,11 +290,11 @@ class _Run(NamedTuple):
     shard: int
     start: int
     stop: int
-    rows: NDArray[np.int64]
-    which: NDArray[np.int64]
+    rows: Int64
+    which: Int64
 
 
-def _runs(starts: NDArray[np.int64], docs: NDArray[np.int64]) -> Iterator[_Run]:
+def _runs(starts: Int64, docs: Int64) -> Iterator[_Run]:
     """The rows numbered `docs` over all shards, as few ranges."""
     order = np.argsort(docs, kind="stable")
     ascending = docs[order]
@@ -314,5 +313,5 @@ def _runs(starts: NDArray[np.int64], docs: NDArray[np.int64]) -> Iterator[_Run]:
             )
 
 
-def _one_each(docs: NDArray[np.int64]) -> NDArray[np.int32]:
+def _one_each(docs: Int64) -> Int32:
     return np.ones(docs.shape[0], dtype=np.int32)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from easypipe.cache.encoder import EncodedDocuments, documents_hash, token_documents
 from easypipe.cache.manifest import FORMAT, Counts, TokenizerIdentity, total
@@ -36,7 +35,7 @@ from easypipe.core.schema import (
     offsets_of,
     token_dtype,
 )
-from easypipe.core.values import Arguments
+from easypipe.core.values import Arguments, Bools, Int64
 from easypipe.loader.rows.stored import Block, decode
 from easypipe.stages.source.config import PROMPT_OPTIONS, DatasetConfig, check_text_answers
 from easypipe.stages.tokenize.engine import PromptEngine
@@ -353,7 +352,7 @@ def encode_pairs(
     for each row.
     """
 
-    def both(wanted: NDArray[np.bool_], audit_key: str | None) -> list[EncodedDocuments]:
+    def both(wanted: Bools, audit_key: str | None) -> list[EncodedDocuments]:
         half = np.arange(len(texts.rows)) % 2
         sides = (np.flatnonzero(wanted & (half == side)) for side in (0, 1))
         return [encode(texts.take(side), audit_key) for side in sides]
@@ -465,7 +464,7 @@ class TokenEncoder:
     def content(self, batch: pa.RecordBatch) -> str:
         return documents_hash(batch, one_set_of_offsets=True)
 
-    def _check(self, block: Block, rows: NDArray[np.int64], name: str) -> None:
+    def _check(self, block: Block, rows: Int64, name: str) -> None:
         def at(token: np.int64, column: str) -> str:
             row = int(np.searchsorted(block.offsets, token, side="right")) - 1
             return place(name, row=int(rows[row]), column=column)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import xxhash
-from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError, did_you_mean, place
 from easypipe.core.protocols import Reject, ShardedSource, counted, info_of, left_out, scan
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.text import bytes_of, has_text
+from easypipe.core.values import Bools, Int64, UInt8
 from easypipe.transforms.chat.conversations import is_text
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.refused import EMPTY, Refused
@@ -34,13 +34,13 @@ class Texts:
     """
 
     texts: pa.LargeStringArray
-    rows: NDArray[np.int64]
+    rows: Int64
     rejects: tuple[Reject, ...]
     spans: Sequence[Sequence[Sequence[int]]] | None = None
-    ends: NDArray[np.uint8] | None = None
-    lost: NDArray[np.int64] | None = None
+    ends: UInt8 | None = None
+    lost: Int64 | None = None
     cut_by: str = ""
-    goes_on: NDArray[np.bool_] | None = None
+    goes_on: Bools | None = None
 
     def content_hash(self) -> str:
         """XXH3-128 of texts and row numbers; the same whatever buffers they lie in."""
@@ -58,7 +58,7 @@ class Texts:
             hasher.update(json.dumps(self.goes_on.tolist()).encode())
         return hasher.hexdigest()
 
-    def take(self, which: NDArray[np.int64]) -> Texts:
+    def take(self, which: Int64) -> Texts:
         """Those with these numbers (Int64[m]), none of which goes on in another."""
         return Texts(
             texts=self.texts.take(pa.array(which)),
@@ -106,7 +106,7 @@ def texts_of(
     )
 
 
-def row_numbers(batch: pa.RecordBatch, start: int) -> NDArray[np.int64]:
+def row_numbers(batch: pa.RecordBatch, start: int) -> Int64:
     """Int64[rows], of a batch that was read from row `start` on."""
     if ROW_NUMBER in batch.schema.names:
         return batch.column(ROW_NUMBER).to_numpy()
@@ -183,7 +183,7 @@ def read_texts(
     return Texts(texts, rows[keep], counted((*rejects, *bad)))
 
 
-def _invalid(column: pa.LargeStringArray, rows: NDArray[np.int64]) -> list[Reject]:
+def _invalid(column: pa.LargeStringArray, rows: Int64) -> list[Reject]:
     """Rows that are no UTF-8, which Arrow files may hold unnoticed. Halves are looked at, so that a
     few cost little more than none.
     """

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from easypipe.cache.encoder import EncodedDocuments, token_documents
 from easypipe.cache.manifest import Counts
@@ -18,6 +17,7 @@ from easypipe.core.protocols import Reject
 from easypipe.core.random import fold, permute
 from easypipe.core.schema import token_dtype
 from easypipe.core.text import bytes_of
+from easypipe.core.values import Bools, Int64, UInt8
 from easypipe.stages.tokenize.text_rows import Texts
 from easypipe.transforms.refused import NOTHING_TO_TRAIN, TOO_LONG, Refused
 from easypipe.transforms.tokenizer.lengths import Lengths, Shaped, shape
@@ -118,7 +118,7 @@ def _require_short(made: EncodedTexts, texts: Texts, at: str) -> None:
 def _shaped(
     texts: Texts,
     made: EncodedTexts,
-    numbers: NDArray[np.int64],
+    numbers: Int64,
     lengths: Lengths | None,
     *,
     raw: bool,
@@ -133,8 +133,8 @@ def _shaped(
 
 def _batch(
     shaped: Shaped,
-    rows: NDArray[np.int64],
-    continued: NDArray[np.bool_],
+    rows: Int64,
+    continued: Bools,
     tokenizer: Tokenizer,
     *,
     plain: bool,
@@ -179,7 +179,7 @@ def _rejected(texts: Texts, made: EncodedTexts, tokenizer: Tokenizer) -> dict[in
     return rejects | _refused_strings(texts, made.special, tokenizer)
 
 
-def _cut_before(texts: Texts, rows: NDArray[np.int64]) -> tuple[int, dict[str, int]]:
+def _cut_before(texts: Texts, rows: Int64) -> tuple[int, dict[str, int]]:
     """(tokens that went before the texts were written, what the ledger says of that). rows: those
     that have become documents.
     """
@@ -201,9 +201,7 @@ def _cut_before(texts: Texts, rows: NDArray[np.int64]) -> tuple[int, dict[str, i
 _UNTRAINED = Refused(NOTHING_TO_TRAIN, "no trained token remains")
 
 
-def _too_long(
-    made: Shaped, rows: NDArray[np.int64], sizes: NDArray[np.int64], lengths: Lengths
-) -> list[Reject]:
+def _too_long(made: Shaped, rows: Int64, sizes: Int64, lengths: Lengths) -> list[Reject]:
     """What `shape` left out, of texts with these rows and lengths."""
     benign = lengths.policy.policy != "error"
     found = [_UNTRAINED.of_row(int(rows[i])) for i in made.untrained]
@@ -213,9 +211,7 @@ def _too_long(
     return found
 
 
-def _refused_strings(
-    texts: Texts, strings: NDArray[np.int64], tokenizer: Tokenizer
-) -> dict[int, Reject]:
+def _refused_strings(texts: Texts, strings: Int64, tokenizer: Tokenizer) -> dict[int, Reject]:
     """By number, the texts that special_strings="error" refuses. strings: Int64[n], special strings
     in each.
     """
@@ -236,7 +232,7 @@ def _lost(texts: Texts, tokenizer: Tokenizer) -> int:
     return tokenizer.lost.count(texts.texts.to_pylist()) if tokenizer.lost.possible else 0
 
 
-def ends_closed(ids: Ids, offsets: NDArray[np.int64], token: int | None) -> NDArray[np.uint8]:
+def ends_closed(ids: Ids, offsets: Int64, token: int | None) -> UInt8:
     """UInt8[n]: 1 where EOS is a document's last token, or its last but one: templates end turns
     with EOS and a newline.
     """
@@ -260,7 +256,7 @@ def _edges(texts: Texts, batch_size: int) -> list[int]:
     return edges
 
 
-def ends_with(ids: Ids, offsets: NDArray[np.int64], token: int | None) -> NDArray[np.uint8]:
+def ends_with(ids: Ids, offsets: Int64, token: int | None) -> UInt8:
     """UInt8[n]: 1 where a document's last token is `token`. No document is empty."""
     if token is None or not ids.size:
         return np.zeros(len(offsets) - 1, np.uint8)
@@ -411,7 +407,7 @@ def _pieces(texts: Texts, i: int, key: str) -> list[tuple[int, str]]:
     ]
 
 
-def _border(text: NDArray[np.uint8], at: int) -> int:
+def _border(text: UInt8, at: int) -> int:
     """The next place where text can be cut: in front of a space between two letters, else in front
     of a character.
     """
@@ -422,7 +418,7 @@ def _border(text: NDArray[np.uint8], at: int) -> int:
     return at + int(found[0]) if found.size else len(text)
 
 
-def _decoded(text: NDArray[np.uint8]) -> str:
+def _decoded(text: UInt8) -> str:
     return text.tobytes().decode()
 
 

@@ -33,7 +33,7 @@ from orbax.checkpoint import v1 as ocp
 
 from easypipe.core.errors import StateError, StorageError, raising
 from easypipe.core.storage import make_folder
-from easypipe.core.values import Json, JsonObject
+from easypipe.core.values import Identity, Json, JsonObject
 from easypipe.train.checkpoint import files
 from easypipe.train.checkpoint.differences import differences, listed
 from easypipe.train.checkpoint.files import ARRAYS, RUN
@@ -380,7 +380,7 @@ def _copied(arrays: Arrays, into: Arrays | None = None) -> Arrays:
     return jax.tree.map(jnp.copy, arrays)
 
 
-def _kinds(arrays: Arrays) -> dict[str, object]:
+def _kinds(arrays: Arrays) -> dict[str, Identity]:
     return {name: (leaf.shape, leaf.dtype, leaf.sharding) for name, leaf in arrays.items()}
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-_ABSENT = object()
+from easypipe.core.values import JsonValue
+
+_ABSENT = "\0 nothing"  # which no text of YAML can be
 
 
 def differences(
-    saved: object, here: object, at: str = "", words: str = "{here} here, {saved} in the checkpoint"
+    saved: JsonValue,
+    here: JsonValue,
+    at: str = "",
+    words: str = "{here} here, {saved} in the checkpoint",
 ) -> dict[str, str]:
     """key path → `64 here, 128 in the checkpoint` (`words`), for every value of two nested mappings
     that is not the same.
@@ -21,7 +26,7 @@ def differences(
         text = words.format(here=_shown(here), saved=_shown(saved))
         return {} if saved == here else {at: text}
     found: dict[str, str] = {}
-    keys: Iterable[object] = [*new, *(key for key in old if key not in new)]
+    keys: Iterable[str] = [*new, *(key for key in old if key not in new)]
     if isinstance(saved, list):
         keys = [key for key in new if key in old]
         if len(old) != len(new):
@@ -31,7 +36,7 @@ def differences(
     return found
 
 
-def key_paths(values: object, at: str = "") -> Iterator[str]:
+def key_paths(values: JsonValue, at: str = "") -> Iterator[str]:
     """Every path that `differences` may have found in `values`, sections before what they hold."""
     for key, value in (_sections(values) or {}).items():
         yield _path(at, key)
@@ -45,16 +50,16 @@ def listed(unlike: Mapping[str, str], most: int = 8) -> str:
     return "; ".join(lines[:most]) + more
 
 
-def _sections(value: object) -> Mapping[object, object] | None:
+def _sections(value: JsonValue) -> Mapping[str, JsonValue] | None:
     """What is compared one by one: a mapping, or a list of mappings by number."""
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
-        return dict(enumerate(value))
+        return {str(i): one for i, one in enumerate(value)}
     return value if isinstance(value, Mapping) else None
 
 
-def _path(at: str, key: object) -> str:
-    return f"{at}.{key}" if at else str(key)
+def _path(at: str, key: str) -> str:
+    return f"{at}.{key}" if at else key
 
 
-def _shown(value: object) -> str:
+def _shown(value: JsonValue) -> str:
     return "nothing" if value is _ABSENT else str(value)

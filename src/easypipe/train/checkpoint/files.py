@@ -18,6 +18,7 @@ from pathlib import Path
 from easypipe.core import storage
 from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.errors import EasypipeError
+from easypipe.core.values import JsonValue
 
 CHECKPOINTS = "checkpoints"  # of a run, in its output_dir
 CHECKSUMS = "checksums.json"  # {"files": {path in the checkpoint: [bytes, XXH3-128 in hex]}}
@@ -122,7 +123,7 @@ def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) 
             sealed=False,
         )
     try:
-        expected: dict[str, list[object]] = dict(read_checked(checkpoint / CHECKSUMS)["files"])
+        expected: dict[str, list[JsonValue]] = dict(read_checked(checkpoint / CHECKSUMS)["files"])
     except EasypipeError as error:
         return Checked(problems={CHECKSUMS: error.problem})
     except (KeyError, TypeError, ValueError) as error:

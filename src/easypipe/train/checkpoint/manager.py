@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from easypipe.core.errors import ConfigError, MissingFileError, StateError, require
 from easypipe.core.protocols import BatchLoader
-from easypipe.core.values import Json, JsonObject, attribute_of
+from easypipe.core.values import Json, JsonObject, JsonValue, attribute_of
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.checkpoint.resume import loader_state, saved_loader_state
 from easypipe.train.state import flatten, unflatten
@@ -292,7 +292,7 @@ def _number(at: str, value: Any) -> float:
     return number
 
 
-def _json(at: str, value: object) -> Any:
+def _json(at: str, value: JsonValue) -> Any:
     """`value`, if it is plain JSON. Raises ConfigError with the place of what is not."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
@@ -305,7 +305,7 @@ def _json(at: str, value: object) -> Any:
         raise ConfigError(at=at, problem=problem, fix=fix) from None
 
 
-def _scheduler_state(scheduler: Any) -> object:
+def _scheduler_state(scheduler: Any) -> JsonValue:
     if attribute_of(scheduler, "state_dict"):  # as PyTorch's have
         return scheduler.state_dict()
     return None if callable(scheduler) else scheduler

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from easypipe.core.errors import EasypipeError, StateError, TrainError
 from easypipe.core.storage import commit_bytes
-from easypipe.core.values import Json
+from easypipe.core.values import Json, JsonValue
 from easypipe.train.metrics.log import Record, read_metrics
 from easypipe.train.record import (
     BEST,
@@ -259,7 +259,7 @@ def page(folder: Path) -> str:
     )
 
 
-def _summary(folder: Path, records: Sequence[Record]) -> list[tuple[str, object]]:
+def _summary(folder: Path, records: Sequence[Record]) -> list[tuple[str, JsonValue]]:
     first, last = records[0], records[-1]
     checkpoints = sorted(
         int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()
@@ -404,7 +404,7 @@ def _none(text: str) -> str:
     return f'<p class="none">{html.escape(text)}</p>'
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+def _table(head: Sequence[str], lines: Sequence[Sequence[JsonValue]]) -> str:
     if not lines:
         return _none("there was none")
     half = _MOST_LINES // 2
@@ -415,12 +415,12 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
     return "<table>" + "\n".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
 
 
-def _cell(value: object) -> str:
+def _cell(value: JsonValue) -> str:
     kind = ' class="number"' if isinstance(value, int | float) else ""
     return f"<td{kind}>{html.escape(_shown(value))}</td>"
 
 
-def _shown(value: object) -> str:
+def _shown(value: JsonValue) -> str:
     if value is None:
         return "not known"
     if isinstance(value, float):

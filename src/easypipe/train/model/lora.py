@@ -8,7 +8,7 @@ have one dimension more in front.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
@@ -169,7 +169,9 @@ def _fingerprint(arrays: dict[str, Array]) -> dict[str, Array]:
     return {name: one(array) for name, array in arrays.items()}
 
 
-def _projections(module: nnx.Module) -> Iterator[tuple[str, tuple[nnx.Pytree, object, nnx.Linear]]]:
+def _projections(
+    module: nnx.Module,
+) -> Iterator[tuple[str, tuple[nnx.Pytree, Hashable, nnx.Linear]]]:
     """(dotted name, (owner, its key, projection)) of every nnx.Linear in `module`."""
     owners = {path: node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)}
     for path, node in owners.items():
@@ -177,7 +179,7 @@ def _projections(module: nnx.Module) -> Iterator[tuple[str, tuple[nnx.Pytree, ob
             yield ".".join(str(key) for key in path), (owners[path[:-1]], path[-1], node)
 
 
-def _put(owner: Any, key: object, value: nnx.Module) -> None:  # an owner is a module or a list
+def _put(owner: Any, key: Hashable, value: nnx.Module) -> None:  # an owner is a module or a list
     if isinstance(key, str):
         setattr(owner, key, value)
     else:

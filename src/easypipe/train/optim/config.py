@@ -12,6 +12,7 @@ from typing import Literal
 
 from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError, require
+from easypipe.core.values import JsonObject
 
 OptimizerName = Literal[
     "adamw",
@@ -267,10 +268,10 @@ class OptimizerConfig:
         own = DEFAULTS[self.name].items()
         return {name: value if given[name] is None else given[name] for name, value in own}
 
-    def resolved(self) -> dict[str, object]:
+    def resolved(self) -> JsonObject:
         """Every number that this optimizer really uses; what a checkpoint is compared by."""
         schedule = self.chosen_schedule
-        own: dict[str, object] = {
+        own: JsonObject = {
             "name": self.name,
             "schedule": schedule,
             "warmup_steps": self.warmup_steps,

@@ -21,6 +21,7 @@ from jax.stages import Compiled, Lowered
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
+from easypipe.core.values import JsonObject
 from easypipe.train import state as states
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.checks import MANY_STEPS, Shapes
@@ -186,7 +187,7 @@ class StepPlan:
     def devices(self) -> int:
         return math.prod(self.mesh.values())
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> JsonObject:
         """Plain data: sizes in bytes on each device, times in seconds."""
         found = dataclasses.asdict(self)
         found["collectives"] = [one._asdict() | {"sent": one.sent} for one in self.collectives]

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, TokenizerError, did_you_mean
 from easypipe.core.protocols import Turns
+from easypipe.core.values import JsonValue
 from easypipe.transforms.chat.conversations import MessageReader
 from easypipe.transforms.chat.pool import Asked, Ended, Hostile, asked
 from easypipe.transforms.chat.sandbox import Json
@@ -253,7 +254,7 @@ def without_mark(template: str) -> str:
     return template.removeprefix("\ufeff")
 
 
-def is_unicode(value: object) -> bool:
+def is_unicode(value: JsonValue) -> bool:
     """Whether a value can be written as UTF-8, as far as it is text."""
     try:
         if isinstance(value, str):

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from easypipe.core.values import JsonValue
 from easypipe.transforms.chat.sandbox import Json, Message, RenderError, Template
 from easypipe.transforms.chat.sentinels import Place, Sentinels, UnprovenError, align
 
@@ -109,7 +110,7 @@ class Spans:
     def find(
         self,
         messages: Sequence[Message],
-        tools: Sequence[object] | None,
+        tools: Sequence[JsonValue] | None,
         train_on: str,
         answers: int | None = None,
     ) -> Rendered:
@@ -176,7 +177,7 @@ class Spans:
         text: str,
         marked: list[tuple[int, int]],
         messages: Sequence[Message],
-        tools: Sequence[object] | None,
+        tools: Sequence[JsonValue] | None,
         trained: list[int],
     ) -> list[tuple[int, int]]:
         """What is proven with other words in place of everyone's, else with those of the assistant
@@ -235,7 +236,7 @@ class Spans:
         self,
         messages: Sequence[Message],
         word: str,
-        tools: Sequence[object] | None,
+        tools: Sequence[JsonValue] | None,
         *,
         prompt: bool,
     ) -> str:
@@ -310,7 +311,7 @@ class _Aligned:
         known: Spans,
         text: str,
         messages: Sequence[Message],
-        tools: Sequence[object] | None,
+        tools: Sequence[JsonValue] | None,
         *,
         everyone: bool,
     ) -> None:

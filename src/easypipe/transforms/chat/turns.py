@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.schema import Ints
+from easypipe.core.values import Int64
 from easypipe.transforms.chat.pool import Asked
 from easypipe.transforms.chat.render import ChatTemplate, HostileTemplateError
 from easypipe.transforms.chat.sandbox import Json, Message
@@ -262,7 +262,7 @@ def _ended(piece: Rendered, trained: str) -> Rendered:
     )
 
 
-def _sizes(answers: Sequence[Answer], tokenizer: Tokenizer, *, row: bool = False) -> Ints:
+def _sizes(answers: Sequence[Answer], tokenizer: Tokenizer, *, row: bool = False) -> Int64:
     """Int64[n] tokens of each; 0 of those that are refused. row: with the EOS that packing puts
     behind one that does not end with it.
     """

@@ -42,8 +42,8 @@ from easypipe.core.protocols import (
     scan,
     select,
 )
-from easypipe.core.schema import ROW_NUMBER, Bools, Ints
-from easypipe.core.values import attribute_of
+from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.values import Bools, Int64, attribute_of
 
 OnError = Literal["error", "skip", "quarantine"]
 
@@ -56,7 +56,7 @@ class Rows:
     """
 
     batch: pa.RecordBatch
-    numbers: Ints
+    numbers: Int64
     rejects: tuple[Reject, ...] = ()
 
     def kept(self, keep: Bools, rejects: Iterable[Reject] = ()) -> Rows:
@@ -433,7 +433,7 @@ class TransformedSource(Source):
     def _left_out(
         self,
         count: int,
-        expected: Ints,
+        expected: Int64,
         after: pa.RecordBatch,
         rejects: Sequence[Reject],
     ) -> Reject:

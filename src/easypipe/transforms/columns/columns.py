@@ -19,6 +19,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require_columns
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.text import has_text
+from easypipe.core.values import JsonValue
 from easypipe.transforms.columns.base import ColumnTransform, Narrowed, Rows, overlaid
 
 _TEXT = pa.large_string()
@@ -338,7 +339,7 @@ def _require_names(names: Mapping[str, str], of: str, fix: str) -> None:
             raise ConfigError(at=of, problem=f"{said} {other!r}", fix=fix)
 
 
-def _is_name(name: object) -> bool:
+def _is_name(name: JsonValue) -> bool:
     return isinstance(name, str) and name not in ("", ROW_NUMBER)
 
 

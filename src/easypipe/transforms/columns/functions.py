@@ -22,8 +22,8 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place, require_columns
 from easypipe.core.identity import UserFunction, why
 from easypipe.core.protocols import Reject
-from easypipe.core.schema import ROW_NUMBER, Ints
-from easypipe.core.values import Record, Row
+from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.values import Int64, Record, Row
 from easypipe.transforms.columns.base import (
     ColumnTransform,
     Rows,
@@ -428,7 +428,7 @@ def _require_announced(
             )
 
 
-def _spread(rows: Rows, counts: Ints, most: int) -> Rows:
+def _spread(rows: Rows, counts: Int64, most: int) -> Rows:
     """Each row so many times, with the numbers of the rows that it becomes, of `most` each."""
     if most == 1 and counts.all():
         return rows

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.values import Identity
 from easypipe.transforms.chat.sandbox import Json, Row
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN, Refused
@@ -23,7 +24,7 @@ class Writer(Protocol):
     """
 
     columns: tuple[str, ...]
-    identity: object
+    identity: Identity
 
     def write(self, rows: Sequence[Row]) -> list[Rendered | Refused]: ...
 
@@ -93,7 +94,7 @@ class FieldTemplate:
             )
         self._label, self._everything = label, everything
         self.columns = tuple(have)
-        self.identity: object = [list(pieces), label, everything]
+        self.identity: Identity = [list(pieces), label, everything]
 
     def write(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
         """The rows as texts, trained from the label to the end.
@@ -130,7 +131,7 @@ class AlpacaTemplate:
     def __init__(self, without: FieldTemplate, with_input: FieldTemplate) -> None:
         self._without, self._with = without, with_input
         self.columns = with_input.columns
-        self.identity: object = [without.identity, with_input.identity]
+        self.identity: Identity = [without.identity, with_input.identity]
 
     def write(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
         name = self.columns[1]

@@ -8,6 +8,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from easypipe.core.errors import ConfigError
+from easypipe.core.values import Identity, JsonObject
 from easypipe.transforms.chat.conversations import (
     MessageReader,
     cleaned,
@@ -57,7 +58,7 @@ class Format(Protocol):
     optional: tuple[str, ...]
 
     @property
-    def identity(self) -> list[object]: ...
+    def identity(self) -> Identity: ...
 
     def accepts(self, kind: pa.DataType) -> bool:
         """Whether a column of this type can be one that it reads."""
@@ -111,8 +112,8 @@ class ChatFormat:
             )
 
     @property
-    def identity(self) -> list[object]:
-        more: dict[str, object] = {}
+    def identity(self) -> Identity:
+        more: JsonObject = {}
         if self._reader.roles is not None:
             more["roles"] = self._reader.roles
         if self._reader.system is not None:
@@ -257,8 +258,10 @@ class TemplateFormat:
             )
 
     @property
-    def identity(self) -> list[object]:
-        more: list[object] = [self._front] if self._front or self._few_shot is not None else []
+    def identity(self) -> Identity:
+        more: list[Identity | str] = (
+            [self._front] if self._front or self._few_shot is not None else []
+        )
         if self._few_shot is not None:
             more.append(self._few_shot.identity)
         if more and self._bos:
@@ -336,7 +339,7 @@ class TextFormat:
     """One column of text as it is. Every token is trained."""
 
     kind, raw, optional = "text", True, ()
-    identity: list[object] = []  # noqa: RUF012 (it decides nothing)
+    identity: Identity = ()  # it decides nothing
 
     def __init__(self, column: str) -> None:
         self.columns = (column,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from easypipe.core.values import Identity
 from easypipe.transforms.chat.render import ENGINE_VERSION, answers_of, is_unicode
 from easypipe.transforms.chat.sandbox import Row
 from easypipe.transforms.chat.spans import Rendered
@@ -41,7 +42,7 @@ class JinjaTemplate:
             "date": config.template_date,
             "label": config.label,
         }
-        self.identity: object = ["jinja", ENGINE_VERSION, list(self.columns), self._spec]
+        self.identity: Identity = ["jinja", ENGINE_VERSION, list(self.columns), self._spec]
 
     def write(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
         return answers_of(self._spec, [self._request(row) for row in rows], self._origin)

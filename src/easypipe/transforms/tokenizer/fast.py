@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from easypipe.core.schema import Ints
 from easypipe.core.text import bytes_of
+from easypipe.core.values import Int64
 
 # gigatoken remembers every word it meets: random text costs six times its size. A new tokenizer
 # (0.1 s) gives the memory back.
@@ -59,7 +59,7 @@ class FastEngine:
         self._least = anonymous_bytes()  # seen since a tokenizer was last renewed
         self._free = [self._load()]
 
-    def encode(self, texts: pa.LargeStringArray) -> tuple[Ints, NDArray[np.uint32]]:
+    def encode(self, texts: pa.LargeStringArray) -> tuple[Int64, NDArray[np.uint32]]:
         """Int64[n+1] offsets from 0, UInt32[total] ids."""
         import awkward
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
-from easypipe.core.schema import Bools, Ints, offsets_of
+from easypipe.core.schema import offsets_of
+from easypipe.core.values import Bools, Identity, Int64
 from easypipe.transforms.tokenizer.config import length_limit
 from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Mask
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
@@ -134,7 +135,7 @@ class Lengths:
         )
 
     @property
-    def identity(self) -> list[object]:
+    def identity(self) -> Identity:
         # 2: packing ends no document inside a text; a boundary leaves at least one token. 3: nor
         # does the tokenizer's own EOS
         masked = self.masks and not self.policy.overlap
@@ -174,11 +175,11 @@ class Shaped(NamedTuple):
     document.
     """
 
-    offsets: Ints
+    offsets: Int64
     ids: Ids
     mask: Mask | None
-    origin: Ints
-    added: Ints
+    origin: Int64
+    added: Int64
     continued: Bools
     truncated: int
     refused: list[int]
@@ -191,7 +192,7 @@ class _Document(NamedTuple):
     start an earlier one has. ended: it stops where its text does. continued: its text goes on in
     another one, or has lost its end."""
 
-    tokens: Ints
+    tokens: Int64
     known: int
     ended: bool
     continued: bool = True
@@ -253,9 +254,9 @@ def shape(
     )
 
 
-def _taken(offsets: Ints, cut: Mapping[int, Sequence[_Document] | None]) -> tuple[Ints, Ints]:
+def _taken(offsets: Int64, cut: Mapping[int, Sequence[_Document] | None]) -> tuple[Int64, Int64]:
     """(of which text each document is made, which tokens they have): all of texts not in `cut`."""
-    taken: list[Ints] = []
+    taken: list[Int64] = []
     times, begin = np.ones(len(offsets) - 1, np.int64), 0
     for i, documents in cut.items():
         some = documents or ()
@@ -372,15 +373,15 @@ class _Edges:
     wanted kind first.
     """
 
-    def __init__(self, kinds: Sequence[Ints]) -> None:
+    def __init__(self, kinds: Sequence[Int64]) -> None:
         self._kinds = kinds
 
     @classmethod
-    def of(cls, text: str, stops: Ints, kind: Boundary | None, start: int = 0) -> _Edges:
+    def of(cls, text: str, stops: Int64, kind: Boundary | None, start: int = 0) -> _Edges:
         """stops Int64[tokens]: the character behind each token. start: the number of the first
         token.
         """
-        found: list[Ints] = []
+        found: list[Int64] = []
         for pattern in _ENDS.values() if kind is not None else ():
             spans = np.array([match.span() for match in pattern.finditer(text)], np.int64).reshape(
                 -1, 2

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from easypipe.core.errors import TokenizerError
-from easypipe.core.schema import Bools, Ints, offsets_of
+from easypipe.core.schema import offsets_of
+from easypipe.core.values import Bools, Int64
 from easypipe.transforms.tokenizer.config import length_limit
 from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Mask, Tokens
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
@@ -83,11 +84,11 @@ def encode_masked(
     )
 
 
-def _none(texts: pa.LargeStringArray) -> Ints:
+def _none(texts: pa.LargeStringArray) -> Int64:
     return np.zeros(len(texts), np.int64)
 
 
-def _needs_end(tokenizer: Tokenizer, tokens: Tokens, asked: Ints) -> Bools:
+def _needs_end(tokenizer: Tokenizer, tokens: Tokens, asked: Int64) -> Bools:
     """Bool[n]: whether an end is asked for that does not stand there."""
     eos = tokenizer.eos_token_id
     if eos is None:
@@ -95,7 +96,7 @@ def _needs_end(tokenizer: Tokenizer, tokens: Tokens, asked: Ints) -> Bools:
     return (asked != NO_END) & ~_stands((eos,), tokens.offsets[1:] - 1, tokens.ids, tokens.sizes)
 
 
-def _stands(tokens: Sequence[int], at: Ints, ids: Ids, sizes: Ints) -> Bools:
+def _stands(tokens: Sequence[int], at: Int64, ids: Ids, sizes: Int64) -> Bools:
     """Bool[n]: whether `tokens` stand at these places of documents with these sizes."""
     found = sizes >= len(tokens)
     for k, token in enumerate(tokens):
@@ -155,7 +156,7 @@ def _in_bytes(text: str, spans: Sequence[Sequence[int]]) -> list[list[int]]:
     return [ends[i : i + 2] for i in range(0, len(ends), 2)]
 
 
-def has_target(mask: Mask, offsets: Ints) -> Bools:
+def has_target(mask: Mask, offsets: Int64) -> Bools:
     """Bool[n]: whether a document has a token to train on.
 
     Its first one is nobody's next token: it alone is none.
@@ -169,7 +170,7 @@ def has_target(mask: Mask, offsets: Ints) -> Bools:
     return found
 
 
-def token_mask(starts: Ints, stops: Ints, spans: Sequence[Sequence[int]]) -> Mask:
+def token_mask(starts: Int64, stops: Int64, spans: Sequence[Sequence[int]]) -> Mask:
     """UInt8[tokens]: 1 from the first token that reaches into a range to the last one that does.
 
     starts, stops: Int64[tokens], the first character of each token and the one behind its last,
@@ -179,11 +180,11 @@ def token_mask(starts: Ints, stops: Ints, spans: Sequence[Sequence[int]]) -> Mas
 
 
 def _marked(
-    starts: Ints,
-    stops: Ints,
-    edges: Ints,
-    first: Ints | int,
-    last: Ints | int,
+    starts: Int64,
+    stops: Int64,
+    edges: Int64,
+    first: Int64 | int,
+    last: Int64 | int,
 ) -> Mask:
     """`token_mask` of many texts, one after the other. edges Int64[m, 2]: ranges, each for the
     tokens from `first` to `last`, Int64[m].

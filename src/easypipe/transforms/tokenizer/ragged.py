@@ -8,10 +8,11 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.core.schema import Bools, Ints, offsets_of
+from easypipe.core.schema import offsets_of
+from easypipe.core.values import Bools, Int64, UInt8
 
 Ids = NDArray[np.unsignedinteger]
-Mask = NDArray[np.uint8]  # 1 is a target
+Mask = UInt8  # 1 is a target
 
 
 class Tokens(NamedTuple):
@@ -20,15 +21,15 @@ class Tokens(NamedTuple):
     mask UInt8[total]; None: every token is a target.
     """
 
-    offsets: Ints
+    offsets: Int64
     ids: Ids
     mask: Mask | None = None
 
     @property
-    def sizes(self) -> Ints:
+    def sizes(self) -> Int64:
         return np.diff(self.offsets)
 
-    def shortened(self, cut: Ints) -> Tokens:
+    def shortened(self, cut: Int64) -> Tokens:
         """Without the last `cut` (Int64[n]) tokens of each."""
         if not cut.any():
             return self
@@ -99,13 +100,13 @@ class EncodedTexts(NamedTuple):
     each text, where they were looked for
     """
 
-    offsets: Ints
+    offsets: Int64
     ids: Ids
     mask: Mask | None
-    before: Ints
-    added: Ints
-    truncated: Ints
-    special: Ints
+    before: Int64
+    added: Int64
+    truncated: Int64
+    special: Int64
 
     @classmethod
     def joined(cls, parts: Sequence[EncodedTexts], dtype: np.dtype[np.unsignedinteger]) -> Self:

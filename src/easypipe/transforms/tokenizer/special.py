@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.core.errors import TokenizerError
-from easypipe.core.schema import Bools, Ints
-from easypipe.core.values import attribute_of
+from easypipe.core.values import Bools, Int64, attribute_of
 from easypipe.transforms.tokenizer.ragged import Ids, Mask, Tokens
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class SpecialStrings:
 
     def settle(
         self, texts: pa.LargeStringArray, tokens: Tokens, encode: Encode
-    ) -> tuple[Tokens, Ints]:
+    ) -> tuple[Tokens, Int64]:
         """(tokens under the policy, Int64[n] special strings in each text).
 
         tokens: of the texts as they come, without what surrounds them. encode: of a text, and its
@@ -117,7 +116,7 @@ class SpecialStrings:
         """The tokens of a text in which special strings are ordinary text."""
         return self.escaped.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def look(self, offsets: Ints, ids: Ids) -> tuple[Ints, Bools]:
+    def look(self, offsets: Int64, ids: Ids) -> tuple[Int64, Bools]:
         """(Int64[n] special tokens, Bool[n] doubtful) of texts.
 
         What the model writes for unknown text is doubtful and not counted.
@@ -158,7 +157,7 @@ def _runs(ids: list[int]) -> tuple[list[tuple[int, int]], Bools | None]:
     return [(a, b) for a, b in edges], table if len(edges) > MOST_RUNS else None
 
 
-def _places(ids: Ids, runs: list[tuple[int, int]], table: Bools | None) -> Ints:
+def _places(ids: Ids, runs: list[tuple[int, int]], table: Bools | None) -> Int64:
     """Where ids lie in one of the ranges."""
     if not ids.size or not runs:
         return np.zeros(0, np.int64)
@@ -172,7 +171,7 @@ def _places(ids: Ids, runs: list[tuple[int, int]], table: Bools | None) -> Ints:
     return np.concatenate(places) if places else np.zeros(0, np.int64)
 
 
-def _in_each(offsets: Ints, places: Ints) -> Ints:
+def _in_each(offsets: Int64, places: Int64) -> Int64:
     if not places.size:
         return np.zeros(len(offsets) - 1, np.int64)
     return np.bincount(

@@ -16,8 +16,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from easypipe.core.schema import Bools, Ints, offsets_of
+from easypipe.core.schema import offsets_of
 from easypipe.core.text import bytes_of
+from easypipe.core.values import Bools, Int64
 
 
 class Ranges(NamedTuple):
@@ -27,10 +28,10 @@ class Ranges(NamedTuple):
     Bool[n] texts. bases: Int64[n+1], where each text begins, and the last one's end.
     """
 
-    starts: Ints
-    stops: Ints
+    starts: Int64
+    stops: Int64
     known: Bools
-    bases: Ints
+    bases: Int64
 
 
 class TokenBytes:
@@ -47,7 +48,7 @@ class TokenBytes:
             [len(piece) - len(piece.rstrip(b" ")) if trims else 0 for piece in pieces], np.int64
         )
 
-    def ranges(self, texts: pa.LargeStringArray, offsets: Ints, ids: NDArray[np.uint32]) -> Ranges:
+    def ranges(self, texts: pa.LargeStringArray, offsets: Int64, ids: NDArray[np.uint32]) -> Ranges:
         """Where the tokens of texts stand in them.
 
         texts: without nulls; token ids `ids[offsets[i] : offsets[i + 1]]` are those of text

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import EasypipeError, TokenizerError
-from easypipe.core.schema import Ints, offsets_of, token_dtype
+from easypipe.core.schema import offsets_of, token_dtype
 from easypipe.core.text import bytes_of
-from easypipe.core.values import attribute_of
+from easypipe.core.values import Int64, Integers, attribute_of
 from easypipe.transforms.tokenizer import proof
 from easypipe.transforms.tokenizer.config import TokenizerConfig, length_limit
 from easypipe.transforms.tokenizer.fast import FastEngine, engine_of
@@ -240,7 +240,7 @@ class Tokenizer:
 
     def encode_with_characters(
         self, texts: Sequence[str], *, escaped: bool = False
-    ) -> Iterator[tuple[list[int], Ints, Ints]]:
+    ) -> Iterator[tuple[list[int], Int64, Int64]]:
         """(ids, first characters, ends of the characters) of each text by `tokenizers`.
 
         No special tokens are added; characters ascend.
@@ -257,7 +257,7 @@ class Tokenizer:
 
     def encode_fast(
         self, column: pa.LargeStringArray
-    ) -> tuple[Ints, NDArray[np.uint32], TokenBytes] | None:
+    ) -> tuple[Int64, NDArray[np.uint32], TokenBytes] | None:
         """(offsets, ids, the bytes of tokens) without special tokens.
 
         None where gigatoken, or the bytes, are not to be had.
@@ -288,9 +288,7 @@ class Tokenizer:
         """A token as the vocabulary spells it."""
         return self._reference.id_to_token(number)
 
-    def decode(
-        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special_tokens: bool = False
-    ) -> str:
+    def decode(self, ids: Sequence[int] | Integers, *, skip_special_tokens: bool = False) -> str:
         return self._reference.decode(
             [int(i) for i in ids], skip_special_tokens=skip_special_tokens
         )
@@ -367,7 +365,7 @@ class Tokenizer:
         with _failing(self.origin, f"{first!r} cannot be encoded"):
             return encode(texts, add_special_tokens=False)
 
-    def _encode_reference(self, column: pa.LargeStringArray) -> tuple[Ints, NDArray[np.uint32]]:
+    def _encode_reference(self, column: pa.LargeStringArray) -> tuple[Int64, NDArray[np.uint32]]:
         starts, _ = bytes_of(column)
         lengths, pieces, row = np.zeros(len(column), np.int64), [], 0
         while row < len(column):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from easypipe.core.errors import TokenizerError
-from easypipe.core.schema import Bools
+from easypipe.core.values import Bools
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 CONTINUES = "##"  # WordPiece: what does not begin a word

@@ -15,7 +15,7 @@ from typing import Literal
 
 from easypipe.core.config import fields_of
 from easypipe.core.errors import ConfigError, did_you_mean, require
-from easypipe.core.values import JsonObject
+from easypipe.core.values import JsonObject, JsonValue
 from easypipe.train.model.config import ModelConfig, RopeScaling
 
 
@@ -154,7 +154,7 @@ SUPPORTED = tuple(f"{family.model_type} ({family.architecture})" for family in F
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 # key of config.json -> values under which it changes nothing that this decoder does
-_NEUTRAL: dict[str, tuple[object, ...]] = {
+_NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "attention_dropout": (0, None),
@@ -190,7 +190,9 @@ def family_of(hf: JsonObject, at: str) -> Family:
     return family
 
 
-def _supported(value: object, have: Sequence[object], at: str, fix: str | None = None) -> None:
+def _supported(
+    value: JsonValue, have: Sequence[JsonValue], at: str, fix: str | None = None
+) -> None:
     require(value in have, at, f"{value!r} is not supported", fix, have)
 
 

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, StateError
+from easypipe.core.values import JsonObject
 from easypipe.train import state as states
 from easypipe.train.losses.loss import call_names
 from easypipe.train.model.classifier import Classifier
@@ -246,7 +247,7 @@ class Origin:
         """What checkpoints tell models apart by; None of a module from Python."""
         return self.config or self.classifier
 
-    def record(self) -> dict[str, object] | None:
+    def record(self) -> JsonObject | None:
         """What a checkpoint keeps of a published model: its name, its commit, its config.json."""
         found = self.pretrained
         return (

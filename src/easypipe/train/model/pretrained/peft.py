@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from easypipe.core.errors import ConfigError, MissingFileError, StateError, raising, require
 from easypipe.core.storage import json_bytes
+from easypipe.core.values import JsonValue
 from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.lora import adapters, add_lora
@@ -31,7 +32,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 _NAME = "base_model.model.model.layers.{layer}.{module}.lora_{ab}.weight"
 _PARSED = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.([a-z_.]+)\.lora_([AB])\.weight")
 # keys of adapter_config.json -> values under which they change nothing that is done here
-_NEUTRAL: dict[str, tuple[object, ...]] = {
+_NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "use_dora": (False, None),
