@@ -256,6 +256,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "stages/test_prompt_rows.py::test_the_cache_is_used_again_and_not_for_another_template",
             "the day that templates are told",
         ),
+        "chat_template_kwargs": Effect(
+            "output+error",
+            "transforms/test_trl_shapes.py::test_chat_template_kwargs_of_rows_and_of_datasets",
+            "what templates are told beside messages",
+        ),
         "train_empty_thinking": Effect(
             "output+error",
             "transforms/test_prompts.py::test_train_empty_thinking",
@@ -420,6 +425,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output+error",
             "transforms/test_prompts.py::test_tools_column_system_prompt_and_template_date",
             "the day that templates are told",
+        ),
+        "chat_template_kwargs": Effect(
+            "output+error",
+            "transforms/test_trl_shapes.py::test_chat_template_kwargs_of_rows_and_of_datasets",
+            "what templates are told beside messages",
         ),
         "train_empty_thinking": Effect(
             "output+error",

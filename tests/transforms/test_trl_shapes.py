@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +20,7 @@ from chat_support import MARKED, REASONING, chat_tokenizer
 from easypipe import (
     ConfigError,
     DatasetConfig,
+    LoadStageConfig,
     Pipeline,
     PipelineConfig,
     PromptConfig,
@@ -168,3 +170,88 @@ def test_pairs_that_share_a_prompt_need_no_column_for_it(tmp_path: Path) -> None
     plain = {"completion_field": "chosen", "rejected_field": "rejected", "train_on": "all"}
     with pytest.raises(ConfigError, match=r"datasets.0..train_on: has no effect without a prompt"):
         tokenized(rows("preference implicit"), tmp_path, plain)
+
+
+THINKS = (
+    "{%- for d in documents or [] %}{{ '<doc>' + d.text + '</doc>\\n' }}{% endfor -%}"
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{%- if m.role == 'assistant' and enable_thinking is defined and not enable_thinking -%}"
+    "{{ '<think>\\n\\n</think>\\n' }}{% endif -%}"
+    "{{ m.content + (reasoning_effort or '') + '<|im_end|>\\n' }}{% endfor -%}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"
+)
+NO_THINKING, DOCUMENTS = {"enable_thinking": False}, {"documents": [{"text": "It rains."}]}
+
+
+def test_chat_template_kwargs_of_rows_and_of_datasets(tmp_path: Path) -> None:
+    """A row's own go before those of its dataset; both reach the template as transformers hands
+    them on, and decide which cache it is."""
+    tokenizer, data = hf_tokenizer(THINKS), rows("completion talk", 4)
+    given = [None, NO_THINKING, {"enable_thinking": True}, {**NO_THINKING, **DOCUMENTS}]
+    data = [
+        {**row, "chat_template_kwargs": kwargs} for row, kwargs in zip(data, given, strict=True)
+    ]
+    columns = {"prompt_field": "prompt", "completion_field": "completion", "chat_template": THINKS}
+    for files in spellings(data, tmp_path):
+        made = documents(tokenized(files, tmp_path, columns), 4)
+        assert made == [trl.sft(row, tokenizer) for row in data]
+    wide = {"enable_thinking": False, "reasoning_effort": "high"}
+    source = tokenized(data, tmp_path, columns | {"chat_template_kwargs": wide})
+    merged = [
+        row | {"chat_template_kwargs": wide | (row["chat_template_kwargs"] or {})} for row in data
+    ]
+    assert documents(source, 4) == [trl.sft(row, tokenizer) for row in merged]
+    other = tokenized(data, tmp_path, columns | {"chat_template_kwargs": {"reasoning_effort": "l"}})
+    plain = tokenized(data, tmp_path, columns)
+    assert len({one.encoder.key() for one in (source, other, plain)}) == 3
+    talks = [{"messages": row["prompt"] + row["completion"]} for row in data]
+    own = {"content_field": "messages", "chat_template": THINKS}
+    bare, told = (
+        tokenized(talks, tmp_path, own | options)
+        for options in ({}, {"chat_template_kwargs": NO_THINKING})
+    )
+    assert bare.encoder.key() != told.encoder.key()
+    assert documents(bare, 4) != documents(told, 4)
+
+
+def test_kwargs_that_no_template_is_given_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.tools: is no variable"):
+        PromptConfig(chat_template_kwargs={"tools": []})
+    with pytest.raises(
+        ConfigError, match=r"chat_template_kwargs\.f: .* nothing that JSON can hold"
+    ):
+        DatasetConfig(data_files="x.jsonl", chat_template_kwargs={"f": {1, 2}})
+    columns = {"prompt_field": "prompt", "completion_field": "completion", "chat_template": THINKS}
+    data = rows("completion talk")
+    wrong = columns | {"chat_template_kwargs": {"enable_thinkin": False}}
+    with pytest.raises(
+        ConfigError, match=r"datasets\[0\].chat_template_kwargs.enable_thinkin: has no"
+    ):
+        tokenized(data, tmp_path, wrong)
+    for kwargs, problem in (({"tools": []}, "'tools' is no variable"), ("[1]", "is no object")):
+        bad = [data[0] | {"chat_template_kwargs": kwargs}]
+        with pytest.raises(SourceError, match=f"bad_template_kwargs: .*{problem}"):
+            tokenized(bad, tmp_path, columns).read(0, 0, 1)
+    with pytest.raises(
+        SourceError, match="column 'chat_template_kwargs': holds int64, not objects"
+    ):
+        tokenized([data[0] | {"chat_template_kwargs": 1}], tmp_path, columns)
+
+
+@pytest.mark.parametrize("shape", ["completion", "completion talk"])
+def test_streaming_gives_the_same_rows(shape: str, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"prompt_field": "prompt", "completion_field": "completion"}
+    data = rows(shape, 6)
+    if shape.endswith("talk"):
+        data = [row | {"chat_template_kwargs": NO_THINKING} for row in data]
+        fields |= {"chat_template": THINKS, "chat_template_kwargs": {"reasoning_effort": "high"}}
+
+    def batches(**options: Any) -> list[list[int]]:
+        dataset = DatasetConfig(data_files=data, tokenizer=chat_tokenizer(), **fields)
+        config = PipelineConfig(datasets=[dataset], seed=1, cache_dir=tmp_path / "c", **options)
+        run = Pipeline.from_config(config).source().tokenize()
+        loader = run.load(LoadStageConfig(batch_size=2, drop_last=False)).build()
+        found = [row for batch in loader for row in np.asarray(batch["labels"]).tolist()]
+        return sorted([label for label in row if label >= 0] for row in found)
+
+    assert batches() == batches(streaming=True, num_streams=1)

@@ -38,8 +38,9 @@ def read_columns(dataset: DatasetConfig) -> list[list[str]]:
     new += [*dataset.additional_fields, *([tools] if tools is not None else [])]
     old = {name: before for before, name in (dataset.format_fields or {}).items()}
     names = list(dict.fromkeys([*(old.get(name, name) for name in new if name), *old.values()]))
-    # a column `tools` is read where there is one
-    return [names] if tools is not None else [[*names, "tools"], names]
+    # these are read where there are any
+    optional = ["chat_template_kwargs", *(["tools"] if tools is None else [])]
+    return [[*names, *optional], *([*names, name] for name in reversed(optional)), names]
 
 
 def answer_fields(dataset: DatasetConfig) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from easypipe.sources.formats.txt import TextUnit
 from easypipe.sources.hub.source import parse_hub_name
 from easypipe.sources.refs import TOKEN_EXTENSIONS, format_of
 from easypipe.sources.splits import Part, parse_split
-from easypipe.transforms.chat.render import check_date, check_whole
+from easypipe.transforms.chat.render import check_date, check_kwargs, check_whole
 from easypipe.transforms.columns.columns import Rename
 from easypipe.transforms.columns.hold_out import HoldOutConfig
 from easypipe.transforms.columns.types import column_types
@@ -39,15 +39,19 @@ from easypipe.transforms.tokenizer.lengths import LengthPolicy
 
 WHOLE = "train"  # how `datasets` calls all rows of files that name no splits
 
+TALK_OPTIONS = (
+    "chat_template",
+    "template_date",
+    "chat_template_kwargs",
+    "train_empty_thinking",
+    "tools_field",
+)
 PROMPT_OPTIONS = (
     "prompt_field",
     "completion_field",
     "rejected_field",
     "train_on",
-    "chat_template",
-    "template_date",
-    "train_empty_thinking",
-    "tools_field",
+    *TALK_OPTIONS,
 )
 
 TOKEN_COLUMNS = (
@@ -121,6 +125,9 @@ class DatasetConfig:
     alpaca), in place of the tokenizer's own.
     template_date: the day (2026-01-31) that templates are told which ask for today's; None refuses
     those.
+    chat_template_kwargs: of messages, what their template is told beside them, as
+    `apply_chat_template` of transformers takes it: {enable_thinking: false}. A row's own, in the
+    column `chat_template_kwargs`, goes before it.
     train_empty_thinking: of messages, whether the thought without words that templates of models
     that reason write in
         front of an answer (`<think>\\n\\n</think>`) is trained; None means True, as in TRL's
@@ -189,6 +196,7 @@ class DatasetConfig:
     train_on: TrainOn | None = None
     chat_template: str | Path | None = None
     template_date: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     train_empty_thinking: bool | None = None
     tools_field: str | None = None
     length: LengthPolicy | None = None
@@ -466,6 +474,7 @@ def check_prompts(dataset: DatasetConfig) -> None:
     check_whole(dataset.chat_template, "chat_template")
     if dataset.template_date is not None:
         check_date(dataset.template_date)
+    check_kwargs(dataset.chat_template_kwargs)
 
 
 def _check_answers(dataset: DatasetConfig) -> None:
@@ -494,7 +503,7 @@ def check_text_answers(dataset: DatasetConfig, at: str) -> None:
     that prompt_field, completion_field and rejected_field name.
     """
     options = fields_of(dataset)
-    for name in ("chat_template", "template_date", "train_empty_thinking", "tools_field"):
+    for name in TALK_OPTIONS:
         require(
             options[name] is None,
             f"{at}.{name}",

@@ -58,6 +58,7 @@ from easypipe.transforms.chat.render import HostileTemplateError
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.chat.turns import CUT_BY
 from easypipe.transforms.prompt.config import PromptConfig
+from easypipe.transforms.prompt.formats import KWARGS
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.config import length_limit
 from easypipe.transforms.tokenizer.lengths import Lengths
@@ -134,9 +135,11 @@ class PromptRows:
                 fix = did_you_mean(column, have) or "Name the column that holds it."
                 raise SourceError(at=at, problem="no such column", have=have, fix=fix)
             kind = source.schema.field(column).type
-            if column not in self.engine.verdicts and not format.accepts(kind):
+            if column not in self.engine.verdicts and not format.accepts(kind, column):
                 wanted, fix = "text", "Name a column of text."
-                if format.kind == "chat":
+                if column == KWARGS:
+                    wanted, fix = "objects", "Rename it: format_fields."
+                elif format.kind == "chat":
                     wanted, fix = "lists of objects", "Give messages as [{role, content}, ...]."
                 raise SourceError(at=at, problem=f"holds {kind}, not {wanted}", fix=fix)
 
@@ -245,6 +248,7 @@ def _talks_of(dataset: DatasetConfig, **columns: Any) -> PromptConfig:
         "train_on": dataset.train_on,
         "tools_column": dataset.tools_field,
         "template_date": dataset.template_date,
+        "chat_template_kwargs": dataset.chat_template_kwargs,
         "train_empty_thinking": dataset.train_empty_thinking,
     }
     return PromptConfig(**(own | columns))

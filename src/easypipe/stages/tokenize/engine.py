@@ -256,10 +256,14 @@ def _format(
             train_on=train_on,
             date=config.template_date,
             train_empty_thinking=config.train_empty_thinking is not False,
+            kwargs=config.chat_template_kwargs or {},
         )
     except ConfigError as error:
         raise ConfigError(
-            at="template", problem=error.problem, have=error.have, fix=error.fix
+            at=error.at if error.at.startswith("chat_template_kwargs") else "template",
+            problem=error.problem,
+            have=error.have,
+            fix=error.fix,
         ) from None
     policy = tokenizer.special.policy
     require(

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
+import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +24,7 @@ from easypipe.core.protocols import Turns
 from easypipe.core.values import JsonValue
 from easypipe.transforms.chat.conversations import MessageReader
 from easypipe.transforms.chat.pool import Asked, Ended, Hostile, asked
-from easypipe.transforms.chat.sandbox import Json
+from easypipe.transforms.chat.sandbox import RESERVED, Json
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from easypipe.transforms.refused import BEYOND_LIMITS, Refused
@@ -52,7 +54,8 @@ class ChatTemplate:
 
     source: str
     tool_use: str | None
-    names: Mapping[str, str]  # bos_token, eos_token, ...: strings that the template may print
+    # bos_token, eos_token, ...: strings that the template may print; and chat_template_kwargs
+    names: Mapping[str, Json]
     closers: tuple[str, ...]  # special tokens of the tokenizer
     train_on: str
     date: str | None  # ISO date that strftime_now tells
@@ -76,9 +79,9 @@ class ChatTemplate:
         """Conversations as texts, with what is trained of each.
 
         rows: `messages`, a list of dicts, and `tools`, a list or None, and `answers` where the last
-        so many messages answer the others; or JSON of messages and tools, which `reader` says how
-        to read and to refuse. What is refused already stays so. Thread safe; a
-        thread waits for worker processes.
+        so many messages answer the others, and `kwargs` that the template sees; or JSON of
+        messages and tools, which `reader` says how to read and to refuse. What is refused already
+        stays so. Thread safe; a thread waits for worker processes.
 
         Raises HostileTemplateError for a template that does not compile, does what it must not, or
         goes beyond its limits for five rows after each other (one such row is Refused);
@@ -153,11 +156,14 @@ def load_chat_template(
     train_on: str,
     date: str | None,
     train_empty_thinking: bool = True,
+    kwargs: Mapping[str, Json] = MappingProxyType({}),
 ) -> ChatTemplate:
     """The tokenizer's own template, or the given one: a file, its text, or a built-in one's name.
 
+    kwargs: further variables of the template, as `apply_chat_template` of transformers takes them.
+
     Raises TokenizerError where there is none, ConfigError for a file that is not there, a date that
-    is none, and what `check_whole` raises.
+    is none, kwargs that it does not read, and what `check_whole` raises.
     """
     if date is not None:
         check_date(date)
@@ -170,10 +176,17 @@ def load_chat_template(
         source, origin = given_template(chat_template, at="chat_template", names=CHAT_TEMPLATES)
     for text in (source, tool_use):
         check_whole(text, "chat_template", origin)
+    for name in kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", f"{source} {tool_use}"):
+            at, problem = (
+                f"chat_template_kwargs.{name}",
+                f"has no effect: {origin} reads no {name!r}",
+            )
+            raise ConfigError(at=at, problem=problem, fix="Correct the name, or leave it out.")
     return ChatTemplate(
         source=source,
         tool_use=tool_use,
-        names=tokenizer.special_strings,
+        names={**tokenizer.special_strings, **kwargs},
         closers=tokenizer.special_tokens,
         train_on=train_on,
         date=date,
@@ -189,6 +202,24 @@ def check_date(date: str) -> None:
         raise ConfigError(
             at="template_date", problem=f"{date!r} is no date", fix="Write it as 2026-01-31."
         ) from None
+
+
+def wrong_kwargs(kwargs: Mapping[str, Json]) -> tuple[str, str] | None:
+    """(name, why) of a variable that no chat_template_kwargs may set."""
+    for name, value in kwargs.items():
+        if name in RESERVED or not name.isidentifier():
+            return name, "is no variable that a template can be given"
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            return name, f"{value!r:.80} is nothing that JSON can hold"
+    return None
+
+
+def check_kwargs(kwargs: Mapping[str, Json] | None) -> None:
+    if (wrong := wrong_kwargs(kwargs or {})) is not None:
+        at, problem = f"chat_template_kwargs.{wrong[0]}", wrong[1]
+        raise ConfigError(at=at, problem=problem, fix="Give what the template reads as JSON.")
 
 
 def is_jinja(text: str) -> bool:

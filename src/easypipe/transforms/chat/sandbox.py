@@ -7,6 +7,7 @@ are given.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ Span = tuple[int, int]  # first character, and the one behind the last
 
 MOST_CHARACTERS = 1 << 25  # of one rendered conversation
 # names of one thing; the first is what templates read
+# what templates see that no chat_template_kwargs may replace
+RESERVED = ("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 KEYS_OF_REASONING = frozenset(REASONING)
 
@@ -59,12 +62,13 @@ class HostileError(Exception):
 class Template:
     """A compiled chat template. Not thread safe.
 
-    names: what it sees beside messages and tools: `bos_token`, `eos_token`, ... date: the ISO date
+    names: what it sees beside messages and tools: `bos_token`, `eos_token`, `enable_thinking`, ...
+    date: the ISO date
     that `strftime_now` tells; None refuses templates that ask for it. Raises HostileError for a
     template that does not compile.
     """
 
-    def __init__(self, source: str, names: Mapping[str, str], date: str | None = None) -> None:
+    def __init__(self, source: str, names: Mapping[str, Json], date: str | None = None) -> None:
         self.marked = _MARKER.search(source) is not None
         self._names = dict(names)
         self._source = source
@@ -84,6 +88,12 @@ class Template:
         # for a chain of one mapping, which every rendering would copy slowly
         self._template.globals = dict(self._template.globals)
 
+    def with_names(self, names: Mapping[str, Json]) -> Template:
+        """The same template, which sees these names too."""
+        other = copy.copy(self)
+        other._names = {**self._names, **names}
+        return other
+
     def render(
         self,
         messages: Sequence[Message],
@@ -99,7 +109,7 @@ class Template:
             {
                 "messages": messages,
                 "tools": tools,
-                "documents": None,
+                "documents": self._names.get("documents"),
                 "add_generation_prompt": prompt,
             }
         )

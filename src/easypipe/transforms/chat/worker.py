@@ -39,6 +39,7 @@ from easypipe.transforms.refused import BEYOND_LIMITS
 # of one conversation; SIGPROF ends the process, also in the middle of a call into C
 CPU_SECONDS = 0.75
 MEMORY_BYTES = 1 << 30
+MOST_KINDS = 256  # of chat_template_kwargs for which what ends turns is remembered
 ANSWER_CHARACTERS = 1 << 20  # of texts, after which answers go out though there are more rows
 
 
@@ -78,7 +79,8 @@ class _Writer:
     def __init__(self, spec: Message) -> None:
         self._spec = spec
         self._reader = MessageReader(**spec.get("reader", {}))
-        self._templates: dict[str, Spans | HostileError] = {}
+        self._templates: dict[str, Template | HostileError] = {}
+        self._known: dict[tuple[str, str], Spans] = {}
 
     def read(self, texts: Sequence[str]) -> Message | Wrong:
         """A row for `answer`."""
@@ -114,11 +116,11 @@ class _Writer:
         train_on = self._spec["train_on"]
         if "fields" in row:
             found = find_label(
-                self._spans("source").template, row["fields"], self._spec["label"], train_on
+                self._template("source"), row["fields"], self._spec["label"], train_on
             )
         else:
             name = "tool_use" if row["tools"] and self._spec["tool_use"] is not None else "source"
-            spans, talk = self._spans(name), as_given(row["messages"])
+            spans, talk = self._spans(name, row.get("kwargs", {})), as_given(row["messages"])
             if self._spec.get("prompt"):
                 text, _ = spans.template.render(talk, row["tools"], prompt=True)
                 found = Rendered(text, [(0, len(text))], len(text))
@@ -134,15 +136,26 @@ class _Writer:
             return ["invalid_utf8", "a text holds half of a surrogate pair"]
         return found[:3]
 
-    def _spans(self, name: str) -> Spans:
-        """Raises HostileError for a template that does not compile."""
+    def _spans(self, name: str, kwargs: Message) -> Spans:
+        """kwargs: what templates see of a row beside its messages and tools."""
+        key = name, json.dumps(kwargs, sort_keys=True)
+        if key not in self._known:
+            if len(self._known) >= MOST_KINDS:
+                self._known.clear()
+            template = self._template(name)
+            self._known[key] = Spans(
+                template.with_names(kwargs) if kwargs else template,
+                self._spec["closers"],
+                self._spec.get("train_empty_thinking", True),
+            )
+        return self._known[key]
+
+    def _template(self, name: str) -> Template:
+        """Raises HostileError for one that does not compile."""
         found = self._templates.get(name)
         if found is None:
             try:
-                template = Template(self._spec[name], self._spec["names"], self._spec["date"])
-                found = Spans(
-                    template, self._spec["closers"], self._spec.get("train_empty_thinking", True)
-                )
+                found = Template(self._spec[name], self._spec["names"], self._spec["date"])
             except HostileError as error:
                 found = error
             self._templates[name] = found

@@ -8,7 +8,13 @@ from typing import Any, Literal
 
 from easypipe.core.config import ListOf, config, fields_of
 from easypipe.core.errors import ConfigError
-from easypipe.transforms.chat.render import check_date, check_whole, given_template, without_mark
+from easypipe.transforms.chat.render import (
+    check_date,
+    check_kwargs,
+    check_whole,
+    given_template,
+    without_mark,
+)
 from easypipe.transforms.prompt.fields import pieces_of
 
 FormatType = Literal["chat", "openai", "sharegpt", "alpaca", "custom", "prompt_completion", "text"]
@@ -129,6 +135,9 @@ class PromptConfig:
         there is a label) or `all`.
     template_date: the day (2026-01-31) that templates are told which ask for today's; None refuses
     those.
+    chat_template_kwargs: of messages, what their template is told beside them, as
+    `apply_chat_template` of transformers takes it: {enable_thinking: false}. A row's own, in the
+    column `chat_template_kwargs`, goes before it.
     train_empty_thinking: of messages, whether the thought without words that templates of models
     that reason write in
         front of an answer (`<think>\\n\\n</think>`) is trained; None means True, as in TRL's
@@ -146,6 +155,7 @@ class PromptConfig:
     few_shot: FewShotConfig | None = None
     train_on: TrainOn | None = None
     template_date: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     train_empty_thinking: bool | None = None
 
     def check(self) -> None:
@@ -174,6 +184,7 @@ class PromptConfig:
                 )
         if self.template_date is not None:
             check_date(self.template_date)
+        check_kwargs(self.chat_template_kwargs)
 
     def _check_columns(self) -> None:
         kind = self.format_type
@@ -289,7 +300,7 @@ class PromptConfig:
     def _without_effect(self) -> list[str]:
         if self.format_type in TALKS:
             return [] if self.format_type == "sharegpt" else ["roles"]
-        names = ["tools_column", "roles", "train_empty_thinking"]
+        names = ["tools_column", "roles", "chat_template_kwargs", "train_empty_thinking"]
         if self.format_type != "custom":
             names += ["template", "template_date"]
         if self.format_type == "text":

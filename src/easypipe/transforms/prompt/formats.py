@@ -18,7 +18,7 @@ from easypipe.transforms.chat.conversations import (
     wrong_messages,
 )
 from easypipe.transforms.chat.pool import WrittenTalk
-from easypipe.transforms.chat.render import ChatTemplate, check_whole, is_jinja
+from easypipe.transforms.chat.render import ChatTemplate, check_whole, is_jinja, wrong_kwargs
 from easypipe.transforms.chat.sandbox import Json, Message, Row
 from easypipe.transforms.chat.spans import FLAG, OPEN, Rendered, num_shared
 from easypipe.transforms.chat.turns import Request, split_at_turns, trimmed
@@ -38,6 +38,7 @@ from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 TOOLS = "tools"  # the column that holds them, where none is named
+KWARGS = "chat_template_kwargs"  # the column with what a row's template sees beside it
 SYSTEM = "system"  # the column of system prompts that conversations and Alpaca rows may have
 # columns of true and false that say whether an answer is a good one: unpaired preferences
 VERDICTS = ("label", "kto_tag")
@@ -60,8 +61,8 @@ class Format(Protocol):
     @property
     def identity(self) -> Identity: ...
 
-    def accepts(self, kind: pa.DataType) -> bool:
-        """Whether a column of this type can be one that it reads."""
+    def accepts(self, kind: pa.DataType, column: str) -> bool:
+        """Whether this column, which it reads, can be of this type."""
         ...
 
     def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
@@ -92,9 +93,9 @@ class ChatFormat:
         said = (self._messages,) if config.label is None else (self._messages, config.label)
         self.columns = said if config.tools_column is None else (*said, config.tools_column)
         self._system = None if SYSTEM in self.columns else SYSTEM
-        optional = (TOOLS if config.tools_column is None else None, self._system)
+        optional = (TOOLS if config.tools_column is None else None, self._system, KWARGS)
         self.optional: tuple[str, ...] = tuple(
-            name for name in optional if name is not None and name != self._messages
+            name for name in optional if name is not None and name not in self.columns
         )
         roles = {**ROLES, **(config.roles or {})} if config.format_type == "sharegpt" else None
         everything = template.train_on == "all" or config.trains_behind_prompt
@@ -124,7 +125,9 @@ class ChatFormat:
             more["answer"] = self._answer
         return [self.template.fingerprint, *([more] if more else [])]
 
-    def accepts(self, kind: pa.DataType) -> bool:
+    def accepts(self, kind: pa.DataType, column: str) -> bool:
+        if column == KWARGS and (pa.types.is_struct(kind) or pa.types.is_map(kind)):
+            return True
         return is_messages(kind) or is_text(kind) or pa.types.is_null(kind)
 
     def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
@@ -154,6 +157,7 @@ class ChatFormat:
             and self._trim is None
             and self._answer is None
             and SHARED not in row
+            and not row.get(KWARGS)
             and not (self._system and row.get(self._system))
         )
         return (
@@ -179,9 +183,16 @@ class ChatFormat:
             )
         drawn = [] if self._few_shot is None else self._few_shot.of(row)
         whole = self._reader.whole(talk, tools, [one for some in drawn for one in some], system)
+        kwargs = _kwargs_of(row)
+        if isinstance(kwargs, Refused):
+            return kwargs
+        if kwargs:
+            whole["kwargs"] = kwargs
         if self._answer is not None:
-            return {**whole, "answers": len(self._talk(row[self._answer]))}
-        return {**whole, "answers": len(talk) - row[SHARED]} if SHARED in row else whole
+            whole["answers"] = len(self._talk(row[self._answer]))
+        elif SHARED in row:
+            whole["answers"] = len(talk) - row[SHARED]
+        return whole
 
     def shared(self, one: Json, other: Json) -> int:
         """How many messages both conversations begin with; 0 where one is none."""
@@ -213,6 +224,17 @@ class ChatFormat:
         if wrong is not None:
             return Refused(*wrong)
         return [{**message, FLAG: False} for message in talk if message["role"] != "system"]
+
+
+def _kwargs_of(row: Row) -> Message | Refused:
+    """What the row says that its template sees."""
+    found = value_of(row.get(KWARGS), keep=())
+    if found is not None and not isinstance(found, dict):
+        return Refused("bad_template_kwargs", f"column {KWARGS!r}: {found!r:.80} is no object")
+    wrong = wrong_kwargs(found or {})
+    if wrong is not None:
+        return Refused("bad_template_kwargs", f"column {KWARGS!r}: {wrong[0]!r} {wrong[1]}")
+    return found or {}
 
 
 def _system_of(row: Row, column: str | None) -> str | Refused | None:
@@ -270,7 +292,7 @@ class TemplateFormat:
             return ["all" if self._everything else "completion", *more]
         return [self._writer.identity, *more]
 
-    def accepts(self, kind: pa.DataType) -> bool:
+    def accepts(self, kind: pa.DataType, column: str) -> bool:
         return self.kind == "prompt" or is_text(kind) or pa.types.is_null(kind)
 
     def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
@@ -344,7 +366,7 @@ class TextFormat:
     def __init__(self, column: str) -> None:
         self.columns = (column,)
 
-    def accepts(self, kind: pa.DataType) -> bool:
+    def accepts(self, kind: pa.DataType, column: str) -> bool:
         return is_text(kind) or pa.types.is_null(kind)
 
     def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
