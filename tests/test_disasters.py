@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from disasters.damage import KINDS, WAYS, Damaged, Kind
 from disasters.interposer import Interposed, missing
 from disasters.jobs import JOBS
 from disasters.points import FULL, HOWS, KILLED, POWER, REFUSED, Trial, spread
@@ -18,6 +19,14 @@ ALL = os.environ.get("EASYPIPE_DISASTERS") == "all"
 # how many points of each job are tried in the normal run, and in which ways
 QUICK = {"prepare": 7, "tokenize_and_save": 2, "save": 4}
 ONE_OF_EACH = (KILLED, POWER, FULL, *list(REFUSED)[:2])
+LONG = "takes minutes: nox -s disasters tries it"
+# by the reader that finds them, so that few folders have to be made
+QUICK_KINDS = [kind for kind in KINDS if kind.reader.startswith("batches")]
+CELLS = (
+    [(kind, way) for kind in KINDS for way in WAYS]
+    if ALL
+    else [(kind, "another one's") for kind in QUICK_KINDS]
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +37,26 @@ def interposed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interposed]
         yield process
 
 
+@pytest.fixture(scope="module")
+def damaged(interposed: Interposed, tmp_path_factory: pytest.TempPathFactory) -> Damaged:
+    return Damaged(interposed, tmp_path_factory.mktemp("damaged"))
+
+
 @pytest.mark.parametrize("job", JOBS)
 def test_struck_at_any_file_operation_nothing_is_lost(
     interposed: Interposed, job: str, tmp_path: Path
 ) -> None:
     if not ALL and job not in QUICK:
-        pytest.skip("takes minutes: nox -s disasters tries it")
+        pytest.skip(LONG)
     trial = Trial(interposed, job, tmp_path)
     numbers = range(1, len(trial.operations) + 1) if ALL else spread(trial.operations, QUICK[job])
     for i, number in enumerate(numbers):
         for how in HOWS if ALL else ONE_OF_EACH[i % len(ONE_OF_EACH) :][:1]:
             found = trial.at(number, how)
             assert not found.wrong, found
+
+
+@pytest.mark.parametrize(("kind", "way"), CELLS, ids=[f"{kind.what}, {way}" for kind, way in CELLS])
+def test_damage_is_found_before_it_is_used(damaged: Damaged, kind: Kind, way: str) -> None:
+    cell = damaged.cell(kind, way)
+    assert not cell.wrong, cell

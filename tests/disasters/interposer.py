@@ -120,7 +120,7 @@ def _fork(order: Order, said: str) -> int:
 
 def _carry_out(order: Order, said: str) -> None:
     """Never comes back."""
-    from disasters.jobs import JOBS
+    from disasters.jobs import JOBS, READERS
 
     code = BARE
     out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -133,7 +133,7 @@ def _carry_out(order: Order, said: str) -> None:
         library.disaster_arm(
             order.folder.encode(), order.action, ctypes.c_long(order.at), order.errno, log
         )
-        code = _ended(JOBS[order.job].run)
+        code = _ended((JOBS | READERS)[order.job].run)
         Path(f"{said}.modules").write_text("\n".join(sys.modules))
         threading._shutdown()  # type: ignore[attr-defined]  (what an interpreter does at its end)
         atexit._run_exitfuncs()

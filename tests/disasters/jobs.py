@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -76,6 +77,45 @@ def tokenize_and_save() -> None:
     )
 
 
+def read_batches(*gone: str) -> Callable[[], None]:
+    """Removes what the patterns name, then makes every batch of save.yaml, from a loader state that
+    is written once and read afterwards. Prints a digest of the batches.
+    """
+
+    def call() -> None:
+        from easypipe import LoaderState, Pipeline
+        from easypipe.core.config import from_dict, load_yaml
+        from easypipe.stages.config import PipelineConfig
+
+        for pattern in gone:
+            for path in Path().glob(pattern):
+                path.unlink()
+        config = from_dict(PipelineConfig, load_yaml("save.yaml"))
+        loader = Pipeline.from_config(config).source().tokenize().mix().pack().load().build()
+        state = Path("state.json")
+        if not state.exists():
+            state.write_text(loader.state().to_json())
+        loader.restore(LoaderState.from_json(state.read_text(errors="replace")))
+        hasher = hashlib.sha256()
+        for batch in loader:
+            for name in sorted(batch):
+                hasher.update(bytes(memoryview(batch[name]).cast("B")))
+        print("digest", hasher.hexdigest())
+
+    return call
+
+
+def read_saved() -> None:
+    """Prints a digest of the rows of the saved folder."""
+    from easypipe import load_saved
+
+    source = load_saved("saved")
+    hasher = hashlib.sha256()
+    for number, shard in enumerate(source.shards):
+        hasher.update(repr(source.read(number, 0, shard.num_rows or 0).to_pydict()).encode())
+    print("digest", hasher.hexdigest())
+
+
 JOBS = {
     job.name: job
     for job in (
@@ -85,6 +125,28 @@ JOBS = {
         Job("checkpoint", command("train", "train.yaml", "--samples", "0"), ("prepare",), True),
         Job("export", command("export", "run", "out"), ("prepare", "checkpoint"), True),
         Job("report", command("report", "run"), ("prepare", "checkpoint"), True),
+    )
+}
+READERS = {
+    job.name: job
+    for job in (
+        Job("batches", read_batches(), ("save",)),
+        Job("batches, manifests gone", read_batches("cache/manifests/*.json"), ("save",)),
+        Job(
+            "batches, tokens gone",
+            read_batches("cache/manifests/*.json", "cache/tokens/*/*", "cache/ranges/*/*"),
+            ("save",),
+        ),
+        Job("rows of the saved folder", read_saved, ("save",)),
+        Job("save again", command("prepare", "save.yaml"), ("save",)),
+        Job(
+            "train again",
+            command("train", "train.yaml", "--samples", "0"),
+            ("checkpoint",),
+            True,
+        ),
+        Job("export", command("export", "run", "out"), ("checkpoint",), True),
+        Job("report", command("report", "run"), ("checkpoint",), True),
     )
 }
 

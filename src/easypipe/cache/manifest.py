@@ -215,6 +215,8 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
     try:
         values = parse_checked(data, path, older=_KEYS)
         check_format(values, path)
+        if values["key"] != str(path).rpartition("/")[2].removesuffix(".json"):
+            raise TypeError(f"it is that of {values['key']}")
         for part in values["parts"]:
             if part.get("file") and not is_inside(part["file"]):
                 raise TypeError(f"{part['file']!r} is not a file of this cache")

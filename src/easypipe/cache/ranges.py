@@ -17,7 +17,7 @@ from pathlib import Path
 
 from easypipe.cache.folder import CacheFolder
 from easypipe.cache.manifest import FORMAT, Counts, Part, check_format
-from easypipe.core.checked import commit_checked, recall_checked
+from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import Reject, Shard, ShardedSource, counted, identity_of
@@ -125,7 +125,7 @@ def write_record(path: Path | str, record: Record, storage_options: StorageOptio
         "format": FORMAT,
     }
     del values["shard"]  # another file may come to stand before it
-    commit_checked(path, values, storage_options)
+    remember_checked(path, values, storage_options)
 
 
 def read_record(

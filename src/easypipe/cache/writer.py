@@ -350,12 +350,13 @@ class _Work(Generic[R]):
             text, text_bytes, rejects = rows.content_hash(), rows.num_bytes, rows.rejects
             identity = digest("tokens", self._recipe, text)
             file = f"{identity[:2]}/{identity}.arrow"
-            found, batch = self._found(file), None
+            found, batch = self._found(file, text), None
             if found is None:
                 documents = encoder.encode(rows, at=name, audit_key=text)
                 batch = documents.batch
                 said = {
                     **counts_json(documents.counts),
+                    "text": text,
                     "content": encoder.content(batch),
                     "encoder": encoder.backend,
                     "rejects": [dataclasses.asdict(one) for one in kept_rejects(documents.rejects)],
@@ -383,9 +384,9 @@ class _Work(Generic[R]):
         )
         return dataclasses.replace(record, rejects=kept_rejects(record.rejects))
 
-    def _found(self, file: str) -> tuple[JsonObject, TokenStamp] | None:
-        """What a token file says of itself, and its stamp; None where it is not there, or not
-        whole.
+    def _found(self, file: str, text: str) -> tuple[JsonObject, TokenStamp] | None:
+        """What the token file of `text` (a hash) says of itself, and its stamp; None where it is
+        not there, not whole, or that of another text.
         """
         data = pa.py_buffer(b"")
         try:
@@ -394,6 +395,8 @@ class _Work(Generic[R]):
             said = json.loads((batch.schema.metadata or {})[STATS])
             whole = self._encoder.content(batch) == said["content"]
             why = "its tokens have another hash than was committed"
+            if said.get("text", text) != text:  # earlier versions wrote none
+                whole, why = False, "it holds the tokens of another text"
         except FileNotFoundError:
             return None
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:

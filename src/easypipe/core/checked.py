@@ -1,9 +1,9 @@
 # pyright: strict
 """JSON files that carry a checksum of themselves, written and read back by easypipe.
 
-`commit_checked` writes one and `read_checked` reads it; `recall_checked` is for files that can be
-made again. No other code should parse JSON that easypipe wrote for itself: a changed digit is JSON
-too, and would be believed.
+`commit_checked` writes one and `read_checked` reads it; `remember_checked` and `recall_checked` are
+for files that can be made again. No other code should parse JSON that easypipe wrote for itself: a
+changed digit is JSON too, and would be believed.
 
 The file is plain JSON with the key `xxh3_128`: XXH3-128, in hex, of the file's bytes with zeros in
 the place of those 32 digits.
@@ -26,6 +26,7 @@ from easypipe.core.values import Json, JsonObject
 
 T = TypeVar("T")
 KEY = "xxh3_128"
+NAME = "written_as"  # the file's own name, where that says what it is about
 
 _BLANK = b"0" * 32
 # keys of nested objects are indented further, and no JSON string holds a bare newline
@@ -48,6 +49,13 @@ def commit_checked(
 ) -> storage.Stamp:
     """Commits `value`, whose keys are strings, for `read_checked`."""
     return storage.commit_bytes(path, checked_json(value), storage_options)
+
+
+def remember_checked(
+    path: str | Path, value: Json, storage_options: StorageOptions = None
+) -> storage.Stamp:
+    """Commits `value` for `recall_checked`, which refuses it under another name than `path` has."""
+    return commit_checked(path, {**value, NAME: _name(path)}, storage_options)
 
 
 def read_checked(
@@ -101,7 +109,7 @@ def recall_checked(
     storage_options: StorageOptions = None,
     older: Collection[str] | None = None,
 ) -> T | None:
-    """`parse` of what `commit_checked` wrote; None where it is not there or, with a warning,
+    """`parse` of what `remember_checked` wrote; None where it is not there or, with a warning,
     damaged.
 
     The caller then makes it again.
@@ -115,7 +123,10 @@ def recall_checked(
         StorageError: The file cannot be read, which says nothing about its content.
     """
     try:
-        return parse(read_checked(path, storage_options, older=older))
+        value = read_checked(path, storage_options, older=older)
+        if (name := value.pop(NAME, _name(path))) != _name(path):  # earlier versions wrote none
+            raise _damaged(path, f"it was written as {name}")
+        return parse(value)
     except MissingFileError:
         return None
     except DamagedFileError as error:
@@ -126,6 +137,10 @@ def recall_checked(
         _told.add(str(path))
         log.warning("%s %s is made again: %s", what, path, why)
     return None
+
+
+def _name(path: str | Path) -> str:
+    return str(path).rpartition("/")[2]
 
 
 def _checksum(before: bytes, after: bytes) -> bytes:

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 
 from easypipe.core import storage
-from easypipe.core.checked import checked_json, commit_checked, recall_checked
+from easypipe.core.checked import (
+    checked_json,
+    commit_checked,
+    recall_checked,
+    remember_checked,
+)
 from easypipe.core.errors import CacheError, ConfigError
 from easypipe.core.remote import StorageOptions
 from easypipe.save.saved import MANIFEST, SavedManifest, SavedShard, join, read_manifest
@@ -71,7 +76,7 @@ class Run:
         return {shard.name: shard for shard in found if shard is not None and self._stands(shard)}
 
     def record(self, shard: SavedShard) -> None:
-        commit_checked(self._record_path(shard.name), asdict(shard), self.storage_options)
+        remember_checked(self._record_path(shard.name), asdict(shard), self.storage_options)
 
     def commit(self, manifest: SavedManifest) -> None:
         """The manifest last; then what was only needed on the way, and what it replaces, goes.

@@ -20,7 +20,7 @@ from typing import Any
 
 from easypipe.cache.folder import CONFIGS, CacheFolder
 from easypipe.core import storage
-from easypipe.core.checked import commit_checked, recall_checked
+from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import CODE_KEYS, fields_of, to_dict
 from easypipe.core.errors import ConfigError, EasypipeError, StorageError
 from easypipe.core.protocols import BaseStage, PipelineContext
@@ -53,7 +53,7 @@ def remember(
             return
         if isinstance(path, Path) and path.parent.is_dir():
             storage.sweep(path.parent)  # a killed process may have left half of one
-        commit_checked(path, _described(stages, context), here.options)
+        remember_checked(path, _described(stages, context), here.options)
     except StorageError as error:
         log.info("`easypipe verify --repair` will have to be given the config: %s", error)
 

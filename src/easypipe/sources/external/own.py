@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypedDict, runtime_checkable
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.checked import commit_checked, recall_checked
+from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, require, require_columns, require_rows
 from easypipe.core.identity import held_by, name_of
@@ -360,7 +360,7 @@ class OwnSource(Source):
             shards = [
                 [shard.name, shard.num_rows, shard.num_bytes] for shard in self._known["shards"]
             ]
-            commit_checked(
+            remember_checked(
                 path,
                 {
                     "shards": shards,

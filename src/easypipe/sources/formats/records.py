@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.checked import commit_checked, recall_checked
+from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
 from easypipe.core.values import Int64, JsonObject, UInt8
@@ -325,7 +325,7 @@ def _kept_index(
         return kept
     index = build()
     if sidecar is not None:
-        commit_checked(sidecar, _to_json(index))
+        remember_checked(sidecar, _to_json(index))
     return index
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from easypipe.cache.reader import TokenCache
-from easypipe.core.checked import commit_checked, recall_checked
+from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import PipelineContext, ShardedSource, Source, info_of
@@ -202,7 +202,7 @@ class Mixture:
         self._remembered[plan.fingerprint] = len(known)
         if len(self._recalled(plan)) < len(known):
             path = self._checkpoint_path(plan)
-            commit_checked(
+            remember_checked(
                 path, {"plan": plan.fingerprint, "states": [state.to_json() for state in known]}
             )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.checked import commit_checked, recall_checked
+from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import digest
 from easypipe.core.random import fold, permute
 from easypipe.transforms.tokenizer import fast
@@ -117,7 +117,7 @@ def recall(folder: Path | None, fingerprint: str) -> Verdict | None:
 
 def remember(folder: Path | None, fingerprint: str, verdict: Verdict) -> None:
     if folder is not None:
-        commit_checked(_memo(folder, fingerprint), asdict(verdict))
+        remember_checked(_memo(folder, fingerprint), asdict(verdict))
 
 
 def _memo(folder: Path, fingerprint: str) -> Path:
