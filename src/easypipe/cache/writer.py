@@ -50,6 +50,7 @@ from easypipe.core.errors import CacheError, MissingFileError, StorageError, req
 from easypipe.core.protocols import (
     ProgressEvent,
     ProgressListener,
+    Reject,
     ShardedSource,
     Source,
     innermost,
@@ -350,13 +351,12 @@ class _Work(Generic[R]):
             text, text_bytes, rejects = rows.content_hash(), rows.num_bytes, rows.rejects
             identity = digest("tokens", self._recipe, text)
             file = f"{identity[:2]}/{identity}.arrow"
-            found, batch = self._found(file, text), None
+            found, batch = self._found(file, piece, rejects), None
             if found is None:
                 documents = encoder.encode(rows, at=name, audit_key=text)
                 batch = documents.batch
                 said = {
                     **counts_json(documents.counts),
-                    "text": text,
                     "content": encoder.content(batch),
                     "encoder": encoder.backend,
                     "rejects": [dataclasses.asdict(one) for one in kept_rejects(documents.rejects)],
@@ -384,9 +384,11 @@ class _Work(Generic[R]):
         )
         return dataclasses.replace(record, rejects=kept_rejects(record.rejects))
 
-    def _found(self, file: str, text: str) -> tuple[JsonObject, TokenStamp] | None:
-        """What the token file of `text` (a hash) says of itself, and its stamp; None where it is
-        not there, not whole, or that of another text.
+    def _found(
+        self, file: str, piece: Range, rejects: Sequence[Reject]
+    ) -> tuple[JsonObject, TokenStamp] | None:
+        """What a token file says of itself, and its stamp; None where it is not there, not whole,
+        or where its documents and `rejects` are not all rows of `piece`.
         """
         data = pa.py_buffer(b"")
         try:
@@ -395,8 +397,8 @@ class _Work(Generic[R]):
             said = json.loads((batch.schema.metadata or {})[STATS])
             whole = self._encoder.content(batch) == said["content"]
             why = "its tokens have another hash than was committed"
-            if said.get("text", text) != text:  # earlier versions wrote none
-                whole, why = False, "it holds the tokens of another text"
+            if whole and _leaks(said, piece, rejects):
+                whole, why = False, "it holds the documents of other rows"
         except FileNotFoundError:
             return None
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
@@ -411,6 +413,14 @@ class _Work(Generic[R]):
     def _count(self, **amounts: int) -> None:
         with self._lock:
             self._done.update(amounts)
+
+
+def _leaks(said: JsonObject, piece: Range, rejects: Sequence[Reject]) -> bool:
+    """Whether a token file that says so does not account for every row of a range."""
+    nothing = {"shard": 0, "num_bytes": 0, "checksum": "", "shard_name": "", "file": ""}
+    where = {"start": piece.start, "stop": piece.stop, "text": "", "text_bytes": 0}
+    counts = record_of({**said, **nothing, **where}, rejects).counts
+    return any(entry.leak for entry in counts.ledger("", {}).entries)
 
 
 def cores() -> int:
