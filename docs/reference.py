@@ -22,13 +22,17 @@ import textwrap
 import tokenize
 import types
 import typing
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pydantic
+import typer.main
 from pydantic.json_schema import GenerateJsonSchema
+from typer.core import TyperCommand
 
 import easypipe
+from easypipe.cli.app import app
 from easypipe.cli.init import Kind, config_text
 from easypipe.cli.keys import SCHEMA
 from easypipe.compat.classify import ClassifyConfig
@@ -40,6 +44,8 @@ from easypipe.run import RunConfig
 from easypipe.stages.config import PipelineConfig
 
 ROOT = Path(__file__).parents[1]
+SHIM = "https://unpkg.com/iframe-worker/shim"
+MEASURED = "measured.md"  # its recorded part is made of benchmarks/results
 HELD_OUT = {  # of `eval`: rows of the data, held out
     "description": "Holds rows of `data` out.",
     "properties": {
@@ -76,12 +82,58 @@ def on_files(files: Any, config: Any) -> Any:
     files.append(File.generated(config, "reference/config.md", content=config_page()))
     files.append(File.generated(config, "reference/options.md", content=options_page()))
     files.append(File.generated(config, "reference/api.md", content=api_page()))
+    files.append(File.generated(config, "reference/cli.md", content=cli_page()))
     files.append(
         File.generated(
             config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
         )
     )
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """mkdocs calls this for each page."""
+    return (
+        markdown.replace("<!-- results -->", results())
+        if page.file.src_uri == MEASURED
+        else markdown
+    )
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """mkdocs calls this for each page that is written. The theme takes a script from a server, by
+    which search works where pages are opened as files: we have our own copy of it."""
+    return output.replace(SHIM, "../" * page.url.count("/") + "assets/iframe-worker.js")
+
+
+def on_post_template(output: str, **_: Any) -> str:
+    """The same for the page of what is not found."""
+    return output.replace(SHIM, "/assets/iframe-worker.js")
+
+
+def results() -> str:
+    """The recorded results of benchmarks as tables, by their names."""
+    parts = []
+    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        script = ast.parse((ROOT / f"benchmarks/{path.name}").with_suffix(".py").read_text())
+        unit, machine = found["unit"], found["machine"]
+        first = " ".join((ast.get_docstring(script) or "").split("\n\n")[0].split())
+        parts.append(f"### {path.stem}\n\n{first}\n\n`python benchmarks/{path.stem}.py`\n")
+        rows = [f"| | median, {unit} | spread | rounds |", "| --- | ---: | ---: | ---: |"]
+        for name, one in found["contenders"].items():
+            rounds = len(one["seconds"])
+            rows.append(f"| {name} | {one['median']:,.4g} | ±{one['spread']:.0%} | {rounds} |")
+        parts.append("\n".join(rows) + "\n")
+        rows = ["| | measured | wanted |", "| --- | ---: | ---: |"]
+        for one in found["targets"]:
+            missed = "" if one["met"] else ", missed"
+            rows.append(f"| {one['what']} | {one['value']:,.4g} | {one['wanted']}{missed} |")
+        parts.append("\n".join(rows) + "\n")
+        versions = ", ".join(f"{name} {one}" for name, one in machine["versions"].items() if one)
+        cpu = f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}"
+        parts.append(f"{cpu}; {versions}.\n")
+    return "\n".join(parts)
 
 
 @functools.cache
@@ -251,6 +303,54 @@ def api_page() -> str:
             for name in homes[home]
         ]
     return "\n".join(parts)
+
+
+def cli_page() -> str:
+    """Every command with its arguments and options, from typer."""
+    parts = [
+        "# Command line\n",
+        "Every command, as `easypipe COMMAND --help` shows it. `python -m easypipe` is the same "
+        "command. `easypipe --install-completion` lets the shell complete commands, config files "
+        "and the keys of `--set`.\n",
+        _options(typer.main.get_command(app)),
+    ]
+    for name, command in cli_commands().items():
+        words = " ".join((command.help or "").split())
+        lines = (command.epilog or "").splitlines()[2:]
+        examples = "\n".join(line.strip() for line in lines)
+        parts.append(f"## easypipe {name}\n\n{words}\n\n```console\n{examples}\n```\n")
+        parts.append(_options(command))
+    return "\n".join(parts)
+
+
+def cli_commands() -> dict[str, TyperCommand]:
+    """Each command by what is typed for it."""
+    found: dict[str, TyperCommand] = {}
+    for name, command in typer.main.get_command(app).commands.items():
+        inner = getattr(command, "commands", {})
+        found |= {f"{name} {sub}": one for sub, one in inner.items()} or {name: command}
+    return found
+
+
+def _options(command: TyperCommand) -> str:
+    hints = typing.get_type_hints(command.callback)
+    rows = ["| argument or option | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for one in command.params:
+        if one.name == "help":
+            continue
+        names = ", ".join(f"`{name}`" for name in one.opts + one.secondary_opts)
+        shown = names if one.opts[0].startswith("-") else _code(str(one.metavar or one.name))
+        kind = _code(_type_text(hints.get(one.name, bool)))
+        default = "*required*" if one.required else _code(str(one.default))
+        said = _cell(one.help or "")
+        rows.append(f"| {shown} | {kind} | {default} | {said} |")
+    return "\n".join(rows) + "\n" if len(rows) > 2 else ""
+
+
+def _type_text(hint: Any) -> str:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return " | ".join(one.value for one in hint)
+    return re.sub(r"\b(?:[a-z_]+\.)+([A-Z]\w*)", r"\1", inspect.formatannotation(hint))
 
 
 def _links(annotation: str) -> str:

@@ -22,7 +22,13 @@ from easypipe.core.config import allowing_code, from_dict, is_config, parse_yaml
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-GENERATED = {"reference/config.md", "reference/options.md", "reference/api.md", "changelog.md"}
+GENERATED = {
+    "reference/config.md",
+    "reference/options.md",
+    "reference/cli.md",
+    "reference/api.md",
+    "changelog.md",
+}
 
 pytestmark = pytest.mark.slow
 
@@ -140,6 +146,49 @@ def test_reference_pages_name_everything() -> None:
     )
     api = reference.api_page()
     assert api.count(":::") == len(easypipe.__all__) - 1  # all but __version__
+
+
+def test_every_key_has_its_line() -> None:
+    """Its type, its default and what it means, in one table on one page."""
+    reference = _reference()
+    silent = [
+        f"{cls.__name__}.{name}"
+        for cls in reference.config_classes()
+        for name in reference.field_names(cls)
+        if len(reference.key_words(cls).get(name, "")) < 8
+    ]
+    assert not silent, f"say what these mean, beside the field or in the docstring: {silent}"
+    page = reference.config_page()
+    for cls in reference.config_classes():
+        section = page.partition(f"## {cls.__name__}\n")[2].partition("\n## ")[0]
+        for name in reference.field_names(cls):
+            [row] = [line for line in section.splitlines() if line.startswith(f"| `{name}` |")]
+            assert all(cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]), row
+
+
+def test_every_option_of_the_command_line_has_its_line() -> None:
+    reference = _reference()
+    page = reference.cli_page()
+    for name, command in reference.cli_commands().items():
+        section = page.partition(f"## easypipe {name}\n")[2].partition("\n## ")[0]
+        assert f"easypipe {name}" in section.partition("```console")[2], f"no example: {name}"
+        for parameter in command.params:
+            assert parameter.help or parameter.name == "help", f"{name}: {parameter.name}"
+            if parameter.opts[0].startswith("-") and parameter.name != "help":
+                assert f"`{parameter.opts[0]}`" in section, f"{name}: {parameter.name}"
+
+
+def test_every_public_name_says_what_it_is() -> None:
+    import easypipe
+
+    aliases = {"Result"}  # which have no docstring of their own
+    silent = [
+        name
+        for name in easypipe.__all__
+        if name not in {*aliases, "__version__"}
+        and not (getattr(easypipe, name).__doc__ or "").strip()
+    ]
+    assert not silent, f"public names without a docstring: {silent}"
 
 
 def _with_lines(found: list[tuple[int, str]]) -> Iterator[tuple[int, str, int]]:

@@ -174,6 +174,13 @@ def test_it_does_what_it_says(whole: tuple[Path, str]) -> None:
     losses = [line[1] for line in curve(folder)]
     assert len(losses) == 8
     assert losses[-1] < losses[0]
+    page = (Path(__file__).parents[2] / "docs/run_folder.md").read_text()
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    seen = {metric for line in lines for metric in line}
+    seen |= {metric for line in lines for one in line.get("eval", {}).values() for metric in one}
+    seen |= {path.name + "/" * path.is_dir() for path in (folder / "run").iterdir()}
+    unexplained = [name for name in seen if f"| `{name}` |" not in page]
+    assert not unexplained, f"docs/run_folder.md has no line of {unexplained}"
     entries = json.loads((folder / "packed" / MANIFEST).read_text())["ledger"]["entries"]
     assert all(sum(entry["in"].values()) == sum(entry["out"].values()) for entry in entries)
 

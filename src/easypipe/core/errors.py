@@ -4,22 +4,22 @@
 """The tree of errors, each with place, cause, choices and fix; and what was perhaps meant instead.
 
 EasypipeError
-├── ConfigError        (ValueError)        a configuration value; `at` is its key path
-├── StageOrderError    (RuntimeError)      pipeline stages called in an order that cannot run
-├── SourceError        (ValueError)        a file or a row; `at` names both
+├── ConfigError        (ValueError)
+├── StageOrderError    (RuntimeError)
+├── SourceError        (ValueError)
 │   ├── MissingFileError (FileNotFoundError)
-│   └── SchemaError    (SourceError)       columns that are not there, or cannot be read together
-├── TokenizerError     (ValueError)        a tokenizer that does not load or does not do what it says
-├── BudgetError        (SourceError)       more bad rows than the dataset's budget allows
-├── PlanError          (ValueError)        an order, mixture or packing that cannot be planned
-├── CacheError         (ValueError)        a token cache or saved folder that is damaged, foreign or too new
-├── StorageError       (OSError)           reading or committing bytes failed
-│   └── DamagedFileError (StorageError)    a file that easypipe wrote is not as it was written
-├── StateError         (ValueError)        a saved state that does not belong to this pipeline
-├── LedgerError        (RuntimeError)      rows or tokens that are not accounted for
-├── PlacementError     (ValueError)        a batch that does not fit its mesh
-├── StallError         (TimeoutError)      a stage that did not deliver before its deadline
-└── TrainError         (RuntimeError)      the trainer cannot go on
+│   └── SchemaError    (SourceError)
+├── TokenizerError     (ValueError)
+├── BudgetError        (SourceError)
+├── PlanError          (ValueError)
+├── CacheError         (ValueError)
+├── StorageError       (OSError)
+│   └── DamagedFileError (StorageError)
+├── StateError         (ValueError)
+├── LedgerError        (RuntimeError)
+├── PlacementError     (ValueError)
+├── StallError         (TimeoutError)
+└── TrainError         (RuntimeError)
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ def _shortened(text: str, most: int = 4000) -> str:
 
 
 class ConfigError(EasypipeError, ValueError):
+    """A configuration value that is wrong; `at` is its key path."""
+
     def under(self, parent: str) -> ConfigError:
         """The same error, seen from one level further up the configuration tree."""
         joint = "" if not self.at or self.at.startswith("[") else "."
@@ -101,64 +103,72 @@ def raising(
 
 
 class StageOrderError(EasypipeError, RuntimeError):
-    pass
+    """Stages of a pipeline were called in an order that cannot run."""
 
 
 class SourceError(EasypipeError, ValueError):
-    pass
+    """A file or a row that cannot be read; `at` names both."""
 
 
 class MissingFileError(SourceError, FileNotFoundError):
+    """A file that is not there."""
+
     __str__ = EasypipeError.__str__  # OSError's own would print the argument tuple
 
 
 class SchemaError(SourceError):
-    pass
+    """Columns that are not there, or cannot be read together."""
 
 
 class BudgetError(SourceError):
-    pass
+    """More bad rows than the dataset's budget allows."""
 
 
 class TokenizerError(EasypipeError, ValueError):
-    pass
+    """A tokenizer that does not load, or does not do what it says."""
 
 
 class PlanError(EasypipeError, ValueError):
-    pass
+    """An order, mixture or packing that cannot be planned."""
 
 
 class CacheError(EasypipeError, ValueError):
-    pass
+    """A token cache or saved folder that is damaged, foreign or too new."""
 
 
 class StorageError(EasypipeError, OSError):
+    """Reading or committing bytes failed."""
+
     __str__ = EasypipeError.__str__
 
 
 class DamagedFileError(StorageError):
-    pass
+    """A file that easypipe wrote is not as it was written."""
 
 
 class StateError(EasypipeError, ValueError):
-    pass
+    """A saved state that does not belong to this pipeline."""
 
 
 class LedgerError(EasypipeError, RuntimeError):
+    """Rows or tokens that are not accounted for."""
+
     exit_code = 1
 
 
 class PlacementError(EasypipeError, ValueError):
-    pass
+    """A batch that does not fit its mesh."""
 
 
 class StallError(EasypipeError, TimeoutError):
+    """A stage that did not deliver before its deadline."""
+
     exit_code = 1
     __str__ = EasypipeError.__str__
 
 
 class TrainError(EasypipeError, RuntimeError):
-    pass
+    """The trainer cannot go on."""
 
 
 def place(

@@ -43,9 +43,10 @@ class Pace:
                 seen.popleft()
             first = seen[0]
         seconds, rows, num_bytes = now - first[0], event.done - first[1], event.num_bytes - first[2]
-        if seconds <= 0 or rows <= 0:
+        if seconds < 0.001 or rows <= 0:  # of two events at once
             return ""
-        parts = [f"{rows / seconds:,.0f} {event.unit}/s"]
+        rate = rows / seconds
+        parts = [f"{rate:,.0f} {event.unit}/s" if rate >= 10 else f"{rate:.2g} {event.unit}/s"]
         if num_bytes > 0:
             parts.append(f"{num_bytes / seconds / 1e6:,.1f} MB/s")
         if event.total is not None and event.done < event.total:

@@ -44,7 +44,7 @@ class CollateConfig:
     """
 
     padding: Literal["longest", "max_length"] | bool = "longest"
-    max_length: int | None = None
+    max_length: int | None = None  # the width of rows where padding is "max_length"
     padding_side: PaddingSide = "right"
     pad_to_multiple_of: int | None = None
     length_buckets: tuple[int, ...] = ()
