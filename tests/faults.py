@@ -83,7 +83,7 @@ FAULTS = [
           "tests/stages/test_tokenize.py tests/stages/test_cache_writer.py -k 'bad_rows or budget'",
           "FORMAT, ranges, self.on_error, self.max_bad_rows)", "FORMAT, ranges, self.on_error)"),
     fault("a resume takes another pad token", "loader/rows/planned.py", "tests/loader/test_rows.py -k pads",
-          "for c in self._caches], eos, self.pad_token_id)", "for c in self._caches], eos)"),
+          "for c in self.caches], eos, self.pad_token_id)", "for c in self.caches], eos)"),
     fault("a plan over fewer documents than the cache has", "loader/rows/planned.py", "tests/loader/test_rows.py -k fewer",
           "if dataset.num_docs != cache.num_docs:", "if dataset.num_docs > cache.num_docs:"),
     fault("documents of exactly seq_length weigh 1 token", "plan/pack.py", "tests/plan/test_windows.py -k weigh",
@@ -237,7 +237,7 @@ FAULTS = [
           "part.segments * (2 if mixture.paired else 1)", "part.segments"),
     # loader
     fault("joined rows have the identity of others", "loader/rows/planned.py", "tests/loader/test_rows.py -k ends_of_documents",
-          '(("joined", self.joined), ("train_continued", self._asked))', '(("train_continued", self._asked),)'),
+          '(("joined", self.joined), ("train_continued", self.train_continued))', '(("train_continued", self.train_continued),)'),
     fault("an added EOS is always a target", "loader/rows/gather.py", "tests/loader/test_rows.py -k added_eos",
           "flags[begin + copied - 1] if piece[3] > 0 else 1", "1"),
     fault("columns lie at odd places", "loader/collate.py", "tests/loader/test_collate.py -k aligned",

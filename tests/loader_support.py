@@ -178,7 +178,7 @@ def slow_rows(rows: PlannedRows, numbers: Sequence[int], width: int) -> dict[str
             continue
         pieces = rows.plan.locate(number).pieces
         for n in range(len(pieces.row)):
-            cache = rows._caches[pieces.dataset[n]]
+            cache = rows.caches[pieces.dataset[n]]
             doc = int(pieces.doc[n])
             ids = [*cache.docs[doc].tolist(), EOS]
             flags = (

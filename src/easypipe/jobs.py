@@ -150,6 +150,7 @@ def repair_as_made(
             )
             pipeline = Pipeline(config, progress=progress).source()
             for stage, values in made["stages"]:
+                # the stages that a manifest names, which are methods of a Pipeline
                 getattr(pipeline, stage)(values)
             pipeline.repair(path)
     return verify(path)

@@ -22,6 +22,7 @@ def _pointer(kind: str) -> Any:
 
         @intrinsic
         def at(typing_context: Any, address: Any) -> Any:
+            # numba's types have the names of NumPy's
             signature = types.CPointer(getattr(types, kind))(types.uint64)
 
             def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -42,6 +43,14 @@ uint32_at = _pointer("uint32")
 
 
 @jit
+def _part_of(doc, first_doc, part):  # type: ignore[no-untyped-def]
+    """The part that holds `doc`; `part` where it does, as neighbours mostly lie together."""
+    if first_doc[part] <= doc < first_doc[part + 1]:
+        return part
+    return np.searchsorted(first_doc, doc, side="right") - 1
+
+
+@jit
 def list_lengths(
     docs: Int64,
     first_doc: Int64,
@@ -52,8 +61,7 @@ def list_lengths(
     part = 0
     for i in range(docs.size):
         doc = docs[i]
-        if doc < first_doc[part] or doc >= first_doc[part + 1]:
-            part = np.searchsorted(first_doc, doc, side="right") - 1
+        part = _part_of(doc, first_doc, part)
         offsets = int64_at(offsets_address[part])
         local = doc - first_doc[part]
         out[i] = offsets[local + 1] - offsets[local]
@@ -81,6 +89,5 @@ def byte_values(
     part = 0
     for i in range(docs.size):
         doc = docs[i]
-        if doc < first_doc[part] or doc >= first_doc[part + 1]:
-            part = np.searchsorted(first_doc, doc, side="right") - 1
+        part = _part_of(doc, first_doc, part)
         out[i] = uint8_at(bytes_address[part])[doc - first_doc[part]] != 0

@@ -34,6 +34,7 @@ from easypipe.core.values import Int64, Integers, UInt64
 AGAIN = "Prepare the dataset again; only this range is tokenized anew."
 LIMIT = Path("/proc/sys/vm/max_map_count")
 
+# MAP_NORESERVE is not of every system
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
 _FIXED = 0x10  # MAP_FIXED of Linux: in the place of what is there
 _NOTHING = 0  # PROT_NONE

@@ -150,6 +150,7 @@ def run(arguments: Sequence[str] | None) -> int:
         if debug:
             raise
         _say(str(error))
+        # only errors with notes have the attribute
         for note in getattr(error, "__notes__", ()):
             # jax says so of every error that passes through it
             if "JAX has removed its internal frames" not in note:

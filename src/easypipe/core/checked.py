@@ -131,6 +131,7 @@ def recall_checked(
         return None
     except DamagedFileError as error:
         why = error.problem
+    # a record may be of any shape
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         why = f"damaged: it does not hold what this version of easypipe writes: {error!r}"
     if str(path) not in _told:

@@ -124,11 +124,13 @@ def fields_of(value: Any, *, secret: bool = True) -> Arguments:
     secret: those marked `metadata={'secret': True}` too.
     """
     fields = (f for f in dataclasses.fields(value) if secret or not f.metadata.get("secret"))
+    # dataclasses.asdict would take what is nested apart too
     return {f.name: getattr(value, f.name) for f in fields}
 
 
 def declared(cls: Any, name: str, default: T) -> T:
     """What a class of configs may say of itself: ALIASES, ELSEWHERE, written_out."""
+    # a class that says nothing has no attribute
     return getattr(cls, name, default)
 
 

@@ -49,6 +49,7 @@ class EasypipeError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:  # errors cross processes whole, notes included
         parts = {"at": self.at, "problem": self.problem, "have": self.have, "fix": self.fix}
+        # notes and traces stand in __dict__, which the constructor does not take
         return functools.partial(type(self), **parts), (), self.__dict__
 
     def __str__(self) -> str:

@@ -83,6 +83,7 @@ def find_function(name: str, at: str) -> Callable[[Any], Any]:
             at=at, problem=f"{name!r}: {module_name!r} cannot be imported: {error}", fix=fix
         ) from error
     for part in path.split("."):
+        # a name that a config gives: `module:Class.method`
         if not hasattr(found, part):
             have = [key for key in dir(found) if not key.startswith("_")]
             raise ConfigError(
@@ -111,6 +112,7 @@ def why(name: str, error: BaseException) -> str:
 def name_of(function: Any) -> str:
     if isinstance(function, functools.partial):
         return name_of(function.func)
+    # an object that can be called has its class's name
     kind = function if hasattr(function, "__qualname__") else type(function)
     return f"{kind.__module__}:{kind.__qualname__}"
 

@@ -88,6 +88,7 @@ def _drop_foreign_index(kernel: Any) -> None:
     """Numba unpickles what it kept before it looks whether that belongs to this source, and fails
     where a class in it is gone, as after an upgrade of easypipe: such an index is deleted.
     """
+    # inner names of numba, which another version may not have
     kept = getattr(getattr(kernel, "_cache", None), "_cache_file", None)
     if kept is None:
         return

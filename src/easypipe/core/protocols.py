@@ -134,6 +134,7 @@ class ShardedDataSource:
 
     @property
     def shard_names(self: Any) -> Sequence[str]:
+        # a property of that name would hide what a user's subclass sets in its constructor
         return self.__dict__.get("shard_names") or tuple(shard.name for shard in self.shards)
 
     @shard_names.setter
@@ -150,6 +151,7 @@ class ShardedDataSource:
         """The same from physical row `row` on, without reading those in front of it, unless only
         `open_shard` is given.
         """
+        # a user's subclass has `read`, or only `open_shard`
         if not hasattr(self, "read"):
             return itertools.islice(self.open_shard(shard_name), row, None)
         names = list(self.shard_names)

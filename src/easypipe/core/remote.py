@@ -256,6 +256,7 @@ def remote_call(
     """`fs.name(*args)` under a time limit where the filesystem is asynchronous inside, else as it
     is.
     """
+    # fsspec's asynchronous methods have the names of the others behind an underscore
     method = getattr(fs, f"_{name}", None) if isinstance(fs, AsyncFileSystem) else None
     if not isinstance(fs, AsyncFileSystem) or method is None:
         return getattr(fs, name)(*args, **kwargs)

@@ -148,6 +148,7 @@ class TorchRows(data.IterableDataset):
 
     def __iter__(self) -> Iterator[Tensors]:
         workers = torch_worker()[1]
+        # an iterable may be of any class
         if workers > 1 and not hasattr(self._rows, "sharded"):
             raise ConfigError(
                 at="num_workers",

@@ -127,10 +127,12 @@ class EpochLoader(Loader):
     def _enter(self, loader: Loader, epoch: int) -> None:
         """Goes on in the place of `loader`."""
         for name in MOVED:
+            # both are Loaders: the state of one iteration moves on
             setattr(self, name, getattr(loader, name))
         self.epoch, self._kept = epoch, None
         self._newest += 1
         for known in ("_settings", "_words", "_components"):
+            # cached properties of the pass before
             vars(self).pop(known, None)
 
 

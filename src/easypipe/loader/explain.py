@@ -130,10 +130,8 @@ class ExplainedBatch:
         return dataclasses.asdict(self)
 
 
-class _Place(Protocol):
-    """What `_planned` and `_stored` tell of a segment, before its tokens are looked at."""
-
-    def __call__(self, segment: int, slots: slice) -> JsonObject: ...
+# what `_planned` and `_stored` tell of a segment and its slots, before its tokens are looked at
+_Place = Callable[[int, slice], JsonObject]
 
 
 def explain_rows(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from easypipe.core.errors import StallError
 
@@ -34,12 +34,9 @@ JOIN_TIMEOUT_S = 10.0  # close() waits this long for a worker to finish the item
 log = logging.getLogger("easypipe")
 
 
-class Make(Protocol[T]):  # pyright: ignore[reportInvalidTypeVarUse]
-    def __call__(self, index: int, enter: Callable[[str], None], /) -> T | None:
-        """The item of `index`, or None past the end. `enter(stage)` says what is being done, for
-        the error of a stall.
-        """
-        ...
+# (index, enter) -> the item of `index`, or None past the end. `enter(stage)` says what is being
+# done, for the error of a stall.
+Make = Callable[[int, Callable[[str], None]], T | None]
 
 
 class Prefetcher(Generic[T]):

@@ -43,11 +43,7 @@ class Steps:
         return tuple(sorted(set(self._sizes)))
 
     def size(self, step: int) -> int:
-        return (
-            self._sizes[0]
-            if len(self._sizes) == 1
-            else self._sizes[bisect_right(self._first, step) - 1]
-        )
+        return self._sizes[bisect_right(self._first, step) - 1]
 
     def start(self, step: int) -> int:
         """The first row of batch `step`."""
@@ -64,8 +60,6 @@ class Steps:
         return self._first[i] - -left // self._sizes[i]
 
     def _before(self, step: int) -> int:
-        if len(self._sizes) == 1:
-            return step * self._sizes[0]
         i = bisect_right(self._first, step) - 1
         return self._rows[i] + (step - self._first[i]) * self._sizes[i]
 

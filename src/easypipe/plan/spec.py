@@ -273,6 +273,7 @@ class WindowState(Generic[At]):
             active = tuple({"0": False, "1": True}[alive] for alive in values["active"])
             cut = values.get("cut")
             cut = None if cut is None else (int(cut[0]), int(cut[1]))
+        # a state from a file may be of any shape
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise StateError(
                 at="window", problem=f"{values!r} is no state of a plan: {error!r}"

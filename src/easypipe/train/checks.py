@@ -92,6 +92,7 @@ class Shapes:
 
 def check_loader(loader: object, at: str) -> None:
     """Raises ConfigError for what is no BatchLoader; one without a length never ends."""
+    # a loader may be of any class
     lacking = [
         name for name in ("batch_size", "__iter__", "state", "restore") if not hasattr(loader, name)
     ]

@@ -10,12 +10,13 @@ held     a piece that goes on with a document of another row, whose first token 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from easypipe.cache.address import int64_at, uint8_at, uint16_at, uint32_at
 from easypipe.cache.blocks import INDEX, note
+from easypipe.cache.reader import Buffers
 from easypipe.core.jit import jit
 from easypipe.core.schema import IGNORE, SEGMENT_BREAK, offsets_of
 from easypipe.core.values import Int64, UInt64
@@ -24,25 +25,6 @@ from easypipe.plan.window import View
 
 NO_CHECKS = np.empty((2, 0), np.int64)  # `todo` where everything was checked
 CACHE_LINE = 64  # bytes that memory is read by
-
-
-class Mapped(Protocol):
-    """What `TokenCache.buffers()` gives: see cache/reader.py."""
-
-    @property
-    def first_doc(self) -> Int64: ...
-    @property
-    def ids_address(self) -> UInt64: ...
-    @property
-    def offsets_address(self) -> UInt64: ...
-    @property
-    def mask_address(self) -> UInt64: ...
-    @property
-    def file_address(self) -> UInt64: ...
-    @property
-    def checked_address(self) -> UInt64: ...
-    @property
-    def id_bytes(self) -> int: ...
 
 
 class Tables(NamedTuple):
@@ -66,7 +48,7 @@ class Tables(NamedTuple):
     checked: UInt64
 
 
-def tables(buffers: Sequence[Mapped]) -> Tables:
+def tables(buffers: Sequence[Buffers]) -> Tables:
     parts = [len(b.ids_address) for b in buffers]
     return Tables(
         first_part=offsets_of(parts),

@@ -69,13 +69,14 @@ class PlannedRows(NumberedRows):
                 fix="Leave it out.",
             )
         self.joined = joined
-        self._asked = train_continued
+        self.train_continued = train_continued
         self.hold = not (train_continued or runs)
         self.plan = plan
         self.seq_length = None if plan.spec.pack is None else plan.spec.pack.seq_length
         self.pad_token_id = pad_token_id
         self.num_epochs = plan.spec.num_epochs
-        self._caches = tuple(caches)  # they own the memory that the tables point to
+        # one for each dataset of the plan; they own the memory that the tables point to
+        self.caches = tuple(caches)
         self._tables = tables([cache.buffers() for cache in caches])
         self._writer = RowWriter(
             eos=eos_ids(eos_token_id, len(caches)),
@@ -90,11 +91,6 @@ class PlannedRows(NumberedRows):
         self._end: int | None = None  # rows of the run, once the scan has met the end
 
     @property
-    def caches(self) -> tuple[TokenCache, ...]:
-        """One for each dataset of the plan."""
-        return self._caches
-
-    @property
     def num_rows(self) -> int | None:
         return self.plan.num_rows
 
@@ -104,25 +100,25 @@ class PlannedRows(NumberedRows):
         eos = several[0] if len(set(several)) == 1 else several
         more = [
             name
-            for name, said in (("joined", self.joined), ("train_continued", self._asked))
+            for name, said in (("joined", self.joined), ("train_continued", self.train_continued))
             if said
         ]
         return {
             "sources": digest(
                 [
                     [d.name, c.fingerprint]
-                    for d, c in zip(self.plan.datasets, self._caches, strict=True)
+                    for d, c in zip(self.plan.datasets, self.caches, strict=True)
                 ]
             ),
             "tokenizer": digest(
-                [c.tokenizer_fingerprint for c in self._caches], eos, self.pad_token_id
+                [c.tokenizer_fingerprint for c in self.caches], eos, self.pad_token_id
             ),
             "plan": digest(self.plan.fingerprint, *more) if more else self.plan.fingerprint,
         }
 
     @property
     def words(self) -> Json:
-        caches = zip(self.plan.datasets, self._caches, strict=True)
+        caches = zip(self.plan.datasets, self.caches, strict=True)
         each = {
             f"dataset {dataset.name}": digest(cache.fingerprint, cache.tokenizer_fingerprint)[
                 :SHORT
@@ -174,7 +170,7 @@ class PlannedRows(NumberedRows):
 
     def pinned(self, view: View, rows: Int64) -> contextlib.AbstractContextManager[None]:
         """Their documents, and the one behind each, whose first token may be a label."""
-        if not any(cache.comes_and_goes for cache in self._caches):
+        if not any(cache.comes_and_goes for cache in self.caches):
             return contextlib.nullcontext()
         here = rows - view.first_row
         here = here[(here >= 0) & (here < view.first_piece.size - 1)]
@@ -184,23 +180,23 @@ class PlannedRows(NumberedRows):
         full = np.flatnonzero(view.length > 0)
         behind = np.searchsorted(full, draws, side="right")
         draws = np.union1d(draws, full[behind[behind < full.size]])
-        return pin(self._caches, view.dataset[draws], view.doc[draws])
+        return pin(self.caches, view.dataset[draws], view.doc[draws])
 
     @property
     def unchecked(self) -> bool:
-        return any(cache.pending for cache in self._caches)
+        return any(cache.pending for cache in self.caches)
 
     def check(self, touched: Int64) -> None:
         first = self._tables.first_part
         dataset = np.searchsorted(first, touched[0], side="right") - 1
         for i in np.unique(dataset).tolist():
             here = touched[:, dataset == i]
-            self._caches[i].check(here - np.array([[first[i]], [0]]))
+            self.caches[i].check(here - np.array([[first[i]], [0]]))
 
     def missing(self, view: View, piece: int, width: int) -> CacheError:
         _, slot, draw, start, length = view.table[:, piece].tolist()
         dataset, doc = int(view.dataset[draw]), int(view.doc[draw])
-        cache = self._caches[dataset]
+        cache = self.caches[dataset]
         name = self.plan.datasets[dataset].name
         if not 0 <= doc < cache.num_docs:
             problem = f"the cache has {cache.num_docs} documents"

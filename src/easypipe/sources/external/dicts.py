@@ -280,6 +280,7 @@ def outer_kind(value: Any) -> type | None:
     """dict for objects, list for lists and arrays, None for any other value."""
     if isinstance(value, Mapping):
         return dict
+    # arrays of any library, known by what they have
     return list if isinstance(value, list | tuple) or getattr(value, "ndim", 0) else None
 
 

@@ -554,6 +554,7 @@ def _sharded(data: Dataset) -> Given:
     own = [
         name
         for name in ("open_shard", "open_shard_at_row")
+        # methods of a user's class that are not those of the base
         if _has(data, name) and getattr(kind, name, None) is not getattr(base, name)
     ]
     require(
@@ -599,6 +600,7 @@ def _one_shard(data: Dataset, name: str) -> Given:
         "they are needed again",
         "Give the function that makes it, without calling it.",
     )
+    # a class may be both; what can be iterated over is data
     called = callable(data) and not hasattr(data, "__iter__")
 
     def from_start(_: str, row: int) -> Iterable[Item]:

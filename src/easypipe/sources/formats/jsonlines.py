@@ -142,6 +142,7 @@ def _with_json(
         try:
             row = json.loads(line)
             found = [None if row.get(name) is None else json_text(row[name]) for name in names]
+        # AttributeError: the line is no object
         except (ValueError, RecursionError, AttributeError) as error:
             why[i] = str(error)
             continue

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +24,7 @@ from easypipe.core.errors import SourceError, place
 from easypipe.core.values import Int64, JsonObject, UInt8
 from easypipe.sources.base import Format, Rows, Survey
 from easypipe.sources.files import FileRef, changed, compression_of
+from easypipe.sources.formats.jsontypes import Observer
 from easypipe.sources.formats.scanners import BROKEN, CLOSED, MORE, OPEN_QUOTE, pick_entries
 from easypipe.sources.formats.streams import PlainBytes, Restart, check_compression
 
@@ -40,13 +41,6 @@ BOM = b"\xef\xbb\xbf"
 # (data, final, starts, ends) -> (records, bytes consumed, status), see scanners.py
 Splitter = Callable[[UInt8, bool, Int64, Int64], tuple[int, int, int]]
 Facts = dict[str, Any]  # what an index keeps of a format's own, as JSON
-
-
-class Observer(Protocol):
-    """Is shown all records of a file, in order, while they are counted."""
-
-    def __call__(self, data: UInt8, starts: Int64, ends: Int64) -> None: ...
-    def facts(self) -> Facts: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -221,6 +221,7 @@ class Documents(ShardedSource, Protocol):
 
 
 def is_documents(source: ShardedSource) -> TypeGuard[Documents]:
+    # isinstance with a protocol would read properties, which may open files
     return callable(getattr(type(source), "materialize", None))
 
 
@@ -284,6 +285,7 @@ def holds_pairs(source: ShardedSource) -> bool | None:
     """Whether a source of tokens, mixed and packed or not, holds pairs of answers; None where its
     rows were made before.
     """
+    # PlannedSource stands above this file
     mixture = getattr(source, "mixture", None)
     if mixture is not None:
         return bool(mixture.paired)

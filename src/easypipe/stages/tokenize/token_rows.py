@@ -96,7 +96,7 @@ def encode_texts(
             added=special,
             truncated=lost,
             lengths=counts,
-            lost=_lost(texts, tokenizer),
+            lost=tokenizer.lost.count(texts.texts.to_pylist()) if tokenizer.lost.possible else 0,
             trained=None if mask is None else int(mask.sum()),
             special=0 if escapes else found,
             escaped=found if escapes else 0,
@@ -226,10 +226,6 @@ def _refused_strings(texts: Texts, strings: Int64, tokenizer: Tokenizer) -> dict
         )
         found[i] = Reject(row=int(texts.rows[i]), reason="special_string", detail=detail)
     return found
-
-
-def _lost(texts: Texts, tokenizer: Tokenizer) -> int:
-    return tokenizer.lost.count(texts.texts.to_pylist()) if tokenizer.lost.possible else 0
 
 
 def ends_closed(ids: Ids, offsets: Int64, token: int | None) -> UInt8:

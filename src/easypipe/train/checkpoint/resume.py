@@ -163,6 +163,7 @@ def check_same(
     ended = [ENDED] if ENDED in allowed else []
     # as --set takes it, and YAML behind a colon
     fix = f"list it in train.resume_changes=[{','.join([*own, *of_data, *ended])}]"
+    # loaders of others do not say
     if of_data and not getattr(loader, "can_change", True):
         fix = "leave streaming out of new runs: a stream cannot be entered at another place"
     raise StateError(

@@ -188,6 +188,7 @@ def _put(owner: Any, key: Hashable, value: nnx.Module) -> None:  # an owner is a
 
 def _take(target: nnx.Module, source: nnx.Module, without: tuple[str, ...] = ()) -> None:
     """Everything that `source` holds becomes `target`'s."""
+    # a module holds whatever its constructor set
     for name, value in vars(source).items():
         if not name.startswith("_pytree__") and name not in without:
             setattr(target, name, value)

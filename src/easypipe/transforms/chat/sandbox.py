@@ -263,6 +263,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if (kind is str and attribute in _OF_STR) or (
             kind is LoopContext and attribute in _OF_LOOP
         ):
+            # by the name that a template gives, when it is allowed
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 

@@ -230,6 +230,7 @@ class _Adapted(ColumnTransform):
         self.own = own
         lacking = {"drops": True, "fan_out": 1, "cacheable": True, "tokens": None}
         for name, value in lacking.items():
+            # a user's transform has those that it wants to
             setattr(self, name, getattr(own, name, value))
 
     @property
