@@ -15,7 +15,6 @@ from typing import Annotated
 import typer
 from rich.logging import RichHandler
 
-from easypipe.cli import keys
 from easypipe.cli.arguments import examples
 from easypipe.cli.cache import cache
 from easypipe.cli.discover import discover
@@ -24,6 +23,7 @@ from easypipe.cli.export import export
 from easypipe.cli.generate import generate
 from easypipe.cli.init import init
 from easypipe.cli.kernels import kernels
+from easypipe.cli.keys import config, print_schema
 from easypipe.cli.masks import masks
 from easypipe.cli.plan import plan
 from easypipe.cli.prepare import prepare
@@ -69,8 +69,8 @@ COMMANDS: tuple[tuple[str, Callable[..., None], tuple[str, ...]], ...] = (
         ("generate runs/sft 'def main'", "generate runs/sft --chat --system 'Be brief.'"),
     ),
     ("verify", verify, ("verify runs/sft", "verify packed pretrain.yaml --repair")),
-    ("config", keys.config, ("config", "config train.optimizer", "config learning_rate")),
-    ("schema", keys.print_schema, ("schema > easypipe.schema.json",)),
+    ("config", config, ("config", "config train.optimizer", "config learning_rate")),
+    ("schema", print_schema, ("schema > easypipe.schema.json",)),
 )
 for name, command, lines in COMMANDS:
     app.command(name, epilog=examples(*lines))(command)

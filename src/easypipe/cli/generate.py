@@ -96,14 +96,14 @@ def generate(
         "stop": tuple(stop or ()),
         "seed": seed,
     }
-    from easypipe.cli import writing
+    from easypipe.cli.writing import Writer, conversations_of, load, show_text, talk
 
-    writer = writing.Writer(*writing.load(model, tokenizer, step, dtype), options)
+    writer = Writer(*load(model, tokenizer, step, dtype), options)
     if chat:
-        writing.talk(writer, system)
+        talk(writer, system)
         return
     texts = prompts or []
     if messages is not None:
-        texts = writer.opened(writing.conversations_of(messages))
+        texts = writer.opened(conversations_of(messages))
     for text in writer.written(texts, whole=messages is None):
-        writing.show_text(text)
+        show_text(text)

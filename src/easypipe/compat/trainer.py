@@ -107,21 +107,18 @@ class Trainer(Engine):
         given = {"loss": loss, "optimizer": optimizer, "callbacks": callbacks, "mesh": mesh}
         given |= {"listener": listener, "run_config": run_config}
         given |= {"tokenizer": tokenizer, "turns": turns}
+        _check_names(fields, given)
         options = {name: value for name, value in given.items() if value is not None}
         changes = fields | {
             name: options.pop(name)
             for name, kind in _EITHER.items()
             if isinstance(options.get(name), Mapping | str | kind)
         }
-        _check_names(fields, given)
         config = (
             from_dict(TrainingConfig, changes) if config is None else with_aliases(config, changes)
         )
-        require(
-            (data is None) != (train is None),
-            "data",
-            "either it or a loader (`train`) says what to train on; give one of them",
-        )
+        problem = "either it or a loader (`train`) says what to train on; give one of them"
+        require((data is None) != (train is None), "data", problem)
         self._inputs = None
         if train is not None:
             _check_none(seq_length=seq_length, batch_size=batch_size)
@@ -137,12 +134,8 @@ class Trainer(Engine):
             model = with_vocabulary(model, inputs.tokens)
         super().__init__(model, config, inputs.train, loaders, **_known(inputs, model) | options)
         if self.origin.config is not None:
-            check_vocabulary(
-                "model",
-                self.origin.config,
-                inputs.tokens,
-                "Train it on the tokens of its own tokenizer.",
-            )
+            fix = "Train it on the tokens of its own tokenizer."
+            check_vocabulary("model", self.origin.config, inputs.tokens, fix)
         self._inputs = inputs
 
     def run(self) -> TrainResult:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -79,114 +81,92 @@ class PipelineConfig:
 
     def problems(self) -> list[ConfigError]:
         """The errors that `validate` tells of."""
-        problems: list[ConfigError] = []
+        return list(self._problems())
+
+    def _problems(self) -> Iterator[ConfigError]:
         if not self.datasets:
-            problems.append(no_datasets())
+            yield no_datasets()
         names = [dataset.name or f"dataset{i}" for i, dataset in enumerate(self.datasets, start=1)]
         for i, name in enumerate(names):
             if name in names[:i]:
-                problems.append(
-                    ConfigError(
-                        at=f"datasets[{i}].name",
-                        problem=f"{name!r} names an earlier dataset too",
-                        fix="Give each its own name.",
-                    )
+                yield ConfigError(
+                    at=f"datasets[{i}].name",
+                    problem=f"{name!r} names an earlier dataset too",
+                    fix="Give each its own name.",
                 )
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
-            problems.append(ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^63)"))
-        problems += _streaming_problems(self)
-        try:
-            check_cache(
-                self.cache,
-                self.cache_dir,
-                [dataset.cache_path for dataset in self.datasets],
-                streaming=self.streaming,
-            )
-        except ConfigError as error:
-            problems.append(error)
+            yield ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^63)")
+        yield from _streaming_problems(self)
+        paths = [dataset.cache_path for dataset in self.datasets]
+        yield from _refused(
+            partial(check_cache, self.cache, self.cache_dir, paths, streaming=self.streaming)
+        )
         if self.mix is not None:
-            try:
-                self.mix.check_names(names)
-            except ConfigError as error:
-                problems.append(error)
-        saved = self.save is not None and self.save.enabled and self.save.output_dir is None
-        if saved and any(dataset.save_path is None for dataset in self.datasets):
-            name = next(
-                name
-                for name, dataset in zip(names, self.datasets, strict=True)
-                if dataset.save_path is None
-            )
-            problems.append(
-                ConfigError(
-                    at="save.output_dir",
-                    problem=f"no folder for dataset {name!r}",
-                    fix="Set it, or the dataset's save_path.",
-                )
-            )
-        return problems
+            yield from _refused(partial(self.mix.check_names, names))
+        if self.save is not None and self.save.enabled and self.save.output_dir is None:
+            for name, dataset in zip(names, self.datasets, strict=True):
+                if dataset.save_path is None:
+                    yield ConfigError(
+                        at="save.output_dir",
+                        problem=f"no folder for dataset {name!r}",
+                        fix="Set it, or the dataset's save_path.",
+                    )
+                    return
 
 
-def _streaming_problems(config: PipelineConfig) -> list[ConfigError]:
+def _refused(check: Callable[[], None]) -> Iterator[ConfigError]:
+    """The error that a check raises, if it does."""
+    try:
+        check()
+    except ConfigError as error:
+        yield error
+
+
+def _streaming_problems(config: PipelineConfig) -> Iterator[ConfigError]:
     """What a PipelineConfig asks for that streaming cannot do, and streaming options without
     streaming.
     """
     if not config.streaming:
-        if config.num_streams is None:
-            return []
-        return [
-            ConfigError(
+        if config.num_streams is not None:
+            yield ConfigError(
                 at="num_streams",
                 problem="has no effect without streaming",
                 fix="Leave it out, or set streaming=True.",
             )
-        ]
-    problems, stages = [], fields_of(config)
+        return
+    stages = fields_of(config)
     for at in ("tokenize", "mix", "pack", "load"):  # save() is refused where it is called
-        try:
-            require_streamable(at, stages[at])
-        except ConfigError as error:
-            problems.append(error)
+        yield from _refused(partial(require_streamable, at, stages[at]))
     if config.order.block_rows > 1:
-        problems.append(
-            ConfigError(
-                at="order.block_rows",
-                problem="has no effect in streaming: ranges are read whole",
-                fix="Leave it out.",
-            )
+        yield ConfigError(
+            at="order.block_rows",
+            problem="has no effect in streaming: ranges are read whole",
+            fix="Leave it out.",
         )
     if config.executor != "local":
         problem = f"{config.executor!r} fills a token cache, and streaming keeps none"
-        problems.append(
-            ConfigError(at="executor", problem=problem, fix="Leave it, or streaming, out.")
-        )
+        yield ConfigError(at="executor", problem=problem, fix="Leave it, or streaming, out.")
     for i, dataset in enumerate(config.datasets):
         pairs = "rejected_field" if dataset.rejected_field is not None else None
         if dataset.prompt is not None and dataset.prompt.rejected_column is not None:
             pairs = "prompt.rejected_column"
         if pairs is not None:
-            problem = "is not there in streaming: pairs are laid out over token caches"
-            problems.append(
-                ConfigError(
-                    at=f"datasets[{i}].{pairs}",
-                    problem=problem,
-                    fix="Leave streaming out.",
-                )
+            yield ConfigError(
+                at=f"datasets[{i}].{pairs}",
+                problem="is not there in streaming: pairs are laid out over token caches",
+                fix="Leave streaming out.",
             )
         if dataset.on_error == "quarantine":
-            problems.append(
-                ConfigError(
-                    at=f"datasets[{i}].on_error",
-                    problem="'quarantine' writes a file when all rows were seen, and streaming may "
-                    "see each many times",
-                    fix="Set it to 'skip', or leave streaming out.",
-                )
+            yield ConfigError(
+                at=f"datasets[{i}].on_error",
+                problem="'quarantine' writes a file when all rows were seen, and streaming may "
+                "see each many times",
+                fix="Set it to 'skip', or leave streaming out.",
             )
-    try:
-        if config.num_streams is not None:
-            check_streams(config.num_streams, config.load or LoadStageConfig())
-    except ConfigError as error:
-        problems.append(error)
-    return problems
+    if config.num_streams is not None:
+        yield from _refused(
+            partial(check_streams, config.num_streams, config.load or LoadStageConfig())
+        )
 
 
 def settings_of(context: PipelineContext) -> PipelineConfig:
