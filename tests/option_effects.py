@@ -256,6 +256,16 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "stages/test_prompt_rows.py::test_the_cache_is_used_again_and_not_for_another_template",
             "the day that templates are told",
         ),
+        "train_on_eos": Effect(
+            "output+error",
+            "transforms/test_trl_shapes.py::test_which_ends_of_turns_are_trained",
+            "whether what ends a trained turn is a target",
+        ),
+        "message_fields": Effect(
+            "output+error",
+            "transforms/test_trl_shapes.py::test_messages_with_other_keys",
+            "the keys that messages have for OpenAI's",
+        ),
         "chat_template_kwargs": Effect(
             "output+error",
             "transforms/test_trl_shapes.py::test_chat_template_kwargs_of_rows_and_of_datasets",
@@ -425,6 +435,16 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output+error",
             "transforms/test_prompts.py::test_tools_column_system_prompt_and_template_date",
             "the day that templates are told",
+        ),
+        "train_on_eos": Effect(
+            "output+error",
+            "transforms/test_trl_shapes.py::test_which_ends_of_turns_are_trained",
+            "whether what ends a trained turn is a target",
+        ),
+        "message_fields": Effect(
+            "output+error",
+            "transforms/test_trl_shapes.py::test_messages_with_other_keys",
+            "the keys that messages have for OpenAI's",
         ),
         "chat_template_kwargs": Effect(
             "output+error",

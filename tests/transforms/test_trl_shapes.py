@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import chat_support
 import easypipe
 import trl_oracle as trl
 from chat_support import MARKED, REASONING, chat_tokenizer
@@ -29,9 +30,10 @@ from easypipe import (
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_BREAK
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
+from easypipe.transforms.chat.spans import OPEN
 from easypipe.transforms.prompt.templates import CHATML
 from pipelines import jsonl
-from trl_oracle import SHAPES, Row, hf_tokenizer, rows, said, user
+from trl_oracle import SHAPES, Row, both, hf_tokenizer, rows, said, user
 
 
 def spellings(data: Sequence[Row], folder: Path) -> Iterator[Any]:
@@ -255,3 +257,99 @@ def test_streaming_gives_the_same_rows(shape: str, tmp_path: Path) -> None:
         return sorted([label for label in row if label >= 0] for row in found)
 
     assert batches() == batches(streaming=True, num_streams=1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (("role", "text", None), {"content": "text"}),
+        (("role", "value", None), {"content": "value"}),
+        (("role", "content", "value"), {"text": "value"}),
+        (("speaker", "said", None), None),
+    ],
+    ids=["text", "value", "parts", "others"],
+)
+def test_messages_with_other_keys(
+    keys: tuple[str, str, str | None], expected: dict[str, str] | None, tmp_path: Path
+) -> None:
+    """Keys that are near OpenAI's are proposed, any are told; the cache is another one."""
+    role, content, part = keys
+
+    def turned(message: Row) -> Row:
+        said = message["content"]
+        value = said if part is None else [{"type": "text", part: said}]
+        return {role: message["role"], content: value}
+
+    data = [{"messages": [turned(one) for one in row["messages"]]} for row in rows("messages")]
+    tokenizer = hf_tokenizer()
+    wanted = [trl.sft(row, tokenizer, assistant_only=True) for row in rows("messages")]
+    told = {"role": role, "content": content} | ({"text": part} if part else {})
+    for files in spellings(data, tmp_path):
+        if expected is not None:
+            fields = proposed(files, "chatml")
+            assert fields["message_fields"] == expected
+        fields = {"content_field": "messages", "chat_template": "chatml", "message_fields": told}
+        source = tokenized(files, tmp_path, fields)
+        assert documents(source, len(data)) == wanted
+    without = {key: value for key, value in fields.items() if key != "message_fields"}
+    assert source.encoder.key() != tokenized(data, tmp_path, without).encoder.key()
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"rolle": "from"}, r"message_fields\.rolle: no key of messages"),
+        ({"role": "a", "content": "a"}, r"message_fields\.role: 'a' stands twice"),
+        ({"role": ""}, r"message_fields\.role: '' is no key"),
+    ],
+)
+def test_keys_that_no_message_has_are_refused(fields: dict[str, str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        PromptConfig(message_fields=fields)
+    with pytest.raises(ConfigError, match=problem):
+        DatasetConfig(data_files="x.jsonl", message_fields=fields)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [chat_support.CHATML, MARKED, "plain", THINKS],
+    ids=["plain", "marked", "built-in", "kwargs"],
+)
+def test_which_ends_of_turns_are_trained(template: str, tmp_path: Path) -> None:
+    end = "<|im_end|>"
+    row = {"messages": both("Sure?", "Yes.") + both("And now?", "No.")}
+
+    def trained(ends: str | None, row: Row = row, **options: Any) -> tuple[str, int]:
+        config = PromptConfig(template=template, train_on_eos=ends, **options)
+        found = PromptEngine(chat_tokenizer(), config).render(row)
+        return "|".join(found.text[a:b] for a, b in found.spans), found.end
+
+    assert trained(None) == trained("turn") == (f"Yes.{end}|No.{end}", OPEN)
+    assert trained("last") == (f"Yes.|No.{end}", OPEN)
+    assert trained("none") == ("Yes.|No.", OPEN)
+    assert trained("last", train_on="last_assistant") == (f"No.{end}", OPEN)
+    left_out = {"messages": [*row["messages"][:3], said("No.", train=False)]}
+    assert trained("last", left_out) == (f"Yes.{end}", OPEN)
+    columns = {"content_field": "messages", "chat_template": template}
+    keys = {
+        tokenized([row], tmp_path, columns | {"train_on_eos": ends}).encoder.key()
+        for ends in (None, "turn", "last", "none")
+    }
+    assert len(keys) == 3
+
+
+def test_the_end_of_a_completion_of_text_need_not_be_trained(tmp_path: Path) -> None:
+    columns = {"prompt_field": "prompt", "completion_field": "completion"}
+    masks = [
+        documents(tokenized(rows("completion"), tmp_path, columns | {"train_on_eos": ends}), 5)
+        for ends in (None, "none")
+    ]
+    for (ids, mask), (same, open_mask) in zip(*masks, strict=True):
+        assert (ids, mask[:-1]) == (same, open_mask[:-1])
+        assert (mask[-1], open_mask[-1]) == (1, 0)
+    for options in ({"train_on": "all"}, {"label_column": "a"}):
+        with pytest.raises(ConfigError, match="train_on_eos: has no effect where all is trained"):
+            PromptConfig(train_on_eos="none", **options)
+    talks = rows("completion talk")
+    with pytest.raises(ConfigError, match=r"datasets\[0\].train_on_eos: has no effect where all"):
+        tokenized(talks, tmp_path, columns | {"train_on_eos": "none", "chat_template": "chatml"})

@@ -16,7 +16,7 @@ from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import Row, Settings
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.transforms.chat.conversations import MessageReader, Wrong, value_of, wrong_messages
-from easypipe.transforms.columns.kinds import SLOTS, TITLES, Kind, guess_kind
+from easypipe.transforms.columns.kinds import CONTENT, SLOTS, TITLES, Kind, guess_kind
 from easypipe.transforms.prompt.config import ROLES, PromptConfig
 from easypipe.transforms.prompt.fields import text_of
 from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN
@@ -96,7 +96,8 @@ def _wrong(kind: Kind, row: Row, roles: Mapping[str, str] | None) -> Wrong | Non
         return "rejected_answer", f"column {kind.column('label')!r} is false"
     if kind.name in ("messages", "sharegpt") or kind.roles:
         renamed = kind.name == "sharegpt" or names_roles_otherwise(kind)
-        reader = MessageReader({**ROLES, **(roles or {})} if renamed else None)
+        known = {**ROLES, **(roles or {})} if renamed else None
+        reader = MessageReader(known, fields=kind.fields or None)
         for slot in ("messages", "conversations", "chosen", "rejected", "completion"):
             if slot in values and (wrong := _wrong_talk(reader, values[slot])) is not None:
                 return wrong
@@ -115,7 +116,7 @@ def _wrong(kind: Kind, row: Row, roles: Mapping[str, str] | None) -> Wrong | Non
 
 
 def _wrong_talk(reader: MessageReader, value: object) -> Wrong | None:
-    talk = reader.translated(value_of(value, keep=("role", "content", "from", "value")))
+    talk = reader.translated(value_of(value, keep=("role", "from", *CONTENT)))
     wrong = wrong_messages(talk) or reader.wrong_flags(talk)
     if wrong is None and not any(message["role"] == "assistant" for message in talk):
         return NOTHING_TO_TRAIN, "nobody in it is the assistant"
@@ -294,7 +295,8 @@ def _fields(kind: Kind, roles: Mapping[str, str] | None) -> Settings:
     tools = None if column.get("tools") == "tools" else column.get("tools")
     if kind.name == "text":
         return {"content_field": column["text"]}
-    named = {"tools_field": tools} if tools else {}
+    named: Settings = {"tools_field": tools} if tools else {}
+    named |= {"message_fields": dict(kind.fields)} if kind.fields else {}
     if kind.name == "prompts":
         return {"content_field": column["prompt"], "train_on": "all"} | named
     if kind.name in ("prompt_completion", "unpaired"):
@@ -321,5 +323,6 @@ def _fields(kind: Kind, roles: Mapping[str, str] | None) -> Settings:
             input_columns=(column["conversations" if kind.name == "sharegpt" else "messages"],),
             tools_column=tools,
             roles=dict(roles) if roles else None,
+            message_fields=dict(kind.fields) or None,
         )
     return {"prompt": prompt}

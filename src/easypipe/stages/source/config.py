@@ -33,13 +33,20 @@ from easypipe.transforms.chat.render import check_date, check_kwargs, check_whol
 from easypipe.transforms.columns.columns import Rename
 from easypipe.transforms.columns.hold_out import HoldOutConfig
 from easypipe.transforms.columns.types import column_types
-from easypipe.transforms.prompt.config import PromptConfig, TrainOn, check_thinking
+from easypipe.transforms.prompt.config import (
+    PromptConfig,
+    TrainOn,
+    TrainOnEos,
+    check_message_fields,
+    check_thinking,
+)
 from easypipe.transforms.tokenizer.config import TokenizerConfig, with_options
 from easypipe.transforms.tokenizer.lengths import LengthPolicy
 
 WHOLE = "train"  # how `datasets` calls all rows of files that name no splits
 
 TALK_OPTIONS = (
+    "message_fields",
     "chat_template",
     "template_date",
     "chat_template_kwargs",
@@ -51,6 +58,7 @@ PROMPT_OPTIONS = (
     "completion_field",
     "rejected_field",
     "train_on",
+    "train_on_eos",
     *TALK_OPTIONS,
 )
 
@@ -121,10 +129,15 @@ class DatasetConfig:
     is None), its last one
         (`last_assistant`), the `completion` (what prompts have where it is None; of messages, the
         last one).
+    train_on_eos: of which trained turns what ends them (`<|im_end|>`, EOS) is trained too: every
+    `turn` (what None takes), the `last` one, or `none`; of a completion of text whether its EOS is.
     chat_template: a Jinja file, its text, or a built-in template's name (chatml, plain, zephyr,
     alpaca), in place of the tokenizer's own.
     template_date: the day (2026-01-31) that templates are told which ask for today's; None refuses
     those.
+    message_fields: of messages, the keys that they have for OpenAI's (role, content, tool_calls,
+    reasoning_content, train, weight), and for the `text` of typed parts: {role: from, content:
+    value}.
     chat_template_kwargs: of messages, what their template is told beside them, as
     `apply_chat_template` of transformers takes it: {enable_thinking: false}. A row's own, in the
     column `chat_template_kwargs`, goes before it.
@@ -194,7 +207,9 @@ class DatasetConfig:
     rejected_field: str | None = None
     prompt: PromptConfig | None = None
     train_on: TrainOn | None = None
+    train_on_eos: TrainOnEos | None = None
     chat_template: str | Path | None = None
+    message_fields: dict[str, str] | None = None
     template_date: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     train_empty_thinking: bool | None = None
@@ -475,6 +490,7 @@ def check_prompts(dataset: DatasetConfig) -> None:
     if dataset.template_date is not None:
         check_date(dataset.template_date)
     check_kwargs(dataset.chat_template_kwargs)
+    check_message_fields(dataset.message_fields)
 
 
 def _check_answers(dataset: DatasetConfig) -> None:
@@ -498,28 +514,28 @@ def _check_answers(dataset: DatasetConfig) -> None:
         require(first == name or not i, name, f"is the {first} too", "Name another column.")
 
 
-def check_text_answers(dataset: DatasetConfig, at: str) -> None:
-    """Raises ConfigError, at the dataset `at`, for options of conversations beside columns of text
+def check_text_answers(dataset: DatasetConfig) -> None:
+    """Raises ConfigError for options of conversations beside columns of text
     that prompt_field, completion_field and rejected_field name.
     """
     options = fields_of(dataset)
     for name in TALK_OPTIONS:
         require(
             options[name] is None,
-            f"{at}.{name}",
+            name,
             "has no effect on prompts and completions",
             "Leave it out.",
         )
     require(
         dataset.train_on not in ("assistant", "last_assistant"),
-        f"{at}.train_on",
+        "train_on",
         "prompts have no assistant",
         "Use 'completion'.",
         have=["completion", "all"],
     )
     require(
         dataset.prompt_field is not None or dataset.train_on is None,
-        f"{at}.train_on",
+        "train_on",
         "has no effect without a prompt_field: what both answers begin with is the prompt",
         "Leave it out.",
     )

@@ -206,7 +206,11 @@ def form_of(
     """
     prompt, inside = dataset.prompt, f"{at}.prompt"
     if prompt is None:
-        prompt, inside = _prompt_of(dataset, at, source), at
+        inside = at
+        try:
+            prompt = _prompt_of(dataset, source)
+        except ConfigError as error:
+            raise error.under(at) from None
     try:
         engine = PromptEngine(tokenizer, prompt, length=dataset.length)
     except ConfigError as error:
@@ -219,10 +223,10 @@ def form_of(
     return PromptRows(engine, source.schema.names, room)
 
 
-def _prompt_of(dataset: DatasetConfig, at: str, source: ShardedSource) -> PromptConfig:
+def _prompt_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
     """What the options of a DatasetConfig without `prompt` say in its words."""
     if dataset.completion_field is not None:
-        return _answers_of(dataset, at, source)
+        return _answers_of(dataset, source)
     column = dataset.content_field
     if column not in source.schema.names:
         require_text(source, column, str(dataset.name))
@@ -234,7 +238,7 @@ def _prompt_of(dataset: DatasetConfig, at: str, source: ShardedSource) -> Prompt
         return _talks_of(dataset, input_columns=(column,))
     if given:
         raise ConfigError(
-            at=f"{at}.{given[0]}",
+            at=given[0],
             problem=f"has no effect on column {column!r}, which holds {kind}",
             fix="Name a column of messages.",
         )
@@ -246,15 +250,17 @@ def _talks_of(dataset: DatasetConfig, **columns: Any) -> PromptConfig:
     own = {
         "template": dataset.chat_template,
         "train_on": dataset.train_on,
+        "train_on_eos": dataset.train_on_eos,
         "tools_column": dataset.tools_field,
         "template_date": dataset.template_date,
+        "message_fields": dataset.message_fields,
         "chat_template_kwargs": dataset.chat_template_kwargs,
         "train_empty_thinking": dataset.train_empty_thinking,
     }
     return PromptConfig(**(own | columns))
 
 
-def _answers_of(dataset: DatasetConfig, at: str, source: ShardedSource) -> PromptConfig:
+def _answers_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
     """What prompt_field, completion_field and rejected_field say, of text or of messages. Raises
     ConfigError for options of conversations where the columns hold text.
     """
@@ -262,7 +268,10 @@ def _answers_of(dataset: DatasetConfig, at: str, source: ShardedSource) -> Promp
     column = pa.null()
     if answer in source.schema.names:
         column = source.schema.field(answer).type
-    columns: Arguments = {"rejected_column": dataset.rejected_field}
+    columns: Arguments = {
+        "rejected_column": dataset.rejected_field,
+        "train_on_eos": dataset.train_on_eos,
+    }
     if prompt is not None:
         columns |= {"input_columns": (prompt,), "label_column": answer}
     else:
@@ -270,7 +279,7 @@ def _answers_of(dataset: DatasetConfig, at: str, source: ShardedSource) -> Promp
     if is_messages(column) or is_json(column):
         train_on = dataset.train_on or "completion"
         return _talks_of(dataset, **columns, train_on=train_on)
-    check_text_answers(dataset, at)
+    check_text_answers(dataset)
     if prompt is None:
         return PromptConfig(format_type="text", **columns)
     return PromptConfig(format_type="prompt_completion", train_on=dataset.train_on, **columns)

@@ -124,6 +124,7 @@ class PromptEngine:
             self.lengths is None
             and self.config.rejected_column is None
             and self.config.label is None
+            and self.config.train_on_eos in (None, "turn")
             and isinstance(self.format, ChatFormat)
             and train_on != "all"
         )
@@ -257,6 +258,7 @@ def _format(
             date=config.template_date,
             train_empty_thinking=config.train_empty_thinking is not False,
             kwargs=config.chat_template_kwargs or {},
+            train_on_eos=config.train_on_eos or "turn",
         )
     except ConfigError as error:
         raise ConfigError(

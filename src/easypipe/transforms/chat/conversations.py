@@ -17,6 +17,9 @@ import pyarrow as pa
 from easypipe.transforms.chat.sandbox import Json, Message, texts_within
 from easypipe.transforms.chat.spans import FLAG, WEIGHT, flag_of
 
+PART = "text"  # the key of typed parts that holds their text
+# the keys of messages that rows may have other names for
+MESSAGE_FIELDS = ("role", "content", PART, "tool_calls", "reasoning_content", FLAG, WEIGHT)
 Wrong = tuple[str, str]  # (a word for the ledger, what there is to say about it)
 
 
@@ -24,7 +27,8 @@ Wrong = tuple[str, str]  # (a word for the ledger, what there is to say about it
 class MessageReader:
     """How rows become what templates see.
 
-    roles: ShareGPT's names of who speaks; None where messages have OpenAI's keys. system: the
+    roles: ShareGPT's names of who speaks; None where messages have OpenAI's keys. fields: the keys
+    that rows have for those of OpenAI, and for `text` of typed parts. system: the
     prompt of those that have none. refuse: strings that no message may hold, as the template writes
     the special tokens. everything: the `train_on` that trains what anybody says; empty for others.
     """
@@ -33,6 +37,7 @@ class MessageReader:
     system: str | None = None
     refuse: Sequence[str] = ()
     everything: str = ""
+    fields: Mapping[str, str] | None = None
 
     @functools.cached_property
     def _refused(self) -> re.Pattern[str] | None:
@@ -41,7 +46,12 @@ class MessageReader:
 
     def translated(self, value: Json) -> Json:
         """Messages in OpenAI's keys; whatever else stands there is for `wrong`."""
-        if self.roles is None or not isinstance(value, list):
+        if not isinstance(value, list):
+            return value
+        if self.fields is not None:
+            fields = self.fields
+            value = [_renamed(turn, fields) if isinstance(turn, dict) else turn for turn in value]
+        if self.roles is None:
             return value
         return [_turn(turn, self.roles) if isinstance(turn, dict) else turn for turn in value]
 
@@ -99,7 +109,10 @@ class MessageReader:
         if flag is not None and not isinstance(flag, bool):
             return f"the train flag of message {i} is {flag!r}, not true or false"
         if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
-            return f"the weight of message {i} is {weight!r}, and only 0 and 1 are known"
+            return (
+                f"the weight of message {i} is {weight!r}, and only 0 and 1 are known: tokens have "
+                "no weights, so a fraction has to be rounded"
+            )
         if flag is not None and weight is not None and flag != bool(weight):
             return f"the train flag of message {i} is {flag}, and its weight {weight}"
         if flag_of(message) and message["role"] != "assistant":
@@ -109,6 +122,22 @@ class MessageReader:
             trained = "every token" if self.everything == "all" else "all behind the prompt"
             return f"message {i} has a {what}, and train_on={self.everything!r} trains {trained}"
         return None
+
+
+def _renamed(turn: Message, fields: Mapping[str, str]) -> Message:
+    """A message in OpenAI's keys. fields: its own keys by those, as MessageReader has them."""
+    own = {name: turn[key] for name, key in fields.items() if name != PART and key in turn}
+    theirs = [key for name, key in fields.items() if name != PART]
+    message = {key: item for key, item in turn.items() if key not in theirs} | own
+    said, key = message.get("content"), fields.get(PART)
+    if key is not None and isinstance(said, list):
+        message["content"] = [
+            {**{name: item for name, item in part.items() if name != key}, PART: part[key]}
+            if isinstance(part, dict) and key in part
+            else part
+            for part in said
+        ]
+    return message
 
 
 def _turn(turn: Message, roles: Mapping[str, str]) -> Message:

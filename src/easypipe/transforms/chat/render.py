@@ -62,6 +62,7 @@ class ChatTemplate:
     origin: str
     # whether `<think>\n\n</think>` in front of an answer is trained
     train_empty_thinking: bool = True
+    train_on_eos: str = "turn"  # of which trained turns what ends them is trained: turn, last, none
 
     @property
     def fingerprint(self) -> str:
@@ -71,7 +72,8 @@ class ChatTemplate:
     @property
     def _spec(self) -> dict[str, Json]:
         """What workers write with; its order is part of the fingerprint."""
-        return {name: value for name, value in asdict(self).items() if name != "origin"}
+        left_out = {"origin", *(["train_on_eos"] if self.train_on_eos == "turn" else [])}
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     def render(
         self, rows: Sequence[Asked | Refused], reader: MessageReader | None = None
@@ -157,6 +159,7 @@ def load_chat_template(
     date: str | None,
     train_empty_thinking: bool = True,
     kwargs: Mapping[str, Json] = MappingProxyType({}),
+    train_on_eos: str = "turn",
 ) -> ChatTemplate:
     """The tokenizer's own template, or the given one: a file, its text, or a built-in one's name.
 
@@ -192,6 +195,7 @@ def load_chat_template(
         date=date,
         origin=origin,
         train_empty_thinking=train_empty_thinking,
+        train_on_eos=train_on_eos,
     )
 
 

@@ -90,13 +90,18 @@ class Spans:
     """Rendering with spans, for one template.
 
     closers: the special tokens of the tokenizer. empty_thoughts: whether a thought without words,
-    which templates of models that reason write in front of an answer, is trained.
+    which templates of models that reason write in front of an answer, is trained. ends: of which
+    trained turns what ends them is trained too: every `turn`, the `last` one, or `none`.
     """
 
     def __init__(
-        self, template: Template, closers: Sequence[str], empty_thoughts: bool = True
+        self,
+        template: Template,
+        closers: Sequence[str],
+        empty_thoughts: bool = True,
+        ends: str = "turn",
     ) -> None:
-        self.template, self.empty_thoughts = template, empty_thoughts
+        self.template, self.empty_thoughts, self.ends = template, empty_thoughts, ends
         words = sorted((re.escape(w) for w in closers if w.strip()), key=len, reverse=True)
         special = "|".join(words) or r"(?!)"  # which stands nowhere
         self.token = re.compile(special)
@@ -151,7 +156,19 @@ class Spans:
         else:
             spans = self._proven(text, marked, messages, tools, trained)
         last = bool(spans) and not text[spans[-1][1] :].strip()
-        return Rendered(text, spans, self._end(text, trained=last))
+        kept = {"turn": len(spans), "last": 1, "none": 0}[self.ends]
+        cut = len(spans) - kept
+        spans = [*map(functools.partial(self._without_stop, text), spans[:cut]), *spans[cut:]]
+        return Rendered(text, spans, self._end(text, trained=last and kept > 0))
+
+    def _without_stop(self, text: str, span: tuple[int, int]) -> tuple[int, int]:
+        """A trained turn without what ends it, where it holds that."""
+        start, stop = span
+        for end in (self.stops.middle, self.stops.last):
+            if end and text.endswith(end, start, stop):
+                return start, stop - len(end)
+        closed = self.closed.search(text, start, stop)
+        return start, stop if closed is None else closed.start()
 
     def _behind_prompt(
         self, text: str, prompt: Sequence[Message], tools: Sequence[object] | None

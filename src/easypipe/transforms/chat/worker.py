@@ -147,6 +147,7 @@ class _Writer:
                 template.with_names(kwargs) if kwargs else template,
                 self._spec["closers"],
                 self._spec.get("train_empty_thinking", True),
+                self._spec.get("train_on_eos", "turn"),
             )
         return self._known[key]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 import pyarrow as pa
@@ -103,6 +103,7 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
 }  # fmt: skip
 
 
+CONTENT = ("content", "text", "value")  # keys by which messages of a role say something
 # kinds of rows whose columns may hold messages of role and content, beside ShareGPT's
 _TALKS = ("messages", "preference", "unpaired", "prompt_completion", "prompts")
 
@@ -114,7 +115,8 @@ class Kind:
     choices: which column is what, and why. ties: what two columns could be. roles: who speaks,
     in the order of the first rows.
 
-    tools: whether the first rows name or call tools.
+    tools: whether the first rows name or call tools. fields: the keys of messages that have other
+    names than OpenAI's, as the option message_fields has them.
     """
 
     name: KindName
@@ -122,6 +124,7 @@ class Kind:
     ties: tuple[Tie, ...] = ()
     roles: tuple[str, ...] = ()
     tools: bool = False
+    fields: Mapping[str, str] = field(default_factory=dict)
 
     def column(self, slot: str) -> str | None:
         return next((choice.column for choice in self.choices if choice.slot == slot), None)
@@ -224,7 +227,19 @@ def _kind(name: str, found: Match, rows: Sequence[Row]) -> Kind:
     tools = kind.column("tools")
     named = tools is not None and any(row.get(tools) for row in rows)
     called = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
-    return replace(kind, roles=tuple(roles), tools=named or called)
+    fields = {} if name == "sharegpt" else _fields(messages)
+    return replace(kind, roles=tuple(roles), tools=named or called, fields=fields)
+
+
+def _fields(messages: Sequence[Mapping[str, Json]]) -> Mapping[str, str]:
+    """The keys that messages have for `content`, and their parts for `text`."""
+    keys = {key for message in messages for key in message}
+    other = next((key for key in CONTENT[1:] if key in keys), None)
+    found = {"content": other} if other is not None and "content" not in keys else {}
+    said = [message.get(found.get("content", "content")) for message in messages]
+    parts = [part for parts in said if isinstance(parts, list) for part in parts]
+    inside = {key for part in parts if isinstance(part, Mapping) for key in part}
+    return found | ({"text": "value"} if "value" in inside and "text" not in inside else {})
 
 
 def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Row]) -> bool:
@@ -244,10 +259,10 @@ def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Row]) -> bool:
     talk = is_messages(field.type) or (text and bool(_talks(rows, field.name)))
     if kind == "prompts" and not talk:
         return False
-    if kind in ("messages", "sharegpt"):
-        return talk and _says(
-            ("role", "content") if kind == "messages" else ("from", "value"), field, rows
-        )
+    if kind == "sharegpt":
+        return talk and _says(("from", "value"), field, rows)
+    if kind == "messages":
+        return talk and any(_says(("role", key), field, rows) for key in CONTENT)
     if kind in _TALKS and talk:
         return _says(("role", "content"), field, rows)
     return text and not talk

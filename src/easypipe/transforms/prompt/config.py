@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from easypipe.core.config import ListOf, config, fields_of
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
+from easypipe.transforms.chat.conversations import MESSAGE_FIELDS, PART
 from easypipe.transforms.chat.render import (
     check_date,
     check_kwargs,
@@ -19,6 +20,7 @@ from easypipe.transforms.prompt.fields import pieces_of
 
 FormatType = Literal["chat", "openai", "sharegpt", "alpaca", "custom", "prompt_completion", "text"]
 TrainOn = Literal["all", "completion", "assistant", "last_assistant"]
+TrainOnEos = Literal["turn", "last", "none"]
 
 TALKS = ("chat", "openai", "sharegpt")  # formats of messages, which chat templates render
 DEFAULT_COLUMNS: dict[str, tuple[tuple[str, ...], str | None]] = {
@@ -48,6 +50,16 @@ def check_thinking(options: Any) -> None:
     if options.train_empty_thinking is not None and options.train_on == "all":
         problem = "has no effect beside train_on 'all', which trains every token"
         raise ConfigError(at="train_empty_thinking", problem=problem, fix="Leave it out.")
+
+
+def check_message_fields(fields: Mapping[str, str] | None) -> None:
+    """Raises ConfigError for keys that no message has, and for one that is said twice."""
+    for name, key in (fields or {}).items():
+        at = f"message_fields.{name}"
+        require(name in MESSAGE_FIELDS, at, "no key of messages", have=MESSAGE_FIELDS)
+        others = [own for own, other in (fields or {}).items() if PART not in (own, name)]
+        twice = sum((fields or {})[own] == key for own in others) > 1
+        require(key and not twice, at, f"{key!r} {'stands twice' if key else 'is no key'}")
 
 
 @config
@@ -125,6 +137,9 @@ class PromptConfig:
     one.
     roles: of "sharegpt", what `from` says to which role: {"bot": "assistant"}, beside human, gpt,
     system, function_call, observation, ...
+    message_fields: of messages, the keys that they have for OpenAI's (role, content, tool_calls,
+    reasoning_content, train, weight), and for the `text` of typed parts: {role: from, content:
+    value}.
     system_prompt: of messages, the system message of conversations without one; else text in front,
     with an empty line behind.
     few_shot: examples in front of every row.
@@ -133,6 +148,8 @@ class PromptConfig:
     template writes behind the prompt) or `all`;
         a message's own `train` (true or false) goes before it. Else `completion` (the default where
         there is a label) or `all`.
+    train_on_eos: of which trained turns what ends them (`<|im_end|>`, EOS) is trained too: every
+    `turn` (what None takes), the `last` one, or `none`; of a completion of text whether its EOS is.
     template_date: the day (2026-01-31) that templates are told which ask for today's; None refuses
     those.
     chat_template_kwargs: of messages, what their template is told beside them, as
@@ -151,9 +168,11 @@ class PromptConfig:
     rejected_column: str | None = None
     tools_column: str | None = None
     roles: dict[str, str] | None = None
+    message_fields: dict[str, str] | None = None
     system_prompt: str | None = None
     few_shot: FewShotConfig | None = None
     train_on: TrainOn | None = None
+    train_on_eos: TrainOnEos | None = None
     template_date: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     train_empty_thinking: bool | None = None
@@ -185,6 +204,8 @@ class PromptConfig:
         if self.template_date is not None:
             check_date(self.template_date)
         check_kwargs(self.chat_template_kwargs)
+        self._check_ends()
+        check_message_fields(self.message_fields)
 
     def _check_columns(self) -> None:
         kind = self.format_type
@@ -241,6 +262,16 @@ class PromptConfig:
                 problem="'all' would train the few_shot examples of a conversation",
                 fix="Use 'assistant', or leave few_shot out.",
             )
+
+    def _check_ends(self) -> None:
+        every = self.train_on == "all" or (self.format_type in TALKS and self.trains_behind_prompt)
+        plain = self.format_type == "custom" and self.label is None
+        require(
+            self.train_on_eos is None or not (every or plain),
+            "train_on_eos",
+            "has no effect where all is trained, or all behind a prompt",
+            "Leave it out, or set train_on to 'assistant' ('completion' of text).",
+        )
 
     @property
     def inputs(self) -> Sequence[str]:
@@ -300,9 +331,16 @@ class PromptConfig:
     def _without_effect(self) -> list[str]:
         if self.format_type in TALKS:
             return [] if self.format_type == "sharegpt" else ["roles"]
-        names = ["tools_column", "roles", "chat_template_kwargs", "train_empty_thinking"]
+        names = [
+            "tools_column",
+            "roles",
+            "message_fields",
+            "chat_template_kwargs",
+            "train_empty_thinking",
+        ]
         if self.format_type != "custom":
             names += ["template", "template_date"]
         if self.format_type == "text":
             names += ["label_column", "system_prompt", "few_shot", "train_on"]
+            names += [] if self.rejected_column is not None else ["train_on_eos"]
         return names

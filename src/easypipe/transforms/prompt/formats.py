@@ -20,7 +20,7 @@ from easypipe.transforms.chat.conversations import (
 from easypipe.transforms.chat.pool import WrittenTalk
 from easypipe.transforms.chat.render import ChatTemplate, check_whole, is_jinja, wrong_kwargs
 from easypipe.transforms.chat.sandbox import Json, Message, Row
-from easypipe.transforms.chat.spans import FLAG, OPEN, Rendered, num_shared
+from easypipe.transforms.chat.spans import FLAG, MASKED_END, OPEN, TRAINED_END, Rendered, num_shared
 from easypipe.transforms.chat.turns import Request, split_at_turns, trimmed
 from easypipe.transforms.prompt.config import ROLES, PromptConfig
 from easypipe.transforms.prompt.few_shot import FewShot
@@ -100,8 +100,13 @@ class ChatFormat:
         roles = {**ROLES, **(config.roles or {})} if config.format_type == "sharegpt" else None
         everything = template.train_on == "all" or config.trains_behind_prompt
         self._reader = MessageReader(
-            roles, config.system_prompt, tuple(refuse), template.train_on if everything else ""
+            roles,
+            config.system_prompt,
+            tuple(refuse),
+            template.train_on if everything else "",
+            config.message_fields,
         )
+        self._keep = ("role", "content", *(config.message_fields or {}).values())
         self._few_shot = None
         if config.few_shot is not None:
             self._few_shot = FewShot(
@@ -121,6 +126,8 @@ class ChatFormat:
             more["system"] = self._reader.system
         if self._few_shot is not None:
             more["few_shot"] = self._few_shot.identity
+        if self._reader.fields is not None:
+            more["fields"] = self._reader.fields
         if self._answer is not None:
             more["answer"] = self._answer
         return [self.template.fingerprint, *([more] if more else [])]
@@ -200,7 +207,7 @@ class ChatFormat:
         return num_shared(*pair) if all(isinstance(talk, list) for talk in pair) else 0
 
     def _talk(self, value: Json) -> Json:
-        return self._reader.translated(value_of(value, keep=("role", "content")))
+        return self._reader.translated(value_of(value, keep=self._keep))
 
     def _joined(self, row: Row) -> Json:
         """The messages of a row, with those that answer them where they stand in a column of their
@@ -261,6 +268,7 @@ class TemplateFormat:
         pairs = config.format_type in ("prompt_completion", "text")
         self.kind = "pairs" if pairs else "prompt"
         self._everything = config.answer is None or config.train_on == "all"
+        self._open = config.train_on_eos == "none"
         self._writer = _writer(config, names, everything=self._everything)
         self.columns = self._writer.columns
         self._system = (
@@ -288,6 +296,8 @@ class TemplateFormat:
             more.append(self._few_shot.identity)
         if more and self._bos:
             more.append("one BOS")
+        if self._open:
+            more.append("no trained end")
         if self.kind == "pairs":
             return ["all" if self._everything else "completion", *more]
         return [self._writer.identity, *more]
@@ -303,6 +313,8 @@ class TemplateFormat:
         made = self._writer.write([row for row, _ in cut])
         for i, (one, system) in enumerate(zip(made, systems, strict=True)):
             if isinstance(one, Rendered):
+                if self._open and one.end == TRAINED_END:
+                    one = one._replace(end=MASKED_END)
                 spans = [[max(a, shared[i]), b] for a, b in one.spans] if shared[i] else one.spans
                 made[i] = (
                     system
