@@ -203,7 +203,7 @@ def trl(session: nox.Session) -> None:
 
 @nox.session
 def html(session: nox.Session) -> None:
-    """The page of `easypipe preview` in a headless Chromium: the one of this machine, else one that
+    """The pages of `easypipe preview` and `report` in a headless Chromium: the one of this machine, else one that
     playwright downloads.
     """
     session.install(".[test]")
@@ -221,6 +221,7 @@ def html(session: nox.Session) -> None:
     session.run(
         "pytest",
         "tests/test_preview.py",
+        "tests/train/test_report.py",
         *session.posargs,
         env=TEST_ENV | {"EASYPIPE_CHROMIUM": browser},
     )

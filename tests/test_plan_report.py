@@ -27,7 +27,7 @@ from easypipe.cli import main
 from easypipe.core.config import to_dict
 from easypipe.core.schema import SEGMENT_IDS
 from easypipe.stages.reports.plan_report import PlanReport
-from easypipe.train.metrics import report as plot
+from easypipe.train.report import pictures as plot
 from pipelines import config, jsonl, texts
 
 

@@ -25,7 +25,6 @@ from easypipe.stages.tokenize.documents import holds_pairs, token_info, trained_
 from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import TrainingConfig, told
 from easypipe.train.events import TrainListener, null_listener
-from easypipe.train.metrics.report import plot_run
 from easypipe.train.model.decoder import ModelConfig
 from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.model.pretrained.origin import find_pretrained
@@ -33,6 +32,7 @@ from easypipe.train.parallel.distributed import initialize, shared_seed
 from easypipe.train.parallel.mesh import check_batch_size, check_row_length, checked_mesh, make_mesh
 from easypipe.train.plan.aot import StepPlan, plan_step
 from easypipe.train.record import LEDGER, PLAN, recorded_seed, write_kept
+from easypipe.train.report.pictures import plot_run
 from easypipe.train.signals import Interrupted
 from easypipe.train.trainer import Engine, TrainResult
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer

@@ -19,8 +19,8 @@ import yaml
 from easypipe import train_bpe
 from easypipe.cli.app import run as command
 from easypipe.run import RunConfig, train
-from easypipe.train.metrics.report import mixture_lines
 from easypipe.train.record import read_changes, read_kept, write_changes, write_kept
+from easypipe.train.report.pictures import mixture_lines
 from easypipe.train.signals import Interrupted
 from pipelines import texts
 

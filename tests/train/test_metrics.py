@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from easypipe.core.errors import StorageError, TrainError
 from easypipe.train.metrics.log import MetricsFile, perplexity, read_metrics
-from easypipe.train.metrics.report import plot_run
+from easypipe.train.report.pictures import plot_run
 
 
 def written(path, steps):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from html.parser import HTMLParser
 from importlib.metadata import version
@@ -23,9 +22,9 @@ from easypipe.loader.loader import Loader
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.config import SpikeConfig, TrainingConfig
 from easypipe.train.events import TrainEvent, TrainListener, null_listener
-from easypipe.train.metrics.report import page, write_report
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.record import read_kept, write_changes, write_kept, write_versions
+from easypipe.train.report.page import page, write_report
 from easypipe.train.trainer import Trainer
 from loader_support import MemoryCache, plan_rows, some_docs
 from train.runs import Tiny, settings
@@ -104,6 +103,7 @@ def test_other_versions_are_added_and_the_same_are_not(folder, tmp_path):
 
 
 KEPT = (
+    "restarts.json",
     "versions.json",
     "changes.json",
     "fingerprints.json",
@@ -137,7 +137,7 @@ def test_damage_of_any_shape_is_told_and_stops_no_command(folder, tmp_path, capl
     )
     for name in KEPT:
         (tmp_path / name).write_bytes(damage)
-    text = page(tmp_path)
+    text = page([tmp_path])
     for name in KEPT:
         assert f"not known: {name} is damaged: " in text
         assert f"{tmp_path / name}: damaged: " in caplog.text
@@ -165,6 +165,7 @@ def test_no_changed_byte_is_believed(folder, tmp_path, name):
         "ledger.json": {"entries": [{"in": {"drawn": 3}}], "facts": {}},
         "plan.json": {"steps": 5, "datasets": [], "by_step": []},
         "best.json": [{"step": 2, "loss": 0.5, "checkpoint": "checkpoints/2"}],
+        "restarts.json": [{"step": 3, "time": "2026-01-31 10:00:00"}],
     }[name]
     path = tmp_path / name
     assert read_kept(path) is None
@@ -200,7 +201,7 @@ class Tables(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.sources += [value for name, value in attrs if name in ("src", "href")]
-        if tag not in ("img", "meta"):
+        if tag not in ("img", "meta", "input"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -248,9 +249,7 @@ def test_the_page_holds_everything_and_fetches_nothing(folder, capsys):
     seen = Tables()
     seen.feed(written)
     assert not seen.open
-    assert len(seen.sources) == 5
-    assert all(source.startswith("data:image/png;base64,") for source in seen.sources)
-    assert not re.search(r"https?://|<script", written)
+    assert not seen.sources
     for text in (
         "run <1>",
         "<code>",
@@ -287,10 +286,12 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(folder, tmp_path, capsys):
     (tmp_path / "ledger.json").write_text('{"entries": [{}]}')
     assert (
         "not known: ledger.json is damaged: it does not hold what a run writes there: "
-        "KeyError(&#x27;stage&#x27;)" in page(tmp_path)
+        "KeyError(&#39;stage&#39;)" in page([tmp_path])
     )
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "eval": 3}\n')
-    with pytest.raises(StateError, match=r"a file in it is not what a run writes there: TypeError"):
+    with pytest.raises(
+        StateError, match=r"a file in it is not what a run writes there: AttributeError"
+    ):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("hello\n\n")
     assert main(["report", str(tmp_path)]) != 0

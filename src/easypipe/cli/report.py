@@ -1,4 +1,4 @@
-"""`easypipe report`: a run's folder as one page of HTML."""
+"""`easypipe report`: runs as one page of HTML, or served while they train."""
 
 from __future__ import annotations
 
@@ -8,23 +8,46 @@ from typing import Annotated
 import typer
 
 from easypipe.cli.show import say
+from easypipe.core.errors import ConfigError, require
 
 
 def report(
-    run: Annotated[
-        Path,
+    runs: Annotated[
+        list[Path],
         typer.Argument(
-            metavar="RUN", help="The output folder of a run, finished or not.", show_default=False
+            metavar="RUN...",
+            help="The output folder of a run, finished or not; several are compared.",
+            show_default=False,
         ),
     ],
     out: Annotated[
         Path | None,
         typer.Option("-o", "--out", help="Where to write it; else report.html in the folder."),
     ] = None,
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Serve the page on this machine, and keep it up to date."),
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --serve; 0: a free one.")] = 0,
 ) -> None:
     """Write one page of HTML about a run. It has curves, evaluations, roll-backs, mixture, ledger,
     versions and configuration, and needs no network.
     """
-    from easypipe.train.metrics.report import write_report
+    if not serve:
+        require(port == 0, "--port", "has no effect without --serve", "Leave it out.")
+        from easypipe.train.report.page import write_report
 
-    say(f"report: {write_report(run, out).absolute()}")
+        say(f"report: {write_report(runs, out).absolute()}")
+        return
+    require(out is None, "--out", "has no effect beside --serve", "Leave one of them out.")
+    from easypipe.train.report.serve import HOST, server
+
+    try:
+        serving = server([run.expanduser() for run in runs], port)
+    except OSError as error:
+        raise ConfigError(
+            at="--port", problem=f"{port} cannot be served: {error}", fix="Give another one, or 0."
+        ) from None
+    with serving:
+        say(f"report: http://{HOST}:{serving.server_address[1]}/ (Ctrl-C ends it)")
+        serving.serve_forever()

@@ -7,6 +7,7 @@ No jax at import time: `easypipe explain` and `easypipe report` read these files
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import json
 import logging
@@ -35,6 +36,7 @@ PLAN = "plan.json"  # what the run drew of each dataset, against what its weight
 VERSIONS = "versions.json"
 # what was allowed to differ when the run went on, an entry for each step where it did
 CHANGES = "changes.json"
+RESTARTS = "restarts.json"  # where a process took up the run again, and when
 FINGERPRINTS = "fingerprints.json"  # digests of the data of training and of each evaluation
 BEST = "best.json"  # the checkpoints that did best on held-out data, the best first
 
@@ -48,7 +50,7 @@ _OLDER: Mapping[str, Sequence[str]] = {
         "fill", "cache_bytes", "saved_bytes", "prepared", "notes", "seconds", "by_step",
     ),
 }  # fmt: skip
-_LISTS = (VERSIONS, CHANGES, BEST)
+_LISTS = (VERSIONS, CHANGES, RESTARTS, BEST)
 
 _PACKAGES = (
     "easypipe", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "tokenizers", "gigatoken",
@@ -79,16 +81,30 @@ def write_versions(folder: Path, step: int) -> Json:
         "processes": jax.process_count(),
     }
     path = folder / VERSIONS
+    known = _known(path)
+    if not known or known[-1] | {"from_step": 0} != here | {"from_step": 0}:
+        write_kept(path, [*known, {"from_step": step, **here}])
+    return here
+
+
+def write_restart(folder: Path, step: int) -> None:
+    """Adds to restarts.json that the run goes on from `step` here and now. What stands there of
+    later steps goes: the run went back to before them.
+    """
+    kept = [one for one in _known(folder / RESTARTS) if one["step"] < step]
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+    write_kept(folder / RESTARTS, [*kept, {"step": step, "time": now}])
+
+
+def _known(path: Path) -> list[Json]:
+    """The entries of a list that goes on; of a damaged one none: it is moved aside."""
     try:
-        known = read_kept(path) or []
+        return read_kept(path) or []
     except StateError as error:
         aside = path.with_name(f"{path.stem}-damaged.json")
         path.replace(aside)
         logger.warning("%s: %s; moved to %s, and begun anew", path, error.problem, aside.name)
-        known = []
-    if not known or known[-1] | {"from_step": 0} != here | {"from_step": 0}:
-        write_kept(path, [*known, {"from_step": step, **here}])
-    return here
+        return []
 
 
 def write_fingerprints(folder: Path, train: BatchLoader, evals: Mapping[str, BatchLoader]) -> None:
@@ -209,6 +225,11 @@ class _Fingerprints(TypedDict):
     eval: Mapping[str, Json | None]
 
 
+class _Restart(TypedDict):
+    step: int
+    time: str
+
+
 class _Version(TypedDict):
     from_step: object
 
@@ -218,6 +239,7 @@ _SHAPES: Json = {
     CHANGES: list[_Change],
     FINGERPRINTS: _Fingerprints,
     VERSIONS: list[_Version],
+    RESTARTS: list[_Restart],
     BEST: list[Json],
 }
 

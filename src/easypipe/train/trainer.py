@@ -69,7 +69,6 @@ from easypipe.train.losses.preference import Reference, preference_loss
 from easypipe.train.metrics.devices import out_of_memory, peak_flops
 from easypipe.train.metrics.log import MetricsFile, Record, perplexity
 from easypipe.train.metrics.meter import Meter
-from easypipe.train.metrics.report import plot_run
 from easypipe.train.model.flops import adapter_flops, flops_from_sums, palm_flops_per_step, windows
 from easypipe.train.model.lora import fingerprint
 from easypipe.train.model.pretrained.files import short
@@ -85,7 +84,14 @@ from easypipe.train.parallel.mesh import (
     make_mesh,
     place_batch,
 )
-from easypipe.train.record import write_changes, write_config, write_fingerprints, write_versions
+from easypipe.train.record import (
+    write_changes,
+    write_config,
+    write_fingerprints,
+    write_restart,
+    write_versions,
+)
+from easypipe.train.report.pictures import plot_run
 from easypipe.train.signals import Interrupted, StopSignals
 from easypipe.train.spike_guard import SpikeGuard
 from easypipe.train.step import Metrics, make_eval_step, make_train_step
@@ -768,6 +774,8 @@ class _Run:
         made_of = {"model": trainer.origin.shape, "train": self.config}
         write_config(folder, trainer.run_config or made_of)
         write_versions(folder, self.step)
+        if self.step:
+            write_restart(folder, self.step)
         of_data = now.changes if isinstance(now, KnowingState) else ()
         write_changes(folder, self.step, self.change, of_data)
         evals = {one.name: one.loader for one in trainer.evals}

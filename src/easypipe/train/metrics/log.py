@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -77,30 +78,33 @@ class MetricsFile:
 
 
 def read_metrics(path: str | Path) -> list[Record]:
-    """The records of a metrics.jsonl.
+    """All that `each_record` gives."""
+    return list(each_record(path))
+
+
+def each_record(path: str | Path) -> Iterator[Record]:
+    """The records of a metrics.jsonl, one after the other.
 
     A last line that a killed process left half written is not one.
 
     Raises StorageError naming the line that is no record.
     """
-    records: list[Record] = []
-    lines = Path(path).read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-        elif number < len(lines):  # every finished line ends with a newline
-            raise StorageError(
-                at=f"{path}, line {number}",
-                problem="not a metrics record",
-                fix="Move the file away and run again.",
-            )
-    return records
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip(b"\n"):
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield record
+            elif line.endswith(b"\n"):  # as every finished line does
+                raise StorageError(
+                    at=f"{path}, line {number}",
+                    problem="not a metrics record",
+                    fix="Move the file away and run again.",
+                )
 
 
 def perplexity(nll: float) -> float | None:

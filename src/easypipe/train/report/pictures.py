@@ -1,0 +1,174 @@
+"""A run's curves and mixture as pictures, which its folder keeps."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from easypipe.core.errors import StateError, TrainError
+from easypipe.core.storage import commit_bytes
+from easypipe.core.values import Json
+from easypipe.train.metrics.log import Record, read_metrics
+from easypipe.train.record import PLAN, read_kept
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+log = logging.getLogger("easypipe")
+
+MIXTURE = "mixture"  # the one that needs plan.json
+# what reading values that are not there raises
+NO_SUCH_SHAPE = (KeyError, TypeError, AttributeError, ValueError, IndexError)
+
+
+def plot_run(folder: str | Path, names: Sequence[str] = ()) -> dict[str, Path]:
+    """Draws what is known of the run in `folder` into it: name -> path of `<name>.png`.
+
+    names: of PLOTS, and "mixture"; () is all of them.
+
+    Raises TrainError where no step was logged.
+    """
+    folder = Path(folder)
+    drawn = pictures(folder, names)
+    for name, picture in drawn.items():
+        commit_bytes(folder / f"{name}.png", picture)
+    return {name: folder / f"{name}.png" for name in drawn}
+
+
+def pictures(folder: Path, names: Sequence[str] = ()) -> dict[str, bytes]:
+    """name -> PNG of 1200 x 750 pixels, for those that the run has numbers for."""
+    records = read_metrics(folder / "metrics.jsonl")
+    if not records:
+        raise TrainError(
+            at=str(folder / "metrics.jsonl"),
+            problem="no step was logged, so there is nothing to draw",
+            fix="Wait for the run's first step.",
+        )
+    drawn = {name: PLOTS[name](records) for name in names or PLOTS if name != MIXTURE}
+    if not names or MIXTURE in names:
+        try:
+            drawn[MIXTURE] = mixture_picture(read_kept(folder / PLAN))
+        except (StateError, *NO_SUCH_SHAPE) as error:
+            log.warning("%s: not drawn, since %s cannot be read: %s", folder, PLAN, error)
+    return {name: picture for name, picture in drawn.items() if picture is not None}
+
+
+def _loss(records: Sequence[Record]) -> bytes:
+    """`loss` by step, and each held-out loss."""
+    lines = {"training": [(record["step"], record["loss"]) for record in records]}
+    for name in sorted({name for record in records for name in record.get("eval", {})}):
+        lines[f"held out: {name}"] = [
+            (record["step"], record["eval"][name]["loss"])
+            for record in records
+            if name in record.get("eval", {})
+        ]
+    return _picture("loss", "loss (nats a token)", lines)
+
+
+def _curve(key: str, title: str, label: str, records: Sequence[Record]) -> bytes | None:
+    points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
+    return _picture(title, label, {title: points}) if points else None
+
+
+def mixture_picture(plan: Json | None) -> bytes | None:
+    """What the run has had of each dataset's tokens, and what it had lately (thin), beside what the
+    weights ask for (dashed).
+    """
+    lines = mixture_lines(plan)
+    if plan is None or not lines:
+        return None
+    figure, axes = _figure()
+    for name, part in lines.items():
+        steps, marker = part["step"], "o" if len(part["step"]) == 1 else None
+        [line] = axes.plot(steps, part["so far"], linewidth=1.6, marker=marker, label=name)
+        color = line.get_color()
+        axes.plot(steps, part["lately"], linewidth=0.8, alpha=0.45, color=color)
+        [dashed] = axes.plot(steps, part["asked for"], "--", linewidth=1, color=color)
+        dashed.set_drawstyle("steps-pre")
+    asked = "weight, of documents" if plan["unit"] == "rows" else "weight, of tokens"
+    axes.set(xlabel="step", ylabel="share of the tokens", ylim=(0, None))
+    axes.set_title(
+        f"mixture: so far (thick), of the last tenth of the run (thin), {asked} (dashed)",
+        fontsize="medium",
+    )
+    axes.legend()
+    return _png(figure)
+
+
+def mixture_lines(plan: Json | None) -> dict[str, dict[str, list[float]]]:
+    """What the mixture's plot draws, from the plan of a run (plan.json): for each dataset values by
+    `step`.
+
+    "so far": its share of all tokens up to the step. "lately": of those in the tenth of the run
+    that ends there. "asked for": what the weights ask for there. Empty where the plan has no steps.
+    """
+    if not plan or not plan.get("by_step"):
+        return {}
+    # Folders of before have shares alone: each interval then counts alike.
+    seen = [{"tokens": one["realised"], **one} for one in plan["by_step"]]
+    tenth = max(one["step"] for one in seen) / 10
+
+    def share(name: str, intervals: Sequence[Json]) -> float:
+        total = sum(sum(each["tokens"].values()) for each in intervals)
+        return sum(each["tokens"].get(name, 0) for each in intervals) / max(1, total)
+
+    so_far = [seen[: i + 1] for i in range(len(seen))]
+    lately = [
+        [each for each in until if each["step"] > until[-1]["step"] - tenth] or until[-1:]
+        for until in so_far
+    ]
+    return {
+        name: {
+            "step": [one["step"] for one in seen],
+            "so far": [share(name, intervals) for intervals in so_far],
+            "lately": [share(name, intervals) for intervals in lately],
+            "asked for": [one["requested"].get(name, 0.0) for one in seen],
+        }
+        for name in (dataset["name"] for dataset in plan["datasets"])
+    }
+
+
+PLOTS: Mapping[str, Callable[[Sequence[Record]], bytes | None]] = {
+    "loss": _loss,
+    "learning_rate": partial(_curve, "learning_rate", "learning rate", "learning rate"),
+    "tokens_per_second": partial(
+        _curve, "tokens_per_second", "throughput", "tokens a second, without padding"
+    ),
+    "data_wait": partial(_curve, "data_wait", "waiting for data", "share of the time"),
+}
+
+
+def _picture(
+    title: str, label: str, lines: Mapping[str, Sequence[tuple[int, float | None]]]
+) -> bytes:
+    figure, axes = _figure()
+    for number, (name, points) in enumerate(lines.items()):
+        marker = "o" if number or len(points) == 1 else None
+        axes.plot(*zip(*points, strict=True), linewidth=1, marker=marker, markersize=4, label=name)
+    axes.set(xlabel="step", ylabel=label, title=title)
+    if len(lines) > 1:
+        axes.legend()
+    return _png(figure)
+
+
+def _figure() -> tuple[Figure, Axes]:
+    # 0.5 s, and only needed when a run ends
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=150)
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0.1, 0.11, 0.87, 0.81))
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _png(figure: Figure) -> bytes:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()

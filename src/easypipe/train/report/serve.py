@@ -1,0 +1,62 @@
+"""The page of a run, served on this machine alone while it trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+from easypipe.core.errors import EasypipeError
+from easypipe.train.report.page import numbers, page
+
+HOST = "127.0.0.1"
+REFRESH_SECONDS = 10
+
+
+def server(folders: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
+    """A server of the page, and of nothing else, on a port of this machine (0: a free one).
+
+    It answers GET alone, and only requests that name this machine: a page of somebody else cannot
+    read it by a name that it lets point here.
+
+    Raises StateError where a folder holds no run, OSError for a port that is taken.
+    """
+    numbers(folders)
+
+    class Handler(_Handler):
+        runs = tuple(folders)
+
+    return ThreadingHTTPServer((HOST, port), Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    runs: ClassVar[Sequence[Path]]
+
+    def do_GET(self) -> None:
+        port = self.server.server_address[1]
+        if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
+            self._answer(403, "text/plain", "Ask for this machine by its own name.")
+            return
+        try:
+            if self.path == "/":
+                self._answer(200, "text/html", page(self.runs, refresh=REFRESH_SECONDS))
+            elif self.path == "/numbers.json":
+                self._answer(200, "application/json", json.dumps(numbers(self.runs)))
+            else:
+                self._answer(404, "text/plain", "There is one page: /")
+        except EasypipeError as error:  # a file of the run was damaged meanwhile
+            self._answer(500, "text/plain", str(error))
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Requests are not worth a line."""

@@ -1,0 +1,207 @@
+"""The page of runs: what it draws, what it never loses, and who may ask its server."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import importlib.resources
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from easypipe.cli import main
+from easypipe.train.record import read_kept, write_kept, write_restart
+from easypipe.train.report.numbers import MOST_POINTS, flows, thinned
+from easypipe.train.report.page import page, write_report
+from easypipe.train.report.serve import server
+
+
+def run(folder: Path, steps: int = 30, name: str = "run") -> Path:
+    """The folder of a run with hostile names in it."""
+    made = folder / name
+    made.mkdir()
+    lines = [{"step": i, "loss": 4 / i, "grad_norm": 1.0, "mfu": None} for i in range(1, steps + 1)]
+    lines[-1]["eval"] = {
+        "</script><b>held": {"loss": 0.5, "nll": 0.5, "ppl": 1.6, "num_targets": 9}
+    }
+    (made / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tokens = {"stage": "tokenize", "dataset": "a", "unit": "tokens"}
+    entries = [
+        {**tokens, "in": {"encoded": 10}, "out": {"stored": 10}},
+        {**tokens, "stage": "pack", "in": {"drawn": 8, "EOS": 1}, "out": {"placed": 9}},
+    ]
+    write_kept(made / "ledger.json", {"entries": entries, "facts": {}})
+    dataset = {"name": "a", "requested": 1.0, "realised": 1.0, "drawn": 1, "epochs": 0.8}
+    shares = [{"step": steps, "requested": {"a": 1.0}, "realised": {"a": 1.0}, "tokens": {"a": 9}}]
+    plan = {"unit": "rows", "steps": steps, "datasets": [{**dataset, "tokens_placed": 9}]}
+    write_kept(made / "plan.json", {**plan, "by_step": shares})
+    changed = {"step": 9, "row": None, "changed": {"load.batch_size": "was 8, is 16"}}
+    write_kept(made / "changes.json", [{**changed, "before": None}])
+    write_restart(made, 9)
+    return made
+
+
+def numbers(text: str) -> list[dict[str, Any]]:
+    found = re.search(r'<script type="application/json" id="numbers">(.*?)</script>', text)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_the_library_is_the_published_file() -> None:
+    folder = importlib.resources.files("easypipe.train.report") / "echarts"
+    digest = hashlib.sha256((folder / "echarts.min.js").read_bytes()).hexdigest()
+    assert digest in (folder / "README.md").read_text()
+
+
+def test_what_the_page_draws_is_what_the_run_wrote(tmp_path: Path) -> None:
+    (drawn,) = numbers(page([run(tmp_path)]))
+    assert drawn["curves"]["loss"] == [
+        [*range(1, 31)],
+        [float(f"{4 / i:.6g}") for i in range(1, 31)],
+    ]
+    assert drawn["curves"]["eval/</script><b>held/loss"] == [[30], [0.5]]
+    assert "mfu" not in drawn["curves"]
+    assert [(mark["step"], mark["kind"]) for mark in drawn["marks"]] == [
+        (9, "change"),
+        (9, "restart"),
+    ]
+    assert drawn["marks"][0]["text"] == "load.batch_size: was 8, is 16"
+    assert drawn["mixture"]["a"]["so far"] == [1.0]
+    values = {(link["source"], link["target"]): link["value"] for link in drawn["flows"]}
+    assert values["a: stored", "a: drawn"] == 8
+    assert values["a: stored", "a: not drawn"] == 2
+    assert values["a: EOS", "pack a"] == 1
+
+
+def test_tokens_that_are_drawn_twice_flow_from_somewhere() -> None:
+    entry = {"dataset": "a", "unit": "tokens"}
+    entries = [
+        {**entry, "stage": "tokenize", "in": {"encoded": 5}, "out": {"stored": 5}},
+        {**entry, "stage": "pack", "in": {"drawn": 12}, "out": {"placed": 12}},
+    ]
+    links = {(link["source"], link["target"]): link["value"] for link in flows(entries, ["a"])}
+    assert links["a: drawn again", "a: drawn"] == 7
+    assert ("a: stored", "a: not drawn") not in links
+
+
+def test_a_long_curve_keeps_its_ends_and_its_spikes() -> None:
+    values = np.sin(np.arange(100_000) / 900)
+    values[[12_345, 77_777]] = 40.0, -40.0
+    steps, kept = thinned(np.arange(100_000.0), values)
+    assert len(steps) <= MOST_POINTS
+    assert (steps[0], steps[-1]) == (0, 99_999)
+    assert {(12_345, 40.0), (77_777, -40.0)} <= set(zip(steps, kept, strict=True))
+    assert steps == sorted(steps)
+
+
+def test_restarts_are_kept_and_those_that_were_undone_go(tmp_path: Path) -> None:
+    for step in (5, 9, 7):
+        write_restart(tmp_path, step)
+    assert [one["step"] for one in read_kept(tmp_path / "restarts.json")] == [5, 7]
+
+
+def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(run(tmp_path, name=name)) for name in ("one", "two")]
+    assert main(["report", *runs, "--out", str(tmp_path / "both.html")]) == 0
+    text = (tmp_path / "both.html").read_text()
+    assert [one["name"] for one in numbers(text)] == ["one", "two"]
+    assert "<summary>two</summary>" in text
+    assert main(["report", runs[0], "--port", "80"]) == 2
+    assert "no effect without --serve" in capsys.readouterr().err
+
+
+def test_the_server_shows_the_page_to_this_machine_alone(tmp_path: Path) -> None:
+    folder = run(tmp_path)
+    with server([folder]) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        host, port = serving.server_address[:2]
+        assert host == "127.0.0.1"
+
+        def ask(path: str, method: str = "GET", name: str = f"localhost:{port}") -> tuple[int, str]:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            connection.request(method, path, headers={"Host": name})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+        assert numbers(ask("/")[1])[0]["name"] == "run"
+        for path in ("/ledger.json", "/../run/ledger.json", "/%2e%2e/", "/?x"):
+            assert ask(path)[0] == 404, path
+        assert ask("/", name="evil.example")[0] == 403
+        assert ask("/numbers.json", name=f"evil.example:{port}")[0] == 403
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            assert ask("/", method)[0] == 501, method
+        line = json.dumps({"step": 31, "loss": 0.125})
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(line + "\n" + line[:9])  # the second is half written
+        assert json.loads(ask("/numbers.json")[1])[0]["curves"]["loss"][1][-1] == 0.125
+        (folder / "metrics.jsonl").write_text("damage\n")
+        assert ask("/numbers.json")[0] == 500
+        serving.shutdown()
+
+
+ASK = """<script>
+charts.forEach((chart) => chart.getZr().flush());
+const option = (title) => charts.get(title).getOption();
+const before = option("loss").series[0].data[29][1];
+byId("smoothing").value = 0.9; byId("logarithmic").checked = true; byId("more").checked = true;
+drawAll();
+const found = {
+  charts: [...charts.keys()], before, after: option("loss").series[0].data[29][1],
+  axis: option("loss").yAxis[0].type, marks: option("loss").series[0].markLine.data.length,
+  links: option("where the tokens went").series[0].links.length,
+};
+document.body.dataset.found = JSON.stringify(found);
+</script>"""
+
+
+@pytest.mark.skipif("EASYPIPE_CHROMIUM" not in os.environ, reason="needs a browser: nox -s html")
+@pytest.mark.parametrize("size", ["1400,1800", "380,1800"])
+def test_in_a_browser(tmp_path: Path, size: str) -> None:
+    """The values that it draws, read from the page itself; nothing of the data runs, nothing is
+    asked for."""
+    browser = shutil.which(os.environ["EASYPIPE_CHROMIUM"])
+    assert browser
+    file = write_report(run(tmp_path), tmp_path / "page.html")
+    file.write_text(file.read_text() + ASK)
+
+    def show(*arguments: str) -> subprocess.CompletedProcess[str]:
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+        own = [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={size}"]
+        command = [browser, *flags, *own, *arguments, file.as_uri()]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+    done = show("--dump-dom")
+    assert "CONSOLE" not in done.stderr
+    assert "<b>held" not in done.stdout.partition("<script")[0]
+    found = json.loads(
+        re.search(r'data-found="(.*?)"', done.stdout)[1].replace("&quot;", '"')  # type: ignore[index]
+    )
+    assert found["charts"][:2] == ["loss", "gradient norm"]
+    assert {"mixture", "where the tokens went"} <= set(found["charts"])
+    assert math.isclose(found["before"], 4 / 30, rel_tol=1e-5)
+    weights = [0.9 ** (30 - i) for i in range(1, 31)]
+    mean = sum(w * 4 / i for i, w in enumerate(weights, 1)) / sum(weights)
+    assert math.isclose(found["after"], mean, rel_tol=1e-5)
+    assert (found["axis"], found["marks"], found["links"]) == ("log", 2, 7)
+    show(f"--screenshot={tmp_path / 'page.png'}")
+    assert (tmp_path / "page.png").stat().st_size > 20_000
+
+
+def test_a_million_steps_make_a_small_page(tmp_path: Path) -> None:
+    """A tenth of them here: what is drawn does not grow."""
+    made = tmp_path / "run"
+    made.mkdir()
+    with (made / "metrics.jsonl").open("w") as file:
+        for i in range(1, 100_001):
+            file.write(f'{{"step": {i}, "loss": {9 / i:.6f}, "grad_norm": {1 / i:.6f}}}\n')
+    written = write_report(made).stat().st_size
+    assert written < 1.5e6
