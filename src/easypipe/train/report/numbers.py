@@ -55,7 +55,7 @@ def read_curves(path: Path) -> Curves | None:
     return found
 
 
-def _enter(found: Curves, step: int, under: str, values: Mapping[str, Json]) -> None:
+def _enter(found: Curves, step: int, under: str, values: Json) -> None:
     for key, value in values.items():
         name = under + key
         if isinstance(value, Mapping):
@@ -84,7 +84,7 @@ def thinned(
     return steps.astype(np.int64).tolist(), [float(f"{value:.6g}") for value in values.tolist()]
 
 
-def flows(entries: Sequence[Json], datasets: Sequence[str]) -> list[dict[str, Json]]:
+def flows(entries: Sequence[Json], datasets: Sequence[str]) -> list[Json]:
     """Where the tokens of `datasets` went, by the entries of a ledger: links of a flow picture,
     each with `source`, `target` and `value`.
 
@@ -92,7 +92,7 @@ def flows(entries: Sequence[Json], datasets: Sequence[str]) -> list[dict[str, Js
     stored in the cache; those that no pass reached, and those that were drawn again, are links of
     their own.
     """
-    links: list[dict[str, Json]] = []
+    links: list[Json] = []
 
     def link(source: str, target: str, value: int) -> None:
         if value > 0:

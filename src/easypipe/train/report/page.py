@@ -16,7 +16,7 @@ from easypipe.train.metrics.log import read_metrics
 from easypipe.train.record import CHANGES, LEDGER, PLAN, RESTARTS, read_kept
 from easypipe.train.report.numbers import Curves, flows, read_curves
 from easypipe.train.report.pictures import NO_SUCH_SHAPE, mixture_lines
-from easypipe.train.report.tables import ROLLBACKS, documents_of, sections, shown
+from easypipe.train.report.tables import ROLLBACKS, Section, documents_of, sections, shown
 
 log = logging.getLogger("easypipe")
 
@@ -80,7 +80,7 @@ def numbers(folders: Sequence[Path]) -> list[Json]:
     return [drawn for _, drawn, _ in map(_run, folders)]
 
 
-def _run(folder: Path) -> tuple[str, Json, Sequence[object]]:
+def _run(folder: Path) -> tuple[str, Json, Sequence[Section]]:
     """(name, numbers for the curves, tables) of a run."""
     if not (folder / "metrics.jsonl").is_file():
         unlike = "holds no metrics.jsonl, so it is no run's folder"
@@ -107,7 +107,7 @@ def _run(folder: Path) -> tuple[str, Json, Sequence[object]]:
         ) from error
 
 
-def numbers_of(folder: Path, curves: Curves) -> dict[str, Json]:
+def numbers_of(folder: Path, curves: Curves) -> Json:
     """What page.js draws of a run: `name`, `curves` (name → [steps, values]), `marks` (step, kind,
     text), `mixture` (dataset → step, so far, lately, asked for), `flows` (links).
     """
@@ -121,7 +121,7 @@ def numbers_of(folder: Path, curves: Curves) -> dict[str, Json]:
     }
 
 
-def _marks(folder: Path) -> list[dict[str, Json]]:
+def _marks(folder: Path) -> list[Json]:
     """What happened at a step."""
     changes = _of(folder / CHANGES, _changed, [])
     restarts = _of(
@@ -137,7 +137,7 @@ def _marks(folder: Path) -> list[dict[str, Json]]:
     return [*changes, *restarts, *undone]
 
 
-def _changed(kept: Sequence[Json]) -> list[dict[str, Json]]:
+def _changed(kept: Sequence[Json]) -> list[Json]:
     return [
         _mark(one["step"], "change", f"{key}: {text}")
         for one in kept
@@ -145,7 +145,7 @@ def _changed(kept: Sequence[Json]) -> list[dict[str, Json]]:
     ]
 
 
-def _mark(step: int, kind: str, text: str) -> dict[str, Json]:
+def _mark(step: int, kind: str, text: str) -> Json:
     return {"step": step, "kind": kind, "text": text}
 
 

@@ -35,7 +35,8 @@ class _Handler(BaseHTTPRequestHandler):
     runs: ClassVar[Sequence[Path]]
 
     def do_GET(self) -> None:
-        port = self.server.server_address[1]
+        assert isinstance(self.server, ThreadingHTTPServer)
+        port = self.server.server_port
         if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
             self._answer(403, "text/plain", "Ask for this machine by its own name.")
             return
@@ -58,5 +59,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, format: str, *args: str) -> None:
         """Requests are not worth a line."""

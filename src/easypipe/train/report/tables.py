@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from easypipe.core.errors import StateError
-from easypipe.core.values import Json
+from easypipe.core.values import Json, JsonValue
 from easypipe.train.metrics.log import Record, read_metrics
 from easypipe.train.record import (
     BEST,
@@ -38,7 +38,7 @@ class Section(NamedTuple):
 
     heading: str
     head: Sequence[str] = ()
-    lines: Sequence[Sequence[object]] = ()
+    lines: Sequence[Sequence[JsonValue]] = ()
     notes: Sequence[str] = ()
     text: str = ""
     none: str = ""
@@ -68,7 +68,10 @@ def sections(folder: Path, curves: Curves) -> list[Section]:
 
 
 def _section(
-    heading: str, head: Sequence[str], lines: Sequence[Sequence[object]], notes: Sequence[str] = ()
+    heading: str,
+    head: Sequence[str],
+    lines: Sequence[Sequence[JsonValue]],
+    notes: Sequence[str] = (),
 ) -> Section:
     return Section(heading, head, lines, notes, none="" if lines else "there was none")
 
@@ -82,7 +85,7 @@ def _without_middle(section: Section) -> Section:
     return section._replace(lines=lines)
 
 
-def shown(value: object) -> str:
+def shown(value: JsonValue) -> str:
     """A value as tables show it."""
     if value is None:
         return "not known"
@@ -91,7 +94,7 @@ def shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _summary(folder: Path, curves: Curves) -> list[tuple[str, object]]:
+def _summary(folder: Path, curves: Curves) -> list[tuple[str, JsonValue]]:
     first, last = curves.first, curves.last
     checkpoints = sorted(
         int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()
@@ -111,7 +114,7 @@ def _summary(folder: Path, curves: Curves) -> list[tuple[str, object]]:
     ]
 
 
-def _evaluations(records: Sequence[Record]) -> list[Sequence[object]]:
+def _evaluations(records: Sequence[Record]) -> list[Sequence[JsonValue]]:
     keys = ("loss", "nll", "ppl", "num_targets")
     return [
         (record["step"], name, *(seen[key] for key in keys))
