@@ -60,7 +60,11 @@ COMMANDS: tuple[tuple[str, Callable[..., None], tuple[str, ...]], ...] = (
     ("prepare", prepare, ("prepare pretrain.yaml", "prepare pretrain.yaml --shard 0/8")),
     ("train", train, ("train sft.yaml", "train sft.yaml --set train.optimizer.learning_rate=1e-5")),
     ("runs", runs, ("runs runs", "runs runs --json")),
-    ("report", report, ("report runs/sft", "report runs/sft --out sft.html")),
+    (
+        "report",
+        report,
+        ("report runs/sft", "report runs/one runs/two --out both.html", "report runs/sft --serve"),
+    ),
     ("explain", explain, ("explain sft.yaml --step 120", "explain sft.yaml --step 120 --row 3")),
     ("export", export, ("export runs/sft tuned", "export runs/sft adapters --adapters")),
     (
