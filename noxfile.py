@@ -203,8 +203,8 @@ def trl(session: nox.Session) -> None:
 
 @nox.session
 def html(session: nox.Session) -> None:
-    """The pages of `easypipe preview` and `report` in a headless Chromium: the one of this machine, else one that
-    playwright downloads.
+    """The pages of `easypipe preview` and `report` in a headless Chromium: the one of this machine,
+    else one that playwright downloads.
     """
     session.install(".[test]")
     browser = next(
