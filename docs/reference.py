@@ -32,6 +32,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from typer.core import TyperCommand
 
 import easypipe
+from easypipe.cli import keys
 from easypipe.cli.app import app
 from easypipe.cli.init import Kind, config_text
 from easypipe.cli.keys import SCHEMA
@@ -165,7 +166,10 @@ def config_page() -> str:
     for cls in config_classes():
         prose, _ = docstring_parts(cls)
         words = key_words(cls)
-        parts.append(f"## {cls.__name__}\n\n`{cls.__module__}`\n\n{prose}\n")
+        at = [f"`{path}`" for path, node in keys.paths() if cls.__name__ in keys.sections(node)]
+        at = [path for path in at if not path.startswith("`eval.")]  # where they are as in `data`
+        where = f"At {', '.join(at)} in a file; `{cls.__module__}`" if at else f"`{cls.__module__}`"
+        parts.append(f"## {cls.__name__}\n\n{where}\n\n{prose}\n")
         rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for field in dataclasses.fields(cls):
             annotation = _annotation(cls, field)

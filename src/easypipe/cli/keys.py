@@ -123,7 +123,7 @@ def config(
     """
     if key is None:
         for path, node in paths():
-            if sections(node):
+            if sections(node) and not path.startswith("eval."):  # whose keys are those of data
                 _show(path, node)
         return
     node = find(key)
