@@ -34,15 +34,16 @@ FLOOR = {
     "previews": 9,
     "run": 10,
     "compat": 11,
+    "doctor": 11,
     "cli": 12,
     "__main__": 13,
 }
 
 # library -> where it may be imported: a room, or a file in a room
 ROOMS = {
-    "jax": ("loader/placement.py", "kernels", "train", "interop"),
+    "jax": ("loader/placement.py", "kernels", "train", "interop", "doctor/model.py"),
     "jaxlib": ("loader/placement.py", "kernels", "train", "interop"),
-    "flax": ("train", "interop"),
+    "flax": ("train", "interop", "doctor/model.py"),
     "optax": ("train", "interop"),
     "orbax": ("train", "interop"),
     "grain": ("interop",),  # importing it loads jax

@@ -48,6 +48,7 @@ class Kind:
 
 
 BY_SIZE = "a folder that is whole by its sizes is up to date; who reads the rows finds it"
+UNLOGGED = "a file that ends early may be one of a run that logs few steps"
 PICTURE = "for people, nothing reads it; drawn anew at the end of a run"
 KINDS = (
     Kind("manifest of a token cache", "cache/manifests/*[0-9a-f].json", "batches"),
@@ -67,7 +68,7 @@ KINDS = (
     Kind("state in a checkpoint", "run/checkpoints/*/run/data.json", "train again"),
     Kind("checksums of a checkpoint", "run/checkpoints/*/checksums.json", "train again"),
     Kind("arrays of a checkpoint, trained on", "run/checkpoints/*/arrays/d/*", "train again"),
-    Kind("metrics of a run", "run/metrics.jsonl", "train again"),
+    Kind("metrics of a run", "run/metrics.jsonl", "train again", UNLOGGED),
     Kind("configuration of a run", "run/run.yaml", "export", "a text that people may edit"),
     Kind("fingerprints of a run", "run/fingerprints.json", "train again"),
     Kind("ledger of a run", "run/ledger.json", "report"),

@@ -53,7 +53,8 @@ MEASURED = frozenset(
 # Files that hold times, or checksums of files that do.
 UNEQUAL = frozenset(("_CHECKPOINT_METADATA", "checksums.json", "report.html"))
 # The checkpoint that goes with the save behind it: killed in between, it goes with the next save.
-OLDER = "run/checkpoints/2/"
+# Locks, which are empty: where one cannot be made, that is warned of.
+NO_RESULT = ("run/checkpoints/2/", "cache/locks/")
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,9 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
-    names = [name for name in sorted(expected.keys() | found.keys()) if not name.startswith(OLDER)]
+    names = [
+        name for name in sorted(expected.keys() | found.keys()) if not name.startswith(NO_RESULT)
+    ]
     said = [
         f"{name}: {'is missing' if name not in found else 'is left' if name not in expected else 'differs'}"
         for name in names

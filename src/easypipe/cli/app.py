@@ -18,6 +18,7 @@ from rich.logging import RichHandler
 from easypipe.cli.arguments import examples
 from easypipe.cli.cache import cache
 from easypipe.cli.discover import discover
+from easypipe.cli.doctor import doctor
 from easypipe.cli.explain import explain
 from easypipe.cli.export import export
 from easypipe.cli.generate import generate
@@ -73,6 +74,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None], tuple[str, ...]], ...] = (
         ("generate runs/sft 'def main'", "generate runs/sft --chat --system 'Be brief.'"),
     ),
     ("verify", verify, ("verify runs/sft", "verify packed pretrain.yaml --repair")),
+    ("doctor", doctor, ("doctor sft.yaml", "doctor --machine --folder /mnt/shared")),
     ("config", config, ("config", "config train.optimizer", "config learning_rate")),
     ("schema", print_schema, ("schema > easypipe.schema.json",)),
 )

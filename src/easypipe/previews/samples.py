@@ -60,7 +60,7 @@ def preview(
     with tempfile.TemporaryDirectory(prefix="easypipe-preview-") as folder:
         if isinstance(config, Pipeline):
             pipeline = Pipeline(
-                _looked_at(settings_of(config.get_context()), folder), progress=progress
+                looked_at(settings_of(config.get_context()), folder), progress=progress
             )
             for stage in config.stages:
                 if not isinstance(stage, SaveStage | LoadStage):
@@ -71,7 +71,7 @@ def preview(
                     )
         else:
             pipeline = chain(
-                _looked_at(_read(config), folder),
+                looked_at(_read(config), folder),
                 progress=progress,
                 save=False,
                 first_rows=first_rows,
@@ -108,7 +108,7 @@ def _read(config: PipelineConfig | Settings | str | Path) -> PipelineConfig:
     return from_dict(PipelineConfig, values["data"] if run else values, "data" if run else "")
 
 
-def _looked_at(config: PipelineConfig, folder: str) -> PipelineConfig:
+def looked_at(config: PipelineConfig, folder: str | Path) -> PipelineConfig:
     """The same data, made on this machine into a folder of its own, with nothing written
     elsewhere.
     """
@@ -119,7 +119,7 @@ def _looked_at(config: PipelineConfig, folder: str) -> PipelineConfig:
     changes: Arguments = {
         "datasets": datasets,
         "seed": 0 if config.seed is None else config.seed,
-        "cache_dir": folder,
+        "cache_dir": str(folder),
         "cache": None,
         "streaming": False,
         "num_streams": None,

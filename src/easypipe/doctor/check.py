@@ -1,0 +1,52 @@
+# pyright: strict
+"""What a check of the doctor is, and what it finds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from easypipe.core.errors import EasypipeError
+
+
+class Failed(Exception):
+    """What a check looks for does not hold. The message is the smallest example of it."""
+
+
+class Skipped(Exception):
+    """A check cannot be made here. The message says why."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """try_out: says what was looked at, or raises Failed, Skipped, or whatever goes wrong."""
+
+    name: str
+    try_out: Callable[[], str]
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    state: Literal["ok", "FAILED", "skipped"]
+    says: str
+    seconds: float
+
+
+def examine(checks: Iterable[Check]) -> Iterator[Finding]:
+    """What each check finds, one after the other. An error in one is what it found."""
+    for check in checks:
+        began = time.monotonic()
+        state: Literal["ok", "FAILED", "skipped"] = "FAILED"
+        try:
+            says = check.try_out()
+            state = "ok"
+        except Skipped as why:
+            state, says = "skipped", str(why)
+        except (Failed, EasypipeError) as wrong:
+            says = str(wrong)
+        except Exception as error:  # noqa: BLE001  (what breaks here would break a run)
+            says = f"{type(error).__name__}: {error}"
+        yield Finding(check.name, state, says, time.monotonic() - began)

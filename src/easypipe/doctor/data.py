@@ -1,0 +1,230 @@
+"""Checks of a config's data, on the first rows of each dataset, in a folder that goes away."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+
+from easypipe.cache.reader import TokenCache
+from easypipe.core.errors import LedgerError
+from easypipe.core.protocols import ProgressListener, silent
+from easypipe.core.schema import (
+    IGNORE,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASK,
+    POSITION_IDS,
+    ROW_NUMBER,
+    SEGMENT_IDS,
+)
+from easypipe.core.values import Batch
+from easypipe.doctor.check import Check, Failed, Skipped
+from easypipe.history import host_load
+from easypipe.jobs import chain
+from easypipe.loader.loader import Loader
+from easypipe.loader.state import LoaderState
+from easypipe.pipeline import Pipeline
+from easypipe.previews.samples import looked_at
+from easypipe.stages.config import PipelineConfig
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+
+BATCHES = 6  # that are looked at
+STOPS = (0, 1, 2, 4)  # batches after which a loader is stopped, and another one goes on
+
+
+class Sample:
+    """The first `rows` rows of each dataset of `config`, prepared below `folder` when asked for."""
+
+    def __init__(
+        self, config: PipelineConfig, folder: Path, rows: int, progress: ProgressListener = silent
+    ) -> None:
+        self._config, self._folder, self._rows, self._progress = config, folder, rows, progress
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        return self._prepared("sample", self._config)
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """The first BATCHES batches, each a dict of arrays."""
+        found = [dict(batch) for batch in itertools.islice(self.loader(), BATCHES)]
+        if not found:
+            raise Skipped(f"the first {self._rows} rows of each dataset make no batch")
+        return found
+
+    def loader(self) -> Loader:
+        load = dataclasses.replace(host_load(self._config), drop_last=False)
+        return self.pipeline.copy().load(load).loader()
+
+    def again(self) -> Pipeline:
+        """The same, prepared another time."""
+        return self._prepared("again", self._config)
+
+    def by_reference(self) -> Pipeline:
+        """The same, by the `tokenizers` library alone."""
+        datasets = tuple(
+            dataclasses.replace(one, tokenizer=one.tokenizer and _reference(one.tokenizer))
+            for one in self._config.datasets
+        )
+        usual = self._config.default_tokenizer
+        changed = dataclasses.replace(
+            self._config, datasets=datasets, default_tokenizer=usual and _reference(usual)
+        )
+        return self._prepared("reference", changed)
+
+    def _prepared(self, name: str, config: PipelineConfig) -> Pipeline:
+        made = chain(
+            looked_at(config, self._folder / name),
+            progress=self._progress,
+            save=False,
+            first_rows=self._rows,
+        )
+        made.prepare()
+        return made
+
+
+def data_checks(sample: Sample) -> Sequence[Check]:
+    parts: dict[str, Callable[[Sample], str]] = {
+        "no row is lost": no_row_is_lost,
+        "tokens are the reference's": tokens_are_the_references,
+        "prepared again, the same": prepared_again_the_same,
+        "rows are well formed": rows_are_well_formed,
+        "masks": masks,
+        "resume": resume,
+    }
+    return [Check(name, partial(try_out, sample)) for name, try_out in parts.items()]
+
+
+def no_row_is_lost(sample: Sample) -> str:
+    """The ledger closes, and every row of a source is a document or a reject."""
+    try:
+        sample.pipeline.ledger().check()
+    except LedgerError as error:
+        raise Failed(f"{error.at}: {error.problem}") from error
+    total = 0
+    for name, source in sample.pipeline.tokenized().items():
+        cache, below = source.materialize(), source.source
+        for number, shard in enumerate(below.shards):
+            rows = shard.num_rows or 0
+            scan = source.scan(number, 0, rows)
+            out = {int(reject.row) for reject in scan.rejects if reject.count == 1}
+            several = sum(reject.count for reject in scan.rejects if reject.count > 1)
+            kept = set(cache.read(number, 0, rows).column(ROW_NUMBER).to_pylist())
+            lost = sorted(set(range(rows)) - kept - out)
+            if len(lost) > several:
+                raise Failed(f"dataset {name}, {shard.name}, row {lost[0]}: no document, no reject")
+            total += rows
+    return f"{total:,} rows"
+
+
+def tokens_are_the_references(sample: Sample) -> str:
+    return _compare(sample.pipeline, sample.by_reference(), "by the `tokenizers` library")
+
+
+def prepared_again_the_same(sample: Sample) -> str:
+    return _compare(sample.pipeline, sample.again(), "prepared another time")
+
+
+def rows_are_well_formed(sample: Sample) -> str:
+    """Segments count from 1 and lie in one piece, positions restart with each."""
+    for n, batch in enumerate(sample.batches):
+        if SEGMENT_IDS not in batch:
+            raise Skipped("rows are not packed")
+        for r, segments in enumerate(np.asarray(batch[SEGMENT_IDS])):
+            where, used = f"batch {n}, row {r}", segments > 0
+            starts = np.flatnonzero(np.diff(segments, prepend=0) * used)
+            if not np.array_equal(segments[starts], np.arange(1, len(starts) + 1)):
+                raise Failed(f"{where}: segments come as {segments[starts].tolist()}")
+            first = np.zeros(len(segments), np.int64)
+            first[starts] = starts
+            expected = np.arange(len(segments)) - np.maximum.accumulate(first)
+            wrong = used & (np.asarray(batch[POSITION_IDS])[r] != expected)
+            if POSITION_IDS in batch and wrong.any():
+                raise Failed(f"{where}, slot {int(wrong.argmax())}: positions do not restart there")
+    return f"{len(sample.batches)} batches"
+
+
+def masks(sample: Sample) -> str:
+    """A label is the next token of its segment; as many are trained as the loss mask says."""
+    targets = 0
+    if any(source.materialize().pairs for source in sample.pipeline.tokenized().values()):
+        raise Skipped("pairs are trained by their own rule")
+    for n, batch in enumerate(sample.batches):
+        if LABELS not in batch or SEGMENT_IDS not in batch:
+            raise Skipped("batches have no labels of packed rows")
+        ids, segments, labels = (np.asarray(batch[c]) for c in (INPUT_IDS, SEGMENT_IDS, LABELS))
+        trained = labels[:, :-1] != IGNORE
+        same = (segments[:, :-1] == segments[:, 1:]) & (segments[:, :-1] > 0)
+        wrong = trained & (~same | (labels[:, :-1] != ids[:, 1:]))
+        if wrong.any():
+            row, slot = map(int, np.argwhere(wrong)[0])
+            raise Failed(
+                f"batch {n}, row {row}, slot {slot}: the label is {labels[row, slot]}, the next "
+                f"token of the segment {ids[row, slot + 1] if same[row, slot] else 'is none'}"
+            )
+        for row, explained in enumerate(sample.loader().explain(n).rows):
+            for one in explained.segments:
+                found = int(trained[row, one.slot_start : one.slot_stop - 1].sum())
+                open_to = one.slot_stop - one.slot_start - one.masked_tokens
+                # the first token is the next one of none; a piece may lack its prompt
+                if found > open_to or (found < open_to - 1 and not one.is_part):
+                    raise Failed(
+                        f"batch {n}, row {row}, {one.title}: {found} targets, where its loss mask "
+                        f"opens {open_to} tokens"
+                    )
+        targets += int(trained.sum())
+    return f"{targets:,} targets"
+
+
+def resume(sample: Sample) -> str:
+    reference = sample.batches
+    for stop in (one for one in STOPS if one < len(reference)):
+        first = sample.loader()
+        for _ in itertools.islice(first, stop):
+            pass
+        second = sample.loader()
+        second.restore(LoaderState.from_json(first.state().to_json()))
+        for n, batch in enumerate(itertools.islice(second, len(reference) - stop), stop):
+            for name, values in reference[n].items():
+                if not np.array_equal(values, batch[name]):
+                    raise Failed(f"stopped after batch {stop}: batch {n} has another {name}")
+    return f"stopped after {', '.join(map(str, STOPS))} batches"
+
+
+def _compare(first: Pipeline, second: Pipeline, how: str) -> str:
+    count = 0
+    others: Mapping[str, TokenCache] = {
+        name: source.materialize() for name, source in second.tokenized().items()
+    }
+    for name, source in first.tokenized().items():
+        cache, other = source.materialize(), others[name]
+        for doc in range(max(cache.num_docs, other.num_docs)):
+            if doc >= min(cache.num_docs, other.num_docs):
+                raise Failed(f"dataset {name}: {cache.num_docs} documents, {other.num_docs} {how}")
+            a, b = cache.tokens(doc), other.tokens(doc)
+            if not np.array_equal(a, b):
+                at = next(i for i, (x, y) in enumerate(itertools.zip_longest(a, b)) if x != y)
+                file, row = cache.where(doc)
+                here, there = a[at : at + 4].tolist(), b[at : at + 4].tolist()
+                raise Failed(
+                    f"dataset {name}, {file}, row {row}, token {at}: {here} here, {there} {how}"
+                )
+        for shard, info in enumerate(cache.shards):
+            rows = info.num_rows or 0
+            kept, wanted = cache.read(shard, 0, rows), other.read(shard, 0, rows)
+            if LOSS_MASK in kept.schema.names and not kept.column(LOSS_MASK).equals(
+                wanted.column(LOSS_MASK)
+            ):
+                raise Failed(f"dataset {name}, {info.name}: another loss mask {how}")
+        count += cache.num_docs
+    return f"{count:,} documents"
+
+
+def _reference(tokenizer: TokenizerConfig | str) -> TokenizerConfig:
+    config = TokenizerConfig(name_or_path=tokenizer) if isinstance(tokenizer, str) else tokenizer
+    return dataclasses.replace(config, backend="tokenizers")

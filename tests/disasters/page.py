@@ -1,0 +1,82 @@
+"""Writes docs/disasters.md: the file operations that jobs are struck at, and what came of damage.
+
+python tests/disasters/page.py
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from disasters.damage import KINDS, WAYS, Damaged
+from disasters.interposer import Interposed
+from disasters.jobs import JOBS
+from disasters.points import HOWS, WRITES, Trial
+
+PAGE = Path(__file__).parents[2] / "docs" / "disasters.md"
+HEAD = f"""# Disasters
+
+`nox -s disasters` does to easypipe what machines do to programs. Each job is struck at every file operation, in {len(HOWS)} ways: {", ".join(HOWS)}. Then it ends
+well, or with an error of easypipe's, or is dead; run again it ends well, the folder holds what the undisturbed job made, byte for byte where no times are kept,
+and nothing else. *Power lost* empties what was written and not synced. The normal run of the tests tries a few points of each job.
+
+It needs Linux and a C compiler: a small library counts the calls of libc that change files, of all threads. Calls that go past it are not struck: writes
+to memory that is mapped, and the renaming of `model.safetensors` within an export that has no name yet.
+
+`python tests/disasters/page.py` writes this page.
+
+## File operations
+
+| job | in all | of them |
+| --- | --- | --- |
+"""
+DAMAGE = """
+## Damage
+
+What the next reader does of a file that was damaged. *Made again* means that it stands there as it was, and the result is the same.
+
+"""
+
+
+def operations(interposed: Interposed, folder: Path) -> list[str]:
+    lines: list[str] = []
+    for name in JOBS:
+        trial = Trial(interposed, name, folder)
+        calls = Counter("write" if call in WRITES else call for call, _ in trial.operations)
+        said = ", ".join(f"{call} {count}" for call, count in sorted(calls.items()))
+        lines.append(f"| {name} | {len(trial.operations)} | {said} |")
+        trial.close()
+    return lines
+
+
+def damage(interposed: Interposed, folder: Path) -> list[str]:
+    damaged = Damaged(interposed, folder)
+    lines = [f"| file | read by | {' | '.join(WAYS)} |", "| --- " * (len(WAYS) + 2) + "|"]
+    notes: list[str] = []
+    for kind in KINDS:
+        cells = [damaged.cell(kind, way) for way in WAYS]
+        wrong = [cell for cell in cells if cell.wrong]
+        assert not wrong, wrong
+        lines.append(f"| {kind.what} | {kind.reader} | {' | '.join(one.came for one in cells)} |")
+        if kind.unread:
+            notes.append(f"- {kind.what}: {kind.unread}.")
+    return [*lines, "", "Not noticed, because:", "", *notes]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="easypipe-disasters-") as name:
+        folder = Path(name).resolve()
+        with Interposed(folder, arrays=True) as interposed:
+            parts = [*operations(interposed, folder), DAMAGE, *damage(interposed, folder)]
+    PAGE.write_text(HEAD + "\n".join(parts).replace("\n\n\n", "\n\n") + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
