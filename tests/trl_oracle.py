@@ -51,6 +51,15 @@ def both(question: str, answer: str, **more: Any) -> list[Row]:
 SHAPES: dict[str, Any] = {
     "text": lambda n: {"text": f"The sky is blue {n}."},
     "messages": lambda n: {"messages": both(f"Sure {n}?", "Yes.") + both("And now?", f"{n}.")},
+    "messages tools": lambda n: {
+        "messages": [
+            user(f"Add {n}."),
+            said("", tool_calls=[CALL]),
+            {"role": "tool", "name": "add", "content": f"{n}"},
+            said(f"{n}."),
+        ],
+        "tools": json.dumps(TOOLS),
+    },
     "prompts": lambda n: {"prompt": [user(f"What is {n}?")]},
     "completion": lambda n: {"prompt": f"The sky {n} is", "completion": f" blue {n}."},
     "completion talk": lambda n: {

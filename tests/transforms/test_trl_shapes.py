@@ -4,6 +4,8 @@ tokens and masks that TRL makes of them (tests/trl_oracle.py).
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from easypipe import (
     PromptConfig,
     PromptEngine,
 )
+from easypipe.cli.writing import conversations_of
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_BREAK
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
@@ -76,7 +79,7 @@ def test_a_shape_of_trl_gives_its_tokens_and_masks(shape: str, tmp_path: Path) -
     data, tokenizer = rows(shape), hf_tokenizer()
     for i, files in enumerate(spellings(data, tmp_path)):
         fields = proposed(files, "chatml")
-        if shape == "messages":
+        if "messages" in data[0]:
             fields["train_on"] = "all"  # as TRL trains without assistant_only_loss
         made = documents(tokenized(files, tmp_path, fields), len(data))
         if "chosen" in data[0]:
@@ -353,3 +356,30 @@ def test_the_end_of_a_completion_of_text_need_not_be_trained(tmp_path: Path) -> 
     talks = rows("completion talk")
     with pytest.raises(ConfigError, match=r"datasets\[0\].train_on_eos: has no effect where all"):
         tokenized(talks, tmp_path, columns | {"train_on_eos": "none", "chat_template": "chatml"})
+
+
+@pytest.mark.parametrize(
+    "shape", ["completion talk", "preference talk", "preference talk implicit", "unpaired talk"]
+)
+def test_messages_as_json_text_are_proposed_as_messages(shape: str, tmp_path: Path) -> None:
+    data = rows(shape)
+    texts = [
+        {
+            name: json.dumps(value) if isinstance(value, list) else value
+            for name, value in row.items()
+        }
+        for row in data
+    ]
+    pq.write_table(pa.Table.from_pylist(texts), tmp_path / "rows.parquet")
+    fields = dict(easypipe.discover(str(tmp_path / "rows.parquet")).part().propose().fields)
+    told = {"prompt": dataclasses.replace(fields["prompt"], template="chatml")}
+    made = documents(tokenized(texts, tmp_path, fields | told), len(data))
+    assert made == documents(tokenized(data, tmp_path, proposed(data, "chatml")), len(data))
+
+
+def test_prompts_without_answers_are_answered(tmp_path: Path) -> None:
+    """What `easypipe generate --messages` reads, of TRL's prompt-only rows too."""
+    file = jsonl(tmp_path / "prompts.jsonl", rows("prompts", 2))
+    assert [row["messages"] for _, row in conversations_of(file)] == [
+        row["prompt"] for row in rows("prompts", 2)
+    ]

@@ -119,7 +119,8 @@ def talk(writer: Writer, system: str | None) -> None:
 
 def conversations_of(path: Path) -> list[tuple[str, Json]]:
     """The conversations of a file, each with its place: a JSON list of messages, an object with
-    `messages` and perhaps `tools`, or one of these in each line.
+    `messages` (or `prompt`, as rows of TRL have it) and perhaps `tools`, or one of these in each
+    line.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -133,10 +134,8 @@ def conversations_of(path: Path) -> list[tuple[str, Json]]:
         found = [(f"{path}, line {number}", loaded(line)) for number, line in lines]
     for at, row in found:
         require(not isinstance(row, BadJson), at, f"is not JSON: {row}", "Give a list of messages.")
-    return [
-        (at, row if isinstance(row, dict) else {"messages": row, "tools": None})
-        for at, row in found
-    ]
+    rows = [(at, row if isinstance(row, dict) else {"messages": row}) for at, row in found]
+    return [(at, {"messages": row.get("prompt"), **row}) for at, row in rows]
 
 
 def load(

@@ -226,7 +226,10 @@ def propose(
             fix="Decide otherwise (kind=, columns=), or change the rows with format_callback.",
         )
     return Proposal(
-        kind=found, fields={**part.reads, **_fields(found, roles)}, reasons=reasons, trial=trial
+        kind=found,
+        fields={**part.reads, **_fields(found, roles, part.rows)},
+        reasons=reasons,
+        trial=trial,
     )
 
 
@@ -289,7 +292,7 @@ def _begin_with_prompts(kind: Kind, rows: Sequence[Row]) -> bool:
     return False
 
 
-def _fields(kind: Kind, roles: Mapping[str, str] | None) -> Settings:
+def _fields(kind: Kind, roles: Mapping[str, str] | None, rows: Sequence[Row]) -> Settings:
     """The fields of a DatasetConfig that read these columns."""
     column = {choice.slot: choice.column for choice in kind.choices}
     tools = None if column.get("tools") == "tools" else column.get("tools")
@@ -299,6 +302,18 @@ def _fields(kind: Kind, roles: Mapping[str, str] | None) -> Settings:
     named |= {"message_fields": dict(kind.fields)} if kind.fields else {}
     if kind.name == "prompts":
         return {"content_field": column["prompt"], "train_on": "all"} | named
+    answer = column.get("completion" if "completion" in column else "chosen")
+    if kind.roles and answer is not None and any(isinstance(row.get(answer), str) for row in rows):
+        # JSON text, which only the format says is no plain text
+        prompt = PromptConfig(
+            input_columns=(column.get("prompt", answer),),
+            label_column=answer if "prompt" in column else None,
+            rejected_column=column.get("rejected"),
+            train_on="completion",
+            tools_column=tools,
+            message_fields=dict(kind.fields) or None,
+        )
+        return {"prompt": prompt} | ({"on_error": "skip"} if kind.name == "unpaired" else {})
     if kind.name in ("prompt_completion", "unpaired"):
         own = {"prompt_field": column["prompt"], "completion_field": column["completion"]}
         return own | named | ({"on_error": "skip"} if kind.name == "unpaired" else {})

@@ -138,7 +138,7 @@ class _Writer:
 
     def _spans(self, name: str, kwargs: Message) -> Spans:
         """kwargs: what templates see of a row beside its messages and tools."""
-        key = name, json.dumps(kwargs, sort_keys=True)
+        key = name, json.dumps(kwargs, sort_keys=True) if kwargs else ""
         if key not in self._known:
             if len(self._known) >= MOST_KINDS:
                 self._known.clear()
