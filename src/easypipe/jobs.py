@@ -29,6 +29,7 @@ from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.train.model.pretrained.config import PretrainedConfig
+from easypipe.transforms.columns.hold_out import HoldOutConfig
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
 log = logging.getLogger("easypipe")
@@ -284,6 +285,7 @@ def with_hold_outs(values: Settings) -> JsonObject:
     [(name, entry)] = held.items()
     _check_held_out(f"eval.{name}", entry)
     options = {key: entry[key] for key in ("fraction", "seed") if key in entry}
+    from_dict(HoldOutConfig, options, f"eval.{name}")
     data = values.get("data") or {}
     sets = _of(data, "datasets") or ()
     sets = list(sets) if isinstance(sets, list | tuple) else [sets]

@@ -79,7 +79,7 @@ FILES = [
     ),
     text(
         "eval holds out all",
-        "hold_out.fraction",
+        "eval.web.fraction",
         "data: " + WHOLE % "seed: 1" + "\neval: {web: {from: data, fraction: 1.5}}\ntrain: {}\n",
     ),
     text("task that is none", "task", "task: 5\n"),

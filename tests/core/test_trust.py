@@ -160,8 +160,10 @@ def test_secret_headers_do_not_go_over_plain_http() -> None:
 
 
 def test_the_flag_wants_a_url(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "x.yaml", "--trust-endpoint", "mirror"]) == 2
-    assert "trust_endpoint: 'mirror' is no URL. Write https://host." in capsys.readouterr().err
+    for url in ("mirror", "ftp://mirror.corp", "https://"):
+        assert main(["plan", "x.yaml", "--trust-endpoint", url]) == 2
+        told = f"trust_endpoint: '{url}' is no URL of a web server. Write https://host."
+        assert told in capsys.readouterr().err
     assert constants.ENDPOINT  # what the Hub's client took at its import
 
 

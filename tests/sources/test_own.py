@@ -366,6 +366,18 @@ def fails() -> Iterator[dict[str, Any]]:
     raise OSError("the line is down")
 
 
+class Nameless:
+    def open_shard(self, name: str) -> Iterator[dict[str, Any]]:
+        raise AssertionError(name)
+
+
+class Rowless(ShardedDataSource):
+    shard_names: ClassVar = ["a"]
+
+    def open_shard(self, shard_name: str) -> Any:
+        """Forgot to yield."""
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -378,6 +390,14 @@ def fails() -> Iterator[dict[str, Any]]:
         (
             ShardedDataSource(),
             r"data_files: ShardedDataSource has neither open_shard\(name\) nor read",
+        ),
+        (
+            Nameless(),
+            "data_files: Nameless has no shard_names. Give it a list of names",
+        ),
+        (
+            Rowless(),
+            "data_files, shard 'a': open_shard of Rowless gave NoneType, which has no rows. Yield",
         ),
         (lambda: iter(()), "d: holds no row from which columns could be known"),
         (

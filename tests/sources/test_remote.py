@@ -10,11 +10,13 @@ import io
 import itertools
 import json
 import logging
+import ssl
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -162,6 +164,21 @@ def test_what_does_not_pass_is_not_tried_again(web: WebServer) -> None:
         with pytest.raises(kind, match=message):
             open_files(f"{web.url}/data/c.jsonl")
         assert len(web.seen) == 1
+
+
+def test_a_wrong_certificate_is_not_tried_again_whatever_wraps_it() -> None:
+    tried: list[float] = []
+
+    def call(timeout_s: float) -> None:
+        tried.append(timeout_s)
+        try:
+            raise ssl.SSLCertVerificationError(1, "certificate verify failed")
+        except ssl.SSLError as error:
+            raise httpx.ConnectError("certificate verify failed") from error
+
+    with pytest.raises(StorageError, match="certificate verify failed"):
+        remote.retrying("https://data.corp/a.jsonl", call)
+    assert len(tried) == 1
 
 
 def test_no_one_there() -> None:

@@ -341,3 +341,14 @@ def test_a_cache_in_a_bucket_is_listed_and_cleared(
     assert main(["cache", "list", "--cache-dir", url]) == 0
     assert main(["cache", "clear", "--cache-dir", url]) == 0
     assert f"removed 0 datasets: 0 files, 0.0 MB: {url}" in capsys.readouterr().out
+
+
+def test_a_file_is_no_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}")
+    for command in ("list", "clear"):
+        assert main(["cache", command, "--cache-dir", str(path)]) == 2
+        assert f"--cache-dir: {path} is no folder. Give the folder of a cache." in (
+            capsys.readouterr().err
+        )
+    assert path.read_text() == "{}"

@@ -543,6 +543,11 @@ def test_proposals_are_tried_on_the_first_rows(tmp_path: Path) -> None:
         "# 1 of the first 2 rows cannot be read so: null 1; row 1: column 'completion' has no text"
         in some.yaml()
     )
+    good, bad = ({"prompt": "a", "completion": "b", "label": label} for label in (True, False))
+    assert (
+        "# 1 of the first 2 rows cannot be read so: rejected_answer 1; row 1: column 'label' is "
+        "false" in discover([good, bad]).propose().yaml()
+    )
     assert (
         "# all of the first 2 rows can be read so"
         in discover([{"text": "a"}, {"text": "b"}]).propose().yaml()

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import strategies
+from easypipe.core import reachable
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.core.schema import token_dtype
 from easypipe.transforms.tokenizer import fast, proof
@@ -527,6 +529,24 @@ def test_answers_of_the_hub(error: str, message: str, monkeypatch: pytest.Monkey
     with pytest.raises(TokenizerError, match=message) as caught:
         load_tokenizer("a/b")
     assert "hf_abcdefghijkl" not in str(caught.value)
+
+
+def test_a_hub_name_is_answered_at_once_where_there_is_no_network(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # which the test run sets
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://no-such-host.invalid")
+    monkeypatch.setattr(reachable, "CONNECT_S", 0.2)
+    began = time.monotonic()
+    with pytest.raises(
+        TokenizerError,
+        match=r"a/b: no file .* cannot be reached: no-such-host.invalid:80: .*hf download a/b",
+    ):
+        load_tokenizer("a/b")
+    assert time.monotonic() - began < 5
 
 
 def test_a_hub_name_is_downloaded_with_its_config(monkeypatch: pytest.MonkeyPatch) -> None:

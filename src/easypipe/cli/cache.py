@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +14,7 @@ from easypipe.cli.show import aligned, say
 
 if TYPE_CHECKING:
     from easypipe.cache.admin import CachedDataset
+    from easypipe.cache.folder import CacheFolder
     from easypipe.core.values import JsonObject
 
 cache = typer.Typer(help="See and clear the token cache.", no_args_is_help=True)
@@ -33,9 +35,8 @@ def list_(cache_dir: Folder = None, as_json: AsJson = False) -> None:
     reader has them open.
     """
     from easypipe.cache.admin import list_cache
-    from easypipe.cache.location import cache_folder
 
-    found = list_cache(cache_folder(cache_dir))
+    found = list_cache(_folder(cache_dir))
     if as_json:
         typer.echo(
             json.dumps(
@@ -88,9 +89,8 @@ def clear(
     removed while data is prepared.
     """
     from easypipe.cache.admin import clear_cache
-    from easypipe.cache.location import cache_folder
 
-    folder = cache_folder(cache_dir)
+    folder = _folder(cache_dir)
     done = clear_cache(folder, older_than_days=older_than, datasets=dataset, dry_run=dry_run)
     verb = "would remove" if dry_run else "removed"
     names = f" ({', '.join(done.removed)})" if done.removed else ""
@@ -105,6 +105,22 @@ def clear(
         )
     for name in done.kept:
         say(f"kept {name}: a reader has it open")
+
+
+def _folder(given: str | None) -> CacheFolder:
+    """The cache at `given`, else the usual one. Raises ConfigError where that is a file."""
+    from easypipe.cache.location import cache_folder
+    from easypipe.core.errors import require
+
+    folder = cache_folder(given)
+    path = folder.at()
+    require(
+        not (isinstance(path, Path) and path.exists() and not path.is_dir()),
+        "--cache-dir" if given else "EASYPIPE_CACHE",
+        f"{path} is no folder",
+        "Give the folder of a cache.",
+    )
+    return folder
 
 
 def _plain(one: CachedDataset) -> JsonObject:

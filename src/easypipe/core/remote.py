@@ -163,13 +163,9 @@ def retrying(
 
 def is_passing(error: BaseException) -> bool:
     """Whether another attempt may succeed."""
+    if any(map(_lasting, _chain(error))):  # libraries wrap it in an error of a passing kind
+        return False
     for link in _chain(error):
-        if (
-            isinstance(link, ChangedError | ssl.SSLCertVerificationError)
-            or "Certificate" in type(link).__name__
-            or _offline(link)
-        ):
-            return False
         if isinstance(link, ConnectionError | TimeoutError | ShortReadError):
             return True
         if isinstance(link, OSError) and link.errno in _PASSING_ERRNO:
@@ -179,6 +175,15 @@ def is_passing(error: BaseException) -> bool:
         ):
             return True
     return status_of(error) in _PASSING_STATUS
+
+
+def _lasting(error: BaseException) -> bool:
+    """Whether no waiting will cure it."""
+    return (
+        isinstance(error, ChangedError | ssl.SSLCertVerificationError)
+        or "Certificate" in type(error).__name__
+        or _offline(error)
+    )
 
 
 def _offline(error: BaseException) -> bool:

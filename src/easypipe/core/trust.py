@@ -34,9 +34,12 @@ _told: set[str] = set()
 def trust_endpoint(url: str) -> None:
     """From now on this process, and those that it starts, send the machine's credentials to the
     server of `url`. Raises ConfigError where it is no URL."""
-    if not all(_origin(url)[:2]):
+    scheme, host = _origin(url)[:2]
+    if scheme not in ("http", "https") or not host:
         raise ConfigError(
-            at="trust_endpoint", problem=f"{url!r} is no URL", fix="Write https://host."
+            at="trust_endpoint",
+            problem=f"{url!r} is no URL of a web server",
+            fix="Write https://host.",
         )
     os.environ[TRUSTED] = f"{os.environ.get(TRUSTED, '')} {url}".strip()
 

@@ -564,6 +564,12 @@ def _sharded(data: Dataset) -> Given:
         "Give it shard_names and open_shard, which yields a dict for every row.",
     )
     shards = attribute_of(data, "shards")
+    require(
+        shards is not None or _has(data, "shard_names"),
+        "data_files",
+        f"{kind.__name__} has no shard_names",
+        "Give it a list of names, for each of which open_shard yields rows.",
+    )
     names: Any = data.shard_names if shards is None else [shard.name for shard in shards]
     names = names() if callable(names) else names
     if (
@@ -577,7 +583,14 @@ def _sharded(data: Dataset) -> Given:
         )
 
     def from_start(name: str, row: int) -> Iterable[Item]:
-        return _behind(iter(data.open_shard(name)), row)
+        rows = data.open_shard(name)
+        require(
+            isinstance(rows, Iterable),
+            f"data_files, shard {name!r}",
+            f"open_shard of {kind.__name__} gave {type(rows).__name__}, which has no rows",
+            "Yield a dict for every row.",
+        )
+        return _behind(iter(rows), row)
 
     seeks = "open_shard_at_row" in own
     return Given(

@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
-import socket
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from easypipe.core import remote, trust
 from easypipe.core.errors import MissingFileError, SourceError, StorageError, require
+from easypipe.core.reachable import hub_unreachable
 from easypipe.core.remote import StorageOptions
 from easypipe.core.values import Arguments, Json
 from easypipe.sources.refs import FileRef, format_of
@@ -30,10 +25,6 @@ log = logging.getLogger("easypipe")
 # where the Hub keeps its own parquet copy of datasets that came in another form
 CONVERTED = "refs/convert/parquet"
 BY_RANGES = ("parquet", "arrow")
-CONNECT_S = 4.0  # for the Hub to be found at all; what it answers then may take longer
-
-
-_answered: set[tuple[str, int]] = set()  # hosts that this process has connected to
 
 
 class Listing(NamedTuple):
@@ -205,51 +196,15 @@ class HubRepo:
 
 
 def _require_someone_there(endpoint: str, at: str) -> None:
-    """Raises SourceError within CONNECT_S where no connection to the Hub comes about: a machine
-    without a network is told at once.
-
-    Asked once for each host, or proxy before it: what lies behind a proxy, and where the Hub's
-    client was told to ask nobody, that client says.
-    """
-    from huggingface_hub import constants
-
-    parts = urlsplit(endpoint)
-    proxy = {} if proxy_bypass(parts.hostname or "") else getproxies()
-    via = proxy.get(parts.scheme) or proxy.get("all")
-    if via:
-        parts = urlsplit(via if "://" in via else f"http://{via}")
-    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 1080)  # the last is SOCKS
-    host, role = parts.hostname or "", "the proxy " if via else ""
-    if constants.HF_HUB_OFFLINE or (host, port) in _answered:
-        return
-    said: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
-    began = time.monotonic()
-
-    def connect() -> None:
-        wait = 0.1
-        while True:
-            try:
-                socket.create_connection((host, port), timeout=CONNECT_S).close()
-                return said.put(None)
-            except OSError as error:
-                if time.monotonic() - began + wait >= CONNECT_S:
-                    return said.put(error)
-            time.sleep(wait)
-            wait *= 2
-
-    # a resolver cannot be interrupted
-    threading.Thread(target=connect, name="easypipe-connect", daemon=True).start()
-    try:
-        failure = said.get(timeout=CONNECT_S)
-    except queue.Empty:
-        failure = TimeoutError("no answer in time")
-    if failure is not None:
+    """Raises SourceError within seconds where no connection to the Hub comes about."""
+    why = hub_unreachable(endpoint)
+    if why is not None:
+        proxy = ", or https_proxy" if why.startswith("the proxy") else ""
         raise SourceError(
             at=at,
-            problem=f"the Hub cannot be reached: {role}{host}:{port}: {failure}",
-            fix=f"Check the network{', or https_proxy' if via else ''}, or HF_ENDPOINT where a "
-            "mirror is used; else download it where there is one "
+            problem=f"the Hub cannot be reached: {why}",
+            fix=f"Check the network{proxy}, or HF_ENDPOINT where a mirror is used; else download "
+            "it where there is one "
             f"(hf download --repo-type dataset {at.removeprefix('hf://datasets/')} --local-dir "
             "FOLDER) and give data_files the folder.",
         )
-    _answered.add((host, port))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from easypipe.core.errors import TokenizerError, did_you_mean
+from easypipe.core.reachable import hub_unreachable
 from easypipe.core.trust import hub_token
 
 logger = logging.getLogger("easypipe")
@@ -260,9 +261,9 @@ def _from_hub(name: str) -> TokenizerFiles:
         ),
         LocalEntryNotFoundError: (
             "no file or folder of this name, and the Hugging Face Hub cannot be reached: {why}",
-            "Check the network (and HF_HUB_OFFLINE, HF_ENDPOINT), give a local tokenizer.json, or, "
-            "for a private or gated "
-            "repository, set HF_TOKEN.",
+            "Check the network (and HF_HUB_OFFLINE, HF_ENDPOINT), give a local tokenizer.json "
+            f"(hf download {name} --local-dir FOLDER where there is a network), or, for a private "
+            "or gated repository, set HF_TOKEN.",
         ),
         EntryNotFoundError: (
             "the Hub repository holds no tokenizer.json",
@@ -275,11 +276,16 @@ def _from_hub(name: str) -> TokenizerFiles:
             "Give a local tokenizer.json, or, for a private or gated repository, set HF_TOKEN.",
         ),
     }
+    offline = hub_unreachable()
     try:
-        path = Path(hf_hub_download(name, "tokenizer.json", token=hub_token()))
+        path = Path(
+            hf_hub_download(
+                name, "tokenizer.json", token=hub_token(), local_files_only=offline is not None
+            )
+        )
     except (OSError, ValueError, EntryNotFoundError) as error:
         problem, fix = next(said for kind, said in told.items() if isinstance(error, kind))
-        problem = problem.replace("{why}", _root(error))
+        problem = problem.replace("{why}", offline or _root(error))
         raise TokenizerError(at=name, problem=problem, fix=fix) from None
     config = _optional_from_hub(name, "tokenizer_config.json")
     return TokenizerFiles(_read(path, path.parent).definition, _options(config), f"hub:{name}")
@@ -291,7 +297,8 @@ def _optional_from_hub(name: str, file: str) -> Path | None:
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(name, file, token=hub_token()))
+        offline = hub_unreachable() is not None
+        return Path(hf_hub_download(name, file, token=hub_token(), local_files_only=offline))
     except (OSError, ValueError, EntryNotFoundError) as error:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None

@@ -11,6 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from easypipe.core.errors import MissingFileError, SourceError, StateError, raising
+from easypipe.core.reachable import hub_unreachable
 from easypipe.core.trust import hub_token
 from easypipe.core.values import JsonObject
 
@@ -76,10 +77,16 @@ def _downloaded(name: str, revision: str | None, patterns: list[str]) -> Path:
         RepositoryNotFoundError,
     )
 
+    offline = hub_unreachable()
     try:
-        token = hub_token()
         return Path(
-            snapshot_download(name, revision=revision, allow_patterns=patterns, token=token)
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=patterns,
+                token=hub_token(),
+                local_files_only=offline is not None,
+            )
         )
     except GatedRepoError as error:
         kind, problem = SourceError, "the Hub repository is gated"
@@ -93,7 +100,8 @@ def _downloaded(name: str, revision: str | None, patterns: list[str]) -> Path:
     except LocalEntryNotFoundError as error:
         kind, problem = (
             MissingFileError,
-            "no folder of this name, and the Hugging Face Hub cannot be reached",
+            "no folder of this name, and the Hugging Face Hub cannot be reached"
+            + (f": {offline}" if offline else ""),
         )
         fix, cause = "Check the path, the network, and HF_HUB_OFFLINE.", error
     # HTTP and validation errors of the Hub's client derive from these

@@ -1,0 +1,72 @@
+# pyright: strict
+"""Whether a connection to the Hub comes about, told within seconds."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+CONNECT_S = 4.0  # for the Hub to be found at all; what it answers then may take longer
+
+FAILED_S = 30.0  # after which a host that could not be reached is asked again
+
+# hosts and when they were asked, with why they could not be reached
+_asked: dict[tuple[str, int], tuple[float, str | None]] = {}
+
+
+def hub_unreachable(endpoint: str | None = None) -> str | None:
+    """Why no connection to the Hub comes about, within CONNECT_S; None where one does: a machine
+    without a network is told at once.
+
+    Asked once for each host, or proxy before it, and again FAILED_S after a failure: what lies
+    behind a proxy, and where the Hub's client was told to ask nobody, that client says.
+
+    Args:
+        endpoint: Of the Hub; None takes the one of its client.
+    """
+    from huggingface_hub import constants
+
+    parts = urlsplit(endpoint or constants.ENDPOINT)
+    proxy = {} if proxy_bypass(parts.hostname or "") else getproxies()
+    via = proxy.get(parts.scheme) or proxy.get("all")
+    if via:
+        parts = urlsplit(via if "://" in via else f"http://{via}")
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 1080)  # the last is SOCKS
+    host, role = parts.hostname or "", "the proxy " if via else ""
+    if constants.HF_HUB_OFFLINE:
+        return None
+    asked, why = _asked.get((host, port), (-FAILED_S, ""))
+    if why is None or time.monotonic() - asked < FAILED_S:
+        return why
+    failure = _connection_failure(host, port)
+    why = None if failure is None else f"{role}{host}:{port}: {failure}"
+    _asked[host, port] = time.monotonic(), why
+    return why
+
+
+def _connection_failure(host: str, port: int) -> OSError | None:
+    said: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
+    began = time.monotonic()
+
+    def connect() -> None:
+        wait = 0.1
+        while True:
+            try:
+                socket.create_connection((host, port), timeout=CONNECT_S).close()
+                return said.put(None)
+            except OSError as error:
+                if time.monotonic() - began + wait >= CONNECT_S:
+                    return said.put(error)
+            time.sleep(wait)
+            wait *= 2
+
+    # a resolver cannot be interrupted
+    threading.Thread(target=connect, name="easypipe-connect", daemon=True).start()
+    try:
+        return said.get(timeout=CONNECT_S)
+    except queue.Empty:
+        return TimeoutError("no answer in time")
