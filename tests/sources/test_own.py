@@ -393,7 +393,7 @@ class Rowless(ShardedDataSource):
         ),
         (
             Nameless(),
-            "data_files: Nameless has no shard_names. Give it a list of names",
+            "data_files: shard_names of Nameless are None. Give a list of different names",
         ),
         (
             Rowless(),

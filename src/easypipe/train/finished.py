@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from easypipe.train.model.pretrained.origin import (
 from easypipe.train.model.pretrained.save import Seen
 from easypipe.train.optim.optimizers import Optimizer, make_optimizer
 from easypipe.train.parallel.mesh import make_mesh
+from easypipe.train.record import found_beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +82,11 @@ def load_trained(
         mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
         with states.on(mesh):
             model = _model(checkpoints, step, saved, base, mesh)
-    origin = saved.get("origin")
+    origin, tokenizer = saved.get("origin"), saved.get("tokenizer")
     return Trained(
         model=model,
         step=step,
-        tokenizer=saved.get("tokenizer"),
+        tokenizer=tokenizer and found_beside(tokenizer, Path(run)),
         seen=Seen.recorded(saved),
         base=origin and str(origin["config"]["pretrained"]),
     )
@@ -140,6 +141,8 @@ def _origin(saved: Json, config: TrainingConfig, base: Model | None, at: str) ->
         model = from_dict(ModelConfig, described)
         if published is not None:
             named = from_dict(PretrainedConfig, published["config"])
+            beside = found_beside(str(named.pretrained), Path(at).parents[1])
+            named = replace(named, pretrained=beside)
             found = Pretrained(named, model, published["hf_config"])
             return from_pretrained(found, config.seed, config.lora)
     return origin_of(model, config.seed, config.lora)

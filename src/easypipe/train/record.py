@@ -154,6 +154,24 @@ def fingerprint(loader: BatchLoader) -> dict[str, str] | None:
     return dict(state.components) if isinstance(state, KnowingState) else None
 
 
+def from_anywhere(name: str) -> str:
+    """A tokenizer or model as a run records it: a path that is there from any folder, a Hub name as
+    it is.
+    """
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name
+
+
+def found_beside(name: str, run: Path) -> str:
+    """A tokenizer or model as it is found from here: a relative path that an older run recorded is
+    looked for in the run's folder and those above it, the nearest first, where it is not here.
+    """
+    path = Path(name).expanduser()
+    folder = run.expanduser().absolute()
+    beside = [] if path.exists() else [above / path for above in (folder, *folder.parents)]
+    return next((str(one) for one in beside if one.exists()), name)
+
+
 def recorded_seed(output_dir: str | Path) -> int | None:
     """The data seed of the run in `output_dir`, None where there is no run yet.
 

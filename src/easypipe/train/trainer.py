@@ -85,6 +85,7 @@ from easypipe.train.parallel.mesh import (
     place_batch,
 )
 from easypipe.train.record import (
+    from_anywhere,
     write_changes,
     write_config,
     write_fingerprints,
@@ -197,7 +198,8 @@ class Engine:
         self.config, self.train, self.listener, self.control = config, train, listener, Control()
         self.writes = jax.process_index() == 0  # whether this process writes the files of the run
         self.output_dir = Path(config.output_dir).expanduser()
-        self.tokenizer, self.seen = tokenizer, Seen.of(turns)
+        self.tokenizer = None if tokenizer is None else from_anywhere(tokenizer)
+        self.seen = Seen.of(turns)
         self.run_config = to_dict(run_config or {})
         self.emitted = 0  # the step of the newest event
         self.frozen: dict[str, int] = {}  # fingerprints of what is not trained

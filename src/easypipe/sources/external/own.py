@@ -564,16 +564,10 @@ def _sharded(data: Dataset) -> Given:
         "Give it shard_names and open_shard, which yields a dict for every row.",
     )
     shards = attribute_of(data, "shards")
-    require(
-        shards is not None or _has(data, "shard_names"),
-        "data_files",
-        f"{kind.__name__} has no shard_names",
-        "Give it a list of names, for each of which open_shard yields rows.",
-    )
-    names: Any = data.shard_names if shards is None else [shard.name for shard in shards]
+    names: Any = attribute_of(data, "shard_names") if shards is None else [s.name for s in shards]
     names = names() if callable(names) else names
     if (
-        isinstance(names, str)
+        isinstance(names, str | None)
         or not all(isinstance(name, str) for name in names)
         or not len(names) == len(set(names)) > 0
     ):

@@ -152,8 +152,8 @@ def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
         raise TokenizerError(
             at=name_or_path,
             problem="the tokenizer has no chat template",
-            fix="Set chat_template to a .jinja file, or put a chat_template.jinja beside "
-            "tokenizer.json.",
+            fix="Put a chat_template.jinja beside tokenizer.json, or set chat_template of the "
+            "dataset to a .jinja file.",
         )
     return (
         template,

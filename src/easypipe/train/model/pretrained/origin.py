@@ -41,6 +41,7 @@ from easypipe.train.model.pretrained.files import (
 )
 from easypipe.train.optim.optimizers import Optimizer
 from easypipe.train.parallel.mesh import make_mesh
+from easypipe.train.record import from_anywhere
 
 # buffers of old versions, computed anew here
 _IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
@@ -253,7 +254,11 @@ class Origin:
         return (
             None
             if found is None
-            else {"config": to_dict(found.named), "hf_config": found.hf_config}
+            else {
+                "config": to_dict(found.named)
+                | {"pretrained": from_anywhere(str(found.named.pretrained))},
+                "hf_config": found.hf_config,
+            }
         )
 
     def state(self, layout: states.ModelLayout, optimizer: Optimizer) -> states.TrainState:
