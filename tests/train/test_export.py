@@ -4,9 +4,11 @@ how conversations are written.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from easypipe import (
 from easypipe.cli import main
 from easypipe.core.errors import StorageError
 from easypipe.train import save_pretrained
+from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.finished import load_trained
 from easypipe.train.model.generate import generate
 from easypipe.transforms.chat.render import load_chat_template, turns_of
@@ -54,13 +57,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tuned(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tuned")
+    shutil.copytree(tokenizer, folder / "tokenizer")
     talks = [
         [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} it is"}]
         for i in range(60)
     ]
-    one = DatasetConfig(
-        name="talks", data_files={"messages": talks}, tokenizer=str(tokenizer), **CHAT
-    )
+    one = DatasetConfig(name="talks", data_files={"messages": talks}, tokenizer="tokenizer", **CHAT)
     data = PipelineConfig(datasets=(one,), seed=7)
     how: dict[str, Any] = {
         "seq_length": 48,
@@ -68,7 +70,8 @@ def tuned(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         "steps": 2,
         "optimizer": {"learning_rate": 0.01},
     }
-    return Trainer(SHAPE, data=data, output_dir=folder / "run", **how).run()
+    with contextlib.chdir(folder):
+        return Trainer(SHAPE, data=data, output_dir=folder / "run", **how).run()
 
 
 def read(folder: Path, name: str) -> Any:
@@ -93,6 +96,18 @@ def test_a_tuned_model_says_what_ends_a_turn_how_long_rows_were_and_how_it_was_a
         assert modes.pop("model.safetensors") == 0o640
         assert set(modes.values()) == {0o640}
         assert stat.S_IMODE(folder.stat().st_mode) == 0o750
+
+
+def test_a_tokenizer_that_was_named_from_the_folder_of_the_run_is_found_from_any(
+    tuned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = str(tuned.output_dir.parent / "tokenizer")
+    assert tuned.tokenizer == load_trained(tuned.output_dir).tokenizer == beside
+    recorded = Checkpoints.run  # before paths were recorded absolute
+    monkeypatch.setattr(
+        Checkpoints, "run", lambda self, step: recorded(self, step) | {"tokenizer": "tokenizer"}
+    )
+    assert load_trained(tuned.output_dir).tokenizer == beside
 
 
 def test_what_was_seen_is_in_the_checkpoint_and_generate_stops_there(

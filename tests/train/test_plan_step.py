@@ -280,6 +280,24 @@ ENTRY %main (a: bf16[1024,256]) -> f32[] {
         }
 
 
+def test_an_all_reduce_that_another_fusion_slices_is_sent_whole() -> None:
+    """As in the step of configs/llama_8b_v5p.yaml on v5p:4x4x4, where XLA notes the algorithm of an
+    all-reduce for the first, and that of a scatter for fusions called all-reduce-scatter alone.
+    """
+    program = """
+%slice.1 (whole: f32[1024,256], at: s32[]) -> f32[128,256] {
+  %whole = f32[1024,256]{1,0} parameter(0)
+  ROOT %kept = f32[128,256]{1,0} dynamic-slice(%whole, %at, %zero), dynamic_slice_sizes={128,256}
+}
+ENTRY %main (a: f32[1024,256]) -> f32[128,256] {
+  %all-reduce.76 = f32[1024,256]{1,0} all-reduce(%a), replica_groups=[1,8]<=[8], to_apply=%add
+  ROOT %fusion = f32[128,256]{1,0} fusion(%all-reduce.76, %id), kind=kLoop, calls=%slice.1
+}
+"""
+    (one,) = read(program, 8).collectives
+    assert (one.kind, one.sent) == ("all-reduce", 2 * 7 / 8 * 1024 * 256 * 4)
+
+
 @pytest.mark.skipif(
     os.environ.get("EASYPIPE_AOT") != "all", reason="a minute of a core (nox -s aot_tpu)"
 )

@@ -24,7 +24,8 @@ BYTES = {
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 FUSED_SCATTER = "all-reduce-scatter"
 """How XLA names a fusion for TPUs in which an all-reduce stands whose slice alone is kept: it sends
-what a reduce-scatter sends. Programs for GPUs hold a reduce-scatter instead."""
+what a reduce-scatter sends. Programs for GPUs hold a reduce-scatter instead. An all-reduce that a
+fusion behind it slices is sent whole: XLA notes the algorithm of an all-reduce beside it."""
 
 _ARRAY = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(")
