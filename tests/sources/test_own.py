@@ -397,7 +397,7 @@ class Rowless(ShardedDataSource):
         ),
         (
             Rowless(),
-            "data_files, shard 'a': open_shard of Rowless gave NoneType, which has no rows. Yield",
+            "shard 'a': open_shard of Rowless gave NoneType, which has no rows. Yield",
         ),
         (lambda: iter(()), "d: holds no row from which columns could be known"),
         (

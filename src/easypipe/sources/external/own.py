@@ -578,12 +578,8 @@ def _sharded(data: Dataset) -> Given:
 
     def from_start(name: str, row: int) -> Iterable[Item]:
         rows = data.open_shard(name)
-        require(
-            isinstance(rows, Iterable),
-            f"data_files, shard {name!r}",
-            f"open_shard of {kind.__name__} gave {type(rows).__name__}, which has no rows",
-            "Yield a dict for every row.",
-        )
+        problem = f"open_shard of {kind.__name__} gave {type(rows).__name__}, which has no rows"
+        require(isinstance(rows, Iterable), f"shard {name!r}", problem, "Yield a dict for a row.")
         return _behind(iter(rows), row)
 
     seeks = "open_shard_at_row" in own
