@@ -13,6 +13,7 @@ import pytest
 from disasters.damage import KINDS, WAYS, Damaged, Kind
 from disasters.interposer import Interposed, missing
 from disasters.jobs import JOBS
+from disasters.page import PAGE
 from disasters.points import FULL, HOWS, KILLED, POWER, REFUSED, Trial, spread
 
 ALL = os.environ.get("EASYPIPE_DISASTERS") == "all"
@@ -60,3 +61,13 @@ def test_struck_at_any_file_operation_nothing_is_lost(
 def test_damage_is_found_before_it_is_used(damaged: Damaged, kind: Kind, way: str) -> None:
     cell = damaged.cell(kind, way)
     assert not cell.wrong, cell
+
+
+def test_the_page_lists_every_job_and_kind_of_file() -> None:
+    """After a change of the tables: python tests/disasters/page.py."""
+    rows = [
+        row.removeprefix("| ").split(" | ")[0]
+        for row in PAGE.read_text(encoding="utf-8").splitlines()
+        if row.startswith("| ") and not row.startswith(("| job |", "| file |", "| ---"))
+    ]
+    assert rows == [*JOBS, *(kind.what for kind in KINDS)]

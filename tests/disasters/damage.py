@@ -104,11 +104,13 @@ class Damaged:
         data = WAYS[way](before, others[-1].read_bytes() if others else NOISE)
         path.unlink() if data is None else path.write_bytes(data)
         outcome = self._run(kind.reader)
-        came = self._came(outcome, sound, path, measured)
+        # a measured value that was damaged, and stands as it was left, is not made again
+        again = path.is_file() and path.read_bytes() != data and unmeasured(path) == measured
+        came = self._came(outcome, sound, path, again)
         wrong = "" if came in (NAMED, AGAIN, TOLD, WITHOUT) or kind.unread else came
         return Cell(kind, way, came, wrong and f"{wrong}: {outcome.said[-1500:]}")
 
-    def _came(self, outcome: Outcome, sound: Outcome, path: Path, measured: bytes) -> str:
+    def _came(self, outcome: Outcome, sound: Outcome, path: Path, again: bool) -> str:
         said = re.sub(r"\s", "", outcome.said)
         named = any(name in said for name in (path.name, path.parent.name, "loaderstate:"))
         if outcome.code == BARE or "This is not what should happen" in outcome.said:
@@ -117,7 +119,7 @@ class Damaged:
             return NAMED if named else "an error that does not name it"
         if _digest(outcome) != _digest(sound):
             return "believed"
-        if path.is_file() and unmeasured(path) == measured:
+        if again:
             return AGAIN
         if not path.exists():
             return WITHOUT
