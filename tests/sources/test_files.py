@@ -88,6 +88,10 @@ def test_links_are_not_read_again_and_again(
     caplog.clear()
     assert names(data, resolve(data)) == ["a.jsonl", "deep/b.jsonl"]
     assert f"{data / 'other'}" in caplog.text
+    caplog.clear()
+    resolve(data)
+    resolve(data / "**" / "*.jsonl")
+    assert not caplog.text, "a command lists files more than once, and says so once"
     with pytest.raises(SourceError, match=r"named twice in data_files as .*a\.jsonl \(again by "):
         resolve([data / "a.jsonl", data / "current" / "a.jsonl"])
 

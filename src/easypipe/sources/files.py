@@ -7,6 +7,7 @@ the Hub.
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import io
 import logging
@@ -42,6 +43,12 @@ KEPT_SMALL = 16  # such files of a process
 _small = tuple(threading.Lock() for _ in range(64))
 
 DataFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | FileRef]
+
+
+@functools.cache
+def _warn_once(message: str, *of: object) -> None:
+    """A process may list the same files several times."""
+    log.warning(message, *of)
 
 
 def resolve(
@@ -93,7 +100,7 @@ def resolve(
             mine[inode] = file.path
             found.append(file)
         if again:
-            log.warning(
+            _warn_once(
                 "%s: %d names stand for files that it has already (%s is %s), and are left out",
                 text,
                 len(again),
@@ -282,7 +289,7 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
                 "they link to folders. Name those in data_files, or give a pattern with **, "
                 "where their files are wanted"
             )
-            log.warning(
+            _warn_once(
                 "%s: %s %s not followed: %s",
                 text,
                 ", ".join(links[:3]),
@@ -300,7 +307,7 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
         pattern = glob.escape(folder) + rest
         matches = [name for name in _matches(pattern, circles) if os.path.isfile(name)]
         if circles:
-            log.warning(
+            _warn_once(
                 "%s: %s leads to a folder that it has already, and is not followed",
                 text,
                 ", ".join(dict.fromkeys(circles)),
