@@ -40,7 +40,6 @@ BOM = b"\xef\xbb\xbf"
 
 # (data, final, starts, ends) -> (records, bytes consumed, status), see scanners.py
 Splitter = Callable[[UInt8, bool, Int64, Int64], tuple[int, int, int]]
-Facts = dict[str, Any]  # what an index keeps of a format's own, as JSON
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,7 @@ class Layout:
     key: Any
     split: Splitter
     start: int
-    schema: Callable[[Facts], pa.Schema]
+    schema: Callable[[JsonObject], pa.Schema]
     parse: Callable[[Records, pa.Schema], Rows]
     observer: Callable[[], Observer] | None = None
     lead: int = 0
@@ -81,7 +80,7 @@ class RecordIndex:
     offsets: Int64
     stop: int
     restarts: tuple[Restart, ...]
-    facts: Facts
+    facts: JsonObject
 
     def cuts(self) -> tuple[int, ...]:
         """Rows with entries, at least CUT_BYTES apart."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -379,28 +379,27 @@ class _Run:
             seconds=0.0,
         )
 
-    def notes(self, name: str) -> list[str]:
-        load, size, found = self.load, self.load.batch_size, list[str]()
+    def notes(self, name: str) -> Iterator[str]:
+        load, size = self.load, self.load.batch_size
         if self.asked is not None and self.available is not None and self.asked > self.available:
-            found.append(
+            yield (
                 f"{self.asked:,} steps are asked for, the data ends after {self.available:,}: "
                 "raise load.num_epochs, or set it to null"
             )
         if self.left_over and self.steps == self.available:
-            found.append(
+            yield (
                 f"{self.left_over:,} rows at the end fill no batch of {size:,} "
                 "and are left out (load.drop_last)"
             )
         if self.steps == 0:
-            found.append(f"{name!r} fills no batch of {size:,}: nothing would be trained")
+            yield f"{name!r} fills no batch of {size:,}: nothing would be trained"
         shuffled, grouped = load.shuffle_buffer_size, (load.group_by_length or 0) * size
         for rows, what in (
             (shuffled, f"a block of {shuffled or 0:,} shuffled rows"),
             (grouped, f"a window of {grouped:,} rows grouped by length"),
         ):
             if rows and self.reached.stop % rows and self.steps != self.available:
-                found.append(f"the run ends inside {what}; it is counted as if they were in order")
-        return found
+                yield f"the run ends inside {what}; it is counted as if they were in order"
 
 
 def _datasets(

@@ -282,23 +282,24 @@ def fitted(blocks: Blocks, device: Device, sizes: Sizes) -> Blocks:
     if blocks.resident:
         backward = backward._replace(back_width=sizes.width)
     mixed = Blocks(*forward[:4], *backward[4:])
-    return mixed if not refused_blocks(mixed, device, sizes) else Blocks(*forward[:4], *plan[4:])
+    return (
+        mixed if not any(refused_blocks(mixed, device, sizes)) else Blocks(*forward[:4], *plan[4:])
+    )
 
 
-def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> list[str]:
+def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> Iterator[str]:
     """Every reason why a problem of these sizes cannot run in these blocks."""
-    reasons = []
     parts = blocks.back_parts
     if blocks.tokens % blocks.rows:
-        reasons.append(f"tokens {blocks.tokens} is no multiple of rows {blocks.rows}")
+        yield f"tokens {blocks.tokens} is no multiple of rows {blocks.rows}"
     if any(
         size % LANES
         for size in (blocks.rows, blocks.columns, blocks.back_rows, blocks.back_columns)
     ):
-        reasons.append(f"rows and columns must be multiples of {LANES}")
+        yield f"rows and columns must be multiples of {LANES}"
     if blocks.resident:
         if sizes.tokens % blocks.back_rows or parts > 1 or blocks.back_width != sizes.width:
-            reasons.append(
+            yield (
                 f"resident needs back_parts 1, back_width {sizes.width} and back_rows that divide "
                 f"{sizes.tokens} tokens"
             )
@@ -309,21 +310,19 @@ def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> list[str]:
             or not blocks.own_columns
             or blocks.own_columns % LANES
         ):
-            reasons.append(
+            yield (
                 f"own_tokens needs back_width 0, a multiple of back_rows {blocks.back_rows}, and "
                 f"own_columns of {LANES}"
             )
     else:
         if sizes.width % blocks.back_width:
-            reasons.append(
-                f"back_width {blocks.back_width} does not divide a width of {sizes.width}"
-            )
+            yield f"back_width {blocks.back_width} does not divide a width of {sizes.width}"
         for what, size, block in (
             ("tokens", sizes.tokens, blocks.back_rows),
             ("columns", sizes.vocab, blocks.back_columns),
         ):
             if cdiv(size, block) % parts:
-                reasons.append(
+                yield (
                     f"{cdiv(size, block)} tiles of {block} {what} are no equal shares for {parts} "
                     "cores"
                 )
@@ -332,11 +331,10 @@ def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> list[str]:
         ("backward", backward_vmem(blocks, sizes)),
     ):
         if need > device.vmem - RESERVED:
-            reasons.append(
+            yield (
                 f"{name} needs {need / MIB:.1f} MiB of VMEM; there are {device.vmem // MIB}, and "
                 f"the compiler takes {RESERVED // MIB}"
             )
-    return reasons
 
 
 def as_blocks(values: Mapping[str, int]) -> Blocks:

@@ -152,7 +152,7 @@ def _blocks(
     sizes = sizes_of(tokens, width, vocab, dtype, grad_dtype)
     if given is not None:
         blocks = given if isinstance(given, Blocks) else as_blocks(given)
-        if reasons := refused_blocks(blocks, device, sizes):
+        if reasons := [*refused_blocks(blocks, device, sizes)]:
             raise ConfigError(
                 at="pallas_tpu.blocks",
                 problem="; ".join(reasons),
