@@ -21,6 +21,7 @@ from easypipe.cli.discover import discover
 from easypipe.cli.doctor import doctor
 from easypipe.cli.explain import explain
 from easypipe.cli.export import export
+from easypipe.cli.foreign import import_foreign
 from easypipe.cli.generate import generate
 from easypipe.cli.init import init
 from easypipe.cli.kernels import kernels
@@ -50,6 +51,11 @@ app = typer.Typer(
 COMMANDS: tuple[tuple[str, Callable[..., None], tuple[str, ...]], ...] = (
     ("quickstart", quickstart, ("quickstart", "quickstart --output-dir try --set train.steps=50")),
     ("init", init, ("init sft", "init pretrain --out configs/mine.yaml")),
+    (
+        "import",
+        import_foreign,
+        ("import axolotl lora-8b.yml --out sft.yaml", "import trl recipes/sft.yaml"),
+    ),
     (
         "discover",
         discover,

@@ -1,0 +1,48 @@
+"""`easypipe import`: a config of axolotl, TRL or LLaMA-Factory as one of ours."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from easypipe.cli.show import say
+from easypipe.core.errors import require
+
+
+class Tool(Enum):
+    """Whose configs are read."""
+
+    axolotl = "axolotl"
+    trl = "trl"
+    llamafactory = "llamafactory"
+
+
+def import_foreign(
+    tool: Annotated[Tool, typer.Argument(metavar="axolotl|trl|llamafactory", help="Whose it is.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Its YAML file.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="OUT.YAML", help="Else on the terminal.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
+) -> None:
+    """Write a config of another tool as one of ours, and list by line what nothing stands for."""
+    from easypipe.core.storage import commit_bytes
+    from easypipe.interop.foreign import import_config, lines_left, written
+
+    fix = "Give another name, or --force to overwrite it."
+    require(out is None or force or not out.exists(), "--out", f"{out} exists already", fix)
+    made = import_config(tool.value, config)
+    text = written(made, tool.value, config)
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    commit_bytes(out, text.encode())
+    say(f"wrote {out}: {len(made.carried)} keys are carried, {len(made.left)} need a look:")
+    for line in lines_left(made, config):
+        say(f"  {line}", style="yellow")
+    say(f"Then: easypipe preview {out}, and easypipe plan {out}")

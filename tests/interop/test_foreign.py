@@ -1,0 +1,119 @@
+"""Configs of axolotl, TRL and LLaMA-Factory, as their repositories have them, as configs of ours."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from easypipe.cli import main
+from easypipe.core.config import from_dict, load_yaml
+from easypipe.core.errors import ConfigError
+from easypipe.interop.foreign import TOOLS, import_config
+from easypipe.run import RunConfig
+
+FILES = sorted((Path(__file__).parent / "foreign").glob("*.yaml"))
+
+
+def of(name: str) -> tuple[str, Path]:
+    path = next(path for path in FILES if path.stem == name)
+    return name.partition("-")[0], path
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_key_is_carried_or_told(path: Path) -> None:
+    tool = path.stem.partition("-")[0]
+    made = import_config(tool, path)
+    said = {*made.carried, *(re.match(r"\w+", key)[0] for key in made.left)}  # type: ignore[index]
+    assert said >= set(load_yaml(path))
+    assert not [why for why in made.left.values() if "no key of this name" in why]
+    run = from_dict(RunConfig, made.config)
+    assert run.model.pretrained
+
+
+def test_five_of_each_are_tried() -> None:
+    for tool in TOOLS:
+        assert sum(path.stem.startswith(f"{tool}-") for path in FILES) >= 5, tool
+
+
+def test_what_axolotl_s_keys_become() -> None:
+    made = import_config(*of("axolotl-lora-8b"))
+    run = from_dict(RunConfig, made.config)
+    assert run.train.lora is not None
+    assert (run.train.lora.rank, run.train.lora.alpha, run.train.lora.targets) == (32, 16, ("*",))
+    assert run.data.pack is not None
+    assert (run.data.pack.seq_length, run.data.pack.strategy) == (4096, "first_fit")
+    assert run.data.load is not None
+    assert (run.data.load.batch_size, run.data.load.num_epochs) == (8, 4)
+    assert run.train.accumulate_steps == 4
+    assert run.train.optimizer.name == "adamw"
+    assert run.data.datasets[0].prompt.format_type == "alpaca"
+    for key in ("load_in_8bit", "lora_dropout", "lora_modules_to_save", "warmup_ratio"):
+        assert key in made.left, key
+    assert "8 bits" in made.left["optimizer"]
+
+    run = from_dict(RunConfig, import_config(*of("axolotl-fft-8b-liger-fsdp")).config)
+    assert run.train.mesh == "fsdp"
+    assert run.data.datasets[0].prompt.format_type == "sharegpt"
+    assert run.data.datasets[0].split == "train[:20%]"
+    assert run.train.optimizer.warmup_steps == 100
+    run = from_dict(RunConfig, import_config(*of("axolotl-instruct-dpo-lora-8b")).config)
+    assert run.train.preference is not None
+    assert run.data.datasets[0].prompt.rejected_column == "rejected"
+    run = from_dict(RunConfig, import_config(*of("axolotl-qlora-1b")).config)
+    assert set(run.train.lora.targets) == {"query", "key", "value", "output", "gate", "up", "down"}
+
+
+def test_what_the_others_keys_become() -> None:
+    made = import_config(*of("trl-zephyr-dpo-qlora"))
+    run = from_dict(RunConfig, made.config)
+    assert run.train.preference.beta == 0.01
+    assert run.train.checkpoint.every == 100
+    assert (run.data.tokenize.max_length, run.data.pack.seq_length) == (1024, 2048)
+    assert [one.split for one in run.data.datasets] == ["train_prefs"]
+    assert "torch_dtype" in made.left
+    run = from_dict(RunConfig, import_config(*of("trl-smollm-sft")).config)
+    assert len(run.data.datasets) == 10
+    assert run.data.datasets[0].content_field == "messages"
+    assert "<|im_start|>" in run.data.datasets[0].chat_template
+    assert run.train.callbacks.wandb
+    assert run.train.callbacks.tensorboard
+    run = from_dict(RunConfig, import_config(*of("trl-gpt2-nl-cpt")).config)
+    assert (run.data.datasets[0].subset, run.data.datasets[0].content_field) == ("tiny", "text")
+    made = import_config(*of("llamafactory-lora-kto"))
+    assert "kto" in made.left["stage"]
+    assert "pref_beta" in made.left
+    run = from_dict(RunConfig, made.config)
+    assert run.train.preference is None
+    assert run.data.datasets[0].num_rows == 1000
+    assert run.eval["held_out"].datasets
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tool, path = of("axolotl-lora-8b")
+    out = tmp_path / "sft.yaml"
+    assert main(["import", tool, str(path), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    number = path.read_text().splitlines().index("load_in_8bit: true") + 1
+    assert f"line {number}, load_in_8bit: quantized weights are not known here" in said
+    assert RunConfig.load(out).train.lora is not None
+    assert f"line {number}, load_in_8bit" in out.read_text()
+    assert main(["import", tool, str(path), "--out", str(out)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["import", tool, str(path)]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["pretrained"]
+
+
+def test_a_key_that_nobody_knows_and_files_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("base_model: m\nsurprise: 1\nnum_epochs: 1.5\n")
+    made = import_config("axolotl", path)
+    assert made.left["surprise"] == "no key of this name is known here"
+    assert "no whole number" in made.left["num_epochs"]
+    path.write_text("learning_rate: 1\n")
+    with pytest.raises(ConfigError, match="names no model"):
+        import_config("trl", path)
+    with pytest.raises(ConfigError, match="no importer for 'unsloth'"):
+        import_config("unsloth", path)
