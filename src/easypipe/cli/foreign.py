@@ -32,7 +32,7 @@ def import_foreign(
 ) -> None:
     """Write a config of another tool as one of ours, and list by line what nothing stands for."""
     from easypipe.core.storage import commit_bytes
-    from easypipe.interop.foreign import import_config, lines_left, written
+    from easypipe.interop.foreign.tools import import_config, lines_left, written
 
     fix = "Give another name, or --force to overwrite it."
     require(out is None or force or not out.exists(), "--out", f"{out} exists already", fix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.resources
 import logging
 from collections.abc import Callable, Sequence
@@ -64,13 +65,14 @@ def page(folders: Sequence[Path], *, refresh: int | None = None) -> str:
         lstrip_blocks=True,
     )
     files = importlib.resources.files("easypipe.train.report")
+    library = files / "echarts" / "echarts.min.js.gz"
     return pages.get_template("page.html.jinja").render(
         title=", ".join(name for name, _, _ in runs),
         runs=runs,
         numbers=[drawn for _, drawn, _ in runs],
         shown=shown,
         refresh=refresh,
-        library=(files / "echarts" / "echarts.min.js").read_text("utf-8"),
+        library=gzip.decompress(library.read_bytes()).decode(),
         script=(files / "page.js").read_text("utf-8"),
     )
 

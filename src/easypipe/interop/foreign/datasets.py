@@ -1,0 +1,189 @@
+"""Where another tool's config has its rows, and how they are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from easypipe.core.values import Json, JsonObject
+from easypipe.interop.foreign.rules import ForeignConfig, Rule
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+FILES = (".json", ".jsonl", ".parquet", ".csv", ".arrow", ".txt", ".gz", ".zst")
+
+
+def _sources(made: ForeignConfig, datasets: Sequence[JsonObject], key: str) -> None:
+    have = made.config.setdefault("data", {}).setdefault("datasets", [])
+    have += datasets
+    made.say(key, f"data.datasets: {', '.join(str(one['data_files']) for one in datasets)}")
+
+
+def _from(name: str) -> JsonObject:
+    """Where a dataset's rows are: files, or a dataset of the Hub."""
+    hub = HUB_NAME.fullmatch(name) and not name.endswith(FILES) and not Path(name).exists()
+    return {"data_files": name, "type": "huggingface"} if hub else {"data_files": name}
+
+
+def axolotl_datasets(made: ForeignConfig, key: str, given: Json) -> None:
+    value = given[key]
+    found: list[JsonObject] = []
+    for number, one in enumerate(value):
+        at = f"{key}[{number}]"
+        dataset = _from(str(one.get("data_files") or one["path"]))
+        kind = str(one.get("type", "")).removesuffix(".default")
+        if given.get("rl") == "dpo":
+            dataset["prompt"] = {
+                "input_columns": [one.get("field_chosen", "chosen")],
+                "rejected_column": one.get("field_rejected", "rejected"),
+                "train_on": "last_assistant",
+            }
+            kind = "chat_template"
+        elif kind == "alpaca":
+            dataset["prompt"] = {"format_type": "alpaca"}
+        elif kind == "completion":
+            dataset["content_field"] = one.get("field", "text")
+        elif kind in ("chat_template", "sharegpt"):
+            dataset["content_field"] = one.get("field_messages", "messages")
+        else:
+            made.left[at] = f"type {kind!r} is not known here: alpaca, chat_template, completion"
+        roles = one.get("message_property_mappings") or {}
+        names = (
+            one.get("message_field_role") or roles.get("role"),
+            one.get("message_field_content") or roles.get("content"),
+        )
+        if names in (("from", "value"), ("role", "content"), (None, None)):
+            if names[0] == "from":
+                dataset["prompt"] = {
+                    "format_type": "sharegpt",
+                    "input_columns": [dataset.pop("content_field")],
+                }
+        else:
+            made.left[at] = f"messages with the keys {names}: set message_fields of the dataset"
+        for name, path in (("split", "split"), ("name", "subset"), ("revision", "revision")):
+            if one.get(name) is not None:
+                dataset[path] = one[name]
+        known = {
+            "path", "type", "data_files", "field", "field_messages", "field_chosen",
+            "field_rejected", "message_property_mappings", "message_field_role",
+            "message_field_content", "split", "name", "revision", "ds_type",
+        }  # fmt: skip
+        roles = one.get("roles")
+        if roles and all([role] == list(names) for role, names in roles.items()):
+            known.add("roles")
+        for name in one:
+            if name not in known:
+                made.left[f"{at}.{name}"] = "no key of this name is known here"
+        found.append(dataset)
+    _sources(made, found, key)
+
+
+def trl_dataset(made: ForeignConfig, key: str, given: Json) -> None:
+    value = given[key]
+    dataset = _from(str(value))
+    for name, path in (("dataset_config", "subset"), ("dataset_train_split", "split")):
+        if given.get(name):
+            dataset[path] = given[name]
+    _sources(made, [dataset], key)
+
+
+def mixture(made: ForeignConfig, key: str, given: Json) -> None:
+    value = given[key]
+    found: list[JsonObject] = []
+    for one in value["datasets"]:
+        dataset = _from(one["id"])
+        dataset |= {"split": one["split"]} if "split" in one else {}
+        dataset |= {"subset": one["config"]} if one.get("config", "default") != "default" else {}
+        dataset["split"] = _share(made, key, dataset.get("split", "train"), one.get("weight", 1.0))
+        found.append(dataset)
+    _sources(made, found, key)
+    if value.get("test_split_size"):
+        held_out(made, "test_split_size", value)
+
+
+def _share(made: ForeignConfig, key: str, split: str, share: float) -> str:
+    """A split, or the share of its rows that TRL calls a weight."""
+    percent = share * 100
+    if percent == 100:
+        return split
+    if percent == int(percent):
+        return f"{split}[:{int(percent)}%]"
+    made.left[f"{key}, {split}"] = (
+        f"{share} of its rows are no whole per cents: set num_rows of the dataset"
+    )
+    return split
+
+
+def mixer(made: ForeignConfig, key: str, given: Json) -> None:
+    value = given[key]
+    splits = [str(one) for one in given.get("dataset_splits") or ["train"]]
+    trained = [one for one in splits if "test" not in one]
+    found: list[JsonObject] = []
+    for number, (name, share) in enumerate(value.items()):
+        configs = given.get("dataset_configs") or ()
+        for split in trained:
+            part = _share(made, key, split, share)
+            found.append({**_from(str(name)), "split": part})
+            if number < len(configs):
+                found[-1]["subset"] = configs[number]
+    _sources(made, found, key)
+
+
+def listed(made: ForeignConfig, key: str, given: Json) -> None:
+    """LLaMA-Factory's names stand in a dataset_info.json, which is not read."""
+    value = given[key]
+    names = value.split(",") if isinstance(value, str) else value
+    folder = str(given.get("dataset_dir", "data"))
+    _sources(made, [{"data_files": f"{folder}/{str(name).strip()}.json"} for name in names], key)
+    made.left[key] = (
+        f"the files of {value!r} stand in {folder}/dataset_info.json, which is not read: see "
+        "data_files, and `easypipe discover` for what is in them"
+    )
+
+
+def samples(made: ForeignConfig, key: str, given: Json) -> None:
+    value = given[key]
+    made.dataset["num_rows"] = value
+    made.say(key, f"num_rows of each dataset: {value}")
+
+
+def field(path: str) -> Rule:
+    def rule(made: ForeignConfig, key: str, given: Json) -> None:
+        value = given[key]
+        made.dataset[path] = value
+        made.say(key, f"{path} of each dataset: {value}")
+
+    return rule
+
+
+def template(made: ForeignConfig, key: str, given: Json) -> None:
+    value = given[key]
+    if isinstance(value, str) and ("{%" in value or value in ("chatml", "zephyr", "alpaca")):
+        made.dataset["chat_template"] = value
+        made.say(key, "chat_template of each dataset")
+    elif value in ("tokenizer_default", "default"):
+        made.carried[key] = "the tokenizer's own is taken"
+    else:
+        made.left[key] = (
+            f"no built-in template is called {value!r}: the tokenizer's own is taken; set "
+            "chat_template of the datasets to a .jinja file where it has none"
+        )
+
+
+def trained(made: ForeignConfig, key: str, given: Json) -> None:
+    value = given[key]
+    if value:
+        made.dataset["train_on"] = "all"
+        made.say(key, "train_on: all")
+    else:
+        made.carried[key] = "answers alone are trained"
+
+
+def held_out(made: ForeignConfig, key: str, given: Json) -> None:
+    value = given[key]
+    if isinstance(value, float) and 0 < value < 1:
+        made.put(key, "eval.held_out", {"from": "data", "fraction": value})
+    elif value:
+        made.left[key] = "eval.held_out.fraction is a share of the rows, not a count"
+    else:
+        made.carried[key] = "is off"

@@ -1,0 +1,326 @@
+"""The keys of axolotl, TRL and LLaMA-Factory, each with what becomes of it; `import_config`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from easypipe.core.config import load_yaml
+from easypipe.core.errors import ConfigError, require_known
+from easypipe.core.values import Json
+from easypipe.interop.foreign.datasets import (
+    axolotl_datasets,
+    field,
+    held_out,
+    listed,
+    mixer,
+    mixture,
+    samples,
+    template,
+    trained,
+    trl_dataset,
+)
+from easypipe.interop.foreign.rules import (
+    OPTIMIZERS,
+    SCHEDULES,
+    ForeignConfig,
+    Rule,
+    adapter,
+    beta,
+    dtype,
+    leave,
+    length,
+    lora,
+    loss,
+    named,
+    needless,
+    off,
+    packing,
+    preference,
+    remat,
+    reports,
+    sharded,
+    stage,
+    strategy,
+    targets,
+    to,
+    warmup,
+    whole,
+)
+
+
+def import_config(tool: str, path: str | Path) -> ForeignConfig:
+    """A config of `tool` ("axolotl", "trl", "llamafactory") as one of ours.
+
+    Every key of the file is carried or left; none is dropped.
+
+    Raises:
+        ConfigError: For an unknown tool, a file that is no mapping, one that names no model, and
+            code of strangers (`trust_remote_code` is left, and said).
+    """
+    require_known(tool, tuple(TOOLS), "tool", f"no importer for {tool!r}")
+    given = load_yaml(path)
+    made = ForeignConfig()
+    table = TOOLS[tool]
+    for key, value in given.items():
+        if value is None or value == "":
+            made.carried[key] = "is empty"
+        elif key in table:
+            table[key](made, key, given)
+        else:
+            made.left[key] = "no key of this name is known here"
+    _finish(made, tool, given)
+    if "model" not in made.config:
+        raise ConfigError(
+            at=str(path),
+            problem=f"names no model, so it is no config of {tool}",
+            fix=f"Give a YAML file of {tool}: one of {', '.join(TOOLS)}.",
+        )
+    return made
+
+
+def lines_left(made: ForeignConfig, path: Path) -> list[str]:
+    """What is left, by the line of its key in the file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found: list[tuple[int, str]] = []
+    for key, why in made.left.items():
+        name = re.match(r"\w+", key)
+        head = f"{name[0]}:" if name else key
+        number = next((n for n, line in enumerate(lines, 1) if line.strip().startswith(head)), 0)
+        found.append((number, f"line {number}, {key}: {why}"))
+    return [text for _, text in sorted(found)]
+
+
+def written(made: ForeignConfig, tool: str, path: Path) -> str:
+    """The YAML of a config, with what is left in comments above it."""
+    comments = [f"# Made of {tool}'s {path.name} by `easypipe import`."]
+    if made.left:
+        comments.append("# Look at these, for which nothing stands here, or something else:")
+        comments += [f"#   {line}" for line in lines_left(made, path)]
+    text = yaml.safe_dump(made.config, sort_keys=False, allow_unicode=True, width=100)
+    return "\n".join(comments) + "\n" + text
+
+
+def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
+    """What follows from several keys together."""
+    rows = given.get("micro_batch_size", given.get("per_device_train_batch_size"))
+    parts = given.get("gradient_accumulation_steps", 1)
+    if isinstance(rows, int) and isinstance(parts, int):
+        made.config.setdefault("data", {}).setdefault("load", {})["batch_size"] = rows * parts
+        made.config.setdefault("train", {})["accumulate_steps"] = parts
+        key = "micro_batch_size" if tool == "axolotl" else "per_device_train_batch_size"
+        made.left[key] = (
+            f"data.load.batch_size is of all devices together: {rows * parts} is for one; "
+            "multiply it by their number"
+        )
+    if made.part("train.preference") and (pack := made.part("data.pack")).get("seq_length"):
+        pack["seq_length"] *= 2  # a row holds both answers
+    for dataset in made.config.get("data", {}).get("datasets", ()):
+        for name, value in made.dataset.items():
+            dataset.setdefault(name, value)
+        if tool == "trl" and not {"content_field", "prompt"} & set(dataset):
+            if "preference" in made.config.get("train", {}) or "beta" in given:
+                dataset["prompt"] = {
+                    "input_columns": ["chosen"],
+                    "rejected_column": "rejected",
+                    "train_on": "last_assistant",
+                }
+            elif given.get("chat_template") or "dataset_mixture" in given:
+                dataset["content_field"] = "messages"
+
+
+_CHOSEN = needless("the fastest attention of the device is taken")
+
+
+_SLOW = leave("quantized weights are not known here: they stay in model.dtype")
+
+
+_PUSH = off("a model is pushed after `easypipe export`, by the Hub's own command")
+
+
+_COMMON: dict[str, Rule] = {
+    "output_dir": to("train.output_dir"),
+    "learning_rate": to("train.optimizer.learning_rate"),
+    "weight_decay": to("train.optimizer.weight_decay"),
+    "adam_beta1": to("train.optimizer.beta1"),
+    "adam_beta2": to("train.optimizer.beta2"),
+    "adam_epsilon": to("train.optimizer.epsilon"),
+    "max_grad_norm": to("train.optimizer.clip_norm"),
+    "warmup_steps": whole("train.optimizer.warmup_steps"),
+    "warmup_ratio": warmup,
+    "max_steps": whole("train.steps"),
+    "logging_steps": whole("train.log_every"),
+    "eval_steps": whole("train.eval_every"),
+    "save_steps": whole("train.checkpoint.every"),
+    "save_total_limit": whole("train.checkpoint.keep"),
+    "seed": to("data.seed", "train.seed"),
+    "gradient_accumulation_steps": needless("train.accumulate_steps, and in data.load.batch_size"),
+    "gradient_checkpointing": remat,
+    "gradient_checkpointing_kwargs": needless("has no counterpart in a compiled step"),
+    "bf16": dtype,
+    "fp16": off("products are of bfloat16 or float32"),
+    "tf32": off("XLA chooses by jax_default_matmul_precision"),
+    "attn_implementation": _CHOSEN,
+    "trust_remote_code": off("no code of strangers is run: models are read by family"),
+    "load_in_8bit": off("quantized weights are not known here: they stay in model.dtype"),
+    "load_in_4bit": off("quantized weights are not known here: they stay in model.dtype"),
+    "resume_from_checkpoint": needless("a run goes on from its newest checkpoint"),
+    "deepspeed": sharded,
+    "fsdp": sharded,
+    "fsdp_config": needless("has no counterpart: train.mesh says how arrays are divided"),
+    "ddp_timeout": needless("has no counterpart: processes find each other by train.distributed"),
+    "lora_alpha": lora("alpha"),
+    "lora_dropout": off("adapters have no dropout"),
+    "use_rslora": lora("rank_stabilized"),
+    "neftune_noise_alpha": off("no noise is put on embeddings"),
+    "report_to": reports,
+    "hub_model_id": _PUSH,
+    "hub_strategy": _PUSH,
+    "push_to_hub": _PUSH,
+    "group_by_length": off("data.load.group_by_length is for rows that are not packed"),
+}
+
+
+_TRANSFORMERS: dict[str, Rule] = {
+    **_COMMON,
+    "model_name_or_path": to("model.pretrained"),
+    "model_revision": to("model.revision"),
+    "torch_dtype": dtype,
+    "dtype": dtype,
+    "num_train_epochs": whole("data.load.num_epochs"),
+    "per_device_train_batch_size": needless("in data.load.batch_size"),
+    "per_device_eval_batch_size": needless("held-out data takes batches of the same size"),
+    "optim": named("train.optimizer.name", OPTIMIZERS),
+    "lr_scheduler_type": named("train.optimizer.schedule", SCHEDULES),
+    "lr_scheduler_kwargs": leave("see final_fraction and power of train.optimizer"),
+    "packing": packing,
+    "eval_strategy": strategy("train.eval_every"),
+    "evaluation_strategy": strategy("train.eval_every"),
+    "save_strategy": strategy("train.checkpoint.every"),
+    "logging_strategy": strategy("train.log_every"),
+    "do_train": needless("is what the command says"),
+    "do_eval": needless("is done where there is held-out data"),
+    "overwrite_output_dir": leave("a run goes on in its folder: give another one to begin anew"),
+    "preprocessing_num_workers": to("data.tokenize.num_workers"),
+    "log_level": needless("has no effect on what is trained"),
+    "remove_unused_columns": needless("columns that nothing reads are not read"),
+    "dataloader_num_workers": needless(
+        "has no counterpart: data.load.prefetch_workers are threads"
+    ),
+}
+
+
+_AXOLOTL: dict[str, Rule] = {
+    **_COMMON,
+    "base_model": to("model.pretrained"),
+    "revision_of_model": to("model.revision"),
+    "model_type": needless("is read from the model's config"),
+    "tokenizer_type": needless("is read from the model's files"),
+    "tokenizer_config": to("data.default_tokenizer"),
+    "strict": off("unknown keys are always refused"),
+    "datasets": axolotl_datasets,
+    "dataset_prepared_path": to("data.cache_dir"),
+    "val_set_size": held_out,
+    "sequence_len": length,
+    "sample_packing": packing,
+    "eval_sample_packing": needless("held-out data is packed as `data` is"),
+    "pad_to_sequence_len": needless("packed rows are full"),
+    "adapter": adapter,
+    "lora_r": lora("rank"),
+    "lora_target_modules": targets,
+    "lora_target_linear": targets,
+    "lora_modules_to_save": leave("adapters alone are trained, no table beside them"),
+    "wandb_project": to("train.callbacks.wandb.project"),
+    "wandb_entity": to("train.callbacks.wandb.entity"),
+    "wandb_name": to("train.callbacks.wandb.name"),
+    "micro_batch_size": needless("in data.load.batch_size"),
+    "num_epochs": whole("data.load.num_epochs"),
+    "optimizer": named("train.optimizer.name", OPTIMIZERS),
+    "lr_scheduler": named("train.optimizer.schedule", SCHEDULES),
+    "cosine_min_lr_ratio": to("train.optimizer.final_fraction"),
+    "bfloat16": dtype,
+    "attention": _CHOSEN,
+    "flash_attention": _CHOSEN,
+    "xformers_attention": _CHOSEN,
+    "sdp_attention": _CHOSEN,
+    "early_stopping_patience": leave("see train.callbacks.early_stopping"),
+    "train_on_inputs": trained,
+    "chat_template": template,
+    "evals_per_epoch": leave("train.eval_every counts steps: `easypipe plan` tells how many"),
+    "saves_per_epoch": leave("train.checkpoint.every counts steps"),
+    "eval_max_new_tokens": needless("nothing is written during an evaluation"),
+    "special_tokens": leave("the tokenizer's own are taken; see data.pack.pad_token_id"),
+    "plugins": leave("no plugins: the loss is fused with the head always"),
+    "rl": preference,
+    "rl_beta": beta,
+    "dpo_beta": beta,
+    "loss_watchdog_threshold": leave("see train.spikes, which goes back to a checkpoint"),
+    "loss_watchdog_patience": leave("see train.spikes"),
+    "shuffle_merged_datasets": needless("documents are drawn in a permuted order"),
+    **{
+        f"liger_{name}": needless("XLA fuses it")
+        for name in ("rope", "rms_norm", "glu_activation", "fused_linear_cross_entropy")
+    },
+}
+
+
+_TRL: dict[str, Rule] = {
+    **_TRANSFORMERS,
+    "dataset_name": trl_dataset,
+    "dataset_config": needless("in data.datasets"),
+    "dataset_train_split": needless("in data.datasets"),
+    "dataset_test_split": leave("name its rows under eval.held_out.datasets"),
+    "dataset_mixture": mixture,
+    "dataset_mixer": mixer,
+    "dataset_splits": needless("in data.datasets; those of tests under eval, where there are any"),
+    "dataset_configs": needless("in data.datasets"),
+    "dataset_text_field": field("content_field"),
+    "dataset_num_proc": to("data.tokenize.num_workers"),
+    "dataset_kwargs": needless("what the template writes is taken as it stands"),
+    "max_length": length,
+    "max_seq_length": length,
+    "max_prompt_length": leave("prompts are cut by the length policy of the dataset"),
+    "use_peft": adapter,
+    "lora_r": lora("rank"),
+    "lora_target_modules": targets,
+    "lora_task_type": needless("is what the run says"),
+    "chat_template": template,
+    "assistant_only_loss": needless("is the default of conversations"),
+    "completion_only_loss": needless("is the default of prompts with completions"),
+    "beta": beta,
+    "loss_type": loss,
+    "use_liger_kernel": needless("the loss is fused with the head always"),
+}
+
+
+_LLAMAFACTORY: dict[str, Rule] = {
+    **_TRANSFORMERS,
+    "stage": stage,
+    "finetuning_type": adapter,
+    "lora_rank": lora("rank"),
+    "lora_target": targets,
+    "dataset": listed,
+    "dataset_dir": needless("in data.datasets"),
+    "template": template,
+    "cutoff_len": length,
+    "max_samples": samples,
+    "overwrite_cache": needless("a cache is known by its content, and made anew when that changes"),
+    "val_size": held_out,
+    "plot_loss": needless("curves are drawn always"),
+    "pref_beta": beta,
+    "pref_loss": loss,
+    "flash_attn": _CHOSEN,
+    "train_on_prompt": trained,
+    "quantization_bit": _SLOW,
+    "save_only_model": off("checkpoints hold all that a run needs to go on"),
+}
+
+
+TOOLS: Mapping[str, Mapping[str, Rule]] = {
+    "axolotl": _AXOLOTL,
+    "trl": _TRL,
+    "llamafactory": _LLAMAFACTORY,
+}
