@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from easypipe.interop.foreign.tools import TOOLS, import_config
 
 from easypipe.cli import main
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import ConfigError
+from easypipe.interop.foreign.tools import TOOLS, import_config
 from easypipe.run import RunConfig
 
 FILES = sorted((Path(__file__).parent / "foreign").glob("*.yaml"))
