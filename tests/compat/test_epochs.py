@@ -5,6 +5,7 @@ next one, in an order of its own.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -382,3 +383,16 @@ def test_a_plain_loader_begins_at_its_first_batch_every_time() -> None:
     rows = ItemRows(TOKENS, create_causal_lm_collate(), shuffle=True)
     loader = Loader(rows, LoadStageConfig(batch_size=4))
     assert_same_batches(list(loader), loader)
+
+
+def test_states_tell_passes_and_shares_of_ranks_apart() -> None:
+    rows = [{"x": np.full(2, i)} for i in range(9)]
+
+    def plan(epoch: int, *, even: bool) -> str:
+        built = DataLoaderBuilder().with_dataset(rows).with_batch_size(2)
+        built = built.with_distributed(rank=0, world_size=2)
+        loader = built.with_options(shuffle=True, seed=1, drop_last=even).build()
+        return json.loads(loader.loader(epoch).state().to_json())["components"]["plan"]
+
+    plans = [plan(0, even=True), plan(1, even=True), plan(0, even=False)]
+    assert len(set(plans)) == 3
