@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.text import Text
@@ -14,6 +15,9 @@ from easypipe.cli.arguments import AsJson
 from easypipe.cli.explain import text_line
 from easypipe.cli.preview import TRAINED
 from easypipe.cli.show import say
+
+if TYPE_CHECKING:
+    from easypipe.previews.masks import ConversationMask
 
 
 def masks(
@@ -78,10 +82,14 @@ def masks(
         commit_bytes(html, masks_page(found, f"easypipe masks {source}").encode())
         say(f"wrote {html}")
     else:
-        for one in found:
-            say(Text(one.title, style="bold").append(f" ({one.form})" if one.form else ""))
-            if one.pieces:
-                parts = [(piece.text, piece.masked, None) for piece in one.pieces]
-                say(text_line(parts, 0, TRAINED))
+        _show(found)
     if rows is not None and any(one.reason is not None for one in found):
         raise typer.Exit(1)
+
+
+def _show(found: Sequence[ConversationMask]) -> None:
+    for one in found:
+        say(Text(one.title, style="bold").append(f" ({one.form})" if one.form else ""))
+        if one.pieces:
+            parts = [(piece.text, piece.masked, None) for piece in one.pieces]
+            say(text_line(parts, 0, TRAINED))
