@@ -47,7 +47,7 @@ def test_the_limit_is_named(tmp_path: Path) -> None:
     cache = prepare(
         InMemoryShardedSource(rows, name="d"), small_tokenizer(), dataset="d", cache_dir=tmp_path
     )
-    manifest = tmp_path / "manifests" / "many.json"
+    manifest = tmp_path / "manifests" / f"{cache.manifest.key}.json"
     parts = [
         dataclasses.replace(cache.manifest.parts[0], start=n, stop=n + 1) for n in range(FILES)
     ]

@@ -143,7 +143,7 @@ def test_evaluating_on_trained_rows_is_warned_of(
 def test_refusals(tmp_path: Path) -> None:
     for held, message in (
         ({"from": "dat"}, r"eval.held.from: 'dat' names no data"),
-        ({"from": "data", "fraction": 2}, r"hold_out.fraction"),
+        ({"from": "data", "fraction": 2}, r"eval.held.fraction: 2.0 is no part"),
         ({"from": "data", "datasets": []}, r"eval.held.datasets: has no effect beside from"),
     ):
         with pytest.raises(ConfigError, match=message):

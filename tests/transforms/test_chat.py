@@ -787,7 +787,7 @@ def test_where_a_template_comes_from(tmp_path: Any) -> None:
     assert own.names["eos_token"] == "<|im_end|>"
     assert "<|im_start|>" in own.closers
     bare = without_template(tmp_path / "bare")
-    with pytest.raises(TokenizerError, match=r"has no chat template.*Set chat_template"):
+    with pytest.raises(TokenizerError, match=r"has no chat template.*set chat_template"):
         load_chat_template(load_tokenizer(bare), chat_template=None, train_on="all", date=None)
     (tmp_path / "bare" / "chat_template.jinja").write_text(MARKED)
     assert (

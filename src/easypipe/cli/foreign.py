@@ -30,7 +30,7 @@ def import_foreign(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
 ) -> None:
-    """Write a config of another tool as one of ours, and list by line what nothing stands for."""
+    """Make a config of one of another tool. What nothing stands for here is listed by its line."""
     from easypipe.core.storage import commit_bytes
     from easypipe.interop.foreign.tools import import_config, lines_left, written
 

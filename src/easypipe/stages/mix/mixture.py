@@ -161,9 +161,14 @@ class Mixture:
             )
         return tuple(source.materialize() for source in self.parts.values())
 
-    @cached_property
     def without_eos(self) -> tuple[int, ...]:
-        """Documents of each dataset that do not end with their tokenizer's EOS."""
+        """Documents of each dataset that do not end with their tokenizer's EOS. Prepares where
+        that was not done.
+        """
+        return self._without_eos
+
+    @cached_property
+    def _without_eos(self) -> tuple[int, ...]:
         return tuple(cache.count_without_eos() for cache in self._caches)
 
     def plan(
@@ -246,7 +251,7 @@ class Mixture:
         cache = self._caches[i]
         tokens, fingerprint, lengths = cache.total_tokens, cache.fingerprint, cache.lengths
         if eos is not None:
-            tokens, fingerprint = tokens + self.without_eos[i], f"{fingerprint}+eos"
+            tokens, fingerprint = tokens + self._without_eos[i], f"{fingerprint}+eos"
             lengths = lambda docs: cache.lengths(docs) + ~cache.has_eos(docs)  # noqa: E731
         return PlanDataset(name, cache.num_docs, tokens, fingerprint, lengths)
 

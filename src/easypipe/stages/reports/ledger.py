@@ -68,7 +68,7 @@ def _eos_added(mixture: Mixture, i: int, part: DatasetStats) -> int | None:
     """EOS tokens that the plan added to what was drawn; None where only a part of a dataset was
     drawn that has some of its own.
     """
-    lacking = mixture.without_eos[i]
+    lacking = mixture.without_eos()[i]
     if lacking in (0, part.num_docs):
         return part.draws if lacking else 0
     return part.passes * lacking if part.unreached == 0 else None
