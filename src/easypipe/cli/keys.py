@@ -18,6 +18,7 @@ import typer
 
 from easypipe.cli.show import console, say
 from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.foreign_names import ours
 
 if TYPE_CHECKING:
     from easypipe.core.values import JsonObject
@@ -150,7 +151,7 @@ def _nearest(key: str) -> str:
     every = [path for path, _ in paths()]
     last = key.rpartition(".")[2]
     names = {path.rpartition(".")[2] for path in every}
-    near = did_you_mean(key, every) or did_you_mean(last, sorted(names))
+    near = ours(last) or did_you_mean(key, every) or did_you_mean(last, sorted(names))
     return near or "See all sections with: easypipe config"
 
 

@@ -38,6 +38,7 @@ import yaml
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from easypipe.core.errors import ConfigError, did_you_mean, place, require
+from easypipe.core.foreign_names import ours
 from easypipe.core.trust import require_trusted_storage
 from easypipe.core.values import Arguments, JsonObject, Settings
 
@@ -217,6 +218,8 @@ def meant(cls: Any, key: str) -> str | None:
     for here and where it stands.
     """
     if told := declared(cls, "ELSEWHERE", {}).get(key):
+        return told
+    if (told := ours(key)) is not None:
         return told
     within = [
         f"{name}.{key}"
