@@ -25,7 +25,7 @@ from easypipe.core.checked import commit_checked, parse_checked
 from easypipe.core.config import allowing_code, load_yaml, to_dict
 from easypipe.core.errors import DamagedFileError, MissingFileError, StateError
 from easypipe.core.protocols import BatchLoader
-from easypipe.core.values import Json
+from easypipe.core.values import Json, JsonObject
 from easypipe.train.checks import KnowingState
 
 # in train.output_dir: the configuration as it was resolved, which `easypipe train` takes back
@@ -96,7 +96,7 @@ def write_restart(folder: Path, step: int) -> None:
     write_kept(folder / RESTARTS, [*kept, {"step": step, "time": now}])
 
 
-def _known(path: Path) -> list[Json]:
+def _known(path: Path) -> list[JsonObject]:
     """The entries of a list that goes on; of a damaged one none: it is moved aside."""
     try:
         return read_kept(path) or []
