@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from easypipe.core.errors import require
 from easypipe.previews.preview import Piece, page
 from easypipe.transforms.chat.conversations import wrong_messages
 from easypipe.transforms.chat.render import (
@@ -218,6 +219,8 @@ def _opened(
         if special_tokens is not None:
             template = dataclasses.replace(template, closers=tuple(special_tokens))
         return template, tokenizer
+    fix = "Leave it out, or give a tokenizer."
+    require(chat_template is None, "chat_template", "has no effect beside a template alone", fix)
     written, origin = given_template(source, at="source", names=CHAT_TEMPLATES)
     check_whole(written, "source", origin)
     seen = sorted({*TOKEN.findall(written), *NAMES.values()})

@@ -117,7 +117,13 @@ def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
             "multiply it by their number"
         )
     if made.part("train.preference") and (pack := made.part("data.pack")).get("seq_length"):
-        pack["seq_length"] *= 2  # a row holds both answers
+        pack["seq_length"] *= 2
+        key = next(
+            one
+            for one in ("sequence_len", "max_length", "max_seq_length", "cutoff_len")
+            if one in given
+        )
+        made.say(key, f"and data.pack.seq_length {pack['seq_length']}: a row holds both answers")
     for dataset in made.config.get("data", {}).get("datasets", ()):
         for name, value in made.dataset.items():
             dataset.setdefault(name, value)
