@@ -251,7 +251,7 @@ FAULTS = [
     fault("joined rows have the identity of others", "loader/rows/planned.py", "tests/loader/test_rows.py -k ends_of_documents",
           '(("joined", self.joined), ("train_continued", self.train_continued))', '(("train_continued", self.train_continued),)'),
     fault("an added EOS is always a target", "loader/rows/gather.py", "tests/loader/test_rows.py -k added_eos",
-          "flags[begin + copied - 1] if piece[3] > 0 else 1", "1"),
+          "flags[begin + copied - 1] if found[3, at] > 0 else 1", "1"),
     fault("columns lie at odd places", "loader/collate.py", "tests/loader/test_collate.py -k aligned",
           "-(-column // 16) * 16", "-(-column // 4) * 4"),
     fault("the last shuffle block draws rows that are not there", "loader/order.py", "tests/loader/test_loader.py -k shuffle_buffer",

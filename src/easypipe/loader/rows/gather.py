@@ -159,7 +159,17 @@ def write_rows(view: View, rows, done, tables: Tables, rule, columns, todo):
             _place(segments[r, slot:stop], positions[r, slot:stop], np.int32(n - piece + 1))
             if masked:
                 mask[r, filled:slot] = 0
-                _write_mask(mask[r, slot:stop], tables.mask[part], found[:, at], hold)
+                if hold and found[4, at] > 0:
+                    mask[r, slot:stop] = 0
+                elif tables.mask[part] != 0:
+                    flags = uint8_at(tables.mask[part])
+                    copy(flags, begin, mask[r, slot : slot + copied])
+                    if length > copied:
+                        mask[r, slot + copied] = (
+                            flags[begin + copied - 1] if found[3, at] > 0 else 1
+                        )
+                else:
+                    mask[r, slot:stop] = 1
             filled = stop
             at += 1
         _pad(ids[r, filled:], segments[r, filled:], positions[r, filled:], pad)
@@ -169,21 +179,6 @@ def write_rows(view: View, rows, done, tables: Tables, rule, columns, todo):
             shift_labels(ids[r : r + 1], segments[r : r + 1], mask[r : r + 1], labels[r : r + 1])
         done[r] = True
     return left, np.int64(-1), np.int64(0)
-
-
-@jit
-def _write_mask(mask, address, piece, hold):
-    """Which tokens of a piece are targets, its EOS included. piece: a column of _find_pieces."""
-    begin, copied = piece[1], piece[2]
-    if hold and piece[4] > 0:
-        mask[:] = 0
-    elif address != 0:
-        flags = uint8_at(address)
-        copy(flags, begin, mask[:copied])
-        if mask.shape[0] > copied:
-            mask[copied] = flags[begin + copied - 1] if piece[3] > 0 else 1
-    else:
-        mask[:] = 1
 
 
 @jit
