@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from easypipe.cli import main
-from easypipe.cli.show import Terminal
+from easypipe.cli.terminal import Terminal
 from easypipe.core.errors import SourceError
 from pipelines import jsonl, texts, tokenizer
 

@@ -25,6 +25,7 @@ from easypipe.cli import keys, main, show
 from easypipe.cli.app import COMMANDS, app
 from easypipe.cli.arguments import complete_config
 from easypipe.cli.init import Kind
+from easypipe.cli.terminal import Terminal
 from easypipe.core.config import load_yaml
 from easypipe.core.locks import training
 from easypipe.core.protocols import ProgressEvent
@@ -32,7 +33,7 @@ from easypipe.train.events import TrainEvent
 from pipelines import jsonl, texts, tokenizer
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("numpy", "pyarrow", "pydantic", "jax", "fsspec", "yaml", "tokenizers")
+HEAVY = ("numpy", "pyarrow", "pydantic", "jax", "fsspec", "yaml", "tokenizers", "rich")
 
 
 @pytest.fixture(scope="module")
@@ -290,12 +291,13 @@ def test_progress_without_a_terminal(
     """A line every half minute, of training with the time to go."""
     clock = iter(range(0, 10_000, 10))
     monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(show, "console", show.Terminal(file=io.StringIO(), width=400))
+    screen = io.StringIO()
+    monkeypatch.setattr(show, "console", lambda: Terminal(file=screen, width=400))
     record = {"loss": 1.0}
     with show.training() as heard:
         for step in range(1, 11):
             heard(TrainEvent(kind="step", step=step, steps=1000, record=record))
-    lines = show.console.file.getvalue().splitlines()  # pyright: ignore
+    lines = screen.getvalue().splitlines()
     said = [line for line in lines if line.startswith("step")]
     assert len(said) == 4
     assert "steps/s" in said[-1]
@@ -304,8 +306,8 @@ def test_progress_without_a_terminal(
 
 def test_nothing_of_progress_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
-    terminal = show.Terminal(file=screen, width=80, force_terminal=True, _environ={})
-    monkeypatch.setattr(show, "console", terminal)
+    terminal = Terminal(file=screen, width=80, force_terminal=True, _environ={})
+    monkeypatch.setattr(show, "console", lambda: terminal)
     record = {"loss": 1.0, "ppl": 2.7, "grad_norm": 0.5, "learning_rate": 1e-3}
     record |= {"tokens_per_second": 123456.0, "mfu": 0.412, "data_wait": 0.031}
     with show.training() as heard:

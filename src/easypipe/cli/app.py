@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
-from rich.logging import RichHandler
 
 from easypipe.cli.arguments import examples
 from easypipe.cli.cache import cache
@@ -33,7 +32,7 @@ from easypipe.cli.preview import preview
 from easypipe.cli.quickstart import quickstart
 from easypipe.cli.report import report
 from easypipe.cli.runs import runs
-from easypipe.cli.show import Terminal, console
+from easypipe.cli.show import console
 from easypipe.cli.train import train
 from easypipe.cli.verify import verify
 from easypipe.core.errors import EasypipeError
@@ -191,14 +190,20 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 def _say(text: str) -> None:
+    from easypipe.cli.terminal import Terminal
+
     Terminal(stderr=True, soft_wrap=True).print(f"easypipe: {text}")
 
 
 def _log(level: int) -> None:
+    from rich.logging import RichHandler
+
+    from easypipe.cli.terminal import Terminal
+
     logger = logging.getLogger("easypipe")
     logger.setLevel(level)
     # the one that draws progress bars, or they tear
-    terminal = console if console.is_terminal else Terminal(stderr=True)
+    terminal = console() if console().is_terminal else Terminal(stderr=True)
     handler = RichHandler(level, terminal, show_time=False, show_path=False, markup=False)
     logger.handlers = [handler]
     logger.propagate = False  # some libraries give the root logger a handler of their own

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
 from easypipe.cli.arguments import AsJson, ConfigFile, Overrides
 from easypipe.cli.show import progress, say
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from easypipe.loader.explain import ExplainedBatch
 
 MASKED = ("⟦", "⟧")
@@ -59,6 +60,8 @@ def explain(
 
 
 def shown(explained: ExplainedBatch, characters: int) -> Iterator[Text]:
+    from rich.text import Text
+
     yield Text(f"batch {explained.step} (metrics.jsonl calls it step {explained.step + 1})")
     for row in explained.rows:
         yield Text(row.title, style="bold")
@@ -78,6 +81,8 @@ def text_line(
     """The first characters of (text, masked, who begins to speak), line ends shown as they would be
     typed; masked parts dim and in brackets, the others in the style `trained`. characters: 0 shows
     all."""
+    from rich.text import Text
+
     text, left = Text("      "), characters or None
     for words, masked, role in parts:
         if left == 0:

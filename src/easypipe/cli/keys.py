@@ -160,7 +160,7 @@ def _show(path: str, node: JsonObject) -> None:
     terminal.
     """
     say(f"{path}: {node['x-type']}{_default(node)}", style="bold")
-    said = textwrap.wrap(node["description"], max(console.width - 4, 20))
+    said = textwrap.wrap(node["description"], max(console().width - 4, 20))
     say(textwrap.indent("\n".join(said), "    "))
 
 

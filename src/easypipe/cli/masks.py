@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.text import Text
 
 from easypipe.cli.arguments import AsJson
 from easypipe.cli.explain import text_line
@@ -88,6 +87,8 @@ def masks(
 
 
 def _show(found: Sequence[ConversationMask]) -> None:
+    from rich.text import Text
+
     for one in found:
         say(Text(one.title, style="bold").append(f" ({one.form})" if one.form else ""))
         if one.pieces:

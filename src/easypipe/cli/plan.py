@@ -118,7 +118,7 @@ def _compiled(config: Path, overrides: list[str], topology: str, quiet: bool) ->
     run = runs.RunConfig.load(config, overrides)
     if quiet:
         return runs.plan_on(run, topology)
-    with console.status(f"compiling for {topology}"):
+    with console().status(f"compiling for {topology}"):
         return runs.plan_on(run, topology)
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
 from easypipe.cli.arguments import AsJson, ConfigFile, Overrides
 from easypipe.cli.explain import text_line
 from easypipe.cli.show import progress, say
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from easypipe.previews.preview import Preview
 
 TRAINED = "green"
@@ -60,6 +61,8 @@ def preview(
 
 
 def shown(made: Preview, characters: int) -> Iterator[Text]:
+    from rich.text import Text
+
     yield Text("trained ", style=TRAINED).append("⟦masked⟧", style="dim")
     for sample in made.samples:
         yield Text(sample.title, style="bold")

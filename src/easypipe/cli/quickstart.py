@@ -237,6 +237,6 @@ def train_tokenizer(folder: Path) -> None:
         return
     from easypipe.transforms.tokenizer.bpe import train_bpe
 
-    with console.status(f"training a byte-level BPE tokenizer with {VOCAB_SIZE:,} tokens"):
+    with console().status(f"training a byte-level BPE tokenizer with {VOCAB_SIZE:,} tokens"):
         train_bpe(training_texts(folder), VOCAB_SIZE, [], folder / TOKENIZER)
     say(f"tokenizer: {TOKENIZER}/ ({VOCAB_SIZE:,} tokens, byte-level BPE)")

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.segment import Segment
-from rich.table import Column, Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from easypipe.core.progress import LOG_S, Pace, ProgressLine
-from easypipe.core.visible import visible
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+    from rich.table import Table
+    from rich.text import Text
+
+    from easypipe.cli.terminal import Terminal
     from easypipe.core.ledger import Ledger
     from easypipe.core.protocols import ProgressEvent, ProgressListener
     from easypipe.core.values import Json
@@ -32,26 +23,19 @@ if TYPE_CHECKING:
     from easypipe.train.events import TrainEvent, TrainListener
 
 
-class Terminal(Console):
-    """A console on which text of others is only text: it is no markup, and what would steer a
-    terminal is spelled out. Everything that commands print goes through one.
+@functools.cache
+def console() -> Terminal:
+    """What everything is printed on. Its library is imported when something is printed: `--help`
+    and completion print nothing here.
     """
+    from easypipe.cli.terminal import Terminal
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, highlight=False, **options)
-
-    def render(self, renderable: RenderableType, options: Any = None) -> Iterator[Segment]:
-        for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else visible(text, keep=_KEPT), style, control)
-
-
-_KEPT = "\n\t\u200c\u200d"  # joiners are part of how words and emoji are written
-console = Terminal()
+    return Terminal()
 
 
 def say(text: str | Text, style: str | None = None) -> None:
     """Prints text as it stands: nothing is coloured by guess, no line is cut or wrapped."""
-    console.print(text, style=style, soft_wrap=True)
+    console().print(text, style=style, soft_wrap=True)
 
 
 @contextmanager
@@ -59,19 +43,12 @@ def progress() -> Iterator[ProgressListener]:
     """A bar for every stage and dataset that reports progress, in the order in which they first do:
     how far, how fast, how long still. Where there is no terminal, a line every half minute.
     """
-    if not console.is_terminal:
-        yield ProgressLine(console.file)
+    from easypipe.cli.terminal import progress_bars
+
+    if not console().is_terminal:
+        yield ProgressLine(console().file)
         return
-    bars = Progress(
-        SpinnerColumn(finished_text="[green]✓"),
-        TextColumn("{task.description}", markup=False, table_column=_folded()),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[unit]}"),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[pace]}", table_column=_folded()),
-        console=console,
-    )
+    bars = progress_bars(console(), "{task.fields[unit]}", "{task.fields[pace]}")
     tasks: dict[tuple[str, str], TaskID] = {}
     pace = Pace()
 
@@ -89,27 +66,15 @@ def progress() -> Iterator[ProgressListener]:
         yield listen
 
 
-def _folded() -> Column:
-    """Of text that goes on in the next line where the terminal is too narrow: nothing is cut."""
-    return Column(overflow="fold")
-
-
 @contextmanager
 def training() -> Iterator[TrainListener]:
     """One line that is kept up to date, and a lasting one for every evaluation; where there is no
     terminal, a lasting one of the first and last step and every half minute, with the time to go.
     """
+    from easypipe.cli.terminal import progress_bars
     from easypipe.core.protocols import ProgressEvent
 
-    bars = Progress(
-        SpinnerColumn(finished_text="[green]✓"),
-        TextColumn("train"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[line]}", table_column=_folded()),
-        TimeElapsedColumn(),
-        console=console,
-    )
+    bars = progress_bars(console(), "{task.fields[line]}")
     task: TaskID | None = None
     pace, said = Pace(), -LOG_S
 
@@ -133,7 +98,7 @@ def training() -> Iterator[TrainListener]:
                 for name, seen in event.record.get("eval", {}).items()
             )
             due = now - said >= LOG_S or event.step == event.steps
-            if held_out or (due and not console.is_terminal):
+            if held_out or (due and not console().is_terminal):
                 said = now
                 parts = (f"step {event.step:>5}", line, held_out and f"held out: {held_out}", speed)
                 say("  ".join(filter(None, parts)))
@@ -182,6 +147,8 @@ def aligned(lines: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
 
 
 def ledger_table(ledger: Ledger) -> Table:
+    from rich.table import Table
+
     table = Table(title="Ledger: where every row and token went", title_justify="left")
     for column in ("stage", "dataset", "unit"):
         table.add_column(column)
@@ -199,7 +166,7 @@ def ledger_table(ledger: Ledger) -> Table:
 def show_report(report: SaveReport) -> None:
     """The ledger, what was measured, and where the files are."""
     if report.ledger.entries:
-        console.print(ledger_table(report.ledger))
+        console().print(ledger_table(report.ledger))
     facts = report.ledger.facts
     for name in [
         key.removesuffix(".seconds")

@@ -61,7 +61,7 @@ def run_training(run: RunConfig) -> TrainResult:
 
     initialize(run.train.distributed)
     # one terminal, and what several processes have to say is the same
-    console.quiet = console.quiet or not is_first()
+    console().quiet = console().quiet or not is_first()
     with progress() as listener:
         prepared = runs.prepare(run, progress=listener)
     show_report(prepared.report)
