@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import pytest
 
 from easypipe.core.config import (
     apply_overrides,
+    check_at_least,
     config,
     digest,
     from_dict,
     load_yaml,
     parse_yaml,
     to_dict,
+    was_given,
+    with_aliases,
 )
 from easypipe.core.errors import ConfigError
 
@@ -34,6 +38,18 @@ class Inner:
 @config
 class Section:
     steps: int | None = None
+
+
+@config
+class Aliased:
+    ALIASES: ClassVar[Mapping[str, str]] = {"epochs": "passes", "length": "section.steps"}
+    passes: int | None = 1
+    section: Section | None = None
+    epochs: int | None = None
+    length: int | None = None
+
+    def check(self) -> None:
+        check_at_least(self, 1, "passes")
 
 
 @config
@@ -150,6 +166,43 @@ def test_digest_depends_on_values_only() -> None:
     )
     assert digest(Outer(inner=Inner(seq_length=2))) != digest(Outer(inner=Inner(seq_length=3)))
     assert digest(1) != digest("1")
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert digest("a", "b") != digest("ab")
+
+
+def test_an_alias_is_the_option_that_it_stands_for() -> None:
+    made = Aliased(epochs=3, length=8)
+    assert (made.passes, made.section, made.epochs) == (3, Section(steps=8), None)
+    assert with_aliases(made, {"epochs": 5}).passes == 5
+    assert with_aliases(made, {"length": 9}).section == Section(steps=9)
+    assert with_aliases(made, {"passes": 6}).section == Section(steps=8)
+    assert with_aliases(made, {"epochs": 4, "passes": 4}).passes == 4
+    for change in ({"epochs": 4, "passes": 5}, {"length": 4, "section": Section(steps=5)}):
+        with pytest.raises(ConfigError, match="they are one option"):
+            with_aliases(made, change)
+        with pytest.raises(ConfigError, match="they are one option"):
+            Aliased(**change)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_least_value_is_enough() -> None:
+    assert Aliased(passes=1).passes == 1
+    assert Aliased(passes=None).passes is None
+    with pytest.raises(ConfigError, match=r"passes: 0 is too small. Give at least 1."):
+        Aliased(passes=0)
+    largest = (1 << 63) - 1
+    assert Aliased(passes=largest).passes == largest
+    with pytest.raises(ConfigError, match=f"passes: {largest + 1} does not fit 64 bits"):
+        Aliased(passes=largest + 1)
+
+
+def test_an_option_was_given_if_only_with_its_default() -> None:
+    given = Aliased(passes=1)
+    assert was_given(given, "passes")
+    assert not was_given(given, "section")
+    # a copy is made with every option: there a default is one that nobody wrote
+    copy = dataclasses.replace(given, section=Section(steps=1))
+    assert not was_given(copy, "passes")
+    assert was_given(copy, "section")
 
 
 def test_yaml_numbers_and_duplicates(tmp_path: Any) -> None:

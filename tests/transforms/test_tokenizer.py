@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import contextlib
+import datetime
 import functools
 import itertools
 import json
 import logging
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +22,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import tokenizers
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +38,7 @@ from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from strategies import examples
 from token_support import FAST, TOKENIZERS, small_tokenizer, small_tokenizer_folder, texts
+from web import web_server
 
 
 def hostile(specials: list[str]) -> list[str]:
@@ -531,22 +540,50 @@ def test_answers_of_the_hub(error: str, message: str, monkeypatch: pytest.Monkey
     assert "hf_abcdefghijkl" not in str(caught.value)
 
 
-def test_a_hub_name_is_answered_at_once_where_there_is_no_network(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("where", ["nowhere", "untrusted"])
+def test_a_hub_name_is_answered_at_once_where_the_hub_is_not_reached(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
 ) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # which the test run sets
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "ENDPOINT", "http://no-such-host.invalid")
-    monkeypatch.setattr(reachable, "CONNECT_S", 0.2)
-    began = time.monotonic()
-    with pytest.raises(
-        TokenizerError,
-        match=r"a/b: no file .* cannot be reached: no-such-host.invalid:80: .*hf download a/b",
-    ):
-        load_tokenizer("a/b")
-    assert time.monotonic() - began < 5
+    with untrusted_server(tmp_path) as port:
+        told = "no-such-host.invalid:80: "
+        if where == "untrusted":
+            told = f"localhost:{port}: .*CERTIFICATE_VERIFY_FAILED"
+        else:
+            monkeypatch.setattr(reachable, "CONNECT_S", 0.2)
+        endpoint = {
+            "nowhere": "http://no-such-host.invalid",
+            "untrusted": f"https://localhost:{port}",
+        }
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint[where])
+        began = time.monotonic()
+        with pytest.raises(
+            TokenizerError, match=rf"a/b: no file .* cannot be reached: {told}.*hf download a/b"
+        ):
+            load_tokenizer("a/b")
+        assert time.monotonic() - began < 5
+
+
+@contextlib.contextmanager
+def untrusted_server(folder: Path) -> Iterator[int]:
+    """The port of a server on loopback whose certificate nobody signed but itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    start = datetime.datetime(2020, 1, 1)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, start, start.replace(year=2099))
+    file = folder / "server.pem"
+    file.write_bytes(
+        made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+        + key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file)
+    with web_server() as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        yield server.server_port
 
 
 def test_a_hub_name_is_downloaded_with_its_config(monkeypatch: pytest.MonkeyPatch) -> None:

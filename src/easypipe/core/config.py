@@ -83,7 +83,7 @@ def config(cls: type[T]) -> type[T]:
             raise ConfigError(
                 at=cls.__name__, problem="takes keyword arguments only", have=_field_names(made)
             )
-        hints = _hints(made)
+        hints, given = _hints(made), values
         values = declared(cls, "written_out", dict)(_unaliased(made, values))
         for key in values:
             if key not in hints:
@@ -96,7 +96,7 @@ def config(cls: type[T]) -> type[T]:
         except pydantic.ValidationError as error:
             raise _readable(error, made) from None
         # beside the object, whose attributes are its options and nothing else
-        _made_with[id(self)] = frozenset(values)
+        _made_with[id(self)] = frozenset({*given, *values})
         weakref.finalize(self, _made_with.pop, id(self), None).atexit = False
         check = declared(made, "check", None)
         if check is not None:

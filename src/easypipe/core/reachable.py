@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import queue
 import socket
+import ssl
 import threading
 import time
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
+
+from easypipe.core.remote import causes_of
 
 CONNECT_S = 4.0  # for the Hub to be found at all; what it answers then may take longer
 
@@ -20,7 +23,7 @@ _asked: dict[tuple[str, int], tuple[float, str | None]] = {}
 
 def hub_unreachable(endpoint: str | None = None) -> str | None:
     """Why no connection to the Hub comes about, within CONNECT_S; None where one does: a machine
-    without a network is told at once.
+    without a network is told at once, and one that does not trust the Hub's certificate.
 
     Asked once for each host, or proxy before it, and again FAILED_S after a failure: what lies
     behind a proxy, and where the Hub's client was told to ask nobody, that client says.
@@ -30,7 +33,8 @@ def hub_unreachable(endpoint: str | None = None) -> str | None:
     """
     from huggingface_hub import constants
 
-    parts = urlsplit(endpoint or constants.ENDPOINT)
+    url = endpoint or constants.ENDPOINT
+    parts = urlsplit(url)
     proxy = {} if proxy_bypass(parts.hostname or "") else getproxies()
     via = proxy.get(parts.scheme) or proxy.get("all")
     if via:
@@ -43,6 +47,8 @@ def hub_unreachable(endpoint: str | None = None) -> str | None:
     if why is None or time.monotonic() - asked < FAILED_S:
         return why
     failure = _connection_failure(host, port)
+    if failure is None and url.startswith("https:"):
+        failure = _certificate_failure(url)
     why = None if failure is None else f"{role}{host}:{port}: {failure}"
     _asked[host, port] = time.monotonic(), why
     return why
@@ -70,3 +76,15 @@ def _connection_failure(host: str, port: int) -> OSError | None:
         return said.get(timeout=CONNECT_S)
     except queue.Empty:
         return TimeoutError("no answer in time")
+
+
+def _certificate_failure(url: str) -> ssl.SSLError | None:
+    """Whom to trust, the Hub's client knows, which would ask six times before it tells."""
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(url, timeout=CONNECT_S)
+    except Exception as error:  # noqa: BLE001  (of whatever library the client uses; it tells all else itself)
+        found = (e for e in causes_of(error) if isinstance(e, ssl.SSLCertVerificationError))
+        return next(found, None)
+    return None

@@ -163,9 +163,9 @@ def retrying(
 
 def is_passing(error: BaseException) -> bool:
     """Whether another attempt may succeed."""
-    if any(map(_lasting, _chain(error))):  # libraries wrap it in an error of a passing kind
+    if any(map(_lasting, causes_of(error))):  # libraries wrap it in an error of a passing kind
         return False
-    for link in _chain(error):
+    for link in causes_of(error):
         if isinstance(link, ConnectionError | TimeoutError | ShortReadError):
             return True
         if isinstance(link, OSError) and link.errno in _PASSING_ERRNO:
@@ -193,7 +193,7 @@ def _offline(error: BaseException) -> bool:
 
 def status_of(error: BaseException) -> int | None:
     """The HTTP status behind an error, whatever library made it."""
-    for link in _chain(error):
+    for link in causes_of(error):
         # a broken body; the status that it carries is aiohttp's own invention
         if type(link).__module__ == "aiohttp.http_exceptions":
             continue
@@ -412,7 +412,7 @@ def _http_identity(headers: Mapping[str, str]) -> str:
 def _wait(policy: RetryPolicy, attempt: int, error: BaseException) -> float:
     jitter = random.uniform(0.5, 1.0)  # noqa: S311  (nobody gains by guessing it)
     wait = min(policy.longest_wait_s, policy.first_wait_s * 2 ** (attempt - 1)) * jitter
-    for link in _chain(error):
+    for link in causes_of(error):
         headers = attribute_of(link, "headers") or attribute_of(
             attribute_of(link, "response"), "headers"
         )
@@ -439,7 +439,7 @@ def _told(
             problem=f"access denied: {text}",
             fix="Give credentials by storage_options or the environment.",
         )
-    if any(map(_offline, _chain(error))):
+    if any(map(_offline, causes_of(error))):
         return StorageError(
             at=at,
             problem="HF_HUB_OFFLINE forbids to ask the Hub",
@@ -466,7 +466,8 @@ def _told(
     return StorageError(at=at, problem=text, fix="Check the address and the server.")
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what it was raised because of, one after another."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
