@@ -172,13 +172,15 @@ def aot_tpu(session: nox.Session) -> None:
 
 @nox.session
 def parity(session: nox.Session) -> None:
-    """Every model family against torch, both ways, and loaders under torch's DataLoader. The normal
-    run has no torch: it compares with what torch gave once (tests/train/goldens).
+    """Every model family against torch, both ways, its exports against transformers and PEFT, and
+    loaders under torch's DataLoader. The normal run has no torch: it compares with what torch gave
+    once (tests/train/goldens).
     """
     session.install(".[parity]")
     session.run(
         "pytest",
         "tests/train/test_hf_torch.py",
+        "tests/interop/test_exported.py",
         "tests/interop/test_torch.py",
         "tests/compat",
         *session.posargs,

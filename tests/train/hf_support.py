@@ -108,6 +108,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+# with windows that another key switches on, and slower rotations of another kind
+NINE = CONFIGS | {
+    "qwen2.5 with windows": CONFIGS["qwen2.5"]
+    | {"use_sliding_window": True, "max_window_layers": 0},
+    "llama2, linear": CONFIGS["smollm2"]
+    | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "tie_word_embeddings": False},
+}
+
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Tensor name -> shape, as `transformers` names them; written down here and not taken from the
@@ -117,11 +125,11 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     head = config.get("head_dim", width // config["num_attention_heads"])
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, width),
+        "model.embed_tokens.weight": (config["vocab_size"], width),
         "model.norm.weight": (width,),
     }
     if not config.get("tie_word_embeddings", kind.startswith("gemma")):
-        found["lm_head.weight"] = (VOCAB, width)
+        found["lm_head.weight"] = (config["vocab_size"], width)
     norms = ["input_layernorm", "post_attention_layernorm"]
     norms += (
         ["pre_feedforward_layernorm", "post_feedforward_layernorm"]

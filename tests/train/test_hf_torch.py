@@ -18,7 +18,7 @@ from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.model.generate import generate
 from easypipe.train.model.lora import adapters, add_lora
 from easypipe.train.model.pretrained.peft import load_adapters, save_adapters
-from train.hf_support import CONFIGS, tensors, token_ids, torch_logits, write_model
+from train.hf_support import CONFIGS, NINE, tensors, token_ids, torch_logits, write_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,21 +48,26 @@ def test_logits_equal_torch_before_and_after_saving(family, tmp_path):
     np.testing.assert_array_equal(torch_logits(saved, ids), want)
 
 
-def test_greedy_tokens_equal_those_of_transformers(tmp_path):
+@pytest.mark.parametrize("family", NINE)
+def test_64_greedy_tokens_equal_those_of_transformers(family, tmp_path):
+    """Behind short prompts, and behind one that is longer than a window and than what is read at
+    once.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
-    config, prompts = CONFIGS["gemma3"], [[5, 6, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6]]
+    config = NINE[family]
+    prompts = [[5, 6, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6], (np.arange(150) * 7 % 60 + 1).tolist()]
     folder = write_model(tmp_path, config, tensors(config))
     theirs = AutoModelForCausalLM.from_pretrained(
         str(folder), attn_implementation="eager", dtype=torch.float32
     )
-    options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
+    options = {"do_sample": False, "max_new_tokens": 64, "eos_token_id": None, "pad_token_id": 0}
     want = [
         theirs.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
         for prompt in prompts
     ]
-    assert generate(load_pretrained(folder), prompts, max_new_tokens=20, temperature=0) == want
+    assert generate(load_pretrained(folder), prompts, max_new_tokens=64, temperature=0) == want
 
 
 @pytest.mark.skipif(

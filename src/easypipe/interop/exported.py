@@ -1,0 +1,229 @@
+"""`export --check`: an exported folder, opened with transformers (and PEFT), against its run."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from numpy.typing import NDArray
+
+from easypipe.core.errors import ConfigError, TokenizerError
+from easypipe.core.values import Arguments
+from easypipe.train.finished import Trained
+from easypipe.train.model.decoder import Decoder
+from easypipe.train.model.lora import merge_lora
+from easypipe.train.model.pretrained.files import as_tokens, model_folder
+from easypipe.transforms.chat.render import ChatTemplate, load_chat_template
+from easypipe.transforms.chat.sandbox import Json
+from easypipe.transforms.refused import Refused
+from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+CLOSE = 1e-4  # of logits in float32, where the largest is 1 or less; else of the largest
+ROWS, LENGTH = 2, 256  # of the tokens whose logits are compared
+TEXTS = (
+    "Hello, world!  Two  spaces,\n\na tab\t and 12345.67",
+    " a space before, ünïcödé, 中文, עברית and \N{SLIGHTLY SMILING FACE}",
+    "def f(x):\n    return {'a': x[0]}  # <b>tags</b>\r\n",
+)
+_USER, _MORE = "What is 2 + 2?", "And  doubled?\n"
+CONVERSATIONS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    ("a question", (("user", _USER),)),
+    ("two turns", (("user", _USER), ("assistant", "4."), ("user", _MORE))),
+    ("a system message", (("system", "Be brief."), ("user", _USER))),
+    ("a finished answer", (("user", _USER), ("assistant", "4."))),
+)
+
+
+def check_needed(*, adapters: bool) -> None:
+    """Raises ConfigError where transformers, torch or, for adapters, PEFT is not installed."""
+    for name in ("torch", "transformers", *(["peft"] if adapters else [])):
+        _needed(name)
+
+
+def differences(trained: Trained, folder: Path, *, adapters: bool = False) -> Iterator[str]:
+    """What transformers makes of `folder` in another way than the run whose model lies there: a
+    sentence for each; none where all is equal.
+
+    Compared are logits of tokens drawn at random (within CLOSE, both in float32), and what
+    `token_differences` compares.
+
+    Args:
+        trained: The model of the run, and what it has seen.
+        folder: What `save_pretrained` or `save_adapters` made of it.
+        adapters: Whether the folder holds adapters, which PEFT puts onto the model they belong to;
+            the tokenizer is that model's then.
+
+    Raises:
+        ConfigError: transformers, torch or PEFT is not installed, or nothing says what model the
+            adapters belong to.
+    """
+    check_needed(adapters=adapters)
+    base = folder
+    if adapters:
+        if trained.base is None:
+            raise ConfigError(
+                at="--check",
+                problem="these adapters belong to no published model, which PEFT could open",
+                fix="Export without --adapters, and they are merged.",
+            )
+        base = model_folder(trained.base, None)
+    theirs = _opened(base, folder if adapters else None)
+    yield from _logits(_in_float32(trained.model, first_merged=not adapters), theirs)
+    yield from token_differences(trained, base)
+
+
+def token_differences(trained: Trained, folder: Path) -> Iterator[str]:
+    """The same of the tokens of texts and conversations, and of what ends generation; torch is not
+    needed. None where the run knows no tokenizer.
+    """
+    if trained.tokenizer is None:
+        return
+    transformers, tokenizer = _needed("transformers"), load_tokenizer(trained.tokenizer)
+    if not (folder / "tokenizer.json").is_file():
+        yield "the folder has no tokenizer, and the run has one"
+        return
+    named = transformers.AutoTokenizer.from_pretrained(str(folder))
+    yield from _texts(tokenizer, named)
+    yield from _conversations(tokenizer, trained.seen.chat_template, named)
+    own = {*trained.seen.stop_token_ids, *as_tokens(tokenizer.eos_token_id)}
+    began_with = json.loads(trained.model.hf_config or "{}").get("eos_token_id")
+    generation = transformers.GenerationConfig.from_pretrained(str(folder))
+    ends = {*as_tokens(generation.eos_token_id)}
+    if not own <= ends <= own | {*as_tokens(began_with)}:
+        yield f"generation ends at the tokens {sorted(ends)}, and the run's at {sorted(own)}"
+
+
+def _needed(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            at="--check",
+            problem=f"needs the package {name}: {error}",
+            fix="pip install 'easypipe[check]'",
+        ) from error
+
+
+def _opened(base: Path, adapters: Path | None) -> Any:
+    """The model as transformers, and PEFT where there are adapters, open it; in float32."""
+    torch, transformers = _needed("torch"), _needed("transformers")
+    found = transformers.AutoModelForCausalLM.from_pretrained(
+        str(base), attn_implementation="eager", dtype=torch.float32
+    )
+    if adapters is not None:
+        found = _needed("peft").PeftModel.from_pretrained(found, str(adapters))
+    return found.eval()
+
+
+def _in_float32(model: Decoder, *, first_merged: bool) -> Decoder:
+    """The model with all arrays and products in float32. first_merged: its adapters are rounded to
+    the dtype of what they are merged into, as files of a whole model have them.
+    """
+
+    def wide(module: Decoder) -> Decoder:
+        graph, state = nnx.split(module)
+        return nnx.merge(graph, jax.tree.map(lambda array: array.astype(jnp.float32), state))
+
+    merged = wide(merge_lora(model)) if first_merged else merge_lora(wide(model))
+    config = dataclasses.replace(
+        model.config, dtype="float32", param_dtype="float32", attention=None
+    )
+    found = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+    nnx.update(found, nnx.state(merged, nnx.Param))
+    return found
+
+
+def _logits(ours: Decoder, theirs: Any) -> Iterator[str]:
+    torch, vocab = _needed("torch"), ours.config.vocabulary
+    ids = np.random.default_rng(0).integers(0, vocab, (ROWS, LENGTH))
+    own = np.asarray(nnx.jit(Decoder.__call__)(ours, jnp.asarray(ids, jnp.int32)))
+    with torch.no_grad():
+        found: NDArray[np.float32] = theirs(torch.from_numpy(ids)).logits.numpy()
+    if own.shape != found.shape:
+        yield f"logits are of {found.shape[-1]} tokens, and the run's of {own.shape[-1]}"
+        return
+    away, largest = np.abs(own - found), max(1.0, float(np.abs(own).max()))
+    if not away.max() <= CLOSE * largest:  # what is no number is not close
+        row, place, token = np.unravel_index(away.argmax(), away.shape)
+        yield (
+            f"logits differ by up to {away.max():.2g}, where the largest is {largest:.3g} "
+            f"(token {token} behind {place + 1} tokens: {found[row, place, token]:.6g}, "
+            f"and the run's {own[row, place, token]:.6g})"
+        )
+
+
+def _texts(tokenizer: Tokenizer, named: Any) -> Iterator[str]:
+    special = " and ".join(tokenizer.special_tokens)
+    add: Arguments = {"add_special_tokens": tokenizer.config.add_special_tokens}
+    for text in (*TEXTS, special):
+        yield from _unlike(
+            f"the text {text!r:.60}",
+            tokenizer.reference_encode(text, whole=True),
+            named(text, **add)["input_ids"],
+        )
+
+
+def _conversations(tokenizer: Tokenizer, given: str | None, named: Any) -> Iterator[str]:
+    try:
+        today = datetime.date.today().isoformat()
+        template = load_chat_template(
+            tokenizer, chat_template=given, train_on="assistant", date=today
+        )
+    except TokenizerError:  # it has none
+        if named.chat_template is not None:
+            yield "the folder has a chat template, and the run's tokenizer none"
+        return
+    for what, turns in CONVERSATIONS:
+        messages = [{"role": role, "content": text} for role, text in turns]
+        asks = turns[-1][0] == "user"
+        own, found = _written(template, messages, asks), _applied(named, messages, asks)
+        if own is None or found is None:
+            if own is not found:
+                which = "transformers" if found is None else "the run's template"
+                yield f"conversation with {what}: {which} refuses it"
+            continue
+        ids = next(iter(tokenizer.encode_with_characters([own])))[0]
+        yield from _unlike(f"conversation with {what}", ids, found)
+
+
+def _written(template: ChatTemplate, messages: list[Json], asks: bool) -> str | None:
+    """The text of a conversation, and what opens an answer to it where it `asks` for one; None
+    where the template refuses it.
+    """
+    rows = [{"messages": messages, "tools": None}]
+    if asks:
+        (prompt,) = template.prompts(rows)
+        return None if isinstance(prompt, Refused) else prompt
+    (seen,) = template.render(rows)
+    return None if isinstance(seen, Refused) else seen.text
+
+
+def _applied(named: Any, messages: list[Json], asks: bool) -> list[int] | None:
+    """The tokens of a conversation as transformers writes it, None where it refuses to."""
+    errors = importlib.import_module("jinja2").TemplateError, ValueError
+    try:
+        return named.apply_chat_template(
+            messages, add_generation_prompt=asks, tokenize=True, return_dict=False
+        )
+    except errors:
+        return None
+
+
+def _unlike(what: str, own: Sequence[int], found: Sequence[int]) -> Iterator[str]:
+    if list(own) != list(found):
+        pairs = zip(own, found, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(found)))
+        yield (
+            f"{what}: {len(found)} tokens, and the run's {len(own)}; from token {at} on "
+            f"{list(found[at : at + 4])}, and the run's {list(own[at : at + 4])}"
+        )

@@ -1,0 +1,148 @@
+"""`easypipe export --check`: what transformers and PEFT make of an exported folder. The whole matrix
+needs torch: `nox -s parity`; without it tokens and ends are compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+
+from easypipe import train_bpe
+from easypipe.cli import main
+from easypipe.interop.exported import differences, token_differences
+from easypipe.train import load_pretrained, save_pretrained
+from easypipe.train.finished import Trained
+from easypipe.train.model.config import LoraConfig
+from easypipe.train.model.decoder import Decoder, ModelConfig
+from easypipe.train.model.lora import adapters, add_lora
+from easypipe.train.model.pretrained.peft import save_adapters
+from easypipe.train.model.pretrained.save import Seen
+from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
+from pipelines import texts
+from train.hf_support import CONFIGS, tensors, write_model
+
+VOCAB, EOS, IM_END = 300, 0, 2
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT = Seen(chat_template=CHAT_TEMPLATES["chatml"], stop_token_ids=(IM_END,), max_length=48)
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed: nox -s parity"
+)
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(texts(60), VOCAB - 4, SPECIAL, folder)
+    return folder
+
+
+def trained(model: Decoder, tokenizer: Path, seen: Seen, base: Path | None = None) -> Trained:
+    name = None if base is None else str(base)
+    return Trained(model=model, step=1, tokenizer=str(tokenizer), seen=seen, base=name)
+
+
+def small() -> Decoder:
+    shape = ModelConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2
+    )
+    return Decoder(shape, nnx.Rngs(0))
+
+
+def exported(run: Trained, folder: Path) -> Path:
+    return save_pretrained(run.model, folder, tokenizer=run.tokenizer, **run.seen.options())
+
+
+@pytest.mark.parametrize("seen", [Seen(), CHAT], ids=["texts", "conversations"])
+def test_tokens_and_ends_of_an_export_are_those_of_the_run(
+    seen: Seen, tokenizer: Path, tmp_path: Path
+) -> None:
+    run = trained(small(), tokenizer, seen)
+    assert list(token_differences(run, exported(run, tmp_path / "out"))) == []
+
+
+def _other_template(folder: Path) -> None:
+    path = folder / "chat_template.jinja"
+    path.write_text(path.read_text().replace("<|im_end|>", "<|im_start|>"))
+
+
+def _other_end(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+
+
+def _lost_token(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["added_tokens"] = [
+        token for token in values["added_tokens"] if token["id"] not in (IM_END,)
+    ]
+    path.write_text(json.dumps(values))
+
+
+def _no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (_other_template, "conversation with a question: "),
+        (_other_end, "generation ends at the tokens [0], and the run's at [0, 2]"),
+        (_lost_token, "the text '<|endoftext|> and <|im_start|> and <|im_end|>': "),
+        (_no_tokenizer, "the folder has no tokenizer, and the run has one"),
+    ],
+)
+def test_what_transformers_would_do_in_another_way_is_told(
+    damage: Any, told: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    run = trained(small(), tokenizer, CHAT)
+    folder = exported(run, tmp_path / "out")
+    damage(folder)
+    assert any(one.startswith(told) for one in token_differences(run, folder))
+
+
+def test_a_package_that_is_not_there_is_named_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    assert main(["export", str(tmp_path), str(tmp_path / "out"), "--check"]) == 2
+    said = capsys.readouterr().err
+    assert "--check: needs the package torch" in said
+    assert "pip install 'easypipe[check]'" in said
+
+
+@needs_torch
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CONFIGS)
+def test_exports_of_every_family_are_what_was_trained(
+    family: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    config = CONFIGS[family] | {"vocab_size": VOCAB, "bos_token_id": EOS, "eos_token_id": EOS}
+    base = exported(
+        trained(
+            load_pretrained(write_model(tmp_path / "files", config, tensors(config))),
+            tokenizer,
+            Seen(),
+        ),
+        tmp_path / "base",
+    )
+    full = trained(load_pretrained(base), tokenizer, Seen(), base)
+    assert list(differences(full, base)) == []
+    talked = dataclasses.replace(full, seen=CHAT)
+    assert list(differences(talked, exported(talked, tmp_path / "chat"))) == []
+    with_lora = add_lora(load_pretrained(base), LoraConfig(rank=3, alpha=5.0), seed=0)
+    for i, linear in enumerate(adapters(with_lora).values()):
+        linear.lora_b[...] = 0.1 * jax.random.normal(jax.random.key(i), linear.lora_b.shape)
+    adapted = dataclasses.replace(full, model=with_lora)
+    assert list(differences(adapted, exported(adapted, tmp_path / "merged"))) == []
+    alone = save_adapters(with_lora, tmp_path / "alone", base=base)
+    assert list(differences(adapted, alone, adapters=True)) == []
+    (told,) = differences(adapted, base)
+    assert told.startswith("logits differ by up to ")
