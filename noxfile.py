@@ -42,6 +42,24 @@ def tests_all(session: nox.Session, jax: str) -> None:
 
 
 @nox.session
+def core_only(session: nox.Session) -> None:
+    """Without the extra `[train]` data is prepared, loaded and saved; training is refused."""
+    session.install(".", "pytest>=8")
+    session.run(
+        "python",
+        "-c",
+        "import importlib.util as util; assert not util.find_spec('jax'), 'jax is installed'",
+    )
+    session.run(
+        "pytest",
+        "--noconftest",
+        "tests/test_core_only.py",
+        *session.posargs,
+        env=TEST_ENV | {"EASYPIPE_CORE_ONLY": "all"},
+    )
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Rules and format."""
     session.install(
@@ -56,7 +74,7 @@ def audit(session: nox.Session) -> None:
     """Known holes in the packages that an installation brings along. It gates nothing: asks a
     service, whose answer changes by the day.
     """
-    session.install(".", "pip-audit>=2.7")
+    session.install(".[train]", "pip-audit>=2.7")
     session.run("pip-audit", "--skip-editable", *session.posargs, success_codes=[0, 1])
 
 

@@ -264,27 +264,3 @@ def test_import_is_quick_and_leaves_jax_alone() -> None:
 )
 def test_preparing_data_needs_no_jax(statement: str) -> None:
     python(f"import sys; {statement}; assert 'jax' not in sys.modules, 'jax was loaded'")
-
-
-def test_the_whole_data_path_runs_without_jax(tmp_path: Path) -> None:
-    """From text to NumPy batches and saved rows, on a machine that could have no jax at all."""
-    python(f"""
-import sys
-from easypipe import LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig, SaveStageConfig, train_bpe
-
-text = ["a few words to learn from, and to pack"] * 40
-tokenizer = train_bpe(text, 300, [], {str(tmp_path / "tokenizer")!r})
-config = PipelineConfig(
-    datasets=[{{"name": "text", "data_files": {{"text": text}}}}],
-    default_tokenizer=str(tokenizer),
-    seed=1,
-    cache_dir={str(tmp_path / "cache")!r},
-    pack=PackStageConfig(seq_length=32),
-    save=SaveStageConfig(output_dir={str(tmp_path / "saved")!r}),
-    load=LoadStageConfig(batch_size=2),
-)
-loader = Pipeline.from_config(config).source().tokenize().pack().save().load().build()
-assert sum(1 for _ in loader) == len(loader) > 1
-heavy = {{"jax", "flax", "optax", "orbax", "torch", "grain", "matplotlib"}} & set(sys.modules)
-assert not heavy, heavy
-""")

@@ -35,7 +35,7 @@ from easypipe.cli.runs import runs
 from easypipe.cli.show import console
 from easypipe.cli.train import train
 from easypipe.cli.verify import verify
-from easypipe.core.errors import EasypipeError
+from easypipe.core.errors import EasypipeError, naming_extra
 
 STOPPED = 130  # 128 + SIGINT
 
@@ -153,7 +153,8 @@ def run(arguments: Sequence[str] | None) -> int:
     given = [*anywhere, *given]
     debug = "--debug" in anywhere
     try:
-        code = app(given, prog_name="easypipe", standalone_mode=False)
+        with naming_extra():
+            code = app(given, prog_name="easypipe", standalone_mode=False)
         if code == STOPPED:  # typer turns Ctrl-C into this
             _say("stopped; run the same command again to go on")
         return code if isinstance(code, int) else 0

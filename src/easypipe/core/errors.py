@@ -19,6 +19,7 @@ EasypipeError
 ├── LedgerError        (RuntimeError)
 ├── PlacementError     (ValueError)
 ├── StallError         (TimeoutError)
+├── MissingExtraError  (ImportError)
 └── TrainError         (RuntimeError)
 """
 
@@ -101,6 +102,30 @@ def raising(
         yield
     except on as error:
         raise kind(at=str(at), problem=f"{problem}: {error}", fix=fix) from error
+
+
+class MissingExtraError(EasypipeError, ImportError):
+    """What only an extra of easypipe installs is asked for; `at` is the package."""
+
+
+TRAIN_EXTRA = ("jax", "jaxlib", "flax", "optax", "orbax", "jaxtyping", "matplotlib")
+
+
+@contextlib.contextmanager
+def naming_extra() -> Generator[None]:
+    """Raises MissingExtraError where a package of the extra `[train]` is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in TRAIN_EXTRA:
+            raise
+        raise MissingExtraError(
+            at=package,
+            problem="is not installed; training and placing batches on devices need it, preparing "
+            "data does not",
+            fix="Install it with: pip install 'easypipe[train]'",
+        ) from error
 
 
 class StageOrderError(EasypipeError, RuntimeError):

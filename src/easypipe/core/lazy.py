@@ -31,7 +31,13 @@ def lazy_exports(
     def load(name: str) -> Any:
         if name not in found:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(found[name]), name)
+        try:
+            return getattr(importlib.import_module(found[name]), name)
+        except ModuleNotFoundError:
+            from easypipe.core.errors import naming_extra
+
+            with naming_extra():
+                raise
 
     names = sorted([*found, *others])
     return load, lambda: names, names

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from easypipe.core.errors import PlacementError, require_known
+from easypipe.core.errors import PlacementError, naming_extra, require_known
 from easypipe.core.values import Batch, Columns, Int32, Int64
 from easypipe.loader.collate import as_stack
 from easypipe.loader.config import axes_in_words, check_axes
@@ -35,8 +35,9 @@ def make_mesh(mesh: Any) -> Mesh:
     Axes are of type Auto, so that a jitted step may gather from sharded arrays. Raises
     PlacementError where sizes and devices do not agree.
     """
-    import jax
-    from jax.sharding import AxisType, Mesh
+    with naming_extra():
+        import jax
+        from jax.sharding import AxisType, Mesh
 
     if isinstance(mesh, Mesh):
         return mesh
@@ -122,10 +123,10 @@ class Placement:
         fixed_width: bool = False,
         accumulation_steps: int = 1,
     ) -> None:
+        self.mesh = make_mesh(mesh)
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
-        self.mesh = make_mesh(mesh)
         self.partition_spec = _partition_spec(partition_spec, self.mesh)
         self.batch_size = batch_size
         self._leading = () if accumulation_steps == 1 else (accumulation_steps,)
