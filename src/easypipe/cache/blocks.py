@@ -27,6 +27,7 @@ from easypipe.core.errors import CacheError
 from easypipe.core.jit import jit
 from easypipe.core.schema import offsets_of
 from easypipe.core.storage import Stamp
+from easypipe.core.values import Int64
 
 SHIFT = 16
 BLOCK = 1 << SHIFT
@@ -165,13 +166,20 @@ class BlockChecks:
 
     def _done(self, start: int, stop: int) -> None:
         with self._lock:
-            self._left -= stop - start - int(self._flags[start:stop].sum())
+            self._left -= stop - start - np.count_nonzero(self._flags[start:stop])
             self._flags[start:stop] = 1
 
 
 def _bytes(address: int, num_bytes: int) -> pa.Buffer:
     """A view; good for as long as the map is there."""
     return pa.foreign_buffer(address, num_bytes)
+
+
+def noted(todo: Int64) -> list[tuple[int, int]]:
+    """What `note` wrote into Int64[2, n] `todo`, parts and blocks, each once, an index before the
+    blocks of its part.
+    """
+    return sorted(set(zip(*todo.tolist(), strict=True)))
 
 
 # Looking at the flags inside of kernels

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from easypipe.cache.address import byte_values, count_zeros, list_lengths
-from easypipe.cache.blocks import INDEX, ROOM, BlockChecks, note_documents
+from easypipe.cache.blocks import INDEX, ROOM, BlockChecks, note_documents, noted
 from easypipe.cache.folder import CacheFolder, RemoteFolder
 from easypipe.cache.manifest import Manifest, read_manifest
 from easypipe.cache.mapping import AGAIN, MappedFiles
@@ -308,7 +308,8 @@ class TokenCache(Source):
             return
         todo = np.empty((2, ROOM), np.int64)
         while count := note_documents(docs, self._buffers, todo):
-            self.check(todo[:, :count])
+            for part, block in noted(todo[:, :count]):
+                self.check(part, block)
 
     @property
     def pending(self) -> bool:
@@ -317,15 +318,14 @@ class TokenCache(Source):
         """
         return self._blocks.pending
 
-    def check(self, touched: Int64) -> None:
-        """touched: Int64[2, n], parts and their blocks as `blocks.note` gives them. Raises
-        CacheError where one is damaged.
+    def check(self, part: int, block: int) -> None:
+        """Checks one block of a part, or its index, as `blocks.note` gives them. Raises CacheError
+        where it is damaged.
         """
-        for part, block in sorted(set(zip(*touched.tolist(), strict=True))):  # an index first
-            if block == INDEX:
-                self._check_index([part])
-            else:
-                self._blocks.check(part, [block], int(self._buffers.file_address[part]))
+        if block == INDEX:
+            self._check_index([part])
+        else:
+            self._blocks.check(part, [block], int(self._buffers.file_address[part]))
 
     def verify(self) -> None:
         """Reads every byte. Raises CacheError naming the first file whose checksum is not the one

@@ -113,25 +113,30 @@ def touch(tables, part, span, todo, unchecked):
 
 
 @jit
-def write_rows(view: View, rows, done, tables: Tables, rule, columns, todo):
+def write_rows(view, rows, done, tables, rule, columns, todo):
     """Writes those rows of the window that are not done. A row of -1 is all padding.
 
-    columns: Int32[R, T] ids, labels if they are wanted, segments, positions, and UInt8[R, T] mask
-    unless it is [0, 0].
+    view, tables: the fields of a View and of Tables. columns: Int32[R, T] ids, labels if they are
+    wanted, segments, positions, UInt8[R, T] mask unless it is [0, 0], and Int32[R] what
+    `_last_labels` gives, of runs.
 
-    rows: Int64[R], done: Bool[R], set for what is written. rule: (eos, pad, hold, want_labels).
-    eos: Int64[D], of each dataset the id that follows the stored tokens where a piece is one longer
-    than they are; -1 where there is none. An added EOS is a target where the token before it is
-    one. hold: held pieces have no targets. Returns the first of `rows` that is not done (R: none),
+    rows: Int64[R], done: Bool[R], set for what is written. rule: (eos, pad, hold, want_labels,
+    behind). eos: Int64[D], of each dataset the id that follows the stored tokens where a piece is
+    one longer than they are; -1 where there is none. An added EOS is a target where the token
+    before it is one. hold: held pieces have no targets. behind: (whether rows are runs; whether a
+    run is one segment; slots of a run). Returns the first of `rows` that is not done (R: none),
     the number of the first piece of the window that the cache does not hold (-1: none), and how
     many blocks of the files have to be checked first; where there is such a piece or block, nothing
     is written. todo: Int64[2, n] for those, their parts and their numbers (cache/blocks.py); n =
     0 asks for no checks.
     """
-    eos, pad, hold, want_labels = rule
-    ids, labels, segments, positions, mask = columns
+    view, tables = View(*view), Tables(*tables)
+    eos, pad, hold, want_labels, behind = rule
+    ids, labels, segments, positions, mask, ahead = columns
     masked, left = mask.shape[0] > 0, rows.shape[0]
     found, bad, unchecked = _find_pieces(view, rows, done, tables, eos, ids.shape[1], todo)
+    if bad < 0 and behind[0]:
+        unchecked = _last_labels(view, rows, tables, eos, behind, ahead, todo, unchecked)
     if bad >= 0 or unchecked > 0:
         return left, bad, unchecked
     at = 0
@@ -238,23 +243,24 @@ def _find_pieces(view, rows, done, tables, eos, num_slots, todo):
 
 
 @jit
-def last_labels(view, rows, tables, rule, out, todo):
+def _last_labels(view, rows, tables, eos, behind, out, todo, unchecked):
     """Writes Int32[R] `out`, the label of the last slot, for those of `rows` (Int64[R]) that stand
-    in the window: the one token behind the row, so that a document that goes on in the next row
-    loses no target where it is cut.
+    in the window or are -1: the one token behind the row, so that a document that goes on in the
+    next row loses no target where it is cut.
 
-    -100 where the row is not full, nothing follows, or what follows is no target. rule: (eos, as in
-    write_rows; whether a row is one segment, so that the token behind a document is the first of
-    the next; slots of a row). Returns how many blocks of `todo` have to be checked first, as
-    `write_rows` does; where there is one, the call is to be repeated.
+    -100 where the row is not full, nothing follows, or what follows is no target. eos, behind,
+    todo: as in write_rows; where a run is one segment, the token behind a document is the first of
+    the next. Returns how many blocks are noted in `todo` by now.
     """
-    eos, joined, num_slots = rule
-    unchecked, draws = np.int64(0), view.length.shape[0]
+    _, joined, num_slots = behind
+    draws = view.length.shape[0]
     for r in range(rows.shape[0]):
         row = rows[r] - view.first_row
-        if rows[r] < 0 or row < 0 or row >= view.first_piece.shape[0] - 1:
+        if rows[r] >= 0 and (row < 0 or row >= view.first_piece.shape[0] - 1):
             continue
         out[r] = IGNORE
+        if rows[r] < 0:
+            continue
         last = view.first_piece[row + 1] - 1
         draw, length = np.int64(view.table[2, last]), np.int64(view.table[4, last])
         at = np.int64(view.table[3, last]) + length

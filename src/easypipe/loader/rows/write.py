@@ -11,7 +11,6 @@ import numpy as np
 
 from easypipe.cache.blocks import ROOM
 from easypipe.core.schema import (
-    IGNORE,
     INPUT_IDS,
     LABELS,
     LOOK_AHEAD,
@@ -25,7 +24,6 @@ from easypipe.loader.rows.gather import (
     NO_CHECKS,
     Tables,
     join_segments,
-    last_labels,
     open_pairs,
     write_rows,
 )
@@ -112,27 +110,26 @@ class RowWriter:
         ids, segments, positions = (columns[name] for name in AT_REST)
         labels = columns.get(LABELS, _NO_LABELS)
         mask = np.empty(ids.shape, dtype=np.uint8) if tokens.masked else _NO_MASK
-        ahead = np.full(len(rows) if self.runs else 0, IGNORE, dtype=np.int32)
+        ahead = np.empty(len(rows) if self.runs else 0, dtype=np.int32)
         done = np.zeros(len(rows), dtype=np.bool_)
         shift = LABELS in columns and not (self.joined or self.paired)
         todo = np.empty((2, ROOM), np.int64) if tokens.unchecked else NO_CHECKS
-        rule = (self.eos, self.pad_token_id, self.hold, shift)
-        into = (ids, labels, segments, positions, mask)
+        behind = (self.runs, self.joined, self.seq_length or 0)
+        rule = (self.eos, self.pad_token_id, self.hold, shift, behind)
+        into = (ids, labels, segments, positions, mask, ahead)
         left = 0
         while left < len(rows):  # one turn for every window that the rows stand in
             row = int(rows[left])
             view, tables = tokens.window_at(row if row >= 0 else int(rows.max()))
+            # plain tuples: numba looks at the fields of a named one anew in every call (2 us)
+            given = (tuple(view), rows, done, tuple(tables), rule, into, todo)
             with tokens.pinned(view, rows):
-                left, bad, count = write_rows(view, rows, done, tables, rule, into, todo)
+                left, bad, count = write_rows(*given)
                 while count and bad < 0:
                     tokens.check(todo[:, :count])
-                    left, bad, count = write_rows(view, rows, done, tables, rule, into, todo)
+                    left, bad, count = write_rows(*given)
                 if bad >= 0:
                     raise tokens.missing(view, int(bad), ids.shape[1])
-                if self.runs:
-                    behind = (self.eos, self.joined, self.seq_length)
-                    while count := last_labels(view, rows, tables, behind, ahead, todo):
-                        tokens.check(todo[:, :count])
         if self.joined:
             join_segments(segments, positions)
         if self.paired:
