@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from disasters.damage import KINDS, WAYS, Damaged, Kind
+from disasters.damage import EQUAL, KINDS, Damaged, Kind
 from disasters.interposer import Interposed, missing
 from disasters.jobs import JOBS
 from disasters.page import PAGE
@@ -24,9 +24,9 @@ LONG = "takes minutes: nox -s disasters tries it"
 # by the reader that finds them, so that few folders have to be made
 QUICK_KINDS = [kind for kind in KINDS if kind.reader.startswith("batches")]
 CELLS = (
-    [(kind, way) for kind in KINDS for way in WAYS]
+    [(kind, way) for kind in KINDS for way in kind.ways]
     if ALL
-    else [(kind, "another one's") for kind in QUICK_KINDS]
+    else [(kind, EQUAL if kind.equal else "another one's") for kind in QUICK_KINDS]
 )
 
 

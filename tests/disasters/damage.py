@@ -26,35 +26,43 @@ def _flip(data: bytes, _: bytes) -> bytes:
 WAYS: Mapping[str, Callable[[bytes, bytes], bytes | None]] = {
     "a bit flipped": _flip,
     "cut": lambda data, _: data[: len(data) // 2],
+    "cut at a line": lambda data, _: data[: data.rfind(b"\n", 0, len(data) * 3 // 4) + 1],
     "zeros": lambda data, _: bytes(len(data)),
     "lengthened": lambda data, _: data + NOISE[:64],
     "another one's": lambda _, other: other,
     "deleted": lambda _, __: None,
     "of another shape": lambda _, __: b"[1]\n",
 }
+EQUAL = "another one's, of equal shape"  # of token files: by size and counts it is the right one
 
 
 @dataclass(frozen=True)
 class Kind:
     """A kind of file. pattern: the first that fits is damaged. reader: the job that reads it.
 
-    unread: why damage to it is not told, where it is not.
+    unread: why damage to it is not told, where it is not. equal: files of another text can have
+    the same shape.
     """
 
     what: str
     pattern: str
     reader: str
     unread: str = ""
+    equal: bool = False
+
+    @property
+    def ways(self) -> list[str]:
+        return [*WAYS, EQUAL] if self.equal else [*WAYS]
 
 
 BY_SIZE = "a folder that is whole by its sizes is up to date; who reads the rows finds it"
-UNLOGGED = "a file that ends early may be one of a run that logs few steps"
 PICTURE = "for people, nothing reads it; drawn anew at the end of a run"
 KINDS = (
     Kind("manifest of a token cache", "cache/manifests/*[0-9a-f].json", "batches"),
     Kind("quarantine file", "cache/manifests/*.quarantine.jsonl", "batches"),
-    Kind("tokens", "cache/tokens/*/*.arrow", "batches"),
-    Kind("tokens, used again", "cache/tokens/*/*.arrow", "batches, manifests gone"),
+    Kind("tokens", "cache/tokens/*/*.arrow", "batches", equal=True),
+    Kind("tokens, used again", "cache/tokens/*/*.arrow", "batches, manifests gone", equal=True),
+    Kind("tokens, found by text", "cache/tokens/*/*.arrow", "batches, records gone", equal=True),
     Kind("record of a range", "cache/ranges/*/*.json", "batches, manifests gone"),
     Kind("plan", "cache/plans/*.json", "batches"),
     Kind("index of a file", "cache/indexes/*.json", "batches"),
@@ -68,7 +76,7 @@ KINDS = (
     Kind("state in a checkpoint", "run/checkpoints/*/run/data.json", "train again"),
     Kind("checksums of a checkpoint", "run/checkpoints/*/checksums.json", "train again"),
     Kind("arrays of a checkpoint, trained on", "run/checkpoints/*/arrays/d/*", "train again"),
-    Kind("metrics of a run", "run/metrics.jsonl", "train again", UNLOGGED),
+    Kind("metrics of a run", "run/metrics.jsonl", "train again"),
     Kind("configuration of a run", "run/run.yaml", "export", "a text that people may edit"),
     Kind("fingerprints of a run", "run/fingerprints.json", "train again"),
     Kind("ledger of a run", "run/ledger.json", "report"),
@@ -101,7 +109,11 @@ class Damaged:
         self._set_back(kind.reader)
         [path, *others] = sorted(self._work.glob(kind.pattern))
         before, measured = path.read_bytes(), unmeasured(path)
-        data = WAYS[way](before, others[-1].read_bytes() if others else NOISE)
+        data = (
+            self._equal(before)
+            if way == EQUAL
+            else WAYS[way](before, others[-1].read_bytes() if others else NOISE)
+        )
         path.unlink() if data is None else path.write_bytes(data)
         outcome = self._run(kind.reader)
         # a measured value that was damaged, and stands as it was left, is not made again
@@ -109,6 +121,17 @@ class Damaged:
         came = self._came(outcome, sound, path, again)
         wrong = "" if came in (NAMED, AGAIN, TOLD, WITHOUT) or kind.unread else came
         return Cell(kind, way, came, wrong and f"{wrong}: {outcome.said[-1500:]}")
+
+    def _equal(self, tokens: bytes) -> bytes:
+        """A token file as large as `tokens`, of the same texts in another order."""
+        folder = self._folder / "turned"
+        if not folder.exists():
+            write_inputs(folder)
+            for path in folder.glob("*.jsonl"):
+                path.write_bytes(b"".join(reversed(path.read_bytes().splitlines(keepends=True))))
+            self._interposed.run(Order("prepare", str(folder)))
+        found = [path.read_bytes() for path in folder.glob("cache/tokens/*/*.arrow")]
+        return next(one for one in found if len(one) == len(tokens) and one != tokens)
 
     def _came(self, outcome: Outcome, sound: Outcome, path: Path, again: bool) -> str:
         said = re.sub(r"\s", "", outcome.said)

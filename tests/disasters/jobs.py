@@ -133,6 +133,11 @@ READERS = {
         Job("batches", read_batches(), ("save",)),
         Job("batches, manifests gone", read_batches("cache/manifests/*.json"), ("save",)),
         Job(
+            "batches, records gone",
+            read_batches("cache/manifests/*.json", "cache/ranges/*/*"),
+            ("save",),
+        ),
+        Job(
             "batches, tokens gone",
             read_batches("cache/manifests/*.json", "cache/tokens/*/*", "cache/ranges/*/*"),
             ("save",),

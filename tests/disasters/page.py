@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from disasters.damage import KINDS, WAYS, Damaged
+from disasters.damage import EQUAL, KINDS, WAYS, Damaged
 from disasters.interposer import Interposed
 from disasters.jobs import JOBS
 from disasters.points import HOWS, WRITES, Trial
@@ -58,13 +58,15 @@ def operations(interposed: Interposed, folder: Path) -> list[str]:
 
 def damage(interposed: Interposed, folder: Path) -> list[str]:
     damaged = Damaged(interposed, folder)
-    lines = [f"| file | read by | {' | '.join(WAYS)} |", "| --- " * (len(WAYS) + 2) + "|"]
+    ways = [*WAYS, EQUAL]
+    lines = [f"| file | read by | {' | '.join(ways)} |", "| --- " * (len(ways) + 2) + "|"]
     notes: list[str] = []
     for kind in KINDS:
-        cells = [damaged.cell(kind, way) for way in WAYS]
+        cells = [damaged.cell(kind, way) for way in kind.ways]
         wrong = [cell for cell in cells if cell.wrong]
         assert not wrong, wrong
-        lines.append(f"| {kind.what} | {kind.reader} | {' | '.join(one.came for one in cells)} |")
+        came = [one.came for one in cells] + ["there is none"] * (len(ways) - len(cells))
+        lines.append(f"| {kind.what} | {kind.reader} | {' | '.join(came)} |")
         if kind.unread:
             notes.append(f"- {kind.what}: {kind.unread}.")
     return [*lines, "", "Not noticed, because:", "", *notes]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,3 +88,20 @@ def test_plot_is_a_png_of_its_size(tmp_path):
 def test_nothing_to_plot_is_said(tmp_path):
     with pytest.raises(TrainError, match="no step was logged"):
         plot_run(written(tmp_path / "metrics.jsonl", []).parent)
+
+
+def test_other_lines_than_a_checkpoint_was_saved_with_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path, after_step=0) as file:
+        digests = {}
+        for step in range(1, 7):
+            file.append({"step": step, "loss": 1.0 / step})
+            digests[step] = file.digest()
+    with MetricsFile(path, after_step=4, digest=digests[4]) as again:
+        assert (caplog.text, again.digest()) == ("", digests[4])
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+    MetricsFile(path, after_step=4, digest=digests[4]).close()
+    assert "metrics.jsonl: damaged: up to step 4" in caplog.text
+    assert "those that are there (2)" in caplog.text

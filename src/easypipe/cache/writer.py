@@ -356,6 +356,7 @@ class _Work(Generic[R]):
                 documents = encoder.encode(rows, at=name, audit_key=text)
                 batch = documents.batch
                 said = {
+                    "file": file,
                     **counts_json(documents.counts),
                     "content": encoder.content(batch),
                     "encoder": encoder.backend,
@@ -397,7 +398,9 @@ class _Work(Generic[R]):
             said = json.loads((batch.schema.metadata or {})[STATS])
             whole = self._encoder.content(batch) == said["content"]
             why = "its tokens have another hash than was committed"
-            if whole and _leaks(said, piece, rejects):
+            if (name := said.get("file", file)) != file:  # earlier versions wrote none
+                whole, why = False, f"it was written as {name}"
+            elif whole and _leaks(said, piece, rejects):
                 whole, why = False, "it holds the documents of other rows"
         except FileNotFoundError:
             return None

@@ -67,7 +67,7 @@ from easypipe.train.events import (
 from easypipe.train.losses.loss import LossFn, default_loss
 from easypipe.train.losses.preference import Reference, preference_loss
 from easypipe.train.metrics.devices import out_of_memory, peak_flops
-from easypipe.train.metrics.log import MetricsFile, Record, perplexity
+from easypipe.train.metrics.log import METRICS, ROLLBACKS, MetricsFile, Record, perplexity
 from easypipe.train.metrics.meter import Meter
 from easypipe.train.model.flops import adapter_flops, flops_from_sums, palm_flops_per_step, windows
 from easypipe.train.model.lora import fingerprint
@@ -472,6 +472,7 @@ class _Run:
         trainer.control = self.control
         self.checkpoints.protected["listeners"] = self.control.kept
         self.change: Json | None = None  # what the run goes on with that was another before
+        self.lines: Mapping[str, str | None] = {}  # digests of the files of lines when it was saved
         self.state, self.resumed_from = self._begin()
         self.step = self.resumed_from or 0
         if trainer.reference is not None:
@@ -479,14 +480,15 @@ class _Run:
             trainer.reference.keep(first.params)
         if trainer.writes:
             self._record(folder)
-        self.metrics = stack.enter_context(
-            MetricsFile(folder / "metrics.jsonl", after_step=self.step, write=trainer.writes)
-        )
-        self.rollbacks = stack.enter_context(
-            MetricsFile(
-                folder / "rollbacks.jsonl",
-                after_step=self.step,
-                write=trainer.writes and self.guard.guards,
+        self.metrics, self.rollbacks = (
+            stack.enter_context(
+                MetricsFile(
+                    folder / name, after_step=self.step, write=write, digest=self.lines.get(name)
+                )
+            )
+            for name, write in (
+                (METRICS, trainer.writes),
+                (ROLLBACKS, trainer.writes and self.guard.guards),
             )
         )
 
@@ -584,7 +586,7 @@ class _Run:
         last, stopped = step == self.trainer.steps, self.stop.received is not None
         leaving = stopped or self.control.reason is not None
         calendar = last or _due(step, self.config.checkpoint.every)
-        save = calendar or self.guard.owes or leaving
+        save = calendar or self.guard.owes or leaving or self.control.saving
         evaluate = last or leaving or _due(step, self.config.eval_every)
         if settled := save or evaluate:  # both need to know that this step was sound
             record, bad = self._read(step, measured)
@@ -652,6 +654,7 @@ class _Run:
             "origin": trainer.origin.record(),
             "tokenizer": trainer.tokenizer,
             "seen": trainer.seen.record(),
+            "lines": {METRICS: self.metrics.digest(), ROLLBACKS: self.rollbacks.digest()},
             "loader": saved_loader_state(trainer.train),
         }
         self.checkpoints.save(step, trainer.saved(self.state), run)
@@ -716,6 +719,7 @@ class _Run:
                 fix="Train the model that they belong to, or give another train.output_dir.",
             )
         trainer.seen = trainer.seen.longer(Seen.recorded(saved).max_length)
+        self.lines = saved.get("lines", {})
         self.guard.restore(saved.get("watch"), step, checkpoints.steps())
         if self.guard.guards:
             checkpoints.protected["watch"] = {self.guard.good}

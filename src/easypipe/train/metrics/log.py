@@ -8,26 +8,41 @@ not. (Times and rates differ, of course.)
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from xxhash import xxh3_128
+
 from easypipe.core.errors import StorageError, raising
 from easypipe.core.storage import commit_bytes
 from easypipe.core.values import Json
 
 Record = dict[str, Any]
+# in train.output_dir, each a MetricsFile
+METRICS = "metrics.jsonl"
+ROLLBACKS = "rollbacks.jsonl"
+
+logger = logging.getLogger("easypipe")
 
 
 class MetricsFile:
     """Appends records; opening it cuts what stands there to the step that the run goes on from."""
 
-    def __init__(self, path: Path, *, after_step: int, write: bool = True) -> None:
+    def __init__(
+        self, path: Path, *, after_step: int, write: bool = True, digest: str | None = None
+    ) -> None:
         """Keeps the lines up to and including `after_step`.
 
-        write: False in all processes of a run but one.
+        Args:
+            path: The file.
+            after_step: The step that the run goes on from.
+            write: False in all processes of a run but one.
+            digest: `digest()` of when that step was saved, where it is known: other lines are
+                warned of, and kept.
 
         Raises StorageError where the file is not one of metrics, or cannot be written.
         """
@@ -40,9 +55,20 @@ class MetricsFile:
         self.last: Record | None = kept[-1] if kept else None
         self.first: Record | None = kept[0] if kept else None
         self._file = None
+        self._lines = xxh3_128()
         if not write:
             return
-        commit_bytes(path, "".join(_line(record) for record in kept).encode())
+        lines = "".join(_line(record) for record in kept).encode()
+        self._lines.update(lines)
+        if digest not in (None, self._lines.hexdigest()):
+            logger.warning(
+                "%s: damaged: up to step %d it has not the lines that the checkpoint was saved "
+                "with; the run goes on after those that are there (%d)",
+                path,
+                after_step,
+                len(kept),
+            )
+        commit_bytes(path, lines)
         with raising(StorageError, path, "cannot be written"):
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
 
@@ -56,8 +82,14 @@ class MetricsFile:
             return
         fix = "Check space and permissions."
         with raising(StorageError, self.path, "cannot be written", fix):
-            self._file.write(_line(record))
+            line = _line(record)
+            self._file.write(line)
             self._file.flush()
+        self._lines.update(line.encode())
+
+    def digest(self) -> str | None:
+        """Of all lines; None where this process does not write them."""
+        return None if self._file is None else self._lines.hexdigest()
 
     def sync(self) -> None:
         """Returns once the lines are on the disk: before a checkpoint that counts on them is
