@@ -119,7 +119,7 @@ def store(request: pytest.FixtureRequest) -> Store:
 class FaultyProxy(ThreadingHTTPServer):
     """Passes requests on to a store. faults: what the next ones that write meet: a status, "reset",
     or "lost" (done, but the answer is a reset); `always` meets all of them. seen: (method, path) of
-    those that write."""
+    those that write. reads: whether those that read meet `always` too."""
 
     daemon_threads = True
 
@@ -128,6 +128,7 @@ class FaultyProxy(ThreadingHTTPServer):
         self.target = target.removeprefix("http://")
         self.faults: deque[Any] = deque()
         self.always: Any = None
+        self.reads = False
         self.seen: list[tuple[str, str]] = []
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -144,6 +145,11 @@ class _Proxied(BaseHTTPRequestHandler):
         if self.command in ("PUT", "POST"):
             self.server.seen.append((self.command, self.path))
             fault = self.server.faults.popleft() if self.server.faults else self.server.always
+        elif self.server.reads:
+            fault = self.server.always
+            if fault == "hang":
+                threading.Event().wait(3)
+                return self._reset()
         if isinstance(fault, int):
             return self._answer(fault, b"{}", {})
         if fault == "reset":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from disasters import unreliable
 from disasters.damage import EQUAL, KINDS, Damaged, Kind
 from disasters.interposer import Interposed, missing
 from disasters.jobs import JOBS
@@ -61,6 +62,16 @@ def test_struck_at_any_file_operation_nothing_is_lost(
 def test_damage_is_found_before_it_is_used(damaged: Damaged, kind: Kind, way: str) -> None:
     cell = damaged.cell(kind, way)
     assert not cell.wrong, cell
+
+
+def test_a_server_that_fails_and_stalls_changes_nothing_but_the_time(tmp_path: Path) -> None:
+    """5 % of its answers fail and 1 % never come."""
+    measured = unreliable.measure(800 if ALL else 80, tmp_path)
+    print(measured)
+    assert not measured.different, measured
+    assert min(measured.failed, measured.stalled) > 0, measured
+    # a few stalls of a second each weigh more in a short run
+    assert measured.failing_s < 2 * measured.healthy_s + (0 if ALL else 4), measured
 
 
 def test_the_page_lists_every_job_and_kind_of_file() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gzip
 import json
 import re
 import socket
@@ -15,10 +17,17 @@ from typing import Any
 from urllib.parse import unquote
 
 
+@functools.cache
+def bomb() -> bytes:
+    """64 MB, packed."""
+    return gzip.compress(bytes(1 << 26), 1)
+
+
 class WebServer(ThreadingHTTPServer):
     """files: path → content. seen: (method, path, range) of every request.
 
-    faults: what the next requests meet: a status, "reset", "short", "hang" or None.
+    faults: what the next requests meet: a status, "reset", "short", "hang", "page" (HTML with status
+    200), "bomb" (far more bytes than were asked for) or None.
     """
 
     daemon_threads = True
@@ -88,6 +97,10 @@ class _Handler(BaseHTTPRequestHandler):
                 f"bytes {start}-{stop - 1}/{len(data)}" if server.told is None else server.told
             )
             data, status = data[start:stop], 206
+        if fault == "page":
+            return self._answer(200, b"<html>" * 10_000, {"Content-Type": "text/html"})
+        if fault == "bomb":
+            return self._answer(status, bomb(), {**headers, "Content-Encoding": "gzip"})
         if fault == "short":  # announces it all, sends half, hangs up
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(data))}.items():

@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import logging
+import resource
 import ssl
 import time
 import traceback
@@ -28,7 +29,7 @@ from easypipe.core.errors import ConfigError, MissingFileError, SourceError, Sto
 from easypipe.sources import files as sources_files
 from easypipe.sources.open import open_files
 from laws import assert_stateless_reads
-from stores import Store
+from stores import Store, faulty
 from web import WebServer, web_server
 
 TABLE = pa.table({"text": [f"row {i}" for i in range(3000)], "n": range(3000)})
@@ -92,7 +93,7 @@ def test_every_format_over_http(web: WebServer, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        *itertools.product(["a.parquet", "c.jsonl"], [503, 429, 500, "reset", "short"]),
+        *itertools.product(["a.parquet", "c.jsonl"], [503, 429, 500, "reset", "short", "page"]),
         ("c.jsonl", "hang"),
     ],
 )
@@ -114,6 +115,39 @@ def test_passing_failures_are_tried_again(web: WebServer, name: str, fault: obje
     assert source.read(0, 100, 2600).column("text").to_pylist() == [
         f"row {i}" for i in range(100, 2600)
     ]
+
+
+@pytest.mark.usefixtures("large")
+def test_a_bomb_is_not_unpacked(web: WebServer) -> None:
+    source = open_files(f"{web.url}/data/c.jsonl")
+    web.faults.extend(["bomb"] * 5)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(SourceError, match=r"gave up after 5 attempts.*packed it \(gzip\)"):
+        source.read(0, 0, 10)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 48 << 10
+
+
+@pytest.mark.usefixtures("large")
+def test_a_stall_is_cut_by_what_other_requests_took(web: WebServer) -> None:
+    """Not by the policy's minute; and a server that became slow is waited for longer each time."""
+    remote.set_retry_policy(remote.RetryPolicy())
+    url = f"{web.url}/data/c.jsonl"
+    for at in range(remote.KNOWN):
+        storage.read_range(url, at, at + 100)
+    web.faults.append("hang")  # for 3 s
+    began = time.monotonic()
+    assert storage.read_range(url, 0, 100) == LINES[:100]
+    assert 1 <= time.monotonic() - began < 2.5
+    asked: list[float] = []
+
+    def slow(timeout_s: float) -> None:
+        asked.append(timeout_s)
+        time.sleep(min(timeout_s, 3))
+        if timeout_s < 3:
+            raise TimeoutError
+
+    remote.retrying(url, slow, num_bytes=100, kind="range")
+    assert asked == pytest.approx([1, 2, 4])
 
 
 @pytest.mark.usefixtures("large")
@@ -393,6 +427,28 @@ def test_a_bucket(store: Store) -> None:
     assert open_files(f"{folder}/c.jsonl", storage_options=options).fingerprint != before
     with pytest.raises(MissingFileError, match="no such file or folder"):
         open_files(f"{folder}/missing.jsonl", storage_options=options)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("fault", [503, "reset", "hang"])
+def test_an_outage_of_a_bucket_is_told_by_the_deadline(store: Store, fault: object) -> None:
+    """Whatever attempts the client of the store makes of its own."""
+    name = f"{store.new()}/c.jsonl"
+    store.filesystem.pipe_file(name, LINES)
+    limits = {"attempt_timeout_s": 0.5, "deadline_s": 1.5}
+    remote.set_retry_policy(remote.RetryPolicy(attempts=99, first_wait_s=0.01, **limits))
+    with faulty(store) as (behind, proxy):
+        source = open_files(name, storage_options=behind.options)
+        proxy.always, proxy.reads = fault, True
+        for call in (
+            lambda: open_files(name, storage_options=behind.options),
+            lambda: source.shards,
+            lambda: storage.read_bytes(name, behind.options),
+        ):
+            began = time.monotonic()
+            with pytest.raises((SourceError, StorageError), match="gave up after"):
+                call()
+            assert time.monotonic() - began < 2 * limits["deadline_s"] + 1
 
 
 def test_s3_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

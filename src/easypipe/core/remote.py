@@ -5,8 +5,10 @@
 
 A call that fails for a passing reason (429, 5xx, a reset, a timeout, fewer bytes than were asked
 for) is made again after a wait that doubles, with jitter, until the policy's attempts or its
-deadline are used up. What is raised then names the URL, the attempts and the last cause, without
-credentials: those of the URL (user info, signatures) and those of storage_options are hidden.
+deadline are used up. A request that takes much longer than others of its kind did is given up early
+and made again, with twice the time each time. What is raised in the end names the URL, the attempts
+and the last cause, without credentials: those of the URL (user info, signatures) and those of
+storage_options are hidden.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import logging
 import random
 import re
 import ssl
+import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -36,6 +40,12 @@ log = logging.getLogger("easypipe")
 
 SLOWEST_BYTES_PER_S = 1 << 18  # a transfer slower than this counts as hung
 HIDDEN = "***"
+OTHER = "the server sent something else than the file, a page of its own perhaps"
+# A request counts as stalled when it takes PATIENCE times as long as nearly all of the last of its
+# kind, once KNOWN of them were answered; never within LEAST_TIMEOUT_S.
+PATIENCE = 4
+KNOWN, REMEMBERED = 20, 128
+LEAST_TIMEOUT_S = 1.0
 
 _PASSING_STATUS = frozenset(
     {408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522, 523, 524, 529}
@@ -110,6 +120,10 @@ class ShortReadError(OSError):
     """Fewer bytes came than were asked for and announced."""
 
 
+class OtherAnswerError(OSError):
+    """Something else came than the bytes of the file, as gateways and portals send it."""
+
+
 class WrongRangeError(OSError):
     """A server, or a cache before it, sent another part of the file than was asked for."""
 
@@ -124,27 +138,45 @@ def retrying(
     *,
     options: StorageOptions = None,
     num_bytes: int = 0,
+    kind: str = "",
 ) -> T:
     """`call(timeout_s)`, again and again while it fails for passing reasons.
 
-    Raises MissingFileError where nothing is there, StorageError (it names the public URL, the
-    attempts and the last cause) for all else.
+    Args:
+        url: What it is about.
+        call: Makes one attempt.
+        options: The storage_options, whose secrets are hidden.
+        num_bytes: That go to and fro.
+        kind: Of requests that take equally long for one host and size, whose stalls are cut; "":
+            nothing is known of them.
+
+    Raises:
+        MissingFileError: Nothing is there.
+        StorageError: All else; it names the public URL, the attempts and the last cause.
     """
-    policy, started, attempt = _policy, time.monotonic(), 0
+    policy, started, attempt, stalls = _policy, time.monotonic(), 0, 0
     extra = num_bytes / SLOWEST_BYTES_PER_S
     deadline = started + policy.deadline_s + extra
+    times = _times[_host(url), kind, num_bytes.bit_length()] if kind else None
     while True:
         attempt += 1
-        left = deadline - time.monotonic()
+        began = time.monotonic()
+        most = policy.attempt_timeout_s + extra
+        patience = min(most, times.patience() * 2**stalls) if times else most
         try:
-            return call(max(0.001, min(policy.attempt_timeout_s + extra, left)))
+            answer = call(max(0.001, min(patience, deadline - began)))
+            if times:
+                times.add(time.monotonic() - began)
+            return answer
         except EasypipeError:
             raise
         except Exception as error:  # noqa: BLE001  (libraries of every store have trees of their own; all of it is raised again below)
             failure = error
         if not is_passing(failure):
             break
-        wait = _wait(policy, attempt, failure)
+        cut = patience < most and time.monotonic() - began >= patience
+        stalls += cut
+        wait = 0.0 if cut else _wait(policy, attempt, failure)
         if attempt >= policy.attempts or time.monotonic() + wait >= deadline:
             break
         log.info(
@@ -161,12 +193,39 @@ def retrying(
     raise _told(failure, url, options, attempt, time.monotonic() - started)
 
 
+class _Times:
+    """How long the last requests of one kind took. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock, self._last = threading.Lock(), deque[float](maxlen=REMEMBERED)
+        self._patience = float("inf")
+
+    def patience(self) -> float:
+        """Seconds after which one of them counts as stalled."""
+        return self._patience
+
+    def add(self, seconds: float) -> None:
+        with self._lock:
+            self._last.append(seconds)
+            if len(self._last) >= KNOWN:
+                usual = sorted(self._last)[len(self._last) * 19 // 20]
+                self._patience = max(LEAST_TIMEOUT_S, PATIENCE * usual)
+
+
+# by host, kind and size of the request (its power of two)
+_times: defaultdict[tuple[str, str, int], _Times] = defaultdict(_Times)
+
+
+def _host(url: str) -> str:
+    return url.partition("://")[2].partition("/")[0].rpartition("@")[2]
+
+
 def is_passing(error: BaseException) -> bool:
     """Whether another attempt may succeed."""
     if any(map(_lasting, causes_of(error))):  # libraries wrap it in an error of a passing kind
         return False
     for link in causes_of(error):
-        if isinstance(link, ConnectionError | TimeoutError | ShortReadError):
+        if isinstance(link, ConnectionError | TimeoutError | ShortReadError | OtherAnswerError):
             return True
         if isinstance(link, OSError) and link.errno in _PASSING_ERRNO:
             return True
@@ -342,6 +401,9 @@ async def _http_facts(fs: Any, url: str) -> HttpFacts:
         ) in ("", "identity"):
             total = int(answer.headers["Content-Length"])
         identity = _http_identity(answer.headers)
+        if not identity and answer.content_type == "text/html":  # made anew, so no file
+            answer.close()
+            raise OtherAnswerError(OTHER)
         if answer.status != 206:
             answer.close()  # else the connection would be kept, and the whole body read to free it
         return HttpFacts(total, identity or f"size:{total}", answer.status == 206)
@@ -362,7 +424,12 @@ async def _http_range(
             and now.partition(":")[0] == identity.partition(":")[0]
         ):
             raise ChangedError("the server says that the file is another now")
+        if (packed := answer.headers.get("Content-Encoding", "identity")) != "identity":
+            answer.close()  # before it is unpacked: it may be of any size
+            raise OtherAnswerError(f"the server packed it ({packed}), which nobody asked for")
+        skipped = start  # the server sends the whole file whatever is asked for: take the part
         if answer.status == 206:
+            skipped = 0
             sent = answer.headers.get("Content-Range", "")
             first = _RANGE.match(sent)
             if first is None or int(first[1]) != start:
@@ -371,18 +438,22 @@ async def _http_range(
                 raise WrongRangeError(
                     f"the server sent {told} where bytes {start} to {stop - 1} were asked for"
                 )
-            data: bytes = await answer.read()
-        else:  # the server sends the whole file whatever is asked for: take the part, and hang up
-            pieces: list[bytes] = []
-            at = 0
-            async for piece in answer.content.iter_chunked(1 << 18):
-                if at + len(piece) > start:
-                    pieces.append(piece[max(0, start - at) : stop - at])
-                at += len(piece)
-                if at >= stop:
-                    answer.close()
-                    break
-            data = b"".join(pieces)
+        elif identity and (now or f"size:{answer.headers.get('Content-Length')}") != identity:
+            answer.close()
+            raise OtherAnswerError(OTHER)
+        pieces: list[bytes] = []
+        at = 0
+        async for piece in answer.content.iter_chunked(1 << 18):
+            if at + len(piece) > skipped:
+                pieces.append(piece[max(0, skipped - at) : skipped + stop - start - at])
+            at += len(piece)
+            if at >= skipped + stop - start:
+                break
+        if answer.status != 206 or at > stop - start:
+            answer.close()  # hang up: nobody wants the rest
+        if answer.status == 206 and at > stop - start:
+            raise OtherAnswerError(f"more than the {stop - start} bytes came that were asked for")
+        data = b"".join(pieces)
         if len(data) != stop - start:
             raise ShortReadError(f"{len(data)} of {stop - start} bytes came")
         return data

@@ -127,7 +127,7 @@ def exists(path: str | Path, storage_options: StorageOptions = None) -> bool:
             return Path(_local(path)).exists()
     try:
         if is_http(str(path)):
-            _remote(path, storage_options, http_facts)
+            _remote(path, storage_options, http_facts, kind="facts")
         else:
             _remote(
                 path,
@@ -187,7 +187,7 @@ def read_range(
             raise ShortReadError(f"{len(data)} of {stop - start} bytes came")
         return data
 
-    return _remote(path, storage_options, call, stop - start)
+    return _remote(path, storage_options, call, stop - start, "range")
 
 
 def chunks(path: str | Path, storage_options: StorageOptions = None) -> Iterator[bytes]:
@@ -213,8 +213,8 @@ def size_of(path: str | Path, storage_options: StorageOptions = None) -> int | N
         return local.stat().st_size if local.is_file() else None
     try:
         if is_http(str(path)):
-            return _remote(path, storage_options, http_facts).num_bytes
-        found = _remote(path, storage_options, _fresh_info)
+            return _remote(path, storage_options, http_facts, kind="facts").num_bytes
+        found = _remote(path, storage_options, _fresh_info, kind="facts")
     except MissingFileError:
         return None
     return None if found.get("type") == "directory" else int(found.get("size") or 0)
@@ -266,16 +266,17 @@ def _remote(
     storage_options: StorageOptions,
     call: Callable[[AbstractFileSystem, str, float], T],
     num_bytes: int = 0,
+    kind: str = "",
 ) -> T:
     """`call(filesystem, name, timeout in s)`, tried again where it fails for a passing reason.
-    num_bytes: that go to and fro.
+    num_bytes, kind: as `retrying` has them.
     """
 
     def attempt(timeout_s: float) -> T:
         fs, name = filesystem(path, storage_options)
         return call(fs, name, timeout_s)
 
-    return retrying(str(path), attempt, options=storage_options, num_bytes=num_bytes)
+    return retrying(str(path), attempt, options=storage_options, num_bytes=num_bytes, kind=kind)
 
 
 def read_json(path: str | Path, storage_options: StorageOptions = None) -> Any:

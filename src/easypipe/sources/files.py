@@ -163,8 +163,10 @@ def _requested(file: FileRef, start: int, stop: int) -> bytes:
             raise remote.ShortReadError(f"{len(data)} of {stop - start} bytes came")
         return data
 
+    size = stop - start
     return reading(
-        file, lambda: remote.retrying(url, attempt, options=options, num_bytes=stop - start)
+        file,
+        lambda: remote.retrying(url, attempt, options=options, num_bytes=size, kind="range"),
     )
 
 

@@ -103,7 +103,7 @@ def _resolve_http(text: str, here: FileRef) -> FileRef:
         return remote.http_facts(fs, text, timeout_s)
 
     try:
-        facts = remote.retrying(text, attempt, options=options)
+        facts = remote.retrying(text, attempt, options=options, kind="facts")
     except StorageError as error:
         raise SourceError(at=name, problem=error.problem, fix=error.fix) from None
     file = _sized(here, facts.num_bytes, facts.identity)
