@@ -5,15 +5,25 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import easypipe
 from easypipe.core.errors import SourceError
 from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource
+from easypipe.core.values import attribute_of
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
 from easypipe.sources.splits import limited
+
+
+def test_an_attribute_of_somebody_elses_may_be_nothing() -> None:
+    """A tokenizer's pad token is often number 0."""
+    one = SimpleNamespace(pad_token_id=0, unknown=None, name="")
+    assert attribute_of(one, "unknown", "pad_token_id", "name") == 0
+    assert attribute_of(one, "missing", "name") == ""
+    assert attribute_of(one, "missing", "unknown") is None
 
 
 def test_shards_by_name(tmp_path: Path) -> None:

@@ -30,6 +30,10 @@ from easypipe.pipeline import _Remade
 from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.stages.tokenize.stage import TokenizeStage
+from golden.batches import chain, load, mixed, pack
+from golden.compare import kept
+from golden.data import config as golden_config
+from golden.digests import batches
 from stores import Store
 from token_support import small_tokenizer_folder, texts
 
@@ -106,6 +110,12 @@ def test_f15_a_cluster_makes_the_bytes_that_this_process_makes(tmp_path: Path) -
     assert made.get_data()["d"].materialize().manifest.facts["ranges_reused"] == 7, (
         "nothing was tokenized by this process"
     )
+
+
+def test_a_cluster_makes_the_golden_batches(tmp_path: Path) -> None:
+    """Parts of a job array make them in tests/golden."""
+    made = golden_config(tmp_path, mix=mixed(), pack=pack("first_fit"), load=load(), executor="ray")
+    assert batches(chain(made).build()) == kept("documents")["prepared_apart"]
 
 
 class DieOnce(BaseStage):

@@ -5,6 +5,10 @@ streaming.
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -315,6 +319,31 @@ def of_ranks(folder: Path, name: str) -> Any:
         rows = [sorted(row.tobytes() for row in part["input_ids"]) for part in (one, *parts)]
         assert rows[0] == sorted(rows[1] + rows[2])
     return [batches(rank) for rank in ranks]
+
+
+@golden()
+def streaming_processes(folder: Path) -> Any:
+    """The same of two processes, each of which reads the files of its own streams."""
+    made = [
+        subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                f"from golden import batches; batches.rank({str(folder)!r}, {rank})",
+            ],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            check=True,
+        ).stdout
+        for rank in (0, 1)
+    ]
+    return [json.loads(text) for text in made]
+
+
+def rank(folder: str, rank: int) -> None:
+    """Prints what one of two processes gets of a stream."""
+    made = dataclasses.replace(CACHED["first_fit"](Path(folder)), streaming=True, num_streams=2)
+    print(json.dumps(batches(chain(made).build().of_rank(rank, 2))))
 
 
 def _endless(pipeline: Pipeline) -> bool:

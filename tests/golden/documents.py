@@ -290,6 +290,33 @@ def encoded_again(folder: Path) -> Any:
 
 
 @golden()
+def documents_encoded(folder: Path) -> Any:
+    """How many documents meet the tokenizer when a file is appended to, edited, or joined by
+    another; and what is taken as it stands.
+    """
+    path = write(folder / "in" / "a.jsonl", rows_of(20, 3))
+    write(folder / "in" / "b.jsonl", rows_of(12, 5))
+
+    def encoded() -> dict[str, int]:
+        files = str(folder / "in" / "*.jsonl")
+        made = config(folder, datasets=[DatasetConfig(name="data", data_files=files)])
+        cache = Pipeline(made).source().tokenize().get_data()["data"].materialize()
+        names = ("documents_encoded", "ranges_written", "ranges_reused", "ranges_found_by_content")
+        return {"documents": cache.num_docs} | {name: cache.manifest.facts[name] for name in names}
+
+    found = {"first": encoded()}
+    write(path, [*rows_of(20, 3), {"text": "appended", "n": 20}])
+    found["appended to"] = encoded()
+    write(path, [{"text": "edited", "n": 0}, *rows_of(20, 3)[1:]])
+    found["edited"] = encoded()
+    write(folder / "in" / "c.jsonl", rows_of(7, 7))
+    found["joined"] = encoded()
+    shutil.copy(path, folder / "in" / "d.jsonl")
+    found["copied"] = encoded()
+    return found
+
+
+@golden()
 def weights_of_the_plan(folder: Path) -> Any:
     """What `plan` says of a mixture, in numbers."""
     made = config(

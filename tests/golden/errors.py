@@ -5,6 +5,7 @@ streaming does not do.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gzip
 import json
 from collections.abc import Callable
@@ -14,11 +15,21 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from easypipe import EasypipeError, LoaderState, Pipeline, load_saved, load_tokenizer
+from easypipe import (
+    EasypipeError,
+    LoaderState,
+    MixStageConfig,
+    Pipeline,
+    SaveStageConfig,
+    TokenizeStageConfig,
+    load_saved,
+    load_tokenizer,
+)
 from easypipe.core.config import from_dict
 from easypipe.core.schema import INPUT_IDS
 from easypipe.run import RunConfig
-from golden.batches import chain
+from easypipe.stages.streamable import require_streamable
+from golden.batches import chain, load, pack
 from golden.cases import golden
 from golden.data import TOKENIZER, chats, config, pairs, rows_of, two_datasets, write
 from golden.digests import message
@@ -83,6 +94,13 @@ CONFIGS: dict[str, list[tuple[str, Any]]] = {
     "streaming_cached": [("streaming", True), ("executor", "ray")],
     "streaming_grouped": [("streaming", True), ("load.group_by_length", 4)],
     "streaming_blocks": [("streaming", True), ("order.block_rows", 4)],
+    "streams_of_nothing": [("num_streams", 2)],
+    "streaming_pairs": [
+        ("streaming", True),
+        ("datasets.0.prompt_field", "text"),
+        ("datasets.0.completion_field", "n"),
+        ("datasets.0.rejected_field", "other"),
+    ],
     "unpacked_truncation": [("pack", "-"), ("tokenize", {"max_length": 0})],
     "schedule_of_batches_backwards": [("load.batch_size_schedule", [[9, 8], [3, 16]])],
     "template_and_field": [("datasets.0.prompt", {"format_type": "custom"})],
@@ -231,13 +249,43 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "no_saved_folder": lambda d: load_saved(d / "nowhere"),
     "no_tokenizer_folder": lambda d: load_tokenizer(str(d)),
     "run_without_train": lambda d: from_dict(RunConfig, {"data": _base(d)}),
-    "streaming_explain": lambda d: (
-        chain(from_dict(type(config(d)), _base(d) | {"streaming": True})).build().explain(0)
-    ),
-    "streaming_len": lambda d: len(
-        chain(from_dict(type(config(d)), _base(d) | {"streaming": True})).build()
+    "streaming_explain": lambda d: _streaming(d).build().explain(0),
+    "streaming_len": lambda d: len(_streaming(d).build()),
+    "streaming_state_at": lambda d: _streaming(d).build().state_at(3),
+    "streaming_plan": lambda d: _streaming(d).plan(),
+    "streaming_ledger": lambda d: _streaming(d).ledger(),
+    "streaming_part": lambda d: _streaming(d).prepare_part(0, 2),
+    "streaming_save": lambda d: (
+        Pipeline.from_config(_base(d) | {"streaming": True})
+        .source()
+        .tokenize()
+        .save(SaveStageConfig(output_dir=d / "out"))
     ),
 }
+
+
+def _streaming(folder: Path) -> Pipeline:
+    return chain(from_dict(type(config(folder)), _base(folder) | {"streaming": True}))
+
+
+@golden()
+def options_that_streaming_refuses(folder: Path) -> Any:
+    """Every option of a stage that is not there in streaming, with the reason."""
+    found = {}
+    stages = {
+        "tokenize": TokenizeStageConfig(),
+        "mix": MixStageConfig(),
+        "pack": pack(),
+        "load": load(),
+    }
+    for stage, options in stages.items():
+        for field in dataclasses.fields(options):
+            asked = copy.copy(options)
+            object.__setattr__(asked, field.name, "another value")
+            said = _refusal(lambda at=stage, asked=asked: require_streamable(at, asked), folder)
+            if said != "runs":
+                found[f"{stage}.{field.name}"] = said
+    return found
 
 
 def _restored_elsewhere(folder: Path) -> Any:
