@@ -727,6 +727,8 @@ def test_num_rows_are_the_first_lines(
         for t in counted.read(i, 0, s.num_rows or 0)["text"].to_pylist()
     ]
     assert all(source.at_end(i, source._cuts[i]) for i in range(len(source.shards)))
+    others = [open_forward(str(folder), num_rows=other) for other in (num_rows + 1, None)]
+    assert source.fingerprint not in [other.fingerprint for other in others if other is not None]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt.gz", "a.parquet"])

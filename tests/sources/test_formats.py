@@ -332,10 +332,14 @@ def test_a_large_row_group_is_entered_in_its_middle(
     """Forward, backward, and again from where another range ended."""
     monkeypatch.setattr(parquet, "SMALL_GROUP_BYTES", 0)
     monkeypatch.setattr(parquet, "STREAMED_BYTES", 512)
-    pq.write_table(pa.table({"n": range(900)}), tmp_path / "a.parquet", row_group_size=500)
+    table = pa.table({"n": range(900), "m": range(900)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=500)
     source = open_files(tmp_path / "a.parquet")
     for start, stop in ((7, 450), (450, 480), (3, 9), (498, 503), (620, 640), (641, 900), (0, 900)):
-        assert source.read(0, start, stop).column("n").to_pylist() == list(range(start, stop))
+        for columns in (["n"], ["m"], ["n", "m"]):  # each has a place of its own
+            read = source.select(columns).read(0, start, stop)
+            for name in columns:
+                assert read.column(name).to_pylist() == list(range(start, stop))
 
 
 @pytest.mark.parametrize("kept", [1, 2])

@@ -17,6 +17,7 @@ from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.external.objects import is_dataset_object, open_object
 from easypipe.sources.external.saved_datasets import is_saved_dataset, saved_dataset_files
 from easypipe.sources.open import open_files
+from easypipe.sources.partitions import NOTHING, partition_values
 from laws import assert_stateless_reads
 
 ROWS = [{"text": f"row {i}", "n": i, "list": [i, None]} for i in range(100)]
@@ -270,6 +271,22 @@ def test_what_is_an_object() -> None:
         5,
     ):
         assert not is_dataset_object(plain)
+
+
+@pytest.mark.parametrize(
+    ("names", "values"),
+    [
+        (["1", "-20", NOTHING], [1, -20, None]),
+        (["7", "007"], ["7", "007"]),  # both would be 7
+        (["1", "1.5"], ["1", "1.5"]),
+        ([str(2**63 - 1), str(-(2**63))], [2**63 - 1, -(2**63)]),
+        (["1", str(2**63)], ["1", str(2**63)]),
+        (["a%3Db", ""], ["a=b", ""]),
+    ],
+)
+def test_values_of_folders_are_numbers_where_all_are(names: list[str], values: list[Any]) -> None:
+    found = partition_values([f"/root/of={name}/a.parquet" for name in names], "/root/")
+    assert found == [(("of", value),) for value in values]
 
 
 def test_folders_that_name_values(tmp_path: Path) -> None:

@@ -264,6 +264,9 @@ def test_two_tokenizers_in_one_mixture(tmp_path: Path) -> None:
         MixStageConfig(allow_mixed_tokenizers=True, stop_strategy="all_exhausted")
     ).get_data()["mixed"]
     assert mixture.read(0, 0, 10).num_rows == 10
+    sizes = [load_tokenizer(one).vocab_size for one in (tokenizer(), tokenizer(300))]
+    assert sizes[0] > sizes[1]
+    assert mixture.mixture.vocab_size == sizes[0]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -249,6 +249,8 @@ def test_a_capped_dataset_leaves_and_the_others_go_on(tmp_path: Path) -> None:
 
 def test_a_mixture_of_capped_datasets_ends(tmp_path: Path) -> None:
     pipeline = mixed(tmp_path, max_epochs={"code": 2, "docs": 1})
+    other = mixed(tmp_path, max_epochs={"code": 1, "docs": 1})
+    assert other.get_data()["mixed"].fingerprint != pipeline.get_data()["mixed"].fingerprint
     books = pipeline.ledger()
     laws.assert_conserved(books)
     assert (books.facts["mix.code.epochs"], books.facts["mix.docs.epochs"]) == (2.0, 1.0)
