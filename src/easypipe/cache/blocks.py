@@ -110,7 +110,7 @@ class BlockChecks:
             np.uint64
         )
         for i in np.flatnonzero(~has).tolist():
-            self._done(int(self._first[i]), int(self._first[i + 1]))
+            self._done(np.arange(self._first[i], self._first[i + 1]))
             self._indexes_left -= 1
 
     @property
@@ -146,28 +146,26 @@ class BlockChecks:
                 first, last = start - address, start - address + info.tokens * width
                 inside[-(-first // BLOCK) : last // BLOCK] = True
         self.check(part, np.flatnonzero(~inside).tolist(), address)
-        self._done(at, at + 1)
+        self._done(np.array([at]))
         self._indexes_left = int(np.count_nonzero(self._flags[self._first[:-1]] == 0))
 
     def check(self, part: int, blocks: Iterable[int], address: int) -> None:
         """Raises CacheError where one of `blocks` is damaged. The index was checked before."""
         size, at = self._parts[part].num_bytes, int(self._first[part]) + 1
-        for block in blocks:
-            if self._flags[at + block]:
-                continue
-            start = block * BLOCK
-            stop = min(start + BLOCK, size)
-            if (
-                xxh3_64_intdigest(_bytes(address + start, stop - start)) & _LOW
-                != self._sums[at + block]
-            ):
-                raise _damaged(start, stop - start, self._files[part])
-            self._done(at + block, at + block + 1)
+        new = [block for block in blocks if not self._flags[at + block]]
+        for block in new:
+            start = block << SHIFT
+            length = min(BLOCK, size - start)
+            if xxh3_64_intdigest(_bytes(address + start, length)) & _LOW != self._sums[at + block]:
+                raise _damaged(start, length, self._files[part])
+        if new:
+            self._done(np.array(new) + at)
 
-    def _done(self, start: int, stop: int) -> None:
+    def _done(self, flags: Int64) -> None:
+        """flags: Int64[n], their numbers, each once."""
         with self._lock:
-            self._left -= stop - start - np.count_nonzero(self._flags[start:stop])
-            self._flags[start:stop] = 1
+            self._left -= int(np.count_nonzero(self._flags[flags] == 0))
+            self._flags[flags] = 1
 
 
 def _bytes(address: int, num_bytes: int) -> pa.Buffer:
@@ -175,11 +173,12 @@ def _bytes(address: int, num_bytes: int) -> pa.Buffer:
     return pa.foreign_buffer(address, num_bytes)
 
 
-def noted(todo: Int64) -> list[tuple[int, int]]:
-    """What `note` wrote into Int64[2, n] `todo`, parts and blocks, each once, an index before the
-    blocks of its part.
-    """
-    return sorted(set(zip(*todo.tolist(), strict=True)))
+def noted(todo: Int64) -> dict[int, set[int]]:
+    """What `note` wrote into Int64[2, n] `todo`: the blocks of each part, INDEX among them."""
+    found: dict[int, set[int]] = {}
+    for part, block in zip(*todo.tolist(), strict=True):
+        found.setdefault(part, set()).add(block)
+    return found
 
 
 # Looking at the flags inside of kernels

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -308,8 +308,8 @@ class TokenCache(Source):
             return
         todo = np.empty((2, ROOM), np.int64)
         while count := note_documents(docs, self._buffers, todo):
-            for part, block in noted(todo[:, :count]):
-                self.check(part, block)
+            for part, blocks in noted(todo[:, :count]).items():
+                self.check(part, blocks)
 
     @property
     def pending(self) -> bool:
@@ -318,14 +318,13 @@ class TokenCache(Source):
         """
         return self._blocks.pending
 
-    def check(self, part: int, block: int) -> None:
-        """Checks one block of a part, or its index, as `blocks.note` gives them. Raises CacheError
-        where it is damaged.
+    def check(self, part: int, blocks: Set[int]) -> None:
+        """Checks blocks of a part, as `blocks.noted` gives them. Raises CacheError where one is
+        damaged.
         """
-        if block == INDEX:
+        if INDEX in blocks:
             self._check_index([part])
-        else:
-            self._blocks.check(part, [block], int(self._buffers.file_address[part]))
+        self._blocks.check(part, sorted(blocks - {INDEX}), int(self._buffers.file_address[part]))
 
     def verify(self) -> None:
         """Reads every byte. Raises CacheError naming the first file whose checksum is not the one

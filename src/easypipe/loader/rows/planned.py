@@ -93,6 +93,7 @@ class PlannedRows(NumberedRows):
         )
         self.masked = any(LOSS_MASK in cache.schema.names for cache in caches)
         self._paged = any(cache.comes_and_goes for cache in caches)
+        self._unchecked = True
         self._end: int | None = None  # rows of the run, once the scan has met the end
 
     @property
@@ -189,15 +190,14 @@ class PlannedRows(NumberedRows):
 
     @property
     def unchecked(self) -> bool:
-        for cache in self.caches:  # noqa: SIM110 - for every batch; a generator costs 1 us more
-            if cache.pending:
-                return True
-        return False
+        if self._unchecked:  # and once it is not, it stays so
+            self._unchecked = any(cache.pending for cache in self.caches)
+        return self._unchecked
 
     def check(self, touched: Int64) -> None:
-        for part, block in noted(touched):
+        for part, blocks in noted(touched).items():
             dataset = bisect.bisect_right(self._tables.first_part, part) - 1
-            self.caches[dataset].check(part - int(self._tables.first_part[dataset]), block)
+            self.caches[dataset].check(part - int(self._tables.first_part[dataset]), blocks)
 
     def missing(self, view: View, piece: int, width: int) -> CacheError:
         _, slot, draw, start, length = view.table[:, piece].tolist()

@@ -9,7 +9,6 @@ from typing import Protocol
 
 import numpy as np
 
-from easypipe.cache.blocks import ROOM
 from easypipe.core.schema import (
     INPUT_IDS,
     LABELS,
@@ -30,6 +29,8 @@ from easypipe.loader.rows.gather import (
 from easypipe.plan.window import View
 
 AT_REST = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS)
+
+_ROOM = 256  # blocks that are noted at a time: a batch seldom has as many to check
 
 _NO_LABELS = np.empty((0, 0), dtype=np.int32)
 _NO_MASK = np.empty((0, 0), dtype=np.uint8)
@@ -113,7 +114,7 @@ class RowWriter:
         ahead = np.empty(len(rows) if self.runs else 0, dtype=np.int32)
         done = np.zeros(len(rows), dtype=np.bool_)
         shift = LABELS in columns and not (self.joined or self.paired)
-        todo = np.empty((2, ROOM), np.int64) if tokens.unchecked else NO_CHECKS
+        todo = np.empty((2, _ROOM), np.int64) if tokens.unchecked else NO_CHECKS
         behind = (self.runs, self.joined, self.seq_length or 0)
         rule = (self.eos, self.pad_token_id, self.hold, shift, behind)
         into = (ids, labels, segments, positions, mask, ahead)
