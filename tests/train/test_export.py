@@ -30,7 +30,8 @@ from easypipe import (
     train_bpe,
 )
 from easypipe.cli import main
-from easypipe.core.errors import StorageError
+from easypipe.cli.writing import Writer
+from easypipe.core.errors import SourceError, StorageError
 from easypipe.train import save_pretrained
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.finished import load_trained
@@ -192,7 +193,7 @@ def test_an_answer_is_kept_as_it_is_and_shown_without_what_steers_a_terminal(
     ("arguments", "text", "message"),
     [
         (["--messages", "FILE"], '[{"role": "user"}]\n{"a"', "line 2: is not JSON"),
-        (["--messages", "FILE"], '{"messages": "hi"}', "talks: not_a_list: messages are text"),
+        (["--messages", "FILE"], '{"messages": "hi"}', "talks: not_json: Expecting value"),
         (["--messages", "FILE", "x"], "[]", "PROMPT: is given beside another way to ask"),
         ([], "", "PROMPT: none is given"),
         (["x", "--system", "y"], "", "--system: has no effect without --chat"),
@@ -210,6 +211,22 @@ def test_what_cannot_be_asked_is_refused(
     given = [str(tmp_path / "talks") if word == "FILE" else word for word in arguments]
     assert main(["generate", str(tuned.output_dir), *given]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_conversation_brings_its_system_prompt_and_what_its_template_sees(
+    tokenizer: Path,
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% if think %}{{ think }}{% endif %}{% endif %}"
+    )
+    asked: Any = None  # nothing is generated
+    writer = Writer(asked, load_tokenizer(str(tokenizer)), (), template, {})
+    talk = [{"role": "user", "content": "a"}]
+    row = {"messages": talk, "chat_template_kwargs": {"think": "hm"}, "system": "s"}
+    assert writer.opened([("x", row)]) == ["system: s<|im_end|>user: a<|im_end|>assistant: hm"]
+    with pytest.raises(SourceError, match=r"x: bad_template_kwargs.*'messages' is no variable"):
+        writer.opened([("x", {"messages": talk, "chat_template_kwargs": {"messages": 1}})])
 
 
 def test_a_text_is_shown_up_to_its_stop_string(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +15,10 @@ from easypipe.cli.show import say
 from easypipe.core.errors import ConfigError, SourceError, require
 from easypipe.core.visible import visible
 from easypipe.transforms.chat.conversations import BadJson, loaded
-from easypipe.transforms.chat.pool import WrittenTalk
 from easypipe.transforms.chat.render import ChatTemplate, load_chat_template, turns_of
 from easypipe.transforms.chat.sandbox import Json
+from easypipe.transforms.prompt.config import PromptConfig
+from easypipe.transforms.prompt.formats import ChatFormat
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -74,17 +74,17 @@ class Writer:
         """Prompts that open an answer to each conversation, by the chat template; with the places
         of the conversations, for errors.
         """
-        asked = [
-            WrittenTalk(json.dumps(row.get("messages")), json.dumps(row.get("tools")))
-            for _, row in conversations
-        ]
+        config = PromptConfig(input_columns=["messages"])
+        reader = ChatFormat(config, self._template, refuse=())
+        asked = [reader.request(row) for _, row in conversations]
         prompts: list[str] = []
         for (at, _), text in zip(conversations, self._template.prompts(asked), strict=True):
             if isinstance(text, Refused):
                 raise SourceError(
                     at=at,
                     problem=f"{text.reason}: {text.detail}",
-                    fix='Give a list of messages: [{"role": "user", "content": "..."}].',
+                    fix='Give a list of messages: [{"role": "user", "content": "..."}], or an '
+                    "object with messages, and system, tools, chat_template_kwargs as rows have.",
                 )
             prompts.append(text)
         return prompts
@@ -119,8 +119,8 @@ def talk(writer: Writer, system: str | None) -> None:
 
 def conversations_of(path: Path) -> list[tuple[str, Json]]:
     """The conversations of a file, each with its place: a JSON list of messages, an object with
-    `messages` (or `prompt`, as rows of TRL have it) and perhaps `tools`, or one of these in each
-    line.
+    `messages` (or `prompt`, as rows of TRL have it) and what else rows have beside them (`tools`,
+    `system`, `chat_template_kwargs`), or one of these in each line.
     """
     try:
         text = path.read_text(encoding="utf-8")

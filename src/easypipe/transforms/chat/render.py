@@ -92,7 +92,7 @@ class ChatTemplate:
         spec = {**self._spec, "reader": asdict(reader or MessageReader())}
         return answers_of(spec, rows, self.origin)
 
-    def prompts(self, rows: Sequence[Asked]) -> list[str | Refused]:
+    def prompts(self, rows: Sequence[Asked | Refused]) -> list[str | Refused]:
         """Conversations as texts that open an answer of the assistant; otherwise as `render`."""
         spec = {**self._spec, "reader": asdict(MessageReader()), "prompt": True}
         answers = answers_of(spec, rows, self.origin)

@@ -138,7 +138,7 @@ class ChatFormat:
         return is_messages(kind) or is_text(kind) or pa.types.is_null(kind)
 
     def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
-        asked = [self._written(row) or self._request(row) for row in rows]
+        asked = [self._written(row) or self.request(row) for row in rows]
         answers = self.template.render(asked, self._reader)
         if self._trim is None:
             return answers
@@ -153,7 +153,7 @@ class ChatFormat:
     ) -> list[list[Rendered | Refused]]:
         """What `render` made of rows, those of more than `room` tokens cut between their turns."""
         return split_at_turns(
-            self.template, found, lambda i: self._request(rows[i]), tokenizer, room
+            self.template, found, lambda i: self.request(rows[i]), tokenizer, room
         )
 
     def _written(self, row: Row) -> WrittenTalk | None:
@@ -173,7 +173,8 @@ class ChatFormat:
             else None
         )
 
-    def _request(self, row: Row) -> Request | Refused:
+    def request(self, row: Row) -> Request | Refused:
+        """What the template is asked for by a row."""
         talk, tools = self._joined(row), value_of(row.get(self._tools), keep=())
         if isinstance(talk, Refused):
             return talk
