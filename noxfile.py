@@ -18,6 +18,13 @@ nox.options.error_on_missing_interpreters = True
 # is what pip resolves today.
 JAX_LINES = [("3.11", "0.10"), ("3.12", "0.11"), ("3.13", "0.12")]
 PLACES = ["src", "tests", "benchmarks", "docs", "noxfile.py"]
+# what docs/problems.md and docs/coming_from.md are tried with
+PEERS = (
+    "torch==2.13.0",
+    "trl==1.16.0",
+    "datasets==5.2.0",
+    "grain==0.2.18",
+)
 TEST_ENV = {
     "JAX_PLATFORMS": "cpu",
     "HF_HUB_OFFLINE": "1",  # no test may depend on a network
@@ -218,6 +225,23 @@ def trl(session: nox.Session) -> None:
         "tests/transforms/test_trl_shapes.py",
         *session.posargs,
         env=TEST_ENV | {"EASYPIPE_TRL": "required"},
+    )
+
+
+@nox.session
+def peers(session: nox.Session) -> None:
+    """The blocks of other libraries in the docs: what docs/problems.md says fails there fails, and
+    what docs/coming_from.md shows runs.
+    """
+    session.install(".", "pytest>=8", *PEERS)
+    session.run(
+        "pytest",
+        "--noconftest",
+        "tests/test_docs.py",
+        "-k",
+        "other_libraries",
+        *session.posargs,
+        env=TEST_ENV | {"EASYPIPE_PEERS": "all"},
     )
 
 

@@ -84,6 +84,29 @@ def test_python_blocks_run(page: Path, project: Path, tmp_path: Path) -> None:
     )
 
 
+def sections_of_peers() -> Iterator[tuple[str, str]]:
+    """(page and heading, code) of each section with blocks marked ```py: code of other libraries."""
+    for page in PAGES:
+        for section in page.read_text(encoding="utf-8").split("\n## ")[1:]:
+            found = re.findall(r"^```py\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+            if found:
+                yield f"{page.name}: {section.splitlines()[0]}", "".join(found)
+
+
+@pytest.mark.skipif("EASYPIPE_PEERS" not in os.environ, reason="nox -s peers installs them")
+@pytest.mark.parametrize(("place", "code"), [*sections_of_peers()])
+def test_blocks_of_other_libraries_run(
+    place: str, code: str, project: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(project, tmp_path / project.name)
+    script = tmp_path / "section.py"  # a file: workers of some libraries import it again
+    script.write_text(code, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{place}\n{done.stderr[-6000:]}"
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page, "yaml")], ids=lambda page: page.name
 )
