@@ -42,6 +42,15 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, match.start()) + 2, match[1]) for match in found]
 
 
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="session")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what `easypipe quickstart` writes before it prepares and trains; the examples
@@ -142,6 +151,21 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("name", _script("notebooks").TUTORIALS)
+def test_a_notebook_holds_the_blocks_of_its_page(name: str) -> None:
+    """In their order; test_python_blocks_run runs them."""
+    page = DOCS / f"{name}.md"
+    made = _script("notebooks").notebook(page)
+    code = [cell["source"] for cell in made["cells"] if cell["cell_type"] == "code"]
+    python = [text.strip("\n") for _, text in blocks(page, "python")]
+    assert [source for source in code if not source.startswith("%%")] == python
+    for language in ("bash", "console"):
+        for _, text in blocks(page, language):
+            typed = text.replace("$ ", "").splitlines()
+            assert any(typed[0] in source for source in code)
+    assert not any("](" in cell["source"] and ".md" in cell["source"] for cell in made["cells"])
+
+
 def test_every_config_class_is_explained() -> None:
     """The generated reference has words for each class, of its own and not dataclass's list of
     fields.
@@ -234,12 +258,7 @@ def _leaves(node: object) -> Iterator[str]:
 
 
 def _reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_reference", DOCS / "reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return _script("reference")
 
 
 def test_the_pictures_of_the_architecture_are_as_the_code_is() -> None:
