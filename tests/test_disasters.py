@@ -12,10 +12,11 @@ import pytest
 
 from disasters import unreliable
 from disasters.damage import EQUAL, KINDS, Damaged, Kind
-from disasters.interposer import Interposed, missing
+from disasters.interposer import ERROR_OF_OURS, Interposed, missing
 from disasters.jobs import JOBS
 from disasters.page import PAGE
 from disasters.points import FULL, HOWS, KILLED, POWER, REFUSED, Trial, spread
+from disasters.together import Shared
 
 ALL = os.environ.get("EASYPIPE_DISASTERS") == "all"
 # how many points of each job are tried in the normal run, and in which ways
@@ -62,6 +63,23 @@ def test_struck_at_any_file_operation_nothing_is_lost(
 def test_damage_is_found_before_it_is_used(damaged: Damaged, kind: Kind, way: str) -> None:
     cell = damaged.cell(kind, way)
     assert not cell.wrong, cell
+
+
+@pytest.fixture(scope="module")
+def shared(interposed: Interposed, tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    return Shared(interposed, tmp_path_factory.mktemp("shared"))
+
+
+@pytest.mark.parametrize("seed", range(200 if ALL else 3))
+def test_processes_that_share_a_cache_leave_what_one_makes(shared: Shared, seed: int) -> None:
+    processes = 2 + seed % 7 if ALL else 2 + seed
+    assert shared.wrong(seed, processes) == ""
+
+
+@pytest.mark.skipif(not ALL, reason=LONG)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_one_of_several_trainers_trains(shared: Shared, processes: int) -> None:
+    assert shared.trainers(processes) == [0] + [ERROR_OF_OURS] * (processes - 1)
 
 
 def test_a_server_that_fails_and_stalls_changes_nothing_but_the_time(tmp_path: Path) -> None:

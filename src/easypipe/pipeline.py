@@ -488,9 +488,13 @@ class Pipeline:
         )
         if isinstance(stage, TokenizeStage):
             chain = self._chain(stage)
-            for source in self.tokenized().values():
+            for name, source in self.tokenized().items():
                 source.writer.when_made = functools.partial(
-                    remember, stages=chain, context=self._context, folder=source.writer.folder
+                    remember,
+                    stages=chain,
+                    context=self._context,
+                    folder=source.writer.folder,
+                    dataset=name,
                 )
         return self
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,21 @@ def test_a_sweep_leaves_what_a_living_process_is_writing(tmp_path: Path) -> None
         assert storage.sweep(tmp_path) == 0
         assert temporary.exists()
     assert (tmp_path / "file").read_bytes() == b"half"
+
+
+def test_what_another_container_of_this_name_writes_is_left_for_a_day(tmp_path: Path) -> None:
+    """Its processes have numbers of their own, which say nothing here."""
+    host = storage.owner().partition("_")[0]
+    there = tmp_path / f".tmp-{host}_0123abcd_999999999-0123abcd-folder"
+    there.mkdir()
+    (there / "file").write_bytes(b"half")
+    before = time.time() - 90_000
+    os.utime(there, (before, before))
+    assert storage.sweep(tmp_path) == 0
+    os.utime(there / "file", (before, before))
+    time.sleep(0.2)
+    assert storage.sweep(tmp_path) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_committed_stays_so_where_the_temporary_cannot_be_removed(

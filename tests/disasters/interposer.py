@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,7 @@ from typing import Any, Self
 SOURCE = Path(__file__).with_name("interposer.c")
 OFF, RECORD, KILL, FAIL, FAIL_ON = range(5)  # as in interposer.c
 DEADLINE_S = 120.0
+THEN = ", then "
 ERROR_OF_OURS, BARE = 3, 4  # exit codes of a fork
 
 
@@ -39,7 +41,10 @@ def missing() -> str:
 
 @dataclass(frozen=True)
 class Order:
-    """What a fork is to do: `job` in `folder`, and at its `at`-th file operation `action`."""
+    """What a fork is to do: `job` in `folder`, and at its `at`-th file operation `action`.
+
+    job: the name of one, or of several with THEN between them.
+    """
 
     job: str
     folder: str
@@ -80,15 +85,19 @@ class Interposed:
         )
 
     def run(self, order: Order) -> Outcome:
+        return self.together([order])[0]
+
+    def together(self, orders: Sequence[Order]) -> list[Outcome]:
+        """What becomes of forks that run at the same time."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([asdict(order), str(self._said)]) + "\n")
+        said = [self._said.with_name(f"said-{i}") for i in range(len(orders))]
+        told = [[asdict(order), str(path)] for order, path in zip(orders, said, strict=True)]
+        self._process.stdin.write(json.dumps(told) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, "the process that forks has ended"
-        lines = self._said.with_suffix(".log").read_text().splitlines()
-        operations = [(call, path) for call, _, path in (one.partition("\t") for one in lines)]
-        return Outcome(json.loads(line), self._said.read_text(errors="replace"), operations)
+        return [_outcome(code, path) for code, path in zip(json.loads(line), said, strict=True)]
 
     def __enter__(self) -> Self:
         return self
@@ -102,25 +111,40 @@ class Interposed:
         self._process.communicate("", timeout=DEADLINE_S)
 
 
+def _outcome(code: int, said: Path) -> Outcome:
+    lines = said.with_suffix(".log").read_text().splitlines()
+    operations = [(call, path) for call, _, path in (one.partition("\t") for one in lines)]
+    return Outcome(code, said.read_text(errors="replace"), operations)
+
+
 def _fork(order: Order, said: str) -> int:
-    """The exit code of a fork that carries out `order`."""
+    """The process number of a fork that carries out `order`."""
     child = os.fork()
     if not child:
         _carry_out(order, said)
-    ends = time.monotonic() + DEADLINE_S
-    while time.monotonic() < ends:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
+    return child
+
+
+def _exit_codes(children: Sequence[int]) -> list[int]:
+    """Of forks, when all have ended. Those that never do are killed."""
+    ends = time.monotonic() + DEADLINE_S * len(children)
+    codes: dict[int, int] = {}
+    while len(codes) < len(children):
+        for child in set(children) - codes.keys():
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                codes[child] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > ends:
+                os.kill(child, 9)
+                os.waitpid(child, 0)
+                codes[child] = BARE
         time.sleep(0.002)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return BARE
+    return [codes[child] for child in children]
 
 
 def _carry_out(order: Order, said: str) -> None:
     """Never comes back."""
-    from disasters.jobs import JOBS, READERS
+    from disasters.jobs import JOBS, READERS, TOGETHER
 
     code = BARE
     out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -133,7 +157,10 @@ def _carry_out(order: Order, said: str) -> None:
         library.disaster_arm(
             order.folder.encode(), order.action, ctypes.c_long(order.at), order.errno, log
         )
-        code = _ended((JOBS | READERS)[order.job].run)
+        for name in order.job.split(THEN):
+            code = _ended((JOBS | READERS | TOGETHER)[name].run)
+            if code:
+                break
         Path(f"{said}.modules").write_text("\n".join(sys.modules))
         threading._shutdown()  # type: ignore[attr-defined]  (what an interpreter does at its end)
         atexit._run_exitfuncs()
@@ -167,12 +194,14 @@ def _serve() -> None:
     if "arrays" in sys.argv:
         import easypipe.run  # noqa: F401
     for line in sys.stdin:
-        order, said = json.loads(line)
-        code = _fork(Order(**order), said)
-        for name in Path(f"{said}.modules").read_text().split():
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
-        print(code, flush=True)
+        told = json.loads(line)
+        codes = _exit_codes([_fork(Order(**order), said) for order, said in told])
+        for _, said in told:
+            imported = Path(f"{said}.modules")  # not there where a fork was killed
+            for name in imported.read_text().split() if imported.exists() else ():
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
+        print(json.dumps(codes), flush=True)
 
 
 if __name__ == "__main__":

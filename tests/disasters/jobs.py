@@ -77,9 +77,10 @@ def tokenize_and_save() -> None:
     )
 
 
-def read_batches(*gone: str) -> Callable[[], None]:
-    """Removes what the patterns name, then makes every batch of save.yaml, from a loader state that
-    is written once and read afterwards. Prints a digest of the batches.
+def read_batches(*gone: str, state: bool = True) -> Callable[[], None]:
+    """Removes what the patterns name, then makes every batch of save.yaml. Prints a digest of them.
+
+    state: whether from a loader state that is written once and read afterwards.
     """
 
     def call() -> None:
@@ -92,10 +93,11 @@ def read_batches(*gone: str) -> Callable[[], None]:
                 path.unlink()
         config = from_dict(PipelineConfig, load_yaml("save.yaml"))
         loader = Pipeline.from_config(config).source().tokenize().mix().pack().load().build()
-        state = Path("state.json")
-        if not state.exists():
-            state.write_text(loader.state().to_json())
-        loader.restore(LoaderState.from_json(state.read_text(errors="replace")))
+        file = Path("state.json")
+        if state and not file.exists():
+            file.write_text(loader.state().to_json())
+        if state:
+            loader.restore(LoaderState.from_json(file.read_text(errors="replace")))
         hasher = hashlib.sha256()
         for batch in loader:
             for name in sorted(batch):
@@ -152,6 +154,15 @@ READERS = {
         ),
         Job("export", command("export", "run", "out"), ("checkpoint",), True),
         Job("report", command("report", "run"), ("checkpoint",), True),
+    )
+}
+# what several processes do to one folder at the same time
+TOGETHER = {
+    job.name: job
+    for job in (
+        Job("read", read_batches(state=False)),
+        Job("clear", command("cache", "clear", "cache")),
+        Job("train", command("train", "train.yaml", "--samples", "0"), arrays=True),
     )
 }
 

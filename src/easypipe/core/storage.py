@@ -23,6 +23,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,10 @@ CHUNK_BYTES = 1 << 22
 HASHED_BYTES = 1 << 18
 TEMPORARY = ".tmp-"
 
+SWEPT_SELDOM = 20  # times as long as a sweep took passes until the next one of the same folder
+OLD_S = 86_400.0  # a temporary that nobody wrote to for so long has no writer
+
+_sweep_again: dict[Path, float] = {}  # when a folder may be swept again, by time.monotonic
 _swept: set[Path] = set()  # folders that this process found rid of what others left
 
 _fault: Callable[[str, str], None] | None = None
@@ -484,19 +489,46 @@ def make_folder(folder: Path) -> None:
 def sweep(folder: str | Path) -> int:
     """Removes temporaries that processes of this host left when they were killed, here and in the
     folders below. Returns how many.
+
+    A folder that takes long to look through is not looked through again soon, so that this takes
+    little of the time of whoever writes many things there.
     """
-    return _sweep(Path(folder).rglob(f"{TEMPORARY}*"))
+    here, began = Path(folder).absolute(), time.monotonic()
+    if began < _sweep_again.get(here, 0.0):
+        return 0
+    swept = _sweep(here.rglob(f"{TEMPORARY}*"))
+    ended = time.monotonic()
+    _sweep_again[here] = ended + SWEPT_SELDOM * (ended - began)
+    return swept
 
 
 def _sweep(paths: Iterable[Path]) -> int:
-    host, swept = _host(), 0
-    for leftover in [path for path in paths if path.name.startswith(TEMPORARY)]:
-        owner, _, pid = leftover.name.removeprefix(TEMPORARY).split("-", 2)[0].rpartition("_")
-        if owner == host and pid.isdigit() and not _alive(int(pid)):
-            with contextlib.suppress(OSError):  # another process was faster, or may not
-                remove(leftover)
-                swept += 1
+    leftovers = [path for path in paths if path.name.startswith(TEMPORARY)]
+    swept = 0
+    for leftover in filter(_is_left, leftovers):
+        with contextlib.suppress(OSError):  # another process was faster, or may not
+            remove(leftover)
+            swept += 1
     return swept
+
+
+def _is_left(temporary: Path) -> bool:
+    """Whether the process that wrote it is gone. Of one of this host whose number says nothing
+    here, as that of another container, it is where a day has passed since.
+    """
+    owner, _, pid = temporary.name.removeprefix(TEMPORARY).split("-", 2)[0].rpartition("_")
+    if owner == _numbered_by():
+        return pid.isdigit() and not _alive(int(pid))
+    try:
+        return owner.partition("_")[0] == _host() and time.time() - _changed(temporary) > OLD_S
+    except OSError:  # it is gone by now
+        return False
+
+
+def _changed(path: Path) -> float:
+    """When a file, or anything in a folder, was last written to."""
+    inside = path.rglob("*") if path.is_dir() else ()
+    return max(one.lstat().st_mtime for one in (path, *inside))
 
 
 def _local(path: str | Path) -> Path:
@@ -517,9 +549,20 @@ def _host() -> str:
     return "".join(c for c in socket.gethostname() if c.isalnum()) or "host"
 
 
+@functools.cache
+def _numbered_by() -> str:
+    """What counts the processes: the host, its boot, and the container where there is one."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        told = f"{boot}{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return _host()
+    return f"{_host()}_{xxhash.xxh3_64_hexdigest(told.encode())[:8]}"
+
+
 def owner() -> str:
     """What temporaries of this process are called by: its machine and number."""
-    return f"{_host()}_{os.getpid()}"
+    return f"{_numbered_by()}_{os.getpid()}"
 
 
 def _alive(pid: int) -> bool:

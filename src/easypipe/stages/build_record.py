@@ -41,9 +41,16 @@ def remember(
     stages: Sequence[BaseStage],
     context: PipelineContext,
     folder: CacheFolder | None = None,
+    dataset: str | None = None,
 ) -> None:
-    """stages: behind source(). folder: None takes the pipeline's. One that cannot be written to
-    keeps none.
+    """Keeps it, where the folder can be written to.
+
+    Args:
+        name: Of the file, see above.
+        stages: Behind source().
+        context: Of the pipeline.
+        folder: None takes the pipeline's.
+        dataset: The only one that `name` was made of; None: all are needed.
     """
     own: CacheFolder = CacheFolder(context.cache_dir) if context.cache is None else context.cache
     here = own if folder is None else folder
@@ -53,7 +60,7 @@ def remember(
             return
         if isinstance(path, Path) and path.parent.is_dir():
             storage.sweep(path.parent)  # a killed process may have left half of one
-        remember_checked(path, _described(stages, context), here.options)
+        remember_checked(path, _described(stages, context, dataset), here.options)
     except StorageError as error:
         log.info("`easypipe verify --repair` will have to be given the config: %s", error)
 
@@ -113,10 +120,14 @@ def _read(folder: CacheFolder, name: str) -> Json:
     return kept if kept is not None and set(KEYS) <= kept.keys() else {}
 
 
-def _described(stages: Sequence[BaseStage], context: PipelineContext) -> JsonObject:
+def _described(
+    stages: Sequence[BaseStage], context: PipelineContext, dataset: str | None
+) -> JsonObject:
     # by which tokenize() cuts conversations
     without = {name: None for name in (*STAGES, "load") if name != "pack"}
-    config = dataclasses.replace(settings_of(context), **without, executor="local")
+    config = settings_of(context)
+    own = [one for one in config.datasets if one.name == dataset] or config.datasets
+    config = dataclasses.replace(config, **without, datasets=own, executor="local")
     reasons = [
         f"its chain has a stage of Python, {stage.name!r}"
         for stage in stages

@@ -318,8 +318,9 @@ def _eos(mixture: Mixture, config: PackStageConfig) -> tuple[int, ...]:
                 problem=f"{whose} of dataset {name!r} has no end-of-sequence token",
                 fix="Give the id of one.",
             )
-        _in_vocabulary("pack.eos_token_id", eos, mixture)
         found.append(eos)
+    for eos in dict.fromkeys(found):
+        _in_vocabulary("pack.eos_token_id", eos, mixture)
     return tuple(found)
 
 
