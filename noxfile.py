@@ -160,6 +160,15 @@ def disasters(session: nox.Session) -> None:
     )
 
 
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Loaders with pauses, restores and epochs for 30 minutes, or `nox -s soak -- MINUTES`: memory,
+    threads and handles stay as they are, and batches are those of the plan.
+    """
+    session.install(".[test]")
+    session.run("python", "tests/disasters/soak.py", *session.posargs, env=TEST_ENV)
+
+
 @nox.session(python="3.12")
 def aot_gpu(session: nox.Session) -> None:
     """Compiles loss and attention for an H200 on a machine without one: the jax of the H200

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from disasters import unreliable
+from disasters import soak, unreliable
 from disasters.damage import EQUAL, KINDS, Damaged, Kind
 from disasters.interposer import ERROR_OF_OURS, Interposed, missing
 from disasters.jobs import JOBS
@@ -80,6 +80,15 @@ def test_processes_that_share_a_cache_leave_what_one_makes(shared: Shared, seed:
 @pytest.mark.parametrize("processes", [2, 4])
 def test_one_of_several_trainers_trains(shared: Shared, processes: int) -> None:
     assert shared.trainers(processes) == [0] + [ERROR_OF_OURS] * (processes - 1)
+
+
+def test_restores_and_epochs_keep_order_threads_and_handles(tmp_path: Path) -> None:
+    soaked = soak.soak(0.15, tmp_path)
+    assert soaked.batches > 100, soaked
+    assert (soaked.first.threads, soaked.first.handles) == (
+        soaked.last.threads,
+        soaked.last.handles,
+    ), soaked
 
 
 def test_a_server_that_fails_and_stalls_changes_nothing_but_the_time(tmp_path: Path) -> None:
