@@ -319,6 +319,31 @@ def assert_contiguous(
         )
 
 
+def assert_aligned(
+    batches: Iterable[Mapping[str, np.ndarray]],
+    columns: Mapping[str, Callable[[np.ndarray], np.ndarray]],
+    *,
+    added: int,
+) -> int:
+    """Every token has the values that the columns say of its id, byte for byte; padding and an
+    `added` EOS, which no row holds itself, have zeros. Returns how many tokens were looked at.
+    """
+    count = 0
+    for n, batch in enumerate(batches):
+        ids, segments = np.asarray(batch[INPUT_IDS]), np.asarray(batch[SEGMENT_IDS])
+        held = (segments > 0) & (ids != added)
+        count += int(held.sum())
+        for name, values_of in columns.items():
+            found, wanted = np.asarray(batch[name]), values_of(ids)
+            assert found.shape == wanted.shape, f"batch {n}, {name}: {found.shape}"
+            wrong = np.argwhere(
+                held.reshape(held.shape + (1,) * (found.ndim - 2)) & (found != wanted)
+            )
+            assert not wrong.size, f"batch {n}, {name}: first difference at {wrong[0].tolist()}"
+            assert not found[~held].any(), f"batch {n}, {name}: values where no token of a row is"
+    return count
+
+
 # Law 9: one way
 
 

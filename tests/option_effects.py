@@ -319,6 +319,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "columns beside the tokens of saved documents",
             "left behind, with a warning",
         ),
+        "aligned_columns": Effect(
+            "output+error",
+            "loader/test_aligned.py::test_values_stand_where_their_tokens_do",
+            "columns of values that stand in batches beside their tokens",
+        ),
         "cache_path": Effect(
             "files",
             "stages/test_formats.py::test_cache_path_is_the_dataset_s_own",

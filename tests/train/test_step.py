@@ -14,7 +14,7 @@ from flax import nnx
 from easypipe.core.errors import ConfigError, PlacementError
 from easypipe.train import state as states
 from easypipe.train.config import OptimizerConfig
-from easypipe.train.losses.loss import loss_sums
+from easypipe.train.losses.loss import logits_loss_sums, loss_sums
 from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.optim.optimizers import Optimizer, make_optimizer, make_schedule
 from easypipe.train.parallel.mesh import check_batch_size, make_mesh, place_batch
@@ -108,6 +108,45 @@ def test_micro_batches_of_uneven_targets_give_the_same_update():
         )
     for name, value in whole.params.items():
         np.testing.assert_allclose(cut.params[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 4])
+def test_fractional_weights_make_the_weighted_mean(accumulate_steps):
+    """Against the definition in float64: sum of w * nll over sum of w, over the targets."""
+    layout, _, step, fresh = compiled(accumulate_steps=accumulate_steps)
+    batch = Arithmetic().batch(1)
+    weights = np.random.default_rng(2).choice([0, 0.25, 0.5, 1, 3], batch["labels"].shape)
+    batch["loss_weights"] = weights.astype(np.float32)
+    with states.on(MESH):
+        state = fresh()
+        model = layout.merge(state.params, {})
+        hidden, head = model.hidden(jnp.asarray(batch["input_ids"])), model.lm_head()
+        hidden, head = (np.asarray(array, np.float64) for array in (hidden, head))
+        evaluated = make_eval_step(layout, loss_sums)(state.params, {}, place_batch(batch, MESH))
+        by_logits = logits_loss_sums(lambda ids: model.hidden(ids) @ model.lm_head(), batch)
+        _, metrics = step(state, place_batch(batch, MESH))
+    logits, counted = hidden @ head, batch["labels"] != -100
+    lse = np.log(np.exp(logits).sum(-1))
+    labels = np.maximum(batch["labels"], 0)[..., None]
+    nll = lse - np.take_along_axis(logits, labels, -1)[..., 0]
+    expected = (weights * nll)[counted].sum() / weights[counted].sum()
+    assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-5)
+    assert float(metrics["nll"]) == pytest.approx(expected, rel=1e-5)
+    assert metrics["num_targets"] == counted.sum()
+    for out in (evaluated, by_logits):
+        assert float(out.loss_sum / out.divisor) == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_of_one_change_nothing():
+    _, plain, (one,) = run(1)
+    _, _, step, fresh = compiled()
+    batch = Arithmetic().batch(1)
+    batch["loss_weights"] = np.ones(batch["labels"].shape, np.float32)
+    with states.on(MESH):
+        state, two = step(fresh(), place_batch(batch, MESH))
+    np.testing.assert_allclose(float(two["loss"]), one["loss"], rtol=1e-6)
+    for name, value in plain.params.items():
+        np.testing.assert_allclose(state.params[name], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("option", ["z_loss", "label_smoothing"])

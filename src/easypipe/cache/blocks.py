@@ -1,7 +1,8 @@
 """Block checksums of token files, checked at first touch, before a token reaches a batch.
 
 block   BLOCK bytes of a token file, the last one fewer
-index   blocks with anything but tokens or masks: Arrow's own words, lengths, EOS flags, row numbers
+index   blocks with anything but tokens, masks or values of aligned columns: Arrow's own words,
+        lengths, EOS flags, row numbers
 flag    UInt8 for each part's index and for each of its blocks, in this order: 1 once it was checked
 
 A flag is set when what it stands for was held against its checksum, at its first touch; who reads
@@ -123,9 +124,9 @@ class BlockChecks:
         """Whether anything is left to check."""
         return self._left > 0
 
-    def check_index(self, part: int, address: int, tokens: int, mask: int, id_bytes: int) -> None:
-        """address: of the mapped file; tokens, mask: of the first token and mask in it (mask 0: it
-        has none).
+    def check_index(self, part: int, address: int, runs: Iterable[tuple[int, int]]) -> None:
+        """address: of the mapped file. runs: where the tokens, the masks and the values of aligned
+        columns begin in it (0: it has none), and how many bytes of each a token has.
 
         Raises CacheError where a block of the index is damaged.
         """
@@ -141,7 +142,7 @@ class BlockChecks:
         footer = int.from_bytes(_bytes(address + max(size - _END, 0), 4), "little")
         self.check(part, range(max(0, size - _END - footer) // BLOCK, count), address)
         inside = np.zeros(count, np.bool_)
-        for start, width in ((tokens, id_bytes), (mask, 1)):
+        for start, width in runs:
             if start:
                 first, last = start - address, start - address + info.tokens * width
                 inside[-(-first // BLOCK) : last // BLOCK] = True
@@ -224,4 +225,21 @@ def note_documents(docs, buffers, todo):
         if buffers.mask_address[part] != 0:
             mask = np.int64(buffers.mask_address[part]) + begin
             count = note(checked, file, mask, length, part, todo, count)
+    return count
+
+
+@jit
+def note_values(docs, buffers, addresses, size, todo):
+    """`note_documents` for the values of an aligned column, which begin at `addresses` (UInt64[P])
+    and have `size` bytes a token. The indexes were checked before.
+    """
+    count = np.int64(0)
+    for doc in docs:
+        part = np.searchsorted(buffers.first_doc, doc, side="right") - 1
+        checked, file = buffers.checked_address[part], buffers.file_address[part]
+        if checked != 0 and addresses[part] != 0:
+            offsets, local = int64_at(buffers.offsets_address[part]), doc - buffers.first_doc[part]
+            here = np.int64(addresses[part]) + offsets[local] * size
+            length = (offsets[local + 1] - offsets[local]) * size
+            count = note(checked, file, here, length, part, todo, count)
     return count

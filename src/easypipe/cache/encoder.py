@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 import xxhash
 
 from easypipe.cache.manifest import Counts, TokenizerIdentity
+from easypipe.core.aligned import AlignedColumn, numbers_of
 from easypipe.core.protocols import Reject, ShardedSource
 from easypipe.core.values import Array, Int64, UInt8
 
@@ -57,6 +59,7 @@ class RowEncoder(Protocol[R]):
     label: str  # how errors and manifests call what is encoded
     masked: bool  # documents carry a loss_mask
     pairs: bool  # every document is two answers
+    aligned: tuple[AlignedColumn, ...]  # further columns with values for every token
 
     @property
     def tokenizer_identity(self) -> TokenizerIdentity: ...
@@ -88,9 +91,10 @@ def token_documents(
     ends: UInt8,
     rows: Int64,
     mask: UInt8 | None,
+    aligned: Sequence[pa.LargeListArray] = (),
 ) -> pa.RecordBatch:
     """Documents in the columns of `cache_schema`: `ids[offsets[i] : offsets[i + 1]]`, and whether
-    each ends with EOS, its row, its loss mask where there is one.
+    each ends with EOS, its row, its loss mask where there is one, its values of aligned columns.
     """
     tokens, *masks = (
         pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
@@ -98,7 +102,7 @@ def token_documents(
         if values is not None
     )
     return pa.RecordBatch.from_arrays(
-        [tokens, pa.array(ends), pa.array(rows), *masks], schema=schema
+        [tokens, pa.array(ends), pa.array(rows), *masks, *aligned], schema=schema
     )
 
 
@@ -106,12 +110,13 @@ def documents_hash(batch: pa.RecordBatch, *, one_set_of_offsets: bool = False) -
     """XXH3-128 of offsets, tokens and the other columns of a whole token file; no nulls, no
     slices.
 
-    one_set_of_offsets: those of the loss mask, which are those of the tokens, are left out.
+    one_set_of_offsets: those of the loss mask and of aligned columns, which are those of the
+    tokens, are left out.
     """
     hasher = xxhash.xxh3_128()
     for i, column in enumerate(batch.columns):
         listed = isinstance(column, pa.LargeListArray)
         if listed and not (i and one_set_of_offsets):
             hasher.update(column.offsets.to_numpy())
-        hasher.update((column.values if listed else column).to_numpy())
+        hasher.update((numbers_of(column) if listed else column).to_numpy())
     return hasher.hexdigest()

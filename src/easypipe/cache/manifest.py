@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from easypipe.core.aligned import AlignedColumn
 from easypipe.core.checked import checked_json, parse_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, DamagedFileError
@@ -104,6 +105,8 @@ class Counts:
     # documents over max_length by policy, `pieces` and `overlap` of splitting
     lengths: Mapping[str, int] = field(default_factory=dict)
     trained: int | None = None  # stored tokens that are targets; None where there is no loss mask
+    # of aligned columns, for how many tokens they have values; None where there are none
+    aligned: Mapping[str, int] | None = None
 
     def ledger(self, dataset: str, facts: Json) -> Ledger:
         ledger = Ledger(facts=dict(facts))
@@ -136,6 +139,9 @@ class Counts:
         if self.trained is not None:
             out = {"targets": self.trained, "masked": self.tokens - self.trained}
             ledger.add("loss_mask", dataset, "tokens", into={"stored": self.tokens}, out=out)
+        for name, count in (self.aligned or {}).items():
+            into = {"stored": self.tokens}
+            ledger.add("aligned", dataset, f"tokens of {name}", into=into, out={"with": count})
         if self.special or self.escaped:
             out = {"special tokens": self.special, "ordinary text": self.escaped}
             ledger.add(
@@ -165,7 +171,7 @@ def total(counts: Iterable[Counts]) -> Counts:
                 sums.setdefault(name, Counter()).update(value)
             elif value is not None:
                 sums[name] = sums.get(name, 0) + value
-    for name in ("rejects", "lengths"):
+    for name in ("rejects", "lengths", *(["aligned"] if "aligned" in sums else [])):
         sums[name] = dict(sorted(sums.get(name, {}).items()))
     return Counts(**sums)
 
@@ -186,6 +192,7 @@ class Manifest:
     loss_mask: bool = False
     # every document is two: the second begins where its loss_mask is SEGMENT_BREAK
     pairs: bool = False
+    aligned: tuple[AlignedColumn, ...] = ()
     quarantine: str = ""  # file beside this one ...
     # ... and its XXH3-128; "" in manifests that earlier versions wrote
     quarantine_checksum: str = ""
@@ -200,7 +207,10 @@ def fingerprint_of(tokenizer: TokenizerIdentity, parts: Iterable[Part]) -> str:
 
 
 def manifest_json(manifest: Manifest) -> bytes:
-    return checked_json(dataclasses.asdict(manifest))
+    values = dataclasses.asdict(manifest)
+    if not manifest.aligned:  # as manifests were before there were any
+        del values["aligned"], values["counts"]["aligned"]
+    return checked_json(values)
 
 
 def read_manifest(path: str | Path, storage_options: StorageOptions = None) -> Manifest:
@@ -225,6 +235,7 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
                 **values,
                 "tokenizer": TokenizerIdentity(**values["tokenizer"]),
                 "counts": Counts(**values["counts"]),
+                "aligned": tuple(AlignedColumn(**one) for one in values.get("aligned", ())),
                 "parts": tuple(Part(**part) for part in values["parts"]),
                 "shard_names": tuple(values["shard_names"]),
                 "shard_rows": tuple(values["shard_rows"]),

@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from easypipe.cache.address import byte_values, count_zeros, list_lengths
-from easypipe.cache.blocks import INDEX, ROOM, BlockChecks, note_documents, noted
+from easypipe.cache.blocks import INDEX, ROOM, BlockChecks, note_documents, note_values, noted
 from easypipe.cache.folder import CacheFolder, RemoteFolder
 from easypipe.cache.manifest import Manifest, read_manifest
 from easypipe.cache.mapping import AGAIN, MappedFiles
 from easypipe.cache.remote import StagedFiles
 from easypipe.core import locks
+from easypipe.core.aligned import AlignedColumn, numbers_of
 from easypipe.core.errors import CacheError, SourceError, place
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import Shard, Source
@@ -143,6 +144,8 @@ class TokenCache(Source):
             self._blocks = BlockChecks(self._parts, self._names)
         counts = [part.docs for part in self._parts]
         self._first_doc = offsets_of(counts)
+        # of each aligned column, where the values of each part begin: UInt64[P]
+        self._values = {one.name: np.zeros(len(counts), np.uint64) for one in self.aligned}
         self._buffers = self._look_into_files()
 
     @property
@@ -190,7 +193,13 @@ class TokenCache(Source):
 
     @cached_property
     def schema(self) -> pa.Schema:
-        return cache_schema(self.vocab_size, loss_mask=self.manifest.loss_mask)
+        manifest = self.manifest
+        return cache_schema(self.vocab_size, loss_mask=manifest.loss_mask, aligned=manifest.aligned)
+
+    @property
+    def aligned(self) -> tuple[AlignedColumn, ...]:
+        """The columns whose values travel with the tokens, beside the loss mask."""
+        return self.manifest.aligned
 
     @property
     def pairs(self) -> bool:
@@ -278,6 +287,13 @@ class TokenCache(Source):
         what stands there is only there while `pin` holds it."""
         return self._buffers
 
+    def values(self, name: str) -> UInt64:
+        """Where the values of an aligned column begin in each part, as `buffers`: UInt64[P]; zeros
+        where the cache has no such column.
+        """
+        found = self._values.get(name)
+        return np.zeros(len(self._parts), np.uint64) if found is None else found
+
     @property
     def comes_and_goes(self) -> bool:
         """Whether kernels find documents only while they are pinned: in a bucket, or where there
@@ -310,6 +326,11 @@ class TokenCache(Source):
         while count := note_documents(docs, self._buffers, todo):
             for part, blocks in noted(todo[:, :count]).items():
                 self.check(part, blocks)
+        for column in self.aligned:
+            where, size = self._values[column.name], column.num_bytes
+            while count := note_values(docs, self._buffers, where, size, todo):
+                for part, blocks in noted(todo[:, :count]).items():
+                    self.check(part, blocks)
 
     @property
     def pending(self) -> bool:
@@ -354,6 +375,8 @@ class TokenCache(Source):
                         fix=AGAIN,
                     )
                 where[:, i] = _addresses(batch)
+                for name, addresses in self._values.items():
+                    addresses[i] = _address(numbers_of(batch.column(name)).buffers()[1])
         checked = np.zeros(len(self._parts), np.uint64)
         checked[: len(self._blocks.addresses)] = self._blocks.addresses
         id_bytes = token_dtype(self.vocab_size).itemsize
@@ -371,8 +394,9 @@ class TokenCache(Source):
     def _check_index(self, parts: Iterable[int]) -> None:
         b = self._buffers
         for i in parts:
-            at = (int(b.file_address[i]), int(b.ids_address[i]), int(b.mask_address[i]))
-            self._blocks.check_index(i, *at, b.id_bytes)
+            runs = [(int(b.ids_address[i]), b.id_bytes), (int(b.mask_address[i]), 1)]
+            runs += [(int(self._values[c.name][i]), c.num_bytes) for c in self.aligned]
+            self._blocks.check_index(i, int(b.file_address[i]), runs)
 
     def _of_each(
         self,
@@ -440,7 +464,9 @@ def pin(caches: Sequence[TokenCache], dataset: Integers, docs: Int64) -> Iterato
         yield
 
 
-def cache_schema(vocab_size: int, *, loss_mask: bool = False) -> pa.Schema:
+def cache_schema(
+    vocab_size: int, *, loss_mask: bool = False, aligned: Sequence[AlignedColumn] = ()
+) -> pa.Schema:
     """Columns of a token file, and of whatever tokenizes a source without a cache."""
     fields = [
         pa.field(INPUT_IDS, token_list(vocab_size), nullable=False),
@@ -449,7 +475,7 @@ def cache_schema(vocab_size: int, *, loss_mask: bool = False) -> pa.Schema:
     ]
     if loss_mask:
         fields.append(pa.field(LOSS_MASK, pa.large_list(pa.uint8()), nullable=False))
-    return pa.schema(fields)
+    return pa.schema([*fields, *(column.field for column in aligned)])
 
 
 def _addresses(batch: pa.RecordBatch) -> tuple[int, int, int, int]:

@@ -33,6 +33,7 @@ from easypipe.cache.blocks import BLOCK, check_fetched, sums_of
 from easypipe.cache.manifest import Part
 from easypipe.cache.mapping import AGAIN, token_batch
 from easypipe.core import storage
+from easypipe.core.aligned import numbers_of
 from easypipe.core.errors import CacheError, MissingFileError, StorageError
 from easypipe.core.remote import StorageOptions
 from easypipe.core.values import Int64, Integers
@@ -172,12 +173,12 @@ class StagedPart:
             lengths.address - address, lengths.address - address + 8 * (self.batch.num_rows + 1)
         )
         self.offsets: Int64 = np.frombuffer(lengths, np.int64, self.batch.num_rows + 1)
+        tokens = int(self.offsets[-1])
+        numbers = [numbers_of(column) for column in lists] if tokens else []
         values = [
-            (column.values.buffers()[1], column.type.value_type.bit_width // 8) for column in lists
+            (one.buffers()[1], len(one) // tokens * (one.type.bit_width // 8)) for one in numbers
         ]
-        if not self.offsets[-1]:
-            values = []
-        # of ids, of masks: bytes into the file
+        # of ids, masks and values of aligned columns: bytes into the file
         self.starts = tuple(buffer.address - address for buffer, _ in values)
         self.widths = tuple(width for _, width in values)
         self.blocks = np.zeros(-(-part.num_bytes // BLOCK), np.bool_)  # that are here

@@ -235,7 +235,7 @@ def _wrong_part(m: Manifest, part: Part, folder: CacheFolder) -> Iterator[Proble
 
 def wrong_content(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
     """What a token file holds that the manifest does not say."""
-    expected = cache_schema(m.tokenizer.vocab_size, loss_mask=m.loss_mask)
+    expected = cache_schema(m.tokenizer.vocab_size, loss_mask=m.loss_mask, aligned=m.aligned)
     if not batch.schema.equals(expected):
         return f"columns {fields_text(batch.schema)}, expected {fields_text(expected)}"
     ids, rows = batch.column(INPUT_IDS).flatten(), batch.column(ROW_NUMBER).to_numpy()

@@ -235,6 +235,7 @@ class CacheWriter(Generic[R]):
                 fingerprint=fingerprint_of(identity, parts),
                 loss_mask=self.encoder.masked,
                 pairs=self.encoder.pairs,
+                aligned=self.encoder.aligned,
                 quarantine=quarantine,
                 quarantine_checksum=checksum,
                 facts=work.facts(time.perf_counter() - started),

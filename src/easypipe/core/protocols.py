@@ -219,6 +219,7 @@ class SourceInfo:
     checks_text: every string that it returns is UTF-8.
     bytes_per_row: of a row's values, where all rows have the same.
     num_tokens: of all its rows, where they were counted.
+    aligned: names of columns with values for every token, which travel with the tokens.
     extra_columns: of the rows that its documents come from, kept beside the tokens where they are
     saved.
     """
@@ -233,6 +234,7 @@ class SourceInfo:
     bytes_per_row: int | None = None
     num_tokens: int | None = None
     extra_columns: tuple[str, ...] = ()
+    aligned: tuple[str, ...] = ()
 
 
 class Source(ShardedDataSource):

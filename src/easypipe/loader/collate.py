@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from easypipe.core.aligned import LOOK_AHEAD_WEIGHT, LOSS_WEIGHTS
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, SourceError, require
 from easypipe.core.jit import jit
@@ -26,12 +27,13 @@ from easypipe.core.schema import (
     POSITION_IDS,
     SEGMENT_IDS,
 )
-from easypipe.core.values import Int32, Integers, JsonObject
+from easypipe.core.values import Array, Int32, Integers, JsonObject
 from easypipe.transforms.tokenizer.config import PaddingSide, check_padding
 
 BATCH_COLUMNS = (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS)
 
 _NO_MASK = np.empty((0, 0), dtype=np.uint8)
+_AT_REST = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS, LOSS_MASK, LOOK_AHEAD)
 
 
 @config
@@ -103,13 +105,16 @@ def collate(rows: Mapping[str, Integers], *, attention_mask: bool = False) -> di
     rows: `input_ids` and `segment_ids`, integers [rows, slots]; `loss_mask` where not every token
     is a target; `position_ids`, or they are counted from each segment's start; `look_ahead`,
     integers [rows], the label of each row's last slot, or -100. All columns of the result are
-    freshly allocated, C-contiguous and 64-byte aligned. Raises ValueError where the columns differ
-    in shape.
+    freshly allocated, C-contiguous and 64-byte aligned. Further columns, [rows, slots, ...], are
+    those of tokens and stay with them; loss weights are told of labels. Raises ValueError where the
+    columns differ in shape.
     """
     shape = rows[INPUT_IDS].shape
-    for name, values in rows.items():
-        if values.shape != (shape[:1] if name == LOOK_AHEAD else shape):
-            raise ValueError(f"column {name!r} has shape {values.shape}, input_ids {shape}")
+    values = {name: column for name, column in rows.items() if name not in _AT_REST}
+    for name, column in rows.items():
+        of_rows = name in (LOOK_AHEAD, LOOK_AHEAD_WEIGHT)
+        if column.shape[: None if name in _AT_REST else 2] != (shape[:1] if of_rows else shape):
+            raise ValueError(f"column {name!r} has shape {column.shape}, input_ids {shape}")
     batch = fresh_columns(BATCH_COLUMNS, *shape)
     batch[INPUT_IDS][:] = rows[INPUT_IDS]
     batch[SEGMENT_IDS][:] = rows[SEGMENT_IDS]
@@ -125,6 +130,9 @@ def collate(rows: Mapping[str, Integers], *, attention_mask: bool = False) -> di
         known = np.flatnonzero(rows[LOOK_AHEAD] != IGNORE)
         last = np.count_nonzero(batch[SEGMENT_IDS][known], axis=1) - 1
         batch[LABELS][known, last] = rows[LOOK_AHEAD][known]
+    if values:
+        last = np.count_nonzero(batch[SEGMENT_IDS], axis=1) - 1
+        batch |= with_label_weights(values, batch[LABELS], last)
     return with_attention_mask(batch) if attention_mask else batch
 
 
@@ -134,7 +142,9 @@ def with_asked(batch: dict[str, Int32], rule: CollateConfig) -> dict[str, Int32]
         # slots behind the last token; 0 in a row without any
         padding = np.argmax(batch[SEGMENT_IDS][:, ::-1] > 0, axis=1)
         for column in batch.values():
-            move_right(column, padding)
+            flat = column.reshape(*column.shape[:2], -1)
+            for i in range(flat.shape[2]):
+                move_right(flat[:, :, i], padding)
     if rule.attention_mask:
         batch = with_attention_mask(batch)
     return (
@@ -142,6 +152,23 @@ def with_asked(batch: dict[str, Int32], rule: CollateConfig) -> dict[str, Int32]
         if rule.segment_ids
         else {name: column for name, column in batch.items() if name != SEGMENT_IDS}
     )
+
+
+def with_label_weights(
+    values: Mapping[str, Array], labels: Int32, last: Integers
+) -> dict[str, Array]:
+    """Columns of tokens as those of a batch: loss weights are shifted, as labels are, and 0 where
+    there is no label. last: Int[rows], the last token of each row.
+    """
+    found = {name: column for name, column in values.items() if name != LOOK_AHEAD_WEIGHT}
+    if (weights := values.get(LOSS_WEIGHTS)) is None:
+        return found
+    shifted = np.zeros(labels.shape, np.float32)
+    shifted[:, :-1] = weights[:, 1:]
+    if (ahead := values.get(LOOK_AHEAD_WEIGHT)) is not None and labels.size:
+        shifted[np.arange(len(labels)), last] = ahead  # where the row is full, it has a label
+    shifted[labels == IGNORE] = 0
+    return {**found, LOSS_WEIGHTS: shifted}
 
 
 def with_attention_mask(batch: dict[str, Int32]) -> dict[str, Int32]:

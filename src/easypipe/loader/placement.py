@@ -175,7 +175,7 @@ class Placement:
 
         With micro-batches jax.Array[A, B/A, T] from [A, rows, T].
         """
-        num_slots = next(iter(batch.values())).shape[-1]
+        num_slots = next(iter(batch.values())).shape[-1]  # of the tokens, which come first
         if num_slots % self._slot_ways:
             raise self._uneven_slots(num_slots)
         if self._part is not None and (stack := as_stack(batch)) is not None:
@@ -184,7 +184,8 @@ class Placement:
 
         if self.sharding.is_fully_addressable:
             return jax.device_put(dict(batch), self.sharding)
-        if any(values.ndim != 2 + len(self._leading) for values in batch.values()):
+        slots = len(self._leading) + 1  # the axis of the slots
+        if any(values.shape[slots : slots + 1] != (num_slots,) for values in batch.values()):
             raise PlacementError(
                 at="mesh",
                 problem="columns that are not [rows, slots], such as images, on a mesh of several "
@@ -196,16 +197,17 @@ class Placement:
         pieces, devices, names = [], [], list(batch)
         for device, index in self.sharding.addressable_devices_indices_map(shape).items():
             assert index is not None, "a sharding indexes every dimension"
-            rows, slots = index[-2:]
+            rows, columns = index[-2:]
             start, stop, _ = rows.indices(self._micro_size)
             first = int(np.searchsorted(self._micro_rows, start))
             for name in names:
-                pieces.append(batch[name][..., first : first + stop - start, slots])
+                here = batch[name][(*index[:-2], slice(first, first + stop - start), columns)]
+                pieces.append(here)
                 devices.append(device)
         put = jax.device_put(pieces, devices)
         return {
             name: jax.make_array_from_single_device_arrays(
-                shape, self.sharding, put[i :: len(names)]
+                (*shape, *batch[name].shape[slots + 1 :]), self.sharding, put[i :: len(names)]
             )
             for i, name in enumerate(names)
         }

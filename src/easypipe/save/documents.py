@@ -15,8 +15,8 @@ from easypipe.core.schema import INPUT_IDS, LOSS_MASK, ROW_NUMBER
 
 
 class CachedDocuments(Source):
-    """`input_ids`, and `loss_mask` where there is one, a shard for each token file; and `columns`
-    of the rows of `source`.
+    """`input_ids`, `loss_mask` where there is one and aligned columns, a shard for each token file;
+    and `columns` of the rows of `source`.
 
     The cache keeps row numbers and no columns: those are read from the source, so it must still be
     there and be what it was.
@@ -28,6 +28,7 @@ class CachedDocuments(Source):
         self._cache, self._source, self._columns = cache, source, list(columns)
         self._parts = [part for part in cache.manifest.parts if part.docs]
         self._tokens = [name for name in (INPUT_IDS, LOSS_MASK) if name in cache.schema.names]
+        self._tokens += [column.name for column in cache.aligned]
         kept = [source.schema.field(name) for name in self._columns]
         self.schema = pa.schema([*map(cache.schema.field, self._tokens), *kept])
         self.fingerprint = cache.fingerprint

@@ -68,6 +68,7 @@ class SavedManifest:
     shards: tuple[SavedShard, ...]
     ledger: JsonObject
     turns: Turns | None = None
+    aligned: tuple[str, ...] = ()  # columns with values for every token
 
     @property
     def num_rows(self) -> int:
@@ -107,6 +108,7 @@ class SavedManifest:
             "num_tokens": self.num_tokens,
             "tokens": None if self.tokens is None else asdict(self.tokens),
             **({} if self.turns is None else {"turns": asdict(self.turns)}),
+            **({"aligned": list(self.aligned)} if self.aligned else {}),
             "shards": [asdict(shard) for shard in self.shards],
             "ledger": self.ledger,
         }
@@ -166,6 +168,7 @@ def read_manifest(folder: str | Path, storage_options: StorageOptions = None) ->
             shards=tuple(SavedShard(**shard) for shard in text["shards"]),
             ledger=text["ledger"],
             turns=_turns(text.get("turns")),
+            aligned=tuple(text.get("aligned", ())),
         )
     except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
         raise CacheError(
@@ -205,6 +208,7 @@ class SavedSource(Source):
             tokens=self.tokens,
             num_tokens=self.manifest.num_tokens,
             turns=self.manifest.turns,
+            aligned=self.manifest.aligned,
         )
 
     @property

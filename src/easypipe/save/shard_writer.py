@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import zstandard
 
 from easypipe.core.errors import ConfigError
-from easypipe.core.schema import SOURCE
+from easypipe.core.schema import SOURCE, is_list
 from easypipe.save.parquet_lists import ListsWriter, holds_lists_of_integers
 
-JSON_HOLDERS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_dictionary)
+JSON_HOLDERS = (is_list, pa.types.is_dictionary)
 JSON_VALUES = (
     pa.types.is_integer,
     pa.types.is_floating,

@@ -120,6 +120,7 @@ class Rows(NamedTuple):
     tokens: TokenInfo | None
     turns: Turns | None
     ledger: Callable[[], Ledger]
+    aligned: tuple[str, ...] = ()  # columns with values for every token
 
 
 def write_folder(target: Target, rows: Rows, progress: ProgressListener) -> SavedFolder:
@@ -174,6 +175,7 @@ def _write_folder(target: Target, rows: Rows, progress: ProgressListener) -> Sav
             schema=source.schema,
             tokens=rows.tokens,
             turns=rows.turns,
+            aligned=rows.aligned,
             shards=shards,
             ledger={},
         ),

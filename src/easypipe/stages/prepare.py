@@ -78,7 +78,7 @@ def _repair_saved(found: Verification, steps: Steps, context: PipelineContext) -
             config = dataclasses.replace(target.config, overwrite=target.config.overwrite or lost)
             with aside(files, options):
                 target = dataclasses.replace(target, config=config)
-                write_folder(target, rows_of(target), context.progress)
+                write_folder(target, rows_of(target, context), context.progress)
 
 
 def prepare_sources(

@@ -84,7 +84,7 @@ class SaveStage(BaseStage):
         StorageError where writing fails.
         """
         return [
-            write_folder(target, rows_of(target), context.progress)
+            write_folder(target, rows_of(target, context), context.progress)
             for target in self.targets(data, context)
         ]
 
@@ -131,7 +131,7 @@ class SaveStage(BaseStage):
         return targets
 
 
-def rows_of(target: Target) -> Rows:
+def rows_of(target: Target, context: PipelineContext) -> Rows:
     """What is written of a source, prepared: token documents from their cache, everything else as
     it is.
     """
@@ -148,4 +148,7 @@ def rows_of(target: Target) -> Rows:
         rows = CachedDocuments(source.materialize(), below or source, info.extra_columns)
     fingerprint = rows.fingerprint if planned is None else planned.prepare().content()
     turns = trained_turns(target.source)
-    return Rows(rows, fingerprint, info.tokens, turns, lambda: ledger_of(target.dataset, source))
+    own = datasets_of(context).get(target.dataset)
+    aligned = info.aligned or (() if own is None else tuple(own.aligned))
+    ledger = lambda: ledger_of(target.dataset, source)  # noqa: E731
+    return Rows(rows, fingerprint, info.tokens, turns, ledger, aligned)

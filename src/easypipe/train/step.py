@@ -46,7 +46,8 @@ def make_train_step(
     batch: [B, ...] arrays, B a multiple of accumulate_steps times the devices that share the rows.
     Micro-batch a holds the rows r with r % A == a, so that cutting moves no row between devices; a
     loader may have cut them so already, to [A, B/A, ...]. Losses and gradients are summed over
-    tokens and divided once by the number of targets: every A gives the same update, up to rounding.
+    tokens and divided once by the number of targets (by the sum of their loss_weights, where the
+    batch has these): every A gives the same update, up to rounding.
     metrics, scalars on the device: loss, nll (Float32, nats a token; they differ by z-loss),
     grad_norm (Float32, before clipping), param_norm (Float32, after the step), learning_rate
     (Float32), updates (Int32, steps not skipped so far), more/<name> for what the loss tells
@@ -66,11 +67,11 @@ def make_train_step(
 
     def objective(params: PyTree, rest: PyTree, batch: PyTree) -> jax.Array:
         out = curvature(layout.merge(params, rest), batch)
-        return out.loss_sum / jnp.maximum(out.num_targets, 1)
+        return out.loss_sum / out.divisor
 
     def step(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
         grads, out, rest = _accumulate(gradients, state, batch, accumulate_steps)
-        scale = 1 / jnp.maximum(out.num_targets, 1).astype(jnp.float32)
+        scale = 1 / out.divisor
         grads = jax.tree.map(lambda g: g * scale, grads)
         cast = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         extra = {}
@@ -173,6 +174,7 @@ def _float32(out: LossOutput) -> LossOutput:
         out.num_targets.astype(jnp.int32),
         out.nll_sum.astype(jnp.float32),
         more,
+        out.weight_sum,
     )
 
 

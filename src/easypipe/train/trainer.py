@@ -412,9 +412,11 @@ class Engine:
             self.emit("eval", step, {"name": name, "batches": len(sums)})
         outs = jax.device_get(sums)
         num_targets = sum(int(out.num_targets) for out in outs)
+        counts = [out.num_targets if out.weight_sum is None else out.weight_sum for out in outs]
+        divisor = math.fsum(map(float, counts)) or 1
 
         def mean(values: Iterator[Any]) -> float:
-            return math.fsum(map(float, values)) / num_targets
+            return math.fsum(map(float, values)) / divisor
 
         if num_targets == 0:
             raise TrainError(

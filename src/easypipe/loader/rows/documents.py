@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from easypipe.cache.address import uint8_at, uint16_at, uint32_at
 from easypipe.cache.reader import TokenCache, pin
+from easypipe.core.aligned import AlignedColumn
 from easypipe.core.jit import jit
 from easypipe.core.schema import offsets_of
-from easypipe.core.values import Int32, Int64, UInt8
+from easypipe.core.values import Array, Int32, Int64, UInt8
+from easypipe.loader.rows.aligned import copy_values
 from easypipe.loader.rows.gather import NO_CHECKS, copy, find, tables
 
 
 class Documents(NamedTuple):
     """n documents: `ids[offsets[i] : offsets[i + 1]]`. offsets Int64[n+1], ids Int32[total], mask
-    UInt8[total] if asked for.
+    UInt8[total] if asked for. values: of aligned columns, [total] or [total, width].
     """
 
     offsets: Int64
     ids: Int32
     mask: UInt8
+    values: Mapping[str, Array]
 
 
 def gather_documents(
@@ -31,6 +34,7 @@ def gather_documents(
     docs: Int64,
     *,
     with_mask: bool,
+    aligned: Sequence[AlignedColumn] = (),
 ) -> Documents:
     """The stored tokens of documents `docs` (Int64[n]) of the caches numbered `dataset` (Int32[n]);
     a mask is 1 where a cache has none.
@@ -48,7 +52,16 @@ def gather_documents(
     mask = np.empty(total if with_mask else 0, np.uint8)
     with pin(caches, dataset, docs):
         _copy(dataset, docs, where, NO_CHECKS, offsets, ids, mask)
-    return Documents(offsets, ids, mask)
+        values = {
+            column.name: copy_values(
+                column,
+                (dataset, docs, offsets),
+                where,
+                np.concatenate([cache.values(column.name) for cache in caches]),
+            )
+            for column in aligned
+        }
+    return Documents(offsets, ids, mask, values)
 
 
 @jit

@@ -17,7 +17,8 @@ from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, PlanError, place
 from easypipe.core.schema import LOSS_MASK
-from easypipe.core.values import Int32, Int64, Json
+from easypipe.core.values import Int32, Int64, Json, UInt64
+from easypipe.loader.rows.aligned import joined_columns
 from easypipe.loader.rows.gather import Tables, eos_ids, tables
 from easypipe.loader.rows.rows import NumberedRows, RowReader, Share, default_width
 from easypipe.loader.rows.write import RowWriter
@@ -94,6 +95,13 @@ class PlannedRows(NumberedRows):
         self.masked = any(LOSS_MASK in cache.schema.names for cache in caches)
         self._paged = any(cache.comes_and_goes for cache in caches)
         self._unchecked = True
+        self.aligned = joined_columns(
+            [(one.name, cache.aligned) for one, cache in zip(plan.datasets, caches, strict=True)]
+        )
+        self._values = {
+            column.name: np.concatenate([cache.values(column.name) for cache in caches])
+            for column in self.aligned
+        }
         self._end: int | None = None  # rows of the run, once the scan has met the end
 
     @property
@@ -114,7 +122,8 @@ class PlannedRows(NumberedRows):
                 [
                     [d.name, c.fingerprint]
                     for d, c in zip(self.plan.datasets, self.caches, strict=True)
-                ]
+                ],
+                *self.aligned,
             ),
             "tokenizer": digest(
                 [c.tokenizer_fingerprint for c in self.caches], eos, self.pad_token_id
@@ -173,6 +182,9 @@ class PlannedRows(NumberedRows):
 
     def window_at(self, row: int) -> tuple[View, Tables]:
         return self.plan.window_at(max(row, 0)).view, self._tables
+
+    def values_at(self, row: int) -> Mapping[str, UInt64]:
+        return self._values
 
     def pinned(self, view: View, rows: Int64) -> contextlib.AbstractContextManager[None]:
         """Their documents, and the one behind each, whose first token may be a label."""

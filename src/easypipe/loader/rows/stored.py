@@ -20,6 +20,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import ArrayLike
 
+from easypipe.core.aligned import LOOK_AHEAD_WEIGHT, LOSS_WEIGHTS, AlignedColumn, flat_values
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place, require
 from easypipe.core.protocols import Shard, ShardedSource, Source
@@ -38,7 +39,7 @@ from easypipe.core.schema import (
     is_list,
     offsets_of,
 )
-from easypipe.core.values import Int32, Int64
+from easypipe.core.values import Array, Int32, Int64
 from easypipe.loader.collate import collate, count_positions, fresh_columns
 from easypipe.loader.rows.rows import NumberedRows, default_width
 
@@ -111,16 +112,20 @@ log = logging.getLogger("easypipe")
 
 class Block(NamedTuple):
     """Rows `offsets[i]:offsets[i + 1]` of every column. offsets Int64[n+1], columns Int32[total],
-    look_ahead Int32[n] if there is one.
+    look_ahead Int32[n] if there is one, ahead_weight Float32[n]. values: of aligned columns, one or
+    several for each token.
     """
 
     offsets: Int64
     columns: Mapping[str, Int32]
     look_ahead: Int32 | None = None
+    values: Mapping[str, Array] = {}
+    ahead_weight: Array | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.offsets.nbytes + sum(values.nbytes for values in self.columns.values())
+        columns = (*self.columns.values(), *self.values.values())
+        return self.offsets.nbytes + sum(values.nbytes for values in columns)
 
 
 class StoredRows(NumberedRows):
@@ -135,6 +140,7 @@ class StoredRows(NumberedRows):
     becomes the loss mask, as `completion_mask` and `assistant_masks` do; of several a token is a
     target that is one in all of them. Other columns are left where they are.
     num_epochs: None for rows without end.
+    aligned: columns of the source with values for every token, which stand in batches too.
     cache_bytes: decoded blocks that are kept for the next batch, most recently used first.
     Reading raises SourceError naming file and row.
     """
@@ -150,6 +156,7 @@ class StoredRows(NumberedRows):
         num_epochs: int | None = 1,
         tokenizer_fingerprint: str = "",
         cache_bytes: int = 256 << 20,
+        aligned: Sequence[AlignedColumn] = (),
     ) -> None:
         self._source: ShardedSource = Arrays(rows) if isinstance(rows, Mapping) else rows
         names = self._source.schema.names
@@ -164,7 +171,7 @@ class StoredRows(NumberedRows):
         self.pad_token_id = pad_token_id
         self.num_epochs = num_epochs
         self._tokenizer = tokenizer_fingerprint
-        self._cache_bytes = cache_bytes
+        self._cache_bytes, self._aligned = cache_bytes, tuple(aligned)
         self._names = [name for name in READ_COLUMNS if name in names]
         self._blocks: OrderedDict[int, Block] = OrderedDict()
         self._lock = threading.Lock()
@@ -182,7 +189,7 @@ class StoredRows(NumberedRows):
         return {
             "sources": self._sources,
             "tokenizer": digest(self._tokenizer, self.pad_token_id),
-            "plan": digest("stored", self.seq_length, []),
+            "plan": digest("stored", self.seq_length, [], *self._aligned),
         }
 
     @cached_property
@@ -208,7 +215,9 @@ class StoredRows(NumberedRows):
         masked = any(name in self._names for name in TARGET_COLUMNS)
         names = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS) + ((LOSS_MASK,) if masked else ())
         out = fresh_columns(names, len(rows), width)
+        beside = {column.name: column.empty(len(rows), width) for column in self._aligned}
         ahead = np.full(len(rows), IGNORE, dtype=np.int32)
+        weights = np.ones(len(rows), np.float32)
         # One turn for every row: a row is one copy of a few kilobytes a column, so the turns cost
         # less than an index array of its slots.
         for i, found in enumerate(self._find(rows)):
@@ -230,11 +239,20 @@ class StoredRows(NumberedRows):
                     column[i, :length] = values[start:stop]
                 elif name == SEGMENT_IDS:
                     column[i, :length] = 1
-            if found is not None and found.block.look_ahead is not None:
+            if found is None:
+                continue
+            for name, each in found.block.values.items():
+                beside[name][i, :length] = each[start:stop]
+            if found.block.look_ahead is not None:
                 ahead[i] = found.block.look_ahead[found.local]
+            if found.block.ahead_weight is not None:
+                weights[i] = found.block.ahead_weight[found.local]
         if POSITION_IDS not in self._names:
             count_positions(out[SEGMENT_IDS], out[POSITION_IDS])
-        return out | {LOOK_AHEAD: ahead} if LOOK_AHEAD in self._names else out
+        if LOOK_AHEAD in self._names:
+            out[LOOK_AHEAD] = ahead
+            beside |= {LOOK_AHEAD_WEIGHT: weights} if LOSS_WEIGHTS in beside else {}
+        return out | beside
 
     def batch(self, rows: Int64, width: int) -> dict[str, Int32]:
         return collate(self.gather(rows, width))
@@ -299,12 +317,8 @@ class StoredRows(NumberedRows):
                     return self._blocks[number]
             shard, start, stop = self._index.spans[number]
             try:
-                block = decode(
-                    self._source.read(shard, start, stop),
-                    self._names,
-                    self._source.shards[shard].name,
-                    start,
-                )
+                name, batch = self._source.shards[shard].name, self._source.read(shard, start, stop)
+                block = self._with_values(decode(batch, self._names, name, start), batch, start)
             # whatever a source raises, a user's own too: it goes on, and says where it was
             except Exception as error:
                 error.add_note(
@@ -318,6 +332,20 @@ class StoredRows(NumberedRows):
                 while total > self._cache_bytes and len(self._blocks) > 1:
                     total -= self._blocks.popitem(last=False)[1].num_bytes
             return block
+
+    def _with_values(self, block: Block, batch: pa.RecordBatch, start: int) -> Block:
+        if not self._aligned:
+            return block
+        at = lambda i: f"row {start + i}"  # noqa: E731
+        lists = {column.name: batch.column(column.name) for column in self._aligned}
+        ahead = batch.column(LOOK_AHEAD_WEIGHT) if LOOK_AHEAD_WEIGHT in batch.schema.names else None
+        return block._replace(
+            values={
+                one.name: flat_values(one, lists[one.name], block.offsets, at)
+                for one in self._aligned
+            },
+            ahead_weight=None if ahead is None else ahead.to_numpy().astype(np.float32),
+        )
 
     def where(self, row: int) -> tuple[int, str, int, tuple[str, ...]]:
         """(epoch, file, row of that file, datasets of its segments where they were saved with it)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from easypipe.core.aligned import AlignedColumn
 from easypipe.core.schema import (
     INPUT_IDS,
     LABELS,
@@ -17,8 +18,9 @@ from easypipe.core.schema import (
     POSITION_IDS,
     SEGMENT_IDS,
 )
-from easypipe.core.values import Int32, Int64, UInt8
+from easypipe.core.values import Int32, Int64, UInt8, UInt64
 from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, shift_labels
+from easypipe.loader.rows.aligned import ValueWriter
 from easypipe.loader.rows.gather import (
     NO_CHECKS,
     Tables,
@@ -50,6 +52,17 @@ class Tokens(Protocol):
 
     def pinned(self, view: View, rows: Int64) -> contextlib.AbstractContextManager[None]:
         """Holds the tokens of the rows in memory."""
+        ...
+
+    @property
+    def aligned(self) -> Sequence[AlignedColumn]:
+        """The columns whose values stand beside the tokens."""
+        ...
+
+    def values_at(self, row: int) -> Mapping[str, UInt64]:
+        """Of the window that a row stands in, where the values of each column begin in each part of
+        its tables.
+        """
         ...
 
     @property
@@ -89,21 +102,34 @@ class RowWriter:
     def gather(self, tokens: Tokens, rows: Int64, width: int) -> dict[str, Int32]:
         """As RowReader.gather."""
         columns = fresh_columns(AT_REST, len(rows), width)
-        mask, ahead = self._write(tokens, rows, columns)
+        values = self._values(tokens, rows, width)
+        mask, ahead = self._write(tokens, rows, columns, values)
         if tokens.masked:
             columns[LOSS_MASK] = mask.astype(np.int32)
+        if values is not None:
+            columns |= values.at_rest()
         return columns | {LOOK_AHEAD: ahead} if self.runs else columns
 
     def batch(self, tokens: Tokens, rows: Int64, width: int) -> dict[str, Int32]:
         """As RowReader.batch."""
         columns = fresh_columns(BATCH_COLUMNS, len(rows), width)
-        _, ahead = self._write(tokens, rows, columns)
+        values = self._values(tokens, rows, width)
+        _, ahead = self._write(tokens, rows, columns, values)
         if self.runs:
             columns[LABELS][:, -1] = ahead
-        return columns
+        return columns if values is None else columns | values.of_batch(columns[LABELS])
+
+    def _values(self, tokens: Tokens, rows: Int64, width: int) -> ValueWriter | None:
+        if not tokens.aligned:
+            return None
+        return ValueWriter(tokens.aligned, len(rows), width, runs=self.runs, joined=self.joined)
 
     def _write(
-        self, tokens: Tokens, rows: Int64, columns: Mapping[str, Int32]
+        self,
+        tokens: Tokens,
+        rows: Int64,
+        columns: Mapping[str, Int32],
+        values: ValueWriter | None,
     ) -> tuple[UInt8, Int32]:
         """Fills the columns; the loss mask, UInt8[0, 0] where no dataset has one, and Int32[R] the
         labels of last slots, of runs.
@@ -121,7 +147,8 @@ class RowWriter:
         left = 0
         while left < len(rows):  # one turn for every window that the rows stand in
             row = int(rows[left])
-            view, tables = tokens.window_at(row if row >= 0 else int(rows.max()))
+            row = row if row >= 0 else int(rows.max())
+            view, tables = tokens.window_at(row)
             # plain tuples: numba looks at the fields of a named one anew in every call (2 us)
             given = (tuple(view), rows, done, tuple(tables), rule, into, todo)
             with tokens.pinned(view, rows):
@@ -131,6 +158,9 @@ class RowWriter:
                     left, bad, count = write_rows(*given)
                 if bad >= 0:
                     raise tokens.missing(view, int(bad), ids.shape[1])
+                if values is not None:
+                    check = tokens.check if tokens.unchecked else None
+                    values.write(view, rows, tables, tokens.values_at(row), check)
         if self.joined:
             join_segments(segments, positions)
         if self.paired:

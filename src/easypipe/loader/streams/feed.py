@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.protocols import Shard
 from easypipe.core.random import child, fold
-from easypipe.core.values import Bools, Int64, UInt8
+from easypipe.core.values import Array, Bools, Int64, UInt8
 from easypipe.loader.prefetch import ReadPool
 from easypipe.plan.order import permute
 
@@ -63,6 +63,8 @@ class Loaded:
     has_eos: Bools
     mask: UInt8 | None
     rows: int
+    # of aligned columns, what each of the ids has: [ids] or [ids, width]
+    values: Mapping[str, Array] = field(default_factory=dict[str, Array])
     rejects: Counter[str] = field(default_factory=Counter)
     strings: Counter[str] = field(default_factory=Counter)
     lengths: Counter[str] = field(default_factory=Counter)
@@ -292,6 +294,7 @@ class Deal:
             + loaded.offsets.nbytes
             + loaded.has_eos.nbytes
             + (0 if loaded.mask is None else loaded.mask.nbytes)
+            + sum(values.nbytes for values in loaded.values.values())
         )
         with self._lock:
             if num_bytes <= self._room and chunk not in self._kept:

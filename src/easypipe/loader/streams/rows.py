@@ -28,13 +28,14 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from easypipe.cache.writer import cores
+from easypipe.core.aligned import AlignedColumn
 from easypipe.core.errors import BudgetError, SourceError, StateError
 from easypipe.core.ledger import Ledger
 from easypipe.core.schema import (
     LOSS_MASK,
     SEGMENT_IDS,
 )
-from easypipe.core.values import Int32, Int64, Json
+from easypipe.core.values import Int32, Int64, Json, UInt64
 from easypipe.loader.placement import gather_bytes
 from easypipe.loader.prefetch import ReadPool
 from easypipe.loader.rows.gather import Tables, eos_ids
@@ -68,7 +69,8 @@ class StreamRows(Rows):
     Law: row n holds the same for any number of processes, threads and batches, and behind every
     state.
     sources: the datasets, in the order of the plan's weights. tokens_identity: digests of sources
-    and tokenizer. workers: threads that read; None: one for each core.
+    and tokenizer. aligned: columns with values for every token. workers: threads that read; None:
+    one for each core.
     """
 
     lengths_are_free = False
@@ -81,9 +83,11 @@ class StreamRows(Rows):
         tokens_identity: Mapping[str, str],
         *,
         pad_token_id: int,
+        aligned: Sequence[AlignedColumn] = (),
         workers: int | None = None,
         name: str = "loader",
     ) -> None:
+        self.aligned = tuple(aligned)
         self.sources, self.spec, self.pad_token_id = tuple(sources), spec, pad_token_id
         self.seq_length = None if spec.plan.pack is None else spec.plan.pack.seq_length
         self.num_epochs = spec.plan.num_epochs
@@ -168,6 +172,7 @@ class StreamReader(RowReader):
         self, rows: StreamRows, row: int, states: Sequence[StreamState], share: Share
     ) -> None:
         self._rows, self._begin_row, self._states = rows, row, states
+        self.aligned = rows.aligned
         self._own = rows.own(share)
         self._pool = ReadPool(rows.workers, f"easypipe-{rows.name}-read")
         self._window_pool = ReadPool(share.workers, f"easypipe-{rows.name}-window")
@@ -243,6 +248,9 @@ class StreamReader(RowReader):
             return NOTHING
         made = self._streams[row // STREAM].made_at(row % STREAM)
         return made.view._replace(first_row=row - row % STREAM + made.view.first_row), made.tables
+
+    def values_at(self, row: int) -> Mapping[str, UInt64]:
+        return {} if row < 0 else self._streams[row // STREAM].made_at(row % STREAM).values
 
     @property
     def masked(self) -> bool:

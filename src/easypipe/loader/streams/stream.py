@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from fractions import Fraction
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 from easypipe.core.errors import ConfigError
 from easypipe.core.random import child, fold
 from easypipe.core.schema import offsets_of
-from easypipe.core.values import Int32, Int64
+from easypipe.core.values import Int32, Int64, UInt64
 from easypipe.loader.collate import address
 from easypipe.loader.prefetch import ReadPool
 from easypipe.loader.rows.gather import Tables
@@ -141,14 +141,15 @@ class StreamFeed:
 
 
 class Made(NamedTuple):
-    """A window of a stream. view, tables, masked: as kernels take them, and whether there are loss
-    masks. chunks: they own the memory that `tables` points to. books: of the stream behind it. bad:
-    for each dataset, chunks with bad rows that count from here on.
+    """A window of a stream. view, tables, values, masked: as kernels take them, and whether there
+    are loss masks. chunks: they own the memory that `tables` points to. books: of the stream
+    behind it. bad: for each dataset, chunks with bad rows that count from here on.
     """
 
     window: Window[Place]
     view: View
     tables: Tables
+    values: Mapping[str, UInt64]
     masked: bool
     chunks: list[list[Piece]]
     books: Books
@@ -237,7 +238,8 @@ class Stream:
         bad = [cursor.bad_chunks() for cursor in self._feed.cursors]
         tables = lay(chunks)
         masked = bool(tables.mask.any())
-        return Made(window, window.view, tables, masked, chunks, self._books(), bad)
+        values = lay_values(chunks)
+        return Made(window, window.view, tables, values, masked, chunks, self._books(), bad)
 
     def _books(self) -> Books:
         """As they stand now."""
@@ -309,3 +311,12 @@ def lay(chunks: list[list[Piece]]) -> Tables:
         file=none,
         checked=none,
     )
+
+
+def lay_values(chunks: list[list[Piece]]) -> dict[str, UInt64]:
+    """Where values of aligned columns lie, of the parts that `lay` makes; 0 where one has none."""
+    parts = [piece.loaded.values for part in chunks for piece in part]
+    return {
+        name: np.array([address(one[name]) if name in one else 0 for one in parts], np.uint64)
+        for name in {name: None for values in parts for name in values}
+    }

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
+from easypipe.core.aligned import values_of
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import (
@@ -94,6 +95,10 @@ class ForwardDocuments:
             offsets=offsets - first,
             has_eos=batch.column(HAS_EOS).to_numpy().astype(np.bool_),
             mask=None if mask is None else mask.astype(np.uint8),
+            values={
+                name: values_of(batch.column(name))[first:last]
+                for name in info_of(self._source).aligned
+            },
             rows=made + sum(counts.values()),
             rejects=+counts,
             strings=strings,

@@ -30,7 +30,12 @@ from easypipe.stages.load.forward import ForwardDocuments
 from easypipe.stages.mix.mixture import Mixture, planned_of
 from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.stage import PackedShardedSource, mixture_of, packed_of
-from easypipe.stages.tokenize.documents import token_info, tokenized_of, tokenizer_of
+from easypipe.stages.tokenize.documents import (
+    aligned_columns,
+    token_info,
+    tokenized_of,
+    tokenizer_of,
+)
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
 DOCUMENTS_AT_A_TIME = 1 << 20  # whose lengths are looked at, where all are
@@ -131,6 +136,7 @@ class LoadStage(BaseStage):
                 pad_token_id=0 if info is None or info.pad_token_id is None else info.pad_token_id,
                 num_epochs=num_epochs,
                 tokenizer_fingerprint="" if info is None else info.tokenizer_fingerprint,
+                aligned=aligned_columns(name, source, context),
             )
         return mixture_of(name, source, context, stage="load").documents(num_epochs)
 
@@ -261,6 +267,7 @@ def _stream_rows(
             "tokenizer": digest(prints, spec.eos, pad),
         },
         pad_token_id=pad,
+        aligned=mixture.aligned,
         # of one stage, so all say the same
         workers=next((count for count in workers if count is not None), None),
         name=f"loader of {name!r}",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from easypipe.cache.reader import TokenCache
+from easypipe.core.aligned import AlignedColumn
 from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
@@ -20,6 +21,7 @@ from easypipe.core.protocols import PipelineContext, ShardedSource, Source, info
 from easypipe.core.schema import LOSS_MASK
 from easypipe.core.values import Int32, Int64, Json, Record
 from easypipe.loader.config import LoadStageConfig
+from easypipe.loader.rows.aligned import joined_columns
 from easypipe.loader.rows.documents import Documents as Tokens
 from easypipe.loader.rows.documents import gather_documents
 from easypipe.loader.rows.planned import PlannedRows
@@ -30,7 +32,7 @@ from easypipe.plan.spec import Unit
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec, WindowState, window_docs
 from easypipe.stages.config import settings_of
 from easypipe.stages.mix.schedule import batch_sizes_of
-from easypipe.stages.tokenize.documents import Documents, token_info
+from easypipe.stages.tokenize.documents import Documents, aligned_of, token_info
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,13 @@ class Mixture:
         return any(LOSS_MASK in source.schema.names for source in self.parts.values())
 
     @property
+    def aligned(self) -> tuple[AlignedColumn, ...]:
+        """Columns whose values travel with the tokens, beside the loss mask. Raises ConfigError
+        where the datasets differ in them.
+        """
+        return joined_columns([(name, aligned_of(part)) for name, part in self.parts.items()])
+
+    @property
     def paired(self) -> bool:
         """Whether every document is a pair: one that was preferred, and one that was not."""
         return any(info_of(source).pairs for source in self.parts.values())
@@ -195,7 +204,9 @@ class Mixture:
         """The stored tokens of documents `docs` (Int64[n]) of the datasets numbered `dataset`
         (Int32[n]).
         """
-        return gather_documents(self._caches, dataset, docs, with_mask=self.has_loss_mask)
+        return gather_documents(
+            self._caches, dataset, docs, with_mask=self.has_loss_mask, aligned=self.aligned
+        )
 
     def remember(self, plan: Plan) -> None:
         """Commits the checkpoints of a plan beside the caches, so that the next process starts from

@@ -159,13 +159,15 @@ class MixedShardedSource(PlannedSource):
         fields = [pa.field(INPUT_IDS, token_list(self.mixture.vocab_size), nullable=False)]
         if self.mixture.has_loss_mask:
             fields.append(pa.field(LOSS_MASK, pa.large_list(pa.uint8()), nullable=False))
+        fields += [column.field for column in self.mixture.aligned]
         return pa.schema(
             [*fields, pa.field(SOURCE, pa.dictionary(pa.int32(), pa.string()), nullable=False)]
         )
 
     @property
     def info(self) -> SourceInfo:
-        return SourceInfo(tokens=self.tokens, pairs=self.mixture.paired)
+        aligned = tuple(column.name for column in self.mixture.aligned)
+        return SourceInfo(tokens=self.tokens, pairs=self.mixture.paired, aligned=aligned)
 
     @property
     def tokens(self) -> TokenInfo | None:
@@ -190,6 +192,9 @@ class MixedShardedSource(PlannedSource):
         arrays: list[pa.Array] = [pa.LargeListArray.from_arrays(offsets, ids)]
         if self.mixture.has_loss_mask:
             arrays.append(pa.LargeListArray.from_arrays(offsets, pa.array(flat.mask)))
+        arrays += [
+            column.lists(flat.offsets, flat.values[column.name]) for column in self.mixture.aligned
+        ]
         arrays.append(
             pa.DictionaryArray.from_arrays(
                 pa.array(pieces.dataset), pa.array(list(self.mixture.parts), pa.string())

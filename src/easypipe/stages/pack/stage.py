@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from easypipe.core.aligned import LOOK_AHEAD_WEIGHT, LOSS_WEIGHTS
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import (
@@ -26,6 +27,7 @@ from easypipe.core.schema import (
     POSITION_IDS,
     SEGMENT_IDS,
     SOURCE,
+    is_list,
     offsets_of,
     token_dtype,
 )
@@ -129,7 +131,8 @@ class PackedShardedSource(PlannedSource):
 
     @property
     def info(self) -> SourceInfo:
-        return SourceInfo(tokens=self.tokens, bytes_per_row=self.bytes_per_row)
+        aligned = tuple(column.name for column in self.mixture.aligned)
+        return SourceInfo(tokens=self.tokens, bytes_per_row=self.bytes_per_row, aligned=aligned)
 
     @property
     def tokens(self) -> TokenInfo | None:
@@ -155,8 +158,11 @@ class PackedShardedSource(PlannedSource):
             pa.field(name, pa.large_list(places), nullable=False)
             for name in (SEGMENT_IDS, POSITION_IDS)
         ]
+        fields += [column.field for column in self.mixture.aligned]
         if self.config.concat:
             fields.append(pa.field(LOOK_AHEAD, pa.int32(), nullable=False))
+            if any(column.name == LOSS_WEIGHTS for column in self.mixture.aligned):
+                fields.append(pa.field(LOOK_AHEAD_WEIGHT, pa.float32(), nullable=False))
         return pa.schema(fields + ([PROVENANCE] if self.mixture.provenance else []))
 
     @property
@@ -164,9 +170,12 @@ class PackedShardedSource(PlannedSource):
         """Bytes of a row's values, the same for all; the names of `__source__` are few, and stored
         once each.
         """
-        fields = [field for field in self.schema if field.name != SOURCE]
-        lists = [field.type.value_type for field in fields if field.name != LOOK_AHEAD]
-        return sum(kind.bit_width // 8 * self.config.seq_length + 8 for kind in lists) + 4 * (
+        aligned = self.mixture.aligned
+        names = [SOURCE, *(column.name for column in aligned)]
+        fields = [field for field in self.schema if field.name not in names]
+        lists = [field.type.value_type for field in fields if is_list(field.type)]
+        sizes = [kind.bit_width // 8 for kind in lists] + [column.num_bytes for column in aligned]
+        return sum(size * self.config.seq_length + 8 for size in sizes) + 4 * (
             len(fields) - len(lists)
         )
 
@@ -213,14 +222,18 @@ class PackedShardedSource(PlannedSource):
         assert shard == 0, f"packed rows are one shard, not {shard + 1}"
         numbers = np.arange(start, stop, dtype=np.int64)
         rows = self.rows().gather(numbers)
-        offsets = pa.array(np.arange(stop - start + 1, dtype=np.int64) * self.config.seq_length)
+        ends = np.arange(stop - start + 1, dtype=np.int64) * self.config.seq_length
+        offsets, aligned = pa.array(ends), {one.name: one for one in self.mixture.aligned}
         arrays = []
         for field in self.schema:
             if field.name == SOURCE:
                 arrays.append(self._provenance(numbers))
                 continue
-            if field.name == LOOK_AHEAD:
-                arrays.append(pa.array(rows[LOOK_AHEAD]))
+            if field.name in (LOOK_AHEAD, LOOK_AHEAD_WEIGHT):
+                arrays.append(pa.array(rows[field.name]))
+                continue
+            if field.name in aligned:
+                arrays.append(aligned[field.name].lists(ends, rows[field.name]))
                 continue
             values = np.ascontiguousarray(rows[field.name].reshape(-1)).astype(
                 field.type.value_type.to_pandas_dtype()

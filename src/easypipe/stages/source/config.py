@@ -9,13 +9,16 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from easypipe.core.aligned import LOOK_AHEAD_WEIGHT
 from easypipe.core.config import ListOf, config, fields_of
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.schema import (
     ATTENTION_MASK,
+    DECODER_INPUT_IDS,
     HAS_EOS,
     INPUT_IDS,
     LOOK_AHEAD,
+    PIXEL_VALUES,
     POSITION_IDS,
     ROW_NUMBER,
     SEGMENT_IDS,
@@ -73,6 +76,8 @@ TOKEN_COLUMNS = (
     SOURCE,
     ROW_NUMBER,
 )
+# of batches: nothing of a dataset may stand there
+MADE_COLUMNS = (LOOK_AHEAD_WEIGHT, "reference_log_probs", PIXEL_VALUES, DECODER_INPUT_IDS)
 
 
 @config
@@ -162,6 +167,9 @@ class DatasetConfig:
     additional_fields: columns that stay beside the tokens where documents are saved:
     `source().tokenize().save()`. Packed and mixed rows
         have no room for them, which a warning says.
+    aligned_columns: of rows that are tokens, lists as long as input_ids whose values travel with
+    the tokens into batches: weights, log-probs, advantages. Of lists with k values for each token
+    that are not of a fixed size, {name: k}.
     cache_path: a cache folder for this dataset alone, in place of the pipeline's cache_dir.
     cache_enabled: False keeps nothing: tokens lie in a temporary folder while the process runs, and
     are made anew in the next one.
@@ -225,6 +233,7 @@ class DatasetConfig:
     cache_enabled: bool = True
     on_error: Literal["error", "skip", "quarantine"] = "error"
     max_bad_rows: int | None = None
+    aligned_columns: ListOf[str] | dict[str, int | None] = ()
     save_path: str | Path | None = None
     save_format: Literal["parquet", "arrow", "jsonl"] | None = None
     # may hold credentials
@@ -276,9 +285,23 @@ class DatasetConfig:
             "has no effect while cache_enabled is False",
             "Leave one of them out.",
         )
+        for column in self.aligned:
+            require_free(column, "aligned_columns")
+            require(
+                column not in MADE_COLUMNS,
+                "aligned_columns",
+                f"{column!r} is a column that batches get elsewhere",
+                f'Give it another name: format_fields={{"{column}": "my_{column}"}}.',
+            )
         check_input(self)
         check_formats(self)
         check_prompts(self)
+
+    @property
+    def aligned(self) -> dict[str, int | None]:
+        """The aligned columns, and how many values of each a token has; None: as the type says."""
+        named = self.aligned_columns
+        return dict(named) if isinstance(named, Mapping) else dict.fromkeys(named)
 
     @property
     def in_memory(self) -> bool:

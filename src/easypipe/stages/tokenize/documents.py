@@ -20,8 +20,9 @@ from easypipe.cache.location import cache_folder_of
 from easypipe.cache.manifest import TokenizerIdentity
 from easypipe.cache.reader import TokenCache, cache_schema
 from easypipe.cache.writer import CacheWriter
+from easypipe.core.aligned import AlignedColumn, column_of
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, StageOrderError, place, require
+from easypipe.core.errors import ConfigError, StageOrderError, place, require, require_known
 from easypipe.core.protocols import (
     PipelineContext,
     ProgressListener,
@@ -38,6 +39,7 @@ from easypipe.core.protocols import (
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.sources.splits import PartialSource
 from easypipe.stages.config import datasets_of, settings_of
+from easypipe.stages.source.config import TOKEN_COLUMNS
 from easypipe.stages.tokenize.encoders import (
     PromptRows,
     RowForm,
@@ -169,10 +171,11 @@ class ImportedTokens(Source):
         tokens: TokenInfo,
         folder: CacheFolder,
         progress: ProgressListener,
+        aligned: tuple[AlignedColumn, ...] = (),
     ) -> None:
         self.source = source
         self._tokens = tokens
-        self._encoder = TokenEncoder(source, tokens)
+        self._encoder = TokenEncoder(source, tokens, aligned, name)
         self.writer = CacheWriter(
             source=source,
             encoder=self._encoder,
@@ -185,11 +188,15 @@ class ImportedTokens(Source):
 
     @property
     def schema(self) -> pa.Schema:
-        return cache_schema(self._tokens.vocab_size, loss_mask=self._encoder.masked)
+        encoder = self._encoder
+        return cache_schema(
+            self._tokens.vocab_size, loss_mask=encoder.masked, aligned=encoder.aligned
+        )
 
     @property
     def info(self) -> SourceInfo:
-        return dataclasses.replace(info_of(self.source), tokens=self._tokens)
+        aligned = tuple(column.name for column in self._encoder.aligned)
+        return dataclasses.replace(info_of(self.source), tokens=self._tokens, aligned=aligned)
 
     @property
     def below(self) -> ShardedSource:
@@ -263,7 +270,35 @@ def require_documents(
     own = datasets_of(context).get(name)
     tokens = token_info(source) or _named_tokenizer(name, context)
     folder = cache_folder_of(own, source, context)
-    return ImportedTokens(name, source, tokens, folder, context.progress)
+    aligned = aligned_columns(name, source, context)
+    return ImportedTokens(name, source, tokens, folder, context.progress, aligned)
+
+
+def aligned_of(source: ShardedSource) -> tuple[AlignedColumn, ...]:
+    """The columns of documents whose values travel with the tokens, beside the loss mask."""
+    return tuple(
+        column_of(source.schema.field(name), None, name) for name in info_of(source).aligned
+    )
+
+
+def aligned_columns(
+    name: str, source: ShardedSource, context: PipelineContext
+) -> tuple[AlignedColumn, ...]:
+    """The columns of a source of tokens whose values travel with these: those that the config
+    names, or that the folder was saved with.
+
+    Raises ConfigError for one that is not there, SourceError for values that tokens cannot have.
+    """
+    own = datasets_of(context).get(name)
+    named = {} if own is None else own.aligned
+    at = f"datasets.{name}.aligned_columns"
+    have = [column for column in source.schema.names if column not in TOKEN_COLUMNS]
+    for column in named:
+        require_known(column, have, at, f"no column {column!r}")
+    return tuple(
+        column_of(source.schema.field(column), width, f"dataset {name!r}")
+        for column, width in (named or dict.fromkeys(info_of(source).aligned)).items()
+    )
 
 
 def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:

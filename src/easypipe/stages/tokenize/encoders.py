@@ -20,6 +20,7 @@ from easypipe.cache.encoder import EncodedDocuments, documents_hash, token_docum
 from easypipe.cache.manifest import FORMAT, Counts, TokenizerIdentity, total
 from easypipe.cache.ranges import BLANK_TEXTS
 from easypipe.cache.reader import cache_schema
+from easypipe.core.aligned import AlignedColumn, flat_values
 from easypipe.core.config import digest, fields_of
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.protocols import Reject, ShardedSource, TokenInfo, left_out, scan
@@ -308,6 +309,7 @@ class TextEncoder:
         self.form, self.tokenizer = form, tokenizer
         self.columns, self.label = form.columns, form.label
         self.masked, self.pairs = form.masked, form.pairs
+        self.aligned: tuple[AlignedColumn, ...] = ()
         self._dataset, self._memo, self._batch_size = dataset, memo, batch_size
         self._proving, self._proved = threading.Lock(), False
 
@@ -422,17 +424,27 @@ class ImportedRows:
 class TokenEncoder:
     """Rows of `input_ids` (and `loss_mask`, unshifted `labels`, or TRL's masks) to what the cache
     stores; implements cache.encoder.RowEncoder. Rows without tokens are counted, not passed on.
+
+    aligned: further columns whose values travel with the tokens; those of `dataset`, for errors.
     """
 
     label, pairs, backend = INPUT_IDS, False, ""
 
-    def __init__(self, source: ShardedSource, tokens: TokenInfo) -> None:
+    def __init__(
+        self,
+        source: ShardedSource,
+        tokens: TokenInfo,
+        aligned: tuple[AlignedColumn, ...] = (),
+        dataset: str = "",
+    ) -> None:
         known = (INPUT_IDS, *TARGET_COLUMNS, ATTENTION_MASK)
-        self.columns = tuple(name for name in known if name in source.schema.names)
+        self._read = tuple(name for name in known if name in source.schema.names)
+        self.columns = (*self._read, *(column.name for column in aligned))
         self._targets = [name for name in TARGET_COLUMNS if name in self.columns]
         self.masked = bool(self._targets)
+        self.aligned, self._dataset = aligned, dataset
         self._tokens = tokens
-        self._schema = cache_schema(tokens.vocab_size, loss_mask=self.masked)
+        self._schema = cache_schema(tokens.vocab_size, loss_mask=self.masked, aligned=aligned)
 
     @property
     def tokenizer_identity(self) -> TokenizerIdentity:
@@ -449,7 +461,7 @@ class TokenEncoder:
         version, tokens = MASKED_VERSION if self.masked else IMPORT_VERSION, self._tokens
         whose = (tokens.tokenizer_fingerprint, tokens.vocab_size, tokens.eos_token_id)
         masks = [name for name in self._targets if name not in (LOSS_MASK, LABELS)]
-        return digest("adopt", version, FORMAT, *whose, *masks)
+        return digest("adopt", version, FORMAT, *whose, *masks, *self.aligned)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> ImportedRows:
         """Raises SourceError naming file and row for a token outside the tokenizer's vocabulary,
@@ -458,7 +470,7 @@ class TokenEncoder:
         name = source.shards[shard].name
         batch, rejects = scan(source, shard, start, stop)
         rows = row_numbers(batch, start)
-        block = decode(batch, self.columns, name, start)
+        block = decode(batch, self._read, name, start)
         self._check(block, rows, name)
         full = np.diff(block.offsets) > 0
         # an empty row moves no offset
@@ -466,8 +478,15 @@ class TokenEncoder:
         ids = block.columns[INPUT_IDS].astype(token_dtype(self._tokens.vocab_size))
         ends = (ends_closed if self.masked else ends_with)(ids, offsets, self._tokens.eos_token_id)
         mask = block.columns[LOSS_MASK].astype(np.uint8) if self.masked else None
-        made = token_documents(self._schema, offsets, ids, ends, rows[full], mask)
-        counts = Counts(docs=made.num_rows, tokens=len(ids), encoded=len(ids))
+        at = lambda i: f"dataset {self._dataset!r}, {place(name, row=int(rows[i]))}"  # noqa: E731
+        values = {
+            one.name: flat_values(one, batch.column(one.name), block.offsets, at)
+            for one in self.aligned
+        }
+        lists = [one.lists(offsets, values[one.name]) for one in self.aligned]
+        made = token_documents(self._schema, offsets, ids, ends, rows[full], mask, lists)
+        told = {of: len(numbers) for of, numbers in values.items()} or None
+        counts = Counts(docs=made.num_rows, tokens=len(ids), encoded=len(ids), aligned=told)
         empty = left_out(rows[~full], "empty")
         return ImportedRows(EncodedDocuments(made, counts), (*rejects, *empty))
 

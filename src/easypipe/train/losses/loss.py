@@ -19,6 +19,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
+from easypipe.core.aligned import LOSS_WEIGHTS
 from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.schema import IGNORE
@@ -41,7 +42,7 @@ RECORDED = frozenset({
 
 
 class LossOutput(NamedTuple):
-    """Sums over tokens, so that micro-batches and processes add up exactly; divide by `num_targets`
+    """Sums over tokens, so that micro-batches and processes add up exactly; divide by `divisor`
     once, at the end.
     """
 
@@ -50,8 +51,17 @@ class LossOutput(NamedTuple):
     loss_sum: Float[Array, ""]
     num_targets: Int[Array, ""]  # labels that are not IGNORE; int32
     nll_sum: Float[Array, ""]  # cross entropy alone, in nats, for perplexity; carries no gradient
-    # further sums by name, which records tell divided by `num_targets`
+    # further sums by name, which records tell divided by `divisor`
     more: Mapping[str, Array] = {}
+    # the sum of `loss_weights` over the targets, by which the others were multiplied; None: each
+    # counts once
+    weight_sum: Float[Array, ""] | None = None
+
+    @property
+    def divisor(self) -> Array:
+        """What makes means of the sums; 1 where there is nothing to divide by."""
+        count = self.num_targets if self.weight_sum is None else self.weight_sum
+        return jnp.where(count > 0, count, 1).astype(jnp.float32)
 
 
 Batch = Mapping[str, Array]
@@ -181,11 +191,14 @@ def loss_sums(
     `batch` holds `input_ids` and `labels`, Int[B, S], and, where rows are packed, `segment_ids` and
     `position_ids`. Labels are already shifted (collate did it), and -100 where a slot is not
     trained. A label outside the vocabulary makes the loss NaN, because a compiled program cannot
-    raise. Options, and what is raised, as in fused_linear_cross_entropy.
+    raise. With `loss_weights`, Float[B, S], every target counts as often as its weight says.
+    Options, and what is raised, as in fused_linear_cross_entropy.
     """
     arrays, of_model = hidden_and_head(model, batch)
+    weights, weight_sum = target_weights(batch)
     out = fused_linear_cross_entropy(
         *arrays,
+        weights=weights,
         z_loss=z_loss,
         label_smoothing=label_smoothing,
         reduction="sum",
@@ -199,7 +212,16 @@ def loss_sums(
     count = num_targets(batch)
     outside = count - out.tokens.counted.sum(dtype=jnp.int32)
     loss = jnp.where(outside > 0, jnp.nan, out.loss)
-    return LossOutput(loss, count, -out.tokens.log_probs.sum())
+    log_probs = out.tokens.log_probs if weights is None else out.tokens.log_probs * weights
+    return LossOutput(loss, count, -log_probs.sum(), {}, weight_sum)
+
+
+def target_weights(batch: Batch) -> tuple[Array | None, Array | None]:
+    """(the weight of every label, their sum over the targets); None where each counts once."""
+    if LOSS_WEIGHTS not in batch:
+        return None, None
+    weights = jnp.where(batch["labels"] != IGNORE, batch[LOSS_WEIGHTS], 0).astype(jnp.float32)
+    return weights, weights.sum()
 
 
 def loss_sharding() -> LossSharding | None:
@@ -226,7 +248,9 @@ def logits_loss_sums(
     names = {"segment_ids", "position_ids"}.intersection(call_names(model), batch)
     taken = {name: batch[name] for name in names}
     logits_BSV = model(batch["input_ids"], **taken).astype(jnp.float32)
-    return _sums(logits_BSV, batch["labels"], z_loss, label_smoothing)
+    weights, weight_sum = target_weights(batch)
+    out = _sums(logits_BSV, batch["labels"], z_loss, label_smoothing, weights)
+    return out._replace(weight_sum=weight_sum)
 
 
 def classification_sums(
@@ -244,7 +268,13 @@ def classification_sums(
     return out._replace(more={"accuracy": hits_B.sum().astype(jnp.float32)})
 
 
-def _sums(logits_BSV: Array, labels_BS: Array, z_loss: float, label_smoothing: float) -> LossOutput:
+def _sums(
+    logits_BSV: Array,
+    labels_BS: Array,
+    z_loss: float,
+    label_smoothing: float,
+    weights_BS: Array | None = None,
+) -> LossOutput:
     vocab = logits_BSV.shape[-1]
     counted_BS = labels_BS != IGNORE
     outside = (counted_BS & ((labels_BS < 0) | (labels_BS >= vocab))).any()
@@ -256,6 +286,8 @@ def _sums(logits_BSV: Array, labels_BS: Array, z_loss: float, label_smoothing: f
         even_BS = lse_BS - logits_BSV.mean(-1)
         smooth_BS = (1 - label_smoothing) * nll_BS + label_smoothing * even_BS
     loss_BS = smooth_BS + z_loss * lse_BS**2
+    if weights_BS is not None:
+        loss_BS, nll_BS = loss_BS * weights_BS, nll_BS * weights_BS
     loss = jnp.where(counted_BS, loss_BS, 0).sum()
     nll = jax.lax.stop_gradient(jnp.where(counted_BS, nll_BS, 0).sum())
     return LossOutput(jnp.where(outside, jnp.nan, loss), counted_BS.sum(dtype=jnp.int32), nll)

@@ -1,0 +1,155 @@
+"""Aligned columns: lists beside `input_ids` with a value, or some, for every token.
+
+The loss mask is one too; it has a place of its own, because it decides the labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.core.errors import SourceError, place
+from easypipe.core.schema import INPUT_IDS, is_list
+from easypipe.core.values import Array, Int64
+
+LOSS_WEIGHTS = "loss_weights"  # of tokens as targets; in batches, beside `labels`, of labels
+# rows of strategy "concat" only, one number a row: the weight of `look_ahead`
+LOOK_AHEAD_WEIGHT = "look_ahead_weight"
+# what tokens have of those columns where a dataset has no such column, and an EOS that is added
+NEUTRAL = {LOSS_WEIGHTS: 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignedColumn:
+    """A column with `width` numbers of `dtype` (NumPy's name) for every token; 0: one number."""
+
+    name: str
+    dtype: str
+    width: int = 0
+
+    @property
+    def kind(self) -> np.dtype[Any]:
+        return np.dtype(self.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what a token has."""
+        return (self.width,) if self.width else ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what a token has."""
+        return self.kind.itemsize * max(1, self.width)
+
+    @property
+    def field(self) -> pa.Field:
+        """As it stands at rest."""
+        value = pa.from_numpy_dtype(self.kind)
+        one = pa.list_(value, self.width) if self.width else value
+        return pa.field(self.name, pa.large_list(one), nullable=False)
+
+    def empty(self, num_rows: int, num_slots: int) -> Array:
+        """Zeros for the slots of rows: new memory, contiguous."""
+        return np.zeros((num_rows, num_slots, *self.shape), self.kind)
+
+    def lists(self, offsets: Int64, values: Array) -> pa.LargeListArray:
+        """`values[offsets[i] : offsets[i + 1]]` as lists of `field`."""
+        inner = pa.array(np.ascontiguousarray(values).reshape(-1))
+        if self.width:
+            inner = pa.FixedSizeListArray.from_arrays(inner, self.width)
+        return pa.LargeListArray.from_arrays(pa.array(offsets), inner)
+
+
+def column_of(field: pa.Field, width: int | None, at: str) -> AlignedColumn:
+    """What a column of lists becomes at rest. width: numbers of every token that the config names;
+    None: as the type says.
+
+    Raises SourceError where tokens cannot have such values.
+    """
+    inner, own = field.type.value_type if is_list(field.type) else pa.null(), 0
+    if is_list(inner):
+        own = inner.list_size if pa.types.is_fixed_size_list(inner) else width or 0
+        inner = inner.value_type if own else pa.null()
+    number = pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
+    if not number or (width or own) != own or (own and field.name == LOSS_WEIGHTS):
+        raise SourceError(
+            at=place(at, column=field.name),
+            problem=f"holds {field.type}, and an aligned column holds a number for every token, or "
+            f"as many numbers for each{'' if width is None else f', here {width}'}",
+            fix="Give lists as long as input_ids. Of lists in lists name the length of the inner "
+            f"ones: aligned_columns: {{{field.name}: 8}}.",
+        )
+    kind = np.dtype(inner.to_pandas_dtype()).name
+    # Arrow packs bools into bits, and kernels copy bytes
+    kind = "float32" if field.name == LOSS_WEIGHTS else "uint8" if kind == "bool" else kind
+    return AlignedColumn(name=field.name, dtype=kind, width=own)
+
+
+def numbers_of(lists: pa.LargeListArray) -> pa.Array:
+    """The numbers in lists, and in lists of a fixed length in lists, where they lie."""
+    values = lists.values
+    return values.values if isinstance(values, pa.FixedSizeListArray) else values
+
+
+def values_of(lists: pa.LargeListArray) -> Array:
+    """The values of a column at rest, from its first list's on: [tokens] or [tokens, width]."""
+    values, flat = lists.values, numbers_of(lists).to_numpy()
+    inner = isinstance(values, pa.FixedSizeListArray)
+    return flat.reshape(-1, values.type.list_size) if inner else flat
+
+
+def flat_values(
+    column: AlignedColumn, lists: pa.Array, offsets: Int64, at: Callable[[int], str]
+) -> Array:
+    """The values of all rows of a column: [tokens], or [tokens, width].
+
+    offsets: Int64[n + 1], of the tokens. at: where row i stands, for errors.
+
+    Raises SourceError naming the first row that has another number of values than tokens.
+    """
+
+    def check(right: Array, said: Callable[[int], str]) -> None:
+        if not right.all():
+            row = int(np.argmin(right))
+            raise SourceError(
+                at=f"{at(row)}, column {column.name!r}",
+                problem=said(row),
+                fix=f"Give as many values as the row has {INPUT_IDS}, or leave the row out.",
+            )
+
+    def each(right: Array) -> Array:
+        """Of every row, whether all of its tokens are right."""
+        wrong = np.concatenate([[0], np.cumsum(~right)])
+        return wrong[offsets[1:]] == wrong[offsets[:-1]]
+
+    sizes, tokens = _lengths(lists), np.diff(offsets)
+    check(sizes == tokens, lambda i: f"{sizes[i]} values, and the row has {tokens[i]} tokens")
+    values = lists.flatten()
+    if column.width:
+        inner, wanted = _lengths(values), column.width
+        check(each(np.equal(inner, wanted)), lambda i: f"a token of it has not {wanted} values")
+        values = values.flatten()
+    valid = _valid(values).reshape(-1, max(1, column.width))
+    check(each(np.asarray(valid.all(axis=1))), lambda i: "a null among its values")
+    found = values.to_numpy(zero_copy_only=False).astype(column.kind, copy=False)
+    if column.name == LOSS_WEIGHTS:
+        right = np.asarray(np.isfinite(found) & (found >= 0))
+        check(each(right), lambda i: "a weight below 0, or none at all")
+    return found.reshape(-1, *column.shape)
+
+
+def _lengths(lists: pa.Array) -> Int64:
+    """Of every list; -1 of a null."""
+    if isinstance(lists, pa.FixedSizeListArray):
+        sizes = np.full(len(lists), lists.type.list_size, np.int64)
+    else:
+        sizes = np.diff(lists.offsets.to_numpy()).astype(np.int64)
+    return np.where(_valid(lists), sizes, -1)
+
+
+def _valid(values: pa.Array) -> Array:
+    return values.is_valid().to_numpy(zero_copy_only=False)

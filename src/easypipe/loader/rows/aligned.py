@@ -1,0 +1,230 @@
+"""Aligned columns into rows: the values of every token, copied to the slot where the token stands.
+
+Loss weights are told of labels, as labels are told of tokens: one slot further on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from easypipe.cache.address import uint8_at
+from easypipe.cache.blocks import ROOM, note
+from easypipe.core.aligned import LOOK_AHEAD_WEIGHT, LOSS_WEIGHTS, NEUTRAL, AlignedColumn
+from easypipe.core.errors import ConfigError
+from easypipe.core.jit import jit
+from easypipe.core.values import Array, Int32, Int64, UInt8, UInt64
+from easypipe.loader.collate import with_label_weights
+from easypipe.loader.rows.gather import NO_CHECKS, Tables, copy, find
+from easypipe.plan.window import View
+
+NONE_BEHIND = np.empty((0, 0), np.uint8)
+
+
+def joined_columns(
+    each: Sequence[tuple[str, Sequence[AlignedColumn]]],
+) -> tuple[AlignedColumn, ...]:
+    """The columns of datasets that are mixed, by name; raises ConfigError where they differ."""
+    found: dict[str, tuple[str, AlignedColumn]] = {}
+    for dataset, columns in each:
+        for column in columns:
+            first, known = found.setdefault(column.name, (dataset, column))
+            if known != column:
+                raise ConfigError(
+                    at=f"datasets.{dataset}.aligned_columns",
+                    problem=f"{column.name!r} holds {_said(column)}, and in dataset {first!r} "
+                    f"{_said(known)}",
+                    fix="Give them one type.",
+                )
+    for dataset, columns in each:
+        have = [column.name for column in columns]
+        for name, (first, _) in found.items():
+            if name not in have and name not in NEUTRAL:
+                raise ConfigError(
+                    at=f"datasets.{dataset}.aligned_columns",
+                    problem=f"dataset {first!r} has {name!r}, and dataset {dataset!r} has not",
+                    have=have,
+                    fix="Give it the column too, or train on them in two runs.",
+                )
+    return tuple(column for _, column in found.values())
+
+
+def _said(column: AlignedColumn) -> str:
+    return f"{column.dtype}{f' x {column.width}' if column.width else ''}"
+
+
+class ValueWriter:
+    """The values of the aligned columns, for `num_rows` rows of `num_slots` slots: zeros in padding
+    and, but for weights, where an EOS was added.
+
+    runs: rows are those of strategy "concat". joined: each of those is one segment.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[AlignedColumn],
+        num_rows: int,
+        num_slots: int,
+        *,
+        runs: bool,
+        joined: bool,
+    ) -> None:
+        self.columns, self._joined = columns, joined
+        self.values = {column.name: column.empty(num_rows, num_slots) for column in columns}
+        # of the label of each row's last slot
+        weighted = runs and LOSS_WEIGHTS in self.values
+        self.behind = np.ones(num_rows if weighted else 0, np.float32)
+
+    def write(
+        self,
+        view: View,
+        rows: Int64,
+        tables: Tables,
+        values: Mapping[str, UInt64],
+        check: Callable[[Int64], None] | None,
+    ) -> None:
+        """Those of `rows` that stand in the window. values: of each column, where those of each
+        part begin; 0 where its dataset has no such column. check: as `Tokens.check`; None: all was
+        checked.
+        """
+        todo = NO_CHECKS if check is None else np.empty((2, ROOM), np.int64)
+        for column in self.columns:
+            weights = column.name == LOSS_WEIGHTS
+            out = self.values[column.name]
+            ahead = self.behind[:, None].view(np.uint8) if weights else NONE_BEHIND
+            where = values.get(column.name, np.zeros(len(tables.ids), np.uint64))
+            rule = (_neutral(column), weights, self._joined, out.shape[1])
+            flat = out.reshape(len(out), -1).view(np.uint8)
+            while count := _write(view, rows, tables, where, rule, (flat, ahead), todo):
+                assert check is not None
+                check(todo[:, :count])
+
+    def at_rest(self) -> dict[str, Array]:
+        """Columns of rows: each value where its token stands."""
+        ahead = {LOOK_AHEAD_WEIGHT: self.behind} if len(self.behind) else {}
+        return {**self.values, **ahead}
+
+    def of_batch(self, labels: Int32) -> dict[str, Array]:
+        """Columns of a batch with these labels."""
+        last = np.full(len(labels), labels.shape[1] - 1)
+        return with_label_weights(self.at_rest(), labels, last)
+
+
+def copy_values(
+    column: AlignedColumn,
+    documents: tuple[Int32, Int64, Int64],
+    tables: Tables,
+    addresses: UInt64,
+) -> Array:
+    """The values of whole documents, which are held: [total] or [total, width].
+
+    documents: of each its dataset, its number there, and where its tokens begin in the result.
+    """
+    out = column.empty(1, int(documents[2][-1]))[0]
+    _copy(documents, tables, addresses, _neutral(column), out.reshape(-1).view(np.uint8))
+    return out
+
+
+def _neutral(column: AlignedColumn) -> UInt8:
+    """What a token has of a column that its dataset lacks: its bytes."""
+    fill = np.full(max(1, column.width), NEUTRAL.get(column.name, 0), column.kind)
+    return fill.view(np.uint8)
+
+
+@jit
+def _write(view, rows, tables, addresses, rule, into, todo):
+    """Copies bytes of values. rule: (UInt8[size], what a token has where there is no such column;
+    whether an added EOS has what the token before it has; joined; slots of a row). into: UInt8[R,
+    slots * size] and, where weights of labels behind rows are wanted, UInt8[R, size].
+
+    Returns how many blocks of `todo` have to be checked first; where there is one, the call is to
+    be repeated.
+    """
+    fill, repeat, joined, num_slots = rule
+    out, ahead = into
+    size, unchecked = fill.shape[0], np.int64(0)
+    for r in range(rows.shape[0]):
+        row = rows[r] - view.first_row
+        if rows[r] < 0 or row < 0 or row >= view.first_piece.shape[0] - 1:
+            continue
+        for n in range(view.first_piece[row], view.first_piece[row + 1]):
+            slot, start = np.int64(view.table[1, n]), np.int64(view.table[3, n])
+            length, draw = np.int64(view.table[4, n]), view.table[2, n]
+            part, first, end, unchecked = find(
+                tables, view.dataset[draw], view.doc[draw], todo, unchecked
+            )
+            if part < 0:
+                continue
+            begin = first + start
+            copied = min(length, end - begin)
+            here = out[r, slot * size : (slot + copied) * size]
+            unchecked = _take(tables, part, addresses, (begin, fill), here, todo, unchecked)
+            if length > copied and repeat:  # behind them stands an EOS that was added
+                last = out[r, (slot + copied) * size : (slot + length) * size]
+                token = end - 1 if end > first else np.int64(-1)
+                unchecked = _take(tables, part, addresses, (token, fill), last, todo, unchecked)
+        if ahead.shape[0] > 0:
+            draw, at = _behind(view, row, joined, num_slots)
+            if draw >= 0:
+                part, first, end, unchecked = find(
+                    tables, view.dataset[draw], view.doc[draw], todo, unchecked
+                )
+                token = min(first + at, end - 1) if end > first else np.int64(-1)
+                if part >= 0:
+                    unchecked = _take(
+                        tables, part, addresses, (token, fill), ahead[r], todo, unchecked
+                    )
+    return unchecked
+
+
+@jit
+def _copy(documents, tables, addresses, fill, out):
+    dataset, docs, offsets = documents
+    size = fill.shape[0]
+    for n in range(docs.shape[0]):
+        part, begin, _, _ = find(tables, dataset[n], docs[n], NO_CHECKS, 0)
+        here = out[offsets[n] * size : offsets[n + 1] * size]
+        _take(tables, part, addresses, (begin, fill), here, NO_CHECKS, 0)
+
+
+@jit
+def _behind(view, row, joined, num_slots):
+    """The token behind row `row` of the window, of which `_last_labels` (gather.py) makes a label:
+    which draw's, and which of its tokens; a draw of -1 where the row is not full, or nothing of its
+    last segment follows.
+    """
+    nothing = np.int64(-1), np.int64(0)
+    last = view.first_piece[row + 1] - 1
+    draw, length = np.int64(view.table[2, last]), np.int64(view.table[4, last])
+    at = np.int64(view.table[3, last]) + length
+    if view.table[1, last] + length < num_slots:
+        return nothing
+    if at >= view.length[draw]:
+        at, draws = np.int64(0), view.length.shape[0]
+        draw += 1
+        while joined and draw < draws and view.length[draw] == 0:
+            draw += 1
+        if not joined or draw == draws:
+            return nothing
+    return draw, at
+
+
+@jit
+def _take(tables, part, addresses, which, out, todo, unchecked):
+    """Copies what the tokens from a first one on have, as many as `out` (UInt8) has room for.
+    which: (the first token of the part, -1 for none; UInt8[size] where there is no column).
+    """
+    token, fill = which
+    size, address = fill.shape[0], addresses[part]
+    if address == 0 or token < 0:
+        for i in range(out.shape[0]):
+            out[i] = fill[i % size]
+        return unchecked
+    if todo.shape[1] > 0 and tables.checked[part] != 0:
+        here = np.int64(address) + token * size
+        unchecked = note(
+            tables.checked[part], tables.file[part], here, out.shape[0], part, todo, unchecked
+        )
+    copy(uint8_at(address), token * size, out)
+    return unchecked
