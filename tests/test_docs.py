@@ -151,6 +151,15 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert not wrong, wrong
 
 
+def test_messages_of_the_troubleshooting_page_are_said() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## Slow")[0]
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    source = re.sub(r'"\s*f?"', "", source)  # texts that go on in the next line
+    named = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(named) > 10
+    assert not [message for message in named if message not in source]
+
+
 @pytest.mark.parametrize("name", _script("notebooks").TUTORIALS)
 def test_a_notebook_holds_the_blocks_of_its_page(name: str) -> None:
     """In their order; test_python_blocks_run runs them."""
