@@ -84,7 +84,7 @@ def test_one_of_several_trainers_trains(shared: Shared, processes: int) -> None:
 
 def test_restores_and_epochs_keep_order_threads_and_handles(tmp_path: Path) -> None:
     soaked = soak.soak(0.15, tmp_path)
-    assert soaked.batches > 100, soaked
+    assert soaked.batches > 10, soaked
     assert (soaked.first.threads, soaked.first.handles) == (
         soaked.last.threads,
         soaked.last.handles,

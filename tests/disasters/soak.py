@@ -20,12 +20,21 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from easypipe import Loader
+from easypipe import (
+    DatasetConfig,
+    Loader,
+    LoadStageConfig,
+    MixStageConfig,
+    PackStageConfig,
+    Pipeline,
+    PipelineConfig,
+)
+from easypipe.core.protocols import silent
 from easypipe.core.values import Batch
 from pipelines import jsonl, texts, tokenizer
 
 MINUTES = 30.0
-SETTLED = 1 / 6  # of the time, until then caches fill: five of 30 minutes
+SETTLED = 1 / 6  # of the samples, until then caches fill: five of 30 minutes
 EPOCHS = 3
 MOST_BATCHES = 60  # between two disturbances
 MOST_STATES = 200  # that are gone back to
@@ -50,7 +59,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Soaked:
-    """first, last: medians of a tenth of the time after the start settled, and at the end."""
+    """first, last: medians of a tenth of the samples, after the start has settled and at the end."""
 
     minutes: float
     batches: int
@@ -121,9 +130,8 @@ def soak(minutes: float, folder: Path) -> Soaked:
         if now - told > 60:
             print(f"{one.batches} batches, {samples[-1]}", file=sys.stderr, flush=True)
             told = now
-    settled = whole * SETTLED
-    first = _median([one for one in samples if settled <= one.seconds < settled + whole / 10])
-    last = _median([one for one in samples if one.seconds >= whole * 0.9])
+    settled, tenth = round(len(samples) * SETTLED), -(-len(samples) // 10)
+    first, last = _median(samples[settled : settled + tenth]), _median(samples[-tenth:])
     return Soaked(minutes, one.batches, one.restores, first, last)
 
 
@@ -137,9 +145,6 @@ def _median(samples: list[Sample]) -> Sample:
 
 
 def _loader(folder: Path, *, streaming: bool) -> Loader:
-    from easypipe import DatasetConfig, Pipeline, PipelineConfig
-    from easypipe.core.protocols import silent
-
     names = ("a",) if streaming else ("a", "b")
     config = PipelineConfig(
         datasets=[DatasetConfig(name=name, data_files=folder / f"{name}.jsonl") for name in names],
@@ -147,9 +152,9 @@ def _loader(folder: Path, *, streaming: bool) -> Loader:
         cache_dir=folder / "cache",
         seed=7,
         streaming=streaming,
-        pack={"seq_length": 64},
-        mix=None if streaming else {"stop_strategy": "all_exhausted"},
-        load={"batch_size": 8, "num_epochs": EPOCHS},
+        pack=PackStageConfig(seq_length=64),
+        mix=None if streaming else MixStageConfig(stop_strategy="all_exhausted"),
+        load=LoadStageConfig(batch_size=8, num_epochs=EPOCHS),
     )
     chain = Pipeline(config, progress=silent).source().tokenize()
     loader = (chain if streaming else chain.mix()).pack().load().build()
