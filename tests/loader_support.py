@@ -36,6 +36,7 @@ class MemoryCache:
     """
 
     comes_and_goes = False
+    aligned = ()
     pending = False
 
     def __init__(

@@ -23,7 +23,7 @@ from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.tokenize.documents import holds_pairs, token_info, trained_turns
 from easypipe.train.checks import MANY_STEPS, Shapes
-from easypipe.train.config import TrainingConfig, told
+from easypipe.train.config import TrainingConfig, accumulating, told
 from easypipe.train.events import TrainListener, null_listener
 from easypipe.train.model.decoder import ModelConfig
 from easypipe.train.model.pretrained.config import PretrainedConfig
@@ -66,8 +66,12 @@ class RunConfig:
     written_out = staticmethod(with_hold_outs)
 
     def check(self) -> None:
-        """Tells the data what `train` says of batches and passes."""
+        """Tells the data what `train` says of batches and passes, and `train` what the data says of
+        micro-batches.
+        """
         load = self.data.load or LoadStageConfig()
+        if (training := accumulating(self.train, load.accumulation_steps)) is not self.train:
+            object.__setattr__(self, "train", training)
         if changes := told(load, self.train, "data.load"):
             object.__setattr__(
                 self,

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from easypipe import DatasetConfig, PipelineConfig, RunConfig
 from easypipe.core.config import apply_overrides, from_dict
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.loader.config import LoadStageConfig
@@ -113,3 +114,20 @@ def test_changed_data_are_refused_unless_the_config_says_so(tmp_path):
     ).run()
     assert len(curve(tmp_path)) == 5
     assert one.state().changes[0]["batch"] == 3
+
+
+def test_a_run_has_one_key_for_micro_batches(caplog):
+    def run(load, **options):
+        return RunConfig(
+            data=PipelineConfig(datasets=[DatasetConfig(data_files="a.jsonl")], load=load),
+            train=TrainingConfig(output_dir="runs", **options),
+        )
+
+    two = {"batch_size": 4, "accumulation_steps": 2}
+    assert run(two).train.accumulate_steps == 2
+    assert run(two, accumulate_steps=2).train.accumulate_steps == 2
+    assert not caplog.records
+    assert run({"batch_size": 4}, accumulate_steps=2).train.accumulate_steps == 2
+    assert "another name of data.load.accumulation_steps" in caplog.text
+    with pytest.raises(ConfigError, match=r"3, but data\.load\.accumulation_steps is 2"):
+        run(two, accumulate_steps=3)

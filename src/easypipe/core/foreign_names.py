@@ -23,7 +23,7 @@ _OF: Mapping[str, str] = {
     "model.remat": "gradient_checkpointing",
     "model.dtype": "bf16 fp16 torch_dtype",
     "train.steps": "max_steps",
-    "train.accumulate_steps": "gradient_accumulation_steps grad_accum",
+    "data.load.accumulation_steps": "gradient_accumulation_steps grad_accum",
     "train.log_every": "logging_steps",
     "train.eval_every": "eval_steps",
     "train.checkpoint.every": "save_steps",

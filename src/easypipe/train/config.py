@@ -5,6 +5,8 @@ A configuration is read and checked on machines that only prepare data.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import field
@@ -18,6 +20,8 @@ from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.model.config import LoraConfig
 from easypipe.train.optim.config import OptimizerConfig, check_warmup
 from easypipe.train.parallel.config import DistributedConfig, MeshConfig, mesh_config
+
+log = logging.getLogger("easypipe")
 
 
 @config
@@ -145,7 +149,8 @@ class TrainingConfig:
     # a preset (dp, fsdp, zero1, tp, hybrid), or devices along data, fsdp, sequence, tensor: see
     # MeshConfig
     mesh: str | MeshConfig = "dp"
-    # cuts every batch of the loader into this many micro-batches: less memory, the same update
+    # another name of data.load.accumulation_steps, for loaders of one's own: cuts every batch into
+    # this many micro-batches: less memory, the same update
     accumulate_steps: int = 1
     seed: int = 0  # of the parameters' first values, and of dropout where the model has any
     log_every: int = 1  # steps between lines of metrics.jsonl
@@ -171,9 +176,7 @@ class TrainingConfig:
     ELSEWHERE: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "num_epochs": "Did you mean 'epochs'?",
-            "num_train_epochs": "Did you mean 'epochs'?",
             "lr": "Did you mean 'optimizer.learning_rate'?",
-            "gradient_accumulation_steps": "Did you mean 'accumulate_steps'?",
         }
     )
 
@@ -239,3 +242,22 @@ def told(data: Any, config: TrainingConfig, at: str) -> dict[str, int]:
             )
             changes[name] = value
     return changes
+
+
+def accumulating(config: TrainingConfig, pieces: int) -> TrainingConfig:
+    """The config with as many micro-batches as data.load.accumulation_steps says, the one key of
+    both. Raises ConfigError where accumulate_steps says another number.
+    """
+    own = config.accumulate_steps
+    require(
+        own in (1, pieces) or pieces == 1,
+        "train.accumulate_steps",
+        f"{own}, but data.load.accumulation_steps is {pieces}",
+        "Give data.load.accumulation_steps alone.",
+    )
+    if own > pieces:
+        log.warning(
+            "train.accumulate_steps=%d is another name of data.load.accumulation_steps: write that",
+            own,
+        )
+    return dataclasses.replace(config, accumulate_steps=pieces) if own < pieces else config

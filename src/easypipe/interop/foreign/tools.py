@@ -109,8 +109,8 @@ def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
     rows = given.get("micro_batch_size", given.get("per_device_train_batch_size"))
     parts = given.get("gradient_accumulation_steps", 1)
     if isinstance(rows, int) and isinstance(parts, int):
-        made.config.setdefault("data", {}).setdefault("load", {})["batch_size"] = rows * parts
-        made.config.setdefault("train", {})["accumulate_steps"] = parts
+        load = made.config.setdefault("data", {}).setdefault("load", {})
+        load |= {"batch_size": rows * parts, "accumulation_steps": parts}
         key = "micro_batch_size" if tool == "axolotl" else "per_device_train_batch_size"
         made.left[key] = (
             f"data.load.batch_size is of all devices together: {rows * parts} is for one; "
@@ -163,7 +163,7 @@ _COMMON: dict[str, Rule] = {
     "save_steps": whole("train.checkpoint.every"),
     "save_total_limit": whole("train.checkpoint.keep"),
     "seed": to("data.seed", "train.seed"),
-    "gradient_accumulation_steps": needless("train.accumulate_steps, and in data.load.batch_size"),
+    "gradient_accumulation_steps": needless("data.load.accumulation_steps, and in batch_size"),
     "gradient_checkpointing": remat,
     "gradient_checkpointing_kwargs": needless("has no counterpart in a compiled step"),
     "bf16": dtype,
