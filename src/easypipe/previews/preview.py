@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from easypipe.core.pages import render
 from easypipe.core.values import JsonObject
-from easypipe.core.visible import visible
 from easypipe.loader.explain import ExplainedRow, Segment
 
 
@@ -103,14 +103,4 @@ def page(title: str, samples: Sequence[object], notes: Sequence[str]) -> str:
 
     It has no script, nothing is loaded from elsewhere, and what would not be seen is spelled out.
     """
-    import jinja2  # only where a page is made
-
-    pages = jinja2.Environment(
-        loader=jinja2.PackageLoader("easypipe.previews", ""),
-        autoescape=True,
-        finalize=lambda value: visible(str(value), keep="\n\t"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made = pages.get_template("page.html.jinja")
-    return made.render(title=title, samples=samples, notes=notes)
+    return render("easypipe.previews", {"title": title, "samples": samples, "notes": notes})

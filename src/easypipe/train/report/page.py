@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from easypipe.core.errors import EasypipeError, StateError, TrainError
+from easypipe.core.pages import render
 from easypipe.core.storage import commit_bytes
 from easypipe.core.values import Json
-from easypipe.core.visible import visible
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.record import CHANGES, LEDGER, PLAN, RESTARTS, read_kept
 from easypipe.train.report.numbers import Curves, flows, read_curves
@@ -49,32 +49,19 @@ def page(folders: Sequence[Path], *, refresh: int | None = None) -> str:
 
     Raises StateError, StorageError and TrainError for files that are no run's.
     """
-    import jinja2  # only where a page is made
-    from markupsafe import Markup
-
     runs = [_run(folder) for folder in folders]
-
-    def seen(value: object) -> object:
-        return value if isinstance(value, Markup) else visible(str(value), keep="\n\t")
-
-    pages = jinja2.Environment(
-        loader=jinja2.PackageLoader("easypipe.train.report", ""),
-        autoescape=True,
-        finalize=seen,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     files = importlib.resources.files("easypipe.train.report")
     library = files / "echarts" / "echarts.min.js.gz"
-    return pages.get_template("page.html.jinja").render(
-        title=", ".join(name for name, _, _ in runs),
-        runs=runs,
-        numbers=[drawn for _, drawn, _ in runs],
-        shown=shown,
-        refresh=refresh,
-        library=gzip.decompress(library.read_bytes()).decode(),
-        script=(files / "page.js").read_text("utf-8"),
-    )
+    values = {
+        "title": ", ".join(name for name, _, _ in runs),
+        "runs": runs,
+        "numbers": [drawn for _, drawn, _ in runs],
+        "shown": shown,
+        "refresh": refresh,
+        "library": gzip.decompress(library.read_bytes()).decode(),
+        "script": (files / "page.js").read_text("utf-8"),
+    }
+    return render("easypipe.train.report", values)
 
 
 def numbers(folders: Sequence[Path]) -> list[Json]:
