@@ -18,6 +18,7 @@ from easypipe import DatasetConfig, Pipeline
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.protocols import ShardedSource
 from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.sources.open import open_files
 from easypipe.sources.splits import PartialSource, parse_split
 from laws import assert_stateless_reads
 from strategies import examples
@@ -156,6 +157,26 @@ def test_a_bad_row_in_a_part_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(SourceError, match=r"a\.jsonl, row 60"):
         Pipeline(config).source().tokenize().ledger()
+    _, part = parse_split("train[50:]")
+    assert part is not None
+    source = PartialSource(open_files(tmp_path / "a.jsonl", on_error="skip"), part)
+    (found,) = source.scan(0, 5, 20).rejects  # rows count from where the part begins
+    assert (found.row, source.raw(0, found.row)) == (10, "nonsense")
+
+
+def test_a_part_is_cut_where_its_file_is(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=20)
+    (shard,) = source_of(
+        tmp_path, data_files=str(tmp_path / "a.parquet"), split="train[30:90]"
+    ).shards
+    assert (shard.num_rows, shard.cuts) == (60, (0, 10, 30, 50))
+
+
+@pytest.mark.parametrize("split", ["train[-200:-150]", "train[200:300]", "train[60:50]"])
+def test_a_part_without_rows_is_refused(tmp_path: Path, split: str) -> None:
+    source = source_of(tmp_path, data_files=ROWS, split=split)
+    with pytest.raises(ConfigError, match="holds none of the 110 rows"):
+        source.shards  # noqa: B018
 
 
 @pytest.mark.parametrize(

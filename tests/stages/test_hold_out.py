@@ -73,6 +73,17 @@ def test_which_rows_are_held_out_is_the_hash_of_what_they_hold(kind: pa.DataType
     assert held == [rows[10 + i] for i, one in enumerate(hashes) if one < int(0.3 * 2**64)]
 
 
+def test_the_order_of_columns_holds_out_no_other_rows() -> None:
+    rows = [{"a": f"ask {i}", "b": f"tell {i}"} for i in range(200)]
+    options = HoldOutConfig(fraction=0.3, seed=9)
+    one, other = (
+        HoldOut(options, names)(pa.RecordBatch.from_pylist(rows)).to_pylist()
+        for names in (["a", "b"], ["b", "a"])
+    )
+    assert one == other
+    assert 0 < len(one) < 200
+
+
 def run(tmp_path: Path, held_out: dict[str, Any]) -> dict[str, Any]:
     file = jsonl(tmp_path / "data" / "a.jsonl", [{"text": text} for text in texts(300, 3)])
     data = {
