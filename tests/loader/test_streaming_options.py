@@ -32,6 +32,7 @@ from easypipe.loader.loader import Loader
 from easypipe.loader.streams.feed import Place
 from easypipe.loader.streams.state import StreamState, from_text, to_text
 from easypipe.plan.pack import PackSpec, placed_tokens
+from easypipe.stages.load.forward import NAMED_ROWS
 from laws import assert_conserved, assert_exact_resume, assert_no_new_threads, assert_same_batches
 from strategies import examples
 
@@ -389,6 +390,31 @@ def test_max_bad_rows_counts_on_after_a_resume(tmp_path: Path) -> None:
                 run(most)
             found.append((reached, str(raised.value)))
         assert found[0] == found[1]
+
+
+def test_bad_rows_beyond_those_that_are_named_count(tmp_path: Path) -> None:
+    bad = NAMED_ROWS + 6
+    lines = "bad\n" * bad + '{"text": "good words"}\n' * 40
+    (tmp_path / "a.jsonl").write_text(lines)
+
+    def read(most: int) -> None:
+        dataset = DatasetConfig(
+            name="a", data_files=str(tmp_path / "a.jsonl"), on_error="skip", max_bad_rows=most
+        )
+        for _ in build(tmp_path, {}, {"num_epochs": 1}, datasets=(dataset,), num_streams=1):
+            pass
+
+    read(bad)
+    with pytest.raises(BudgetError, match=f"bad row number {bad} of dataset 'a'"):
+        read(bad - 1)
+
+
+def test_a_stream_does_not_go_on_with_another_pad_token(tmp_path: Path) -> None:
+    loader = build(tmp_path, {}, {}, pack={"pad_token_id": 1})
+    next(iter(loader))
+    other = build(tmp_path, {}, {}, pack={"pad_token_id": 2})
+    with pytest.raises(StateError, match="tokenizer changed since this state was saved"):
+        other.restore(loader.state())
 
 
 def test_documents_weigh_what_is_placed_of_them() -> None:

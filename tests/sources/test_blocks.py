@@ -173,3 +173,9 @@ def test_a_manifest_without_checksums_of_blocks_still_opens(whole: Path, tmp_pat
     for strategy in ("greedy", "stream"):
         for a, b in zip(batches(old, strategy), batches(new, strategy), strict=True):
             assert all((a[column] == b[column]).all() for column in a)
+
+
+def test_a_manifest_under_the_key_of_another_is_refused(whole: Path, tmp_path: Path) -> None:
+    path, _ = copied(whole, tmp_path)
+    with pytest.raises(CacheError, match=f"not a token cache manifest: it is that of {path.stem}"):
+        TokenCache(path.rename(path.with_name("another.json")))
