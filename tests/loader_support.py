@@ -38,6 +38,7 @@ class MemoryCache:
     comes_and_goes = False
     aligned = ()
     pending = False
+    aligned = ()
 
     def __init__(
         self,

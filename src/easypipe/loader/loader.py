@@ -440,7 +440,7 @@ class Loader:
         """Batch number `batch` as this process sees it and what stands behind it, or None past the
         last. Any thread, any order, where rows have numbers.
         """
-        start, size = steps.start(batch), steps.size(batch)
+        start, size = steps.at(batch)
         stage = "plan" if self.rows.by_number else "read"
         try:
             enter(stage)

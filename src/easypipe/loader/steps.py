@@ -35,19 +35,26 @@ class Steps:
         self._rows = [0]  # before the first step of each point, were they counted from step 0
         for (step, size), (after, _) in itertools.pairwise(points):
             self._rows.append(self._rows[-1] + (after - step) * size)
-        self._skip = self.begin.row - self._before(self.begin.batch)
+        self._skip = 0
+        self._skip = self.begin.row - self.start(self.begin.batch)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Every size there is, ascending."""
         return tuple(sorted(set(self._sizes)))
 
+    def at(self, step: int) -> tuple[int, int]:
+        """The first row of batch `step`, and its size."""
+        i = bisect_right(self._first, step) - 1
+        size = self._sizes[i]
+        return self._skip + self._rows[i] + (step - self._first[i]) * size, size
+
     def size(self, step: int) -> int:
-        return self._sizes[bisect_right(self._first, step) - 1]
+        return self.at(step)[1]
 
     def start(self, step: int) -> int:
         """The first row of batch `step`."""
-        return self._skip + self._before(step)
+        return self.at(step)[0]
 
     def full(self, num_rows: int) -> int:
         """Batches, from the first on, that `num_rows` rows fill."""
@@ -58,10 +65,6 @@ class Steps:
         """Batches that hold all of `num_rows` rows, the last of them full or not."""
         i, left = self._point(num_rows)
         return self._first[i] - -left // self._sizes[i]
-
-    def _before(self, step: int) -> int:
-        i = bisect_right(self._first, step) - 1
-        return self._rows[i] + (step - self._first[i]) * self._sizes[i]
 
     def _point(self, num_rows: int) -> tuple[int, int]:
         """The point in whose steps the rows end, and how many of them stand there."""
