@@ -297,7 +297,7 @@ FAULTS = [
     fault("the last shuffle block draws rows that are not there", "loader/order.py", "tests/loader/test_loader.py -k shuffle_buffer",
           "length = reader.available(block * size, (block + 1) * size)", "length = size"),
     fault("batches after a change count from the first row", "loader/steps.py", "tests/loader/test_steps.py -k loop",
-          "self.begin.row - self._before(self.begin.batch)", "self.begin.row"),
+          "self.begin.row - self.start(self.begin.batch)", "self.begin.row"),
     fault("one allowed change allows the others", "loader/state.py", "tests/loader/test_changed.py -k other_data",
           "if not set(changed) <= set(allow_changed):", "if not set(changed) & set(allow_changed):"),
     fault("an error of a thread becomes the end of the data", "loader/prefetch.py", "tests/loader/test_prefetch.py -k error",
