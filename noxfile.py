@@ -223,6 +223,15 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def lm_eval(session: nox.Session) -> None:
+    """Scores of three tasks of our own, and the time they take, against lm-eval's `hf` model on the
+    same folder.
+    """
+    session.install(".[parity,eval]", "lm-eval==0.4.13")
+    session.run("pytest", "-s", "tests/train/test_harness.py", *session.posargs, env=TEST_ENV)
+
+
+@nox.session
 def trl(session: nox.Session) -> None:
     """TRL's own preparation of the rows whose tokens and masks the normal run compares with
     tests/trl_oracle.py: the oracle is right, and so are we.

@@ -11,6 +11,7 @@ from option_effects import Effect
 
 _TRAINER = "train/test_trainer.py::"
 _NAMED = "train/test_named_callbacks.py::"
+_HARNESS = "train/test_harness.py::"
 _WATCH = "train/test_watch.py::"
 _STEP = "train/test_step.py::"
 _OPTIMIZERS = "train/test_optimizers.py::"
@@ -193,6 +194,16 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "chunk_size": Effect("memory", _PROGRAM, "how many tokens' logits exist"),
     },
     "PreferenceConfig": {
+        "loss": Effect(
+            "output",
+            _PREFERENCE + "test_each_loss_has_the_formula_of_trl_in_float64",
+            "what a pair costs",
+        ),
+        "margin": Effect(
+            "output+error",
+            _PREFERENCE + "test_each_loss_has_the_formula_of_trl_in_float64",
+            "by how much the chosen answer has to win",
+        ),
         "beta": Effect(
             "output", _PREFERENCE + "test_the_loss_is_the_formula", "how much a margin counts"
         ),
@@ -230,6 +241,23 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             _NAMED + "test_heartbeats_are_renewed_and_say_how_it_ended",
             "see HeartbeatConfig",
         ),
+        "lm_eval": Effect(
+            "files+error",
+            _HARNESS + "test_a_run_is_asked_at_every_checkpoint_and_by_the_command",
+            "see LmEvalConfig",
+        ),
+    },
+    "LmEvalConfig": {
+        option: Effect("output+error", _HARNESS + "test_what_is_configured_reaches_lm_eval", text)
+        for option, text in (
+            ("tasks", "what is asked"),
+            ("include_path", "where further tasks are found"),
+            ("limit", "documents of each task"),
+            ("num_fewshot", "examples before each question"),
+            ("chat", "asked by the chat template"),
+            ("batch_size", "rows that are read at once"),
+            ("max_length", "what stands further left is cut"),
+        )
     },
     "EarlyStoppingConfig": {
         "metric": Effect(
@@ -353,6 +381,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output",
             "train/test_optim.py::test_updates_are_those_of_the_paper",
             "longer gradients are scaled to it",
+        ),
+        "ema_decay": Effect(
+            "output",
+            _OPTIMIZERS + "test_ema_decay_evaluates_a_running_average_of_what_is_trained",
+            "an average of the weights is evaluated and kept",
         ),
         "groups": Effect(
             "output",

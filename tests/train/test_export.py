@@ -13,6 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flax import nnx
 from safetensors import SafetensorError
@@ -97,6 +98,28 @@ def test_a_tuned_model_says_what_ends_a_turn_how_long_rows_were_and_how_it_was_a
         assert modes.pop("model.safetensors") == 0o640
         assert set(modes.values()) == {0o640}
         assert stat.S_IMODE(folder.stat().st_mode) == 0o750
+
+
+def test_a_run_that_averages_its_weights_exports_the_average(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    one = DatasetConfig(name="t", data_files={"text": texts(60)}, tokenizer=str(tokenizer))
+    how: dict[str, Any] = {
+        "data": PipelineConfig(datasets=(one,), seed=7),
+        "seq_length": 48,
+        "batch_size": 4,
+        "steps": 3,
+    }
+
+    def run(name: str, **optimizer: Any) -> Any:
+        own = {"learning_rate": 0.01, "schedule": "constant", **optimizer}
+        return Trainer(SHAPE, output_dir=tmp_path / name, optimizer=own, **how).run()
+
+    averaged, plain = run("averaged", ema_decay=0.9), run("plain")
+    assert averaged.last["loss"] == plain.last["loss"]
+    there = np.asarray(load_trained(averaged.output_dir).model.embedding[...])
+    np.testing.assert_array_equal(there, np.asarray(averaged.model.embedding[...]))
+    assert np.abs(there - np.asarray(plain.model.embedding[...])).max() > 1e-4
 
 
 def test_a_tokenizer_that_was_named_from_the_folder_of_the_run_is_found_from_any(

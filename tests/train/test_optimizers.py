@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 
@@ -212,6 +213,27 @@ def test_a_group_decides_by_name_first_match_first():
             )
         assert error.value.at == "train.optimizer.groups[1].match"
     assert "layers.query.kernel" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["adamw", "prodigy", "sophia"])
+def test_ema_decay_evaluates_a_running_average_of_what_is_trained(name: str) -> None:
+    options: Any = {"name": name, "learning_rate": 0.1, "schedule": "constant"}
+    plain = descend(OptimizerConfig(**options), steps=9)[2]
+    config = OptimizerConfig(ema_decay=0.4, **options)
+    _, _, params, state, optimizer = descend(config, steps=9)
+    average = jax.tree.map(lambda start: np.asarray(start, np.float64), quadratic()[1])
+    for steps in range(1, 10):
+        after = descend(OptimizerConfig(**options), steps=steps)[2] if steps < 9 else plain
+        kept = min(0.4, steps / (9 + steps))
+        average = {k: kept * average[k] + (1 - kept) * np.asarray(after[k]) for k in average}
+    assert optimizer.needs_objective == (name == "sophia")
+    found = optimizer.eval_params(state, params)
+    for k, want in average.items():
+        np.testing.assert_array_equal(params[k], plain[k])
+        np.testing.assert_allclose(found[k], want, rtol=1e-5)
+    for wrong in ({"ema_decay": 1.0}, {"ema_decay": 0.9, "name": "schedule_free"}):
+        with pytest.raises(ConfigError, match="ema_decay"):
+            OptimizerConfig(**wrong)
 
 
 def test_schedule_free_is_evaluated_at_its_average():

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +29,23 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.run import train
 from easypipe.train.config import (
+    WITHOUT_REFERENCE,
     CheckpointConfig,
     LossConfig,
     OptimizerConfig,
     PreferenceConfig,
+    PreferenceLoss,
     SpikeConfig,
     TrainingConfig,
 )
 from easypipe.train.events import TrainEvent
-from easypipe.train.losses.preference import REFERENCE, Reference, preference_loss
+from easypipe.train.losses.preference import (
+    LOSSES,
+    REFERENCE,
+    Pairs,
+    Reference,
+    preference_loss,
+)
 from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.parallel.mesh import make_mesh
@@ -168,6 +176,102 @@ def test_the_loss_is_the_formula(label_smoothing):
     np.testing.assert_allclose(same.loss_sum / 3, np.log(2), rtol=1e-6)
 
 
+Formula = Callable[[Any, Any, Any, Any, float, float], Any]
+
+
+def _ln_sigmoid(x: Any) -> Any:
+    return -np.logaddexp(0, -x)
+
+
+def _sigmoid(x: Any) -> Any:
+    return 1 / (1 + np.exp(-x))
+
+
+def _odds(c: Any, r: Any) -> Any:
+    return (c - r) - (np.log1p(-np.exp(c)) - np.log1p(-np.exp(r)))
+
+
+# As trl 1.16 writes them (trainer/dpo_trainer.py, experimental/{orpo,cpo}): of c and r, the
+# log-ratios of the answers, and their means over tokens, C and R; b is beta, e label_smoothing.
+TRL: dict[str, Formula] = {
+    "sigmoid": lambda c, r, C, R, b, e: (
+        -_ln_sigmoid(b * (c - r)) * (1 - e) - _ln_sigmoid(-b * (c - r)) * e
+    ),
+    "hinge": lambda c, r, C, R, b, e: np.maximum(1 - b * (c - r), 0),
+    "ipo": lambda c, r, C, R, b, e: ((C - R) - 1 / (2 * b)) ** 2,
+    "exo_pair": lambda c, r, C, R, b, e: (
+        _sigmoid(b * (c - r)) * (_ln_sigmoid(b * (c - r)) - np.log1p(-e))
+        + _sigmoid(-b * (c - r)) * (_ln_sigmoid(-b * (c - r)) - np.log(e))
+    ),
+    "nca_pair": lambda c, r, C, R, b, e: (
+        -_ln_sigmoid(b * c) - 0.5 * _ln_sigmoid(-b * c) - 0.5 * _ln_sigmoid(-b * r)
+    ),
+    "robust": lambda c, r, C, R, b, e: (
+        (-(1 - e) * _ln_sigmoid(b * (c - r)) - -e * _ln_sigmoid(-b * (c - r))) / (1 - 2 * e)
+    ),
+    "bco_pair": lambda c, r, C, R, b, e: -_ln_sigmoid(b * c) - _ln_sigmoid(-b * r),
+    "sppo_hard": lambda c, r, C, R, b, e: (c - 0.5 / b) ** 2 + (r + 0.5 / b) ** 2,
+    "apo_zero": lambda c, r, C, R, b, e: 1 - _sigmoid(b * c) + _sigmoid(b * r),
+    "apo_down": lambda c, r, C, R, b, e: _sigmoid(b * c) + 1 - _sigmoid(b * (c - r)),
+    "sigmoid_norm": lambda c, r, C, R, b, e: -_ln_sigmoid(b * (C - R)),
+    "orpo": lambda c, r, C, R, b, e: -C - b * _ln_sigmoid(_odds(C, R)),
+    "simpo": lambda c, r, C, R, b, e: (
+        -_ln_sigmoid(b * (C - R - 0.7 / b)) * (1 - e) - _ln_sigmoid(-b * (C - R - 0.7 / b)) * e
+    ),
+}
+SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo")
+
+
+@pytest.mark.parametrize("loss", get_args(PreferenceLoss))
+def test_each_loss_has_the_formula_of_trl_in_float64(loss: PreferenceLoss) -> None:
+    beta, smoothing = 0.3, 0.1 if loss in SMOOTHED else 0.0
+    margin = 0.7 if loss == "simpo" else None
+    config = PreferenceConfig(loss=loss, beta=beta, label_smoothing=smoothing, margin=margin)
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(1, 30, (2, 40)).astype(np.float64)
+    sums = (
+        -draw.random((2, 40)) * 3 * tokens
+        if loss in WITHOUT_REFERENCE
+        else draw.normal(size=(2, 40)) * 9
+    )
+    want = TRL[loss](*sums, *(sums / tokens), beta, smoothing)
+    with jax.enable_x64(True):
+        found = LOSSES[loss](Pairs(*map(jnp.asarray, (*sums, *tokens))), config)
+        assert found.dtype == jnp.float64
+    np.testing.assert_allclose(found, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["ipo", "orpo", "simpo"])
+def test_losses_of_means_are_those_of_the_pairs_of_a_batch(loss: PreferenceLoss) -> None:
+    """Rows have padding, whose gradient is none."""
+    given, layout = on_device(), reference()[1]
+    if loss not in WITHOUT_REFERENCE:
+        given[REFERENCE] = reference_of(model(1), given)
+    total = preference_loss(PreferenceConfig(loss=loss))
+    params, rest = layout.split(model())
+    grads, out = jax.jit(
+        jax.grad(
+            lambda p: (lambda o: (o.loss_sum, o))(total(layout.merge(p, rest), given)), has_aux=True
+        )
+    )(params)
+    assert all(np.isfinite(one).all() for one in jax.tree.leaves(grads))
+    counts = [
+        (given[LABELS][row][given[SEGMENT_IDS][row] == segment] >= 0).sum()
+        for row, segments in ((0, 4), (1, 2))
+        for segment in range(1, segments + 1)
+    ]
+    ratios = np.ravel(by_hand(model()))
+    if loss not in WITHOUT_REFERENCE:
+        ratios = ratios - np.ravel(by_hand(model(1)))
+    means = ratios / np.array(counts)
+    beta = PreferenceConfig().beta
+    formula = (
+        TRL[loss] if loss != "simpo" else lambda c, r, C, R, b, e: -_ln_sigmoid(b * (C - R) - 0.5)
+    )
+    want = formula(ratios[::2], ratios[1::2], means[::2], means[1::2], beta, 0.0).sum()
+    np.testing.assert_allclose(out.loss_sum, want, rtol=1e-4)
+
+
 def test_micro_batches_have_the_reference_of_the_whole():
     given = on_device()
     cut = reference_of(
@@ -176,7 +280,7 @@ def test_micro_batches_have_the_reference_of_the_whole():
     np.testing.assert_allclose(cut.reshape(2, SLOTS), reference_of(model(1), given), rtol=1e-6)
 
 
-class Pairs:
+class SamePairs:
     """A loader that yields the one batch for ever."""
 
     batch_size, accumulation_steps = 2, 1
@@ -208,7 +312,11 @@ def losses(folder: Path, **changes: Any) -> list[dict[str, Any]]:
     config = TrainingConfig(output_dir=folder, mesh={"data": 1}, **options)
     mesh = make_mesh(config.mesh, devices=jax.devices()[:1])
     Trainer(
-        CONFIG, config, Pairs(), {"same": Pairs()} if config.eval_batches else None, mesh=mesh
+        CONFIG,
+        config,
+        SamePairs(),
+        {"same": SamePairs()} if config.eval_batches else None,
+        mesh=mesh,
     ).run()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -332,7 +440,9 @@ def losses_until(folder: Path, step: int, **changes: Any) -> int:
         if event.kind == "checkpoint" and event.step == step:
             raise KeyboardInterrupt
 
-    trainer = Trainer(CONFIG, config, Pairs(), {"same": Pairs()}, mesh=mesh, listener=listener)
+    trainer = Trainer(
+        CONFIG, config, SamePairs(), {"same": SamePairs()}, mesh=mesh, listener=listener
+    )
     with pytest.raises(KeyboardInterrupt):
         trainer.run()
     return step
@@ -343,6 +453,11 @@ def losses_until(folder: Path, step: int, **changes: Any) -> int:
     [
         (lambda: PreferenceConfig(beta=0.0), "beta"),
         (lambda: PreferenceConfig(label_smoothing=0.5), "label_smoothing"),
+        (lambda: PreferenceConfig(loss="hinge", label_smoothing=0.1), "label_smoothing: has no ef"),
+        (lambda: PreferenceConfig(loss="exo_pair"), "label_smoothing: 0.0, of which exo_pair"),
+        (lambda: PreferenceConfig(margin=0.3), "margin: has no effect on the loss sigmoid"),
+        (lambda: PreferenceConfig(loss="simpo", margin=-1.0), "margin: -1.0 is not"),
+        (lambda: PreferenceConfig(loss="orpo", reference="initial"), "reference: has no effect"),
         (
             lambda: TrainingConfig(
                 output_dir="x", preference=PreferenceConfig(), loss=LossConfig(z_loss=0.1)
@@ -356,7 +471,7 @@ def test_what_makes_no_sense_is_refused(make, message):
         make()
 
 
-class Swapped(Pairs):
+class Swapped(SamePairs):
     """Batches 7 and 8 say the contrary: their answers have changed places."""
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:

@@ -18,6 +18,7 @@ from easypipe.cli.arguments import examples
 from easypipe.cli.cache import cache
 from easypipe.cli.discover import discover
 from easypipe.cli.doctor import doctor
+from easypipe.cli.evaluate import evaluate
 from easypipe.cli.explain import explain
 from easypipe.cli.export import export
 from easypipe.cli.foreign import import_foreign
@@ -77,6 +78,14 @@ COMMANDS: tuple[tuple[str, Callable[..., None], tuple[str, ...]], ...] = (
         "generate",
         generate,
         ("generate runs/sft 'def main'", "generate runs/sft --chat --system 'Be brief.'"),
+    ),
+    (
+        "eval",
+        evaluate,
+        (
+            "eval runs/sft --tasks hellaswag,gsm8k --set limit=100",
+            "eval runs/sft --tasks mine --include-path tasks --out scores.json",
+        ),
     ),
     ("verify", verify, ("verify runs/sft", "verify packed pretrain.yaml --repair")),
     ("doctor", doctor, ("doctor sft.yaml", "doctor --machine --folder /mnt/shared")),

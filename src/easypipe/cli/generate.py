@@ -98,7 +98,7 @@ def generate(
     }
     from easypipe.cli.writing import Writer, conversations_of, load, show_text, talk
 
-    writer = Writer(*load(model, tokenizer, step, dtype), options)
+    writer = Writer(load(model, tokenizer, step, dtype), options)
     if chat:
         talk(writer, system)
         return

@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -20,10 +20,11 @@ from easypipe.transforms.chat.sandbox import Json
 from easypipe.transforms.prompt.config import PromptConfig
 from easypipe.transforms.prompt.formats import ChatFormat
 from easypipe.transforms.refused import Refused
-from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from easypipe.train.model.decoder import Decoder  # loads jax
+    from easypipe.train.model.pretrained.save import Seen
 
 
 def show_text(text: str) -> None:
@@ -32,21 +33,14 @@ def show_text(text: str) -> None:
 
 
 class Writer:
-    """A model with what it writes by. template: the text of its chat template, None for its
-    tokenizer's own. options: of easypipe.generate.
-    """
+    """A model with what it writes by. options: of easypipe.generate."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        tokenizer: Tokenizer,
-        ends: tuple[int, ...],
-        template: str | None,
-        options: dict[str, Any],
-    ) -> None:
+    def __init__(self, loaded: Loaded, options: dict[str, Any]) -> None:
+        tokenizer, ends = load_tokenizer(loaded.tokenizer), loaded.seen.stop_token_ids
         own = tokenizer.eos_token_id
-        self._decoder, self._tokenizer, self._options = decoder, tokenizer, options
-        self._ends, self._given = ends if own is None else (*ends, own), template
+        self._decoder, self._tokenizer, self._options = loaded.decoder, tokenizer, options
+        self._ends = ends if own is None else (*ends, own)
+        self._given = loaded.seen.chat_template  # None: the tokenizer's own
         self._begin = [] if own is None else [own]  # in the place of an empty prompt
 
     def written(self, prompts: Sequence[str], *, whole: bool) -> list[str]:
@@ -138,21 +132,26 @@ def conversations_of(path: Path) -> list[tuple[str, Json]]:
     return [(at, {"messages": row.get("prompt"), **row}) for at, row in rows]
 
 
-def load(
-    name: str, tokenizer: str | None, step: int | None, dtype: Any
-) -> tuple[Decoder, Tokenizer, tuple[int, ...], str | None]:
-    """The model, its tokenizer, the tokens that end what it writes, and its chat template."""
+class Loaded(NamedTuple):
+    """A model, the name of its tokenizer, and what it has seen."""
+
+    decoder: Decoder
+    tokenizer: str
+    seen: Seen
+
+
+def load(name: str, tokenizer: str | None, step: int | None, dtype: Any) -> Loaded:
+    """The model of a run, or a published one."""
     from easypipe.train import load_pretrained
     from easypipe.train.checkpoint.files import CHECKPOINTS
     from easypipe.train.finished import load_trained
     from easypipe.train.model.pretrained.config import PretrainedConfig
     from easypipe.train.model.pretrained.files import end_tokens
+    from easypipe.train.model.pretrained.save import Seen
 
-    template = None
     if (Path(name).expanduser() / CHECKPOINTS).is_dir():
         trained = load_trained(name, step)
-        decoder, own, ends = trained.model, trained.tokenizer, trained.seen.stop_token_ids
-        template = trained.seen.chat_template
+        decoder, own, seen = trained.model, trained.tokenizer, trained.seen
     else:
         require(
             step is None,
@@ -163,11 +162,11 @@ def load(
         decoder = load_pretrained(name, dtype=dtype)
         _, folder = PretrainedConfig(pretrained=name).resolved()
         own = str(folder) if (folder / "tokenizer.json").is_file() else None
-        ends = end_tokens(folder)
+        seen = Seen(stop_token_ids=end_tokens(folder))
     if (chosen := tokenizer or own) is None:
         raise ConfigError(
             at="--tokenizer",
             problem=f"{name} names no tokenizer",
             fix="Give the one that made its tokens.",
         )
-    return decoder, load_tokenizer(chosen), ends, template
+    return Loaded(decoder, chosen, seen)

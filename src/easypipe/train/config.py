@@ -60,18 +60,69 @@ class LossConfig:
         check_at_least(self, 1, "chunk_size")
 
 
+# losses of pairs, by their names in TRL, whose formulas they have
+PreferenceLoss = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "sigmoid_norm",
+    "orpo",
+    "simpo",
+]
+WITHOUT_REFERENCE = ("orpo", "simpo")
+_SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo")
+
+
 @config
 class PreferenceConfig:
-    """Direct preference optimization, for data of pairs
+    """Which of two answers is better: direct preference optimization and its kin, for data of pairs
     (`DatasetConfig(prompt=PromptConfig(rejected_column=...))`).
     """
 
-    beta: float = 0.1  # how closely the model is held to its reference; smaller lets it go further
+    loss: PreferenceLoss = "sigmoid"  # sigmoid is DPO itself
+    # how closely the model is held to its reference, smaller lets it go further; orpo: what the
+    # odds weigh beside the chosen answer's own loss
+    beta: float = 0.1
     label_smoothing: float = 0.0  # the share of preferences that is thought to be wrong
+    margin: float | None = None  # simpo: by how much the chosen answer has to win; None: 0.5
     # the model before training (what is trained is kept a second time); none: no bound
     reference: Literal["initial", "none"] = "initial"
 
+    @property
+    def compares(self) -> bool:
+        """Whether the loss needs what answers are to the model before training."""
+        return self.reference == "initial" and self.loss not in WITHOUT_REFERENCE
+
     def check(self) -> None:
+        effects = (
+            ("label_smoothing", self.label_smoothing == 0 or self.loss in _SMOOTHED),
+            ("margin", self.margin is None or self.loss == "simpo"),
+            (
+                "reference",
+                self.loss not in WITHOUT_REFERENCE or not was_given(self, "reference"),
+            ),
+        )
+        for key, has_effect in effects:
+            require(has_effect, key, f"has no effect on the loss {self.loss}", "Leave it out.")
+        require(
+            self.loss != "exo_pair" or self.label_smoothing > 0,
+            "label_smoothing",
+            "0.0, of which exo_pair takes the logarithm",
+            "0.001 is usual.",
+        )
+        require(
+            self.margin is None or 0 <= self.margin < math.inf,
+            "margin",
+            f"{self.margin} is not a number from 0 up",
+            "0.5 is usual.",
+        )
         require(
             0 < self.beta < math.inf,
             "beta",

@@ -3,14 +3,15 @@
 The command line draws them, tests stop on them, the trainer knows neither.
 
 A listener is any function of a TrainEvent. A Callback is a listener with a method for each kind of
-event, which may also ask the run to stop, and keep a state in its checkpoints. Neither ever sees an
-array: records hold Python numbers, read when the device had them ready.
+event, which may also ask the run to stop, and keep a state in its checkpoints. Records hold
+Python numbers, read when the device had them ready; a model is made where it is asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from easypipe.core.values import Json
 
@@ -68,6 +69,8 @@ class TrainEvent:
     steps: int
     record: Json = field(default_factory=dict)
     control: Control = field(default_factory=Control, compare=False)
+    # of start and checkpoint: the model as it is now, for as long as the event is heard
+    model: Callable[[], Any] | None = field(default=None, compare=False)
 
 
 class TrainListener(Protocol):

@@ -101,7 +101,7 @@ def _model(
     origin = _origin(saved, config, base, at)
     layout = states.layout_of(nnx.eval_shape(origin.build), mesh, origin.trained)
     optimizer = Optimizer(optax.identity())
-    if config.optimizer.name == identity["optimizer"].get("name") == "schedule_free":
+    if config.optimizer.averages and identity["optimizer"].get("name") == config.optimizer.name:
         optimizer = make_optimizer(
             config.optimizer, identity["steps"], layout.decays, layout.hidden
         )

@@ -10,6 +10,7 @@ everything).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -246,7 +247,14 @@ class Engine:
     def _make_callbacks(self, given: Sequence[Callback], *, own_loss: bool) -> None:
         config = self.config
         own_loss = own_loss or config.preference is not None
-        known = Known([one.name for one in self.evals], config.eval_every, self.steps, own_loss)
+        known = Known(
+            [one.name for one in self.evals],
+            config.eval_every,
+            self.steps,
+            own_loss,
+            tokenizer=self.tokenizer,
+            seen=lambda: self.seen,
+        )
         self.given_callbacks = checked_callbacks(given)
         self.named_callbacks = make_callbacks(
             config.callbacks,
@@ -290,7 +298,7 @@ class Engine:
                 "Leave one of them out.",
             )
             loss = preference_loss(config.preference)
-            if config.preference.reference == "initial":
+            if config.preference.compares:
                 self.reference = Reference(self.layout)
         twice = loss  # what can be differentiated twice
         if loss is None:
@@ -354,16 +362,32 @@ class Engine:
                 raise memory from error
             raise
 
-    def emit(self, kind: EventKind, step: int, record: Json | None = None) -> None:
-        """Passes an event to the listener and the callbacks."""
+    def emit(
+        self,
+        kind: EventKind,
+        step: int,
+        record: Json | None = None,
+        state: states.TrainState | None = None,
+    ) -> None:
+        """Passes an event to the listener and the callbacks, with the model of a state."""
         self.emitted = step
         event = TrainEvent(
-            kind=kind, step=step, steps=self.steps, record=record or {}, control=self.control
+            kind=kind,
+            step=step,
+            steps=self.steps,
+            record=record or {},
+            control=self.control,
+            model=None if state is None else functools.partial(self.model, state),
         )
         if kind != "dispatch":  # as often as steps, and with nothing to show
             self.listener(event)
         for callback in self.callbacks:
             callback(event)
+
+    def model(self, state: states.TrainState) -> Any:
+        """The module of a state, averaged where the optimizer averages."""
+        params = self.optimizer.eval_params(state.optimizer, state.params)
+        return self.layout.merge(params, state.rest)
 
     def fresh(self) -> states.TrainState:
         """The state before the first step."""
@@ -501,7 +525,7 @@ class _Run:
             where = f"step {self.step} of {trainer.steps}: {control.ended}"
             way = f"To train on: train.resume_changes: [{ENDED}]"
             logger.warning("%s: the run ended at %s. %s.", folder, where, way)
-        trainer.emit("start", self.step)
+        trainer.emit("start", self.step, state=self.state)
         if self.step < trainer.steps and control.ended is None:
             self._loop()
         self.checkpoints.wait()
@@ -516,7 +540,6 @@ class _Run:
         if control.reason is not None:
             logger.warning("stopped at step %d of %d: %s", self.step, trainer.steps, control.reason)
         trainer.emit("end", self.step, self.metrics.last)
-        params = trainer.optimizer.eval_params(self.state.optimizer, self.state.params)
         return TrainResult(
             steps=self.step,
             resumed_from=self.resumed_from,
@@ -526,7 +549,7 @@ class _Run:
             metrics=self.metrics.path,
             plot=folder / "loss.png",
             checkpoint=self.checkpoints.folder / str(self.step),
-            model=trainer.layout.merge(params, self.state.rest),
+            model=trainer.model(self.state),
             tokenizer=trainer.tokenizer,
             seen=trainer.seen,
         )
@@ -660,7 +683,7 @@ class _Run:
             "loader": saved_loader_state(trainer.train),
         }
         self.checkpoints.save(step, trainer.saved(self.state), run)
-        trainer.emit("checkpoint", step)
+        trainer.emit("checkpoint", step, state=self.state)
 
     def _roll_back(self, step: int) -> None:
         """Takes the state of the last good checkpoint in place of that after `step`."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from easypipe.core.values import Json, JsonObject, JsonValue
+from easypipe.train.config import PreferenceLoss
 
 # the projections of ours by the names that PEFT's configs have
 PROJECTIONS = {
@@ -279,7 +281,10 @@ def beta(made: ForeignConfig, key: str, given: Json) -> None:
 
 def loss(made: ForeignConfig, key: str, given: Json) -> None:
     value = given[key]
-    if value in ("sigmoid", ["sigmoid"]):
+    name = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if name == "sigmoid":
         made.carried[key] = "is train.preference's"
+    elif name in get_args(PreferenceLoss):
+        made.put(key, "train.preference.loss", name)
     else:
-        made.left[key] = f"{value!r}: train.preference has the sigmoid loss"
+        made.left[key] = f"{value!r} is no loss of train.preference"

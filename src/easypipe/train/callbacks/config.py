@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from easypipe.core.config import check_at_least, config
+from easypipe.core.config import ListOf, check_at_least, config
 from easypipe.core.errors import require
 
 Mode = Literal["min", "max"]
@@ -114,6 +114,31 @@ class HeartbeatConfig:
 
 
 @config
+class LmEvalConfig:
+    """Scores of tasks of lm-eval, the Language Model Evaluation Harness.
+
+    As a callback it asks the model at every checkpoint, on one host, and writes a line with `step`
+    and `results` to lm_eval.jsonl in the output folder. Needs the extra [eval].
+    """
+
+    tasks: ListOf[str]  # names that lm-eval knows
+    include_path: str | None = None  # a folder of further tasks, in lm-eval's YAML
+    limit: int | None = None  # documents of each task; None: all
+    num_fewshot: int | None = None  # examples before each question; None: as the task says
+    chat: bool = False  # ask by the chat template
+    batch_size: int = 16  # rows that are read at once, at most
+    # tokens that the model sees; None: max_position_embeddings of its config.json, or the longest
+    # row of the run, whichever is more; 2048 where neither is known
+    max_length: int | None = None
+
+    def check(self) -> None:
+        require(self.tasks, "tasks", "names no task", "Give names of tasks that lm-eval knows.")
+        check_at_least(self, 1, "limit", "batch_size")
+        check_at_least(self, 0, "num_fewshot")
+        check_at_least(self, 2, "max_length")
+
+
+@config
 class CallbacksConfig:
     """Callbacks by name; one that is given, if only as `{}`, is on.
 
@@ -127,3 +152,4 @@ class CallbacksConfig:
     wandb: WandbConfig | None = None  # Weights & Biases
     profile: ProfileConfig | None = None  # trace a few steps
     heartbeat: HeartbeatConfig | None = None  # a file that says that the run is alive
+    lm_eval: LmEvalConfig | None = None  # scores of tasks, at every checkpoint

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from easypipe.core.errors import ConfigError, StorageError, did_you_mean, raising, require
 from easypipe.core.values import Json
@@ -20,13 +20,18 @@ from easypipe.train.callbacks.config import (
     CallbacksConfig,
     EarlyStoppingConfig,
     HeartbeatConfig,
+    LmEvalConfig,
     Mode,
     ProfileConfig,
     TensorBoardConfig,
     WandbConfig,
 )
 from easypipe.train.events import Callback, StatefulListener, TrainEvent
+from easypipe.train.metrics.log import MetricsFile
 from easypipe.train.record import BEST, write_kept
+
+if TYPE_CHECKING:
+    from easypipe.train.model.pretrained.save import Seen  # loads jax
 
 # of each line of metrics.jsonl, and the same in all processes of a run
 TRAINING = ("loss", "nll", "ppl", "grad_norm", "param_norm")
@@ -48,6 +53,8 @@ class Known:
     eval_every: int | None
     steps: int
     more: bool = False
+    tokenizer: str | None = None  # of its data
+    seen: Callable[[], Seen] | None = None  # what its data was, so far
 
     def check(self, at: str, metric: str, *, training: bool) -> None:
         """Raises ConfigError for a metric that will not be there, or only when all is over.
@@ -417,6 +424,49 @@ class Heartbeat(Callback):
             os.replace(beside, self.path)
 
 
+class LmEval(Callback):
+    """Its lines are those of lm-eval's results, with the step of the checkpoint."""
+
+    def __init__(self, config: LmEvalConfig, folder: Path, known: Known) -> None:
+        """Raises ConfigError where lm-eval is not installed, or several processes would have to
+        ask together.
+        """
+        import jax
+
+        from easypipe.train.model.harness import check_needed
+
+        check_needed()
+        require(
+            jax.process_count() == 1,
+            f"{_AT}.lm_eval",
+            "asks a model that lies on one host",
+            "Leave it out, and run `easypipe eval` on the run's folder.",
+        )
+        self.config, self._path = config, folder / "lm_eval.jsonl"
+        self._tokenizer, self._seen = known.tokenizer or "", known.seen
+
+    def on_init(self, event: TrainEvent) -> None:
+        from easypipe.train.model.decoder import Decoder
+
+        fix = "Name the one that made its tokens."
+        require(self._tokenizer, f"{_AT}.lm_eval", "the run's data names no tokenizer", fix)
+        model = None if event.model is None else event.model()
+        problem = f"cannot ask a {type(model).__name__}"
+        require(isinstance(model, Decoder), f"{_AT}.lm_eval", problem, "Train a ModelConfig.")
+        self._lines = MetricsFile(self._path, after_step=event.step)
+
+    def on_save(self, event: TrainEvent) -> None:
+        from easypipe.train.model.harness import scores
+
+        assert event.model is not None
+        assert self._seen is not None
+        found = scores(self.config, event.model(), self._tokenizer, self._seen())
+        self._lines.append({"step": event.step, "results": found})
+
+    def on_end(self, event: TrainEvent) -> None:
+        self._lines.close()
+
+
 _AT = "train.callbacks"
 
 
@@ -465,6 +515,8 @@ def make_callbacks(
         raise ConfigError(
             at=f"{_AT}.profile.start", problem=problem, fix=f"Give at most {known.steps}."
         )
+    if config.lm_eval is not None:
+        made["lm_eval"] = LmEval(config.lm_eval, folder, known)
     if process == 0:
         if config.tensorboard is not None:
             made["tensorboard"] = TensorBoard(config.tensorboard, folder)

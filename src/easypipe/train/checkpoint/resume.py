@@ -21,6 +21,8 @@ ENDED = "ended"  # in resume_changes: a run that stopped for good goes on
 MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")
 # these too; compared only where there is one, so that a refusal says whether there was
 IF_THERE = ("lora", "preference")
+# of preferences, options that older checkpoints lack: compared only where they are others
+LATER = {"loss": "sigmoid", "margin": None}
 
 
 def identity_of(
@@ -38,6 +40,10 @@ def identity_of(
     values = to_dict(config)
     train = {name: values[name] for name in MUST_MATCH}
     train |= {name: values[name] for name in IF_THERE if values[name] is not None}
+    given = train.get("preference", {})
+    for name, value in LATER.items():
+        if name in given and given[name] == value:
+            del given[name]
     train["optimizer"] = config.optimizer.resolved()
     if own_optimizer:
         train["optimizer"] = {"name": "given from Python"}

@@ -1,4 +1,4 @@
-"""Direct preference optimization: the chosen of two answers to a prompt shall become likelier.
+"""Preferences: the chosen of two answers to a prompt shall become likelier, by DPO and its kin.
 
 Batches are what the pipeline makes of pairs: in every row, segments 1 and 2 are one pair's answers,
 chosen first, 3 and 4 the next pair's, and so on; labels are -100 on prompts. How likely the model
@@ -10,17 +10,19 @@ A micro-batches · B batch · S sequence · N segments of a row, 0 being padding
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.nn import log_sigmoid, relu, sigmoid
 from jaxtyping import Float
 
 from easypipe.core.schema import IGNORE
 from easypipe.kernels.loss.api import token_log_probs
-from easypipe.train.config import PreferenceConfig
+from easypipe.train.config import WITHOUT_REFERENCE, PreferenceConfig, PreferenceLoss
 from easypipe.train.losses.loss import (
     Batch,
     LanguageModel,
@@ -44,17 +46,145 @@ def log_probs(model: LanguageModel, batch: Batch) -> Float[Array, "B S"]:
     return token_log_probs(*arrays, sharding=loss_sharding(), **of_model)
 
 
-def preference_loss(config: PreferenceConfig) -> Callable[[LanguageModel, Batch], LossOutput]:
-    """Direct preference optimization (Rafailov et al., 2023, equation 7), for `Trainer(loss=...)`.
-
-    Of each pair, with r the log-ratio log p(answer) - log p_reference(answer) of each answer,
-    summed over its tokens, and β = beta: `-(1-ε)·log σ(β(r_chosen - r_rejected)) - ε·log
-    σ(-β(r_chosen - r_rejected))`, ε = label_smoothing (Mitchell, 2023). Sums are over
-    pairs: `num_targets` is their number; `more` has reward_margin, β(r_chosen - r_rejected), and
-    reward_accuracy, how many are positive. Without the column `reference_log_probs` the reference
-    is uniform.
+class Pairs(NamedTuple):
+    """Two answers to a prompt, of many pairs: how much likelier each is than to the reference, in
+    nats, summed over its tokens; and how many those are.
     """
-    beta, smoothing = config.beta, config.label_smoothing
+
+    chosen: Array
+    rejected: Array
+    chosen_tokens: Array
+    rejected_tokens: Array
+
+    @property
+    def delta(self) -> Array:
+        return self.chosen - self.rejected
+
+    @property
+    def means(self) -> tuple[Array, Array]:
+        """Of each answer, for each of its tokens."""
+        return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
+
+
+def _smoothed(margins: Array, config: PreferenceConfig) -> Array:
+    """Mitchell, 2023: a share ε of the pairs is the wrong way round."""
+    wrong = config.label_smoothing
+    return -(1 - wrong) * log_sigmoid(margins) - wrong * log_sigmoid(-margins)
+
+
+def _sigmoid(pairs: Pairs, config: PreferenceConfig) -> Array:
+    """Rafailov et al., 2023, equation 7."""
+    return _smoothed(config.beta * pairs.delta, config)
+
+
+def _hinge(pairs: Pairs, config: PreferenceConfig) -> Array:
+    """Zhao et al., 2023 (SLiC)."""
+    return relu(1 - config.beta * pairs.delta)
+
+
+def _ipo(pairs: Pairs, config: PreferenceConfig) -> Array:
+    """Azar et al., 2023, equation 17, of means over tokens."""
+    chosen, rejected = pairs.means
+    return (chosen - rejected - 1 / (2 * config.beta)) ** 2
+
+
+def _robust(pairs: Pairs, config: PreferenceConfig) -> Array:
+    """Chowdhury et al., 2024: what `_smoothed` would be without the wrong pairs."""
+    wrong, margins = config.label_smoothing, config.beta * pairs.delta
+    right = -(1 - wrong) * log_sigmoid(margins) + wrong * log_sigmoid(-margins)
+    return right / (1 - 2 * wrong)
+
+
+def _exo_pair(pairs: Pairs, config: PreferenceConfig) -> Array:
+    """Ji et al., 2024, equation 16."""
+    wrong, margins = config.label_smoothing, config.beta * pairs.delta
+    chosen = sigmoid(margins) * (log_sigmoid(margins) - math.log1p(-wrong))
+    return chosen + sigmoid(-margins) * (log_sigmoid(-margins) - math.log(wrong))
+
+
+def _nca_pair(pairs: Pairs, config: PreferenceConfig) -> Array:
+    """Chen et al., 2024."""
+    chosen, rejected = config.beta * pairs.chosen, config.beta * pairs.rejected
+    return -log_sigmoid(chosen) - 0.5 * log_sigmoid(-chosen) - 0.5 * log_sigmoid(-rejected)
+
+
+def _bco_pair(pairs: Pairs, config: PreferenceConfig) -> Array:
+    """Jung et al., 2024, without a shift of the rewards."""
+    return -log_sigmoid(config.beta * pairs.chosen) - log_sigmoid(-config.beta * pairs.rejected)
+
+
+def _sppo_hard(pairs: Pairs, config: PreferenceConfig) -> Array:
+    """Wu et al., 2024, equation 4.7, with a winner that always wins."""
+    half = 0.5 / config.beta
+    return (pairs.chosen - half) ** 2 + (pairs.rejected + half) ** 2
+
+
+def _apo_zero(pairs: Pairs, config: PreferenceConfig) -> Array:
+    """D'Oosterlinck et al., 2024, equation 7."""
+    return sigmoid(-config.beta * pairs.chosen) + sigmoid(config.beta * pairs.rejected)
+
+
+def _apo_down(pairs: Pairs, config: PreferenceConfig) -> Array:
+    """D'Oosterlinck et al., 2024, equation 8."""
+    return sigmoid(config.beta * pairs.chosen) + sigmoid(-config.beta * pairs.delta)
+
+
+def _sigmoid_norm(pairs: Pairs, config: PreferenceConfig) -> Array:
+    """`_sigmoid` of means over tokens (Lambert et al., 2024)."""
+    chosen, rejected = pairs.means
+    return -log_sigmoid(config.beta * (chosen - rejected))
+
+
+def _orpo(pairs: Pairs, config: PreferenceConfig) -> Array:
+    """Hong et al., 2024, equations 4 to 7: the chosen answer's own loss, a mean over its tokens,
+    and β times that of the odds ratio.
+    """
+    chosen, rejected = pairs.means
+    odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
+    return -chosen - config.beta * log_sigmoid(odds)
+
+
+def _simpo(pairs: Pairs, config: PreferenceConfig) -> Array:
+    """Meng et al., 2024, equation 6."""
+    chosen, rejected = pairs.means
+    margin = 0.5 if config.margin is None else config.margin
+    return _smoothed(config.beta * (chosen - rejected) - margin, config)
+
+
+def _log1mexp(x: Array) -> Array:
+    """log(1 - e^x) for x below 0, by the form that keeps its digits."""
+    x = jnp.minimum(x, -1e-6)  # of what is certain the odds would have no end
+    near = x > -math.log(2)
+    small, large = jnp.where(near, x, -1.0), jnp.where(near, -1.0, x)
+    return jnp.where(near, jnp.log(-jnp.expm1(small)), jnp.log1p(-jnp.exp(large)))
+
+
+# what a pair costs, by the option `loss`; the formulas are those of TRL 1.16
+LOSSES: dict[PreferenceLoss, Callable[[Pairs, PreferenceConfig], Array]] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "robust": _robust,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "sigmoid_norm": _sigmoid_norm,
+    "orpo": _orpo,
+    "simpo": _simpo,
+}
+
+
+def preference_loss(config: PreferenceConfig) -> Callable[[LanguageModel, Batch], LossOutput]:
+    """The loss of pairs that `config.loss` names, for `Trainer(loss=...)`.
+
+    Sums are over pairs: `num_targets` is their number; `more` has reward_margin, by how much β
+    times the log-ratio of the chosen answer (orpo and simpo: the mean log-probability of its
+    tokens) is above that of the other, and reward_accuracy, how many are positive. Without the
+    column `reference_log_probs` the reference is uniform.
+    """
 
     def loss(model: LanguageModel, batch: Batch) -> LossOutput:
         ratios_BS = log_probs(model, batch)
@@ -64,13 +194,17 @@ def preference_loss(config: PreferenceConfig) -> Callable[[LanguageModel, Batch]
         counts_BN = _by_segment(
             (batch["labels"] != IGNORE).astype(jnp.float32), batch["segment_ids"]
         )
-        margins = beta * (ratios_BN[:, 1::2] - ratios_BN[:, 2::2])
         is_pair = (counts_BN[:, 1::2] > 0) & (counts_BN[:, 2::2] > 0)
-        each = -(1 - smoothing) * jax.nn.log_sigmoid(margins) - smoothing * jax.nn.log_sigmoid(
-            -margins
+        # what is no pair gets numbers with which every formula has a gradient
+        ratios, counts = (
+            jnp.where(jnp.repeat(is_pair, 2, axis=1), values[:, 1:], other)
+            for values, other in ((ratios_BN, -1.0), (counts_BN, 1.0))
         )
-        total = jnp.where(is_pair, each, 0.0).sum()
-        seen = jax.lax.stop_gradient(margins)
+        pairs = Pairs(ratios[:, ::2], ratios[:, 1::2], counts[:, ::2], counts[:, 1::2])
+        total = jnp.where(is_pair, LOSSES[config.loss](pairs, config), 0.0).sum()
+        by_tokens = config.loss in WITHOUT_REFERENCE
+        chosen, rejected = pairs.means if by_tokens else (pairs.chosen, pairs.rejected)
+        seen = jax.lax.stop_gradient(config.beta * (chosen - rejected))
         more = {
             "reward_margin": jnp.where(is_pair, seen, 0.0).sum(),
             "reward_accuracy": (is_pair & (seen > 0)).sum().astype(jnp.float32),

@@ -85,7 +85,7 @@ def _is_from_0(value: float) -> bool:
 # options · what their values must be · what is said of one that is not, and its cure
 _LIMITS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str, str | None], ...] = (
     (
-        ("beta1", "beta2", "beta3", "momentum"),
+        ("beta1", "beta2", "beta3", "momentum", "ema_decay"),
         lambda value: 0 <= value < 1,
         "is outside [0, 1)",
         "0.9 and 0.95 are usual.",
@@ -184,6 +184,9 @@ class OptimizerConfig:
     max_precondition_dim: int | None = None  # soap: a longer side of a matrix keeps its own basis
     # gradients longer than this, over all parameters together, are scaled to it; None: never
     clip_norm: float | None = 1.0
+    # what is evaluated, saved and exported is a running average of the weights, of which step k
+    # (from 0) keeps min(ema_decay, (1 + k) / (10 + k)); None: the weights themselves
+    ema_decay: float | None = None
     groups: ListOf[ParameterGroup] = ()
 
     def check(self) -> None:
@@ -200,6 +203,12 @@ class OptimizerConfig:
                 f"{self.name} has no {option}",
                 f"Remove it, or choose one of {', '.join(takers)}.",
             )
+        require(
+            self.ema_decay is None or self.name != "schedule_free",
+            "ema_decay",
+            "schedule_free is evaluated at an average of its own",
+            "Remove it, or choose another optimizer.",
+        )
         self._check_schedule(self.chosen_schedule)
 
     def _check_schedule(self, schedule: str) -> None:
@@ -255,6 +264,11 @@ class OptimizerConfig:
         return self.schedule or ("constant" if self.name == "schedule_free" else "cosine")
 
     @property
+    def averages(self) -> bool:
+        """Whether the weights to evaluate are not those that are trained."""
+        return self.name == "schedule_free" or self.ema_decay is not None
+
+    @property
     def end_fraction(self) -> float:
         return 0.1 if self.final_fraction is None else self.final_fraction
 
@@ -283,6 +297,8 @@ class OptimizerConfig:
         if schedule == "polynomial":
             own["power"] = self.chosen_power
         own["final_fraction"] = self.end_fraction
+        if self.ema_decay is not None:
+            own["ema_decay"] = self.ema_decay
         return own | self.numbers() | {"groups": [asdict(group) for group in self.groups]}
 
 

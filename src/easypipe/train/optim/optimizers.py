@@ -9,6 +9,7 @@ fraction
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 from collections.abc import Callable, Hashable, Mapping
@@ -116,7 +117,8 @@ class Optimizer:
 
     transformation: optax.GradientTransformation
     needs_objective: bool = False  # update takes `obj_fn`, params -> loss (sophia's curvature)
-    averages: bool = False  # the weights to evaluate are not those that are trained (schedule_free)
+    # (state, params) -> the weights to evaluate, where they are not those that are trained
+    average: Callable[[optax.OptState, Arrays], Arrays] | None = None
 
     def init(self, params: Arrays) -> optax.OptState:
         return self.transformation.init(params)
@@ -128,13 +130,12 @@ class Optimizer:
         return cast("tuple[Arrays, optax.OptState]", whole.update(updates, state, params, **extra))
 
     def eval_params(self, state: optax.OptState, params: Arrays) -> Arrays:
-        """The parameters to evaluate and to keep: for schedule_free its averages, else those
+        """The parameters to evaluate and to keep: an average (schedule_free, ema_decay), or those
         trained.
         """
-        if not self.averages:
+        if self.average is None:
             return params
-        averaging = cast("tuple[optax.OptState, ...]", state)[-1]
-        return cast("Arrays", contrib.schedule_free_eval_params(averaging, params))
+        return self.average(cast("tuple[optax.OptState, ...]", state)[-1], params)
 
 
 class Roles(NamedTuple):
@@ -156,6 +157,19 @@ def make_optimizer(
     hidden layers, which muon is for (not embeddings, not the head, which get AdamW); default: as
     `decays`. Raises ConfigError for a group that fits no parameter.
     """
+    whole = _without_average(config, steps, decays, hidden)
+    if config.ema_decay is None:
+        return whole
+    chain = optax.chain(whole.transformation, running_average(config.ema_decay))
+    return dataclasses.replace(whole, transformation=chain, average=_averaged)
+
+
+def _without_average(
+    config: OptimizerConfig,
+    steps: int,
+    decays: Mapping[str, bool],
+    hidden: Mapping[str, bool] | None,
+) -> Optimizer:
     scales, weight_decays = _groups(config, decays)
     schedule, numbers = make_schedule(config, steps), config.numbers()
     clip = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
@@ -174,7 +188,8 @@ def make_optimizer(
         optax.scale_by_learning_rate(schedule),
     )
     if config.name == "schedule_free":
-        return Optimizer(optax.chain(*clip, _averaging(numbers, schedule, whole)), averages=True)
+        chain = optax.chain(*clip, _averaging(numbers, schedule, whole))
+        return Optimizer(chain, average=contrib.schedule_free_eval_params)
     return Optimizer(optax.chain(*clip, whole), needs_objective=config.name == "sophia")
 
 
@@ -280,6 +295,42 @@ def _averaging(
         return state._replace(**dict(zip(("b1", "weight_sum", "max_lr"), wide, strict=True)))
 
     return optax.GradientTransformationExtraArgs(init, averaging.update)
+
+
+class AverageState(NamedTuple):
+    """A running average of the parameters, by name, in float32 at least."""
+
+    average: optax.Params
+    taken: jax.Array  # Int32[], updates made
+
+
+def running_average(decay: float) -> optax.GradientTransformation:
+    """Averages the parameters behind the updates that come to it, which it passes on. Of the first
+    ones less is kept, so that what stood before training does not last.
+    """
+
+    def init(params: optax.Params) -> AverageState:
+        # a copy: a step gives away what the parameters were
+        return AverageState(
+            jax.tree.map(lambda p: jnp.copy(_at_least_float32(p)), params), jnp.int32(0)
+        )
+
+    def update(
+        updates: optax.Updates, state: AverageState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, AverageState]:
+        kept = jnp.minimum(decay, (1 + state.taken) / (10 + state.taken))
+        moved = optax.apply_updates(params, updates)
+        average = jax.tree.map(
+            lambda a, p: kept * a + (1 - kept) * p.astype(a.dtype), state.average, moved
+        )
+        return updates, AverageState(average, state.taken + 1)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]  (its own state)
+
+
+def _averaged(state: optax.OptState, params: Arrays) -> Arrays:
+    average = cast("Arrays", cast("AverageState", state).average)
+    return {name: average[name].astype(param.dtype) for name, param in params.items()}
 
 
 def _prodigy(

@@ -1,0 +1,63 @@
+"""`easypipe eval`: what a model scores in tasks of lm-eval."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from easypipe.cli.export import Step
+from easypipe.cli.show import say
+from easypipe.cli.writing import load
+from easypipe.core.config import apply_overrides, from_dict
+from easypipe.core.values import JsonObject
+from easypipe.core.visible import visible
+from easypipe.train.callbacks.config import LmEvalConfig
+
+
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_MODEL", help="A run's folder; or a model's folder or Hub name."
+        ),
+    ],
+    tasks: Annotated[str, typer.Option(help="Names of tasks that lm-eval knows, with commas.")],
+    include_path: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="A folder of further tasks, in its YAML."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="limit, num_fewshot, chat, batch_size, max_length: see train.callbacks.lm_eval.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the results there too, as JSON.", dir_okay=False)
+    ] = None,
+    step: Step = None,
+) -> None:
+    """Ask a model the tasks of lm-eval, the Language Model Evaluation Harness, and print its
+    scores.
+    """
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    values: JsonObject = {"tasks": names, "include_path": include_path and str(include_path)}
+    config = from_dict(LmEvalConfig, apply_overrides(values, overrides or ()))
+    from easypipe.train.model.harness import check_needed, scores  # jax
+
+    check_needed()
+    found = scores(config, *load(model, None, step, "float32"))
+    for task, results in found.items():
+        numbers = {name: value for name, value in results.items() if isinstance(value, float)}
+        for name, value in numbers.items():
+            error = results.get(name.replace(",", "_stderr,", 1))
+            more = f" ± {error:.4f}" if isinstance(error, float) else ""
+            if "_stderr," not in name:
+                say(visible(f"{task} {name.removesuffix(',none')}: {value:.6f}{more}"))
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
