@@ -359,7 +359,7 @@ def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, name, packa
         (
             {"earlystopping": {}},
             "callbacks.earlystopping: unknown key (have: early_stopping, best, tensorboard, wandb, "
-            "profile, heartbeat). ",
+            "profile, heartbeat, lm_eval). ",
         ),
         ({"early_stopping": {}}, "callbacks.early_stopping.metric: required"),
         (
