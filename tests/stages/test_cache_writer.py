@@ -19,7 +19,14 @@ from easypipe.cache import writer as cache_writer
 from easypipe.cache.ranges import cut
 from easypipe.cache.reader import TokenCache
 from easypipe.core import storage
-from easypipe.core.errors import BudgetError, ConfigError, SourceError, StorageError, TokenizerError
+from easypipe.core.errors import (
+    BudgetError,
+    CacheError,
+    ConfigError,
+    SourceError,
+    StorageError,
+    TokenizerError,
+)
 from easypipe.core.protocols import ProgressEvent, Shard
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
@@ -666,3 +673,12 @@ def test_ranges_cover_every_row_once(shard: Shard, ranges: list[tuple[int, int]]
 def test_rows_that_cannot_be_counted_are_refused() -> None:
     with pytest.raises(SourceError, match="its rows cannot be counted"):
         list(cut(Shard(name="s", num_rows=None)))
+
+
+def test_memory_that_runs_out_is_told_with_the_rows(tmp_path: Path) -> None:
+    class Large(WithIdentity):
+        def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+            raise MemoryError
+
+    with pytest.raises(CacheError, match=r"rows 0 to \d+: memory ran out\. Give the process more"):
+        prepare(Large(texts(60)), small_tokenizer(), dataset="d", cache_dir=tmp_path)

@@ -333,6 +333,12 @@ class _Work(Generic[R]):
             path = record_path(self._folder, self._recipe, piece.key)
             write_record(path, record, self._folder.options)
             return record
+        except MemoryError as error:
+            raise CacheError(
+                at=f"{name}, rows {piece.start} to {piece.stop}",
+                problem="memory ran out",
+                fix="Give the process more memory, or set a smaller tokenize.num_workers.",
+            ) from error
         except Exception as error:
             if self._encoder.backend:
                 at = f"{name}, rows {piece.start}:{piece.stop}"

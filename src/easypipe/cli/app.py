@@ -192,6 +192,9 @@ def run(arguments: Sequence[str] | None) -> int:
         if isinstance(error, OSError) and error.errno is not None:
             _say(f"{error.filename or 'output'}: {error.strerror}. Check space and permissions.")
             return 1
+        if isinstance(error, MemoryError):
+            _say("memory ran out. Give the process more, or less to do at a time.")
+            return 1
         _say(
             f"{type(error).__name__}: {error}. This is not what should happen; run again with "
             "--debug and report what it prints."

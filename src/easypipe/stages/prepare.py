@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from easypipe.cache.folder import CONFIGS
 from easypipe.cache.repair import aside, broken_files, place_of, repair_cache
 from easypipe.cache.verify import Verification
 from easypipe.core import storage
@@ -89,6 +90,9 @@ def prepare_sources(
     """
     for documents in documents_of(data, context):
         documents.materialize()
+    # where another process wrote what a killed one was writing, nobody else will
+    for name in ("indexes", "manifests", CONFIGS):
+        storage.sweep(context.cache_dir / name)
     for name, planned in ((name, planned_of(source)) for name, source in data.items()):
         if planned is not None:
             rows = planned.prepare(num_epochs).plan(num_epochs).num_rows
