@@ -30,7 +30,24 @@ and nothing else. *Power lost* empties what was written and not synced. The norm
 It needs Linux and a C compiler: a small library counts the calls of libc that change files, of all threads. Calls that go past it are not struck: writes
 to memory that is mapped, and the renaming of `model.safetensors` within an export that has no name yet.
 
-`python tests/disasters/page.py` writes this page.
+`python tests/disasters/page.py` writes the tables of this page.
+
+## A server that fails
+
+5 % of the requests fail (429, 500, 503, a reset, half of the bytes, a page in place of the file) and 1 % are never answered, after 50 ms each, eight at a time:
+`python tests/disasters/unreliable.py 800` prepares 800 files from such a server and from one that is well, and compares the caches byte for byte. On 2026-11-23, on
+two busy cores: 3,401 requests, 174 failed, 29 unanswered: 42.8 s, where all is well 27.8 s (1.54 times); the cache is the same. The suite prepares 80 files so.
+
+## Several processes
+
+2 to 8 processes prepare, save, read and clear one cache at the same time, in an order drawn by a seed, and a quarter of them is killed at some file operation. Each
+ends well, or with an error of easypipe's, or is dead; one that comes after them makes what an undisturbed one makes, and nothing else is left. Of several trainers in
+one run folder, one trains. The suite tries three seeds; `nox -s disasters` 200.
+
+## Minutes on end
+
+`nox -s soak` lets a cached and a streaming loader run for 30 minutes (`-- MINUTES`), with pauses, restores and epochs. Every batch is the one that the plan has at its
+number; anonymous memory grows by 1 % at most after the first sixth, threads and handles stay as many. On 2026-11-23, 21 minutes: 26,803 batches, 464 restores, +0.54 %, 6 threads, 10 handles.
 
 ## File operations
 
