@@ -323,7 +323,7 @@ def default_collate(rows: Sequence[Item]) -> Any:
     return {"data": stacked(rows, "data")}
 
 
-def check_tensors(return_tensors: object) -> None:
+def check_tensors(return_tensors: Tensors) -> None:
     """Raises ConfigError for kinds of arrays that no collator makes."""
     known = (True, False, "np", "jax")
     if return_tensors not in known:

@@ -134,6 +134,6 @@ def as_tokenizer(
     return load_tokenizer(tokenizer_config(tokenizer, max_length=max_length))
 
 
-def pad_of(tokenizer: object) -> int:
+def pad_of(tokenizer: TokenizerLike) -> int:
     """The token that fills rows up: the tokenizer's own, else its EOS, else 0."""
     return attribute_of(tokenizer, "pad_token_id", "eos_token_id") or 0

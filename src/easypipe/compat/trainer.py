@@ -175,7 +175,7 @@ def _known(inputs: Inputs, model: Dataset) -> Arguments:
 
 
 def _inputs_of(
-    data: PipelineConfig, config: TrainingConfig, model: object, evals: Settings, **options: Any
+    data: PipelineConfig, config: TrainingConfig, model: Dataset, evals: Settings, **options: Any
 ) -> tuple[Inputs, Arguments]:
     """What `data` comes to, and the loaders of what is held out, in the order of `evals`."""
     held_out: Arguments = {

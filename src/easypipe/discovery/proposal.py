@@ -13,7 +13,7 @@ import yaml
 from easypipe.core.config import fields_of, is_config, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS
-from easypipe.core.values import Row, Settings
+from easypipe.core.values import JsonValue, Row, Settings
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.transforms.chat.conversations import MessageReader, Wrong, value_of, wrong_messages
 from easypipe.transforms.columns.kinds import CONTENT, SLOTS, TITLES, Kind, guess_kind
@@ -115,7 +115,7 @@ def _wrong(kind: Kind, row: Row, roles: Mapping[str, str] | None) -> Wrong | Non
     return None
 
 
-def _wrong_talk(reader: MessageReader, value: object) -> Wrong | None:
+def _wrong_talk(reader: MessageReader, value: JsonValue) -> Wrong | None:
     talk = reader.translated(value_of(value, keep=("role", "from", *CONTENT)))
     wrong = wrong_messages(talk) or reader.wrong_flags(talk)
     if wrong is None and not any(message["role"] == "assistant" for message in talk):

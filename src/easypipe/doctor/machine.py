@@ -172,7 +172,7 @@ def limits(folder: Path) -> str:
     return f"{files} open files, {free / 1e9:.0f} GB of disk, {memory / 1e9:.0f} GB of memory"
 
 
-def _python(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def _python(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(  # noqa: S603  (this Python, and what stands above)
         [sys.executable, "-c", script, *map(str, arguments)],
         capture_output=True,

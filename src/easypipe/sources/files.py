@@ -21,6 +21,7 @@ from typing import Any
 import pyarrow as pa
 
 from easypipe.core import remote
+from easypipe.core.closing import Closeable
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, did_you_mean, require
 from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import filesystem, is_remote
@@ -46,7 +47,7 @@ DataFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | FileRef]
 
 
 @functools.cache
-def _warn_once(message: str, *of: object) -> None:
+def _warn_once(message: str, *of: str | int) -> None:
     """A process may list the same files several times."""
     log.warning(message, *of)
 
@@ -228,7 +229,7 @@ class _RemoteFile(io.RawIOBase):
         return len(data)
 
 
-class LocalFile:
+class LocalFile(Closeable):
     """A local file open for positional reads, which share no cursor; refuses a file that changed
     since it was resolved.
     """
@@ -264,12 +265,6 @@ class LocalFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def __enter__(self) -> LocalFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         self.close()

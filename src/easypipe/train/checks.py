@@ -86,11 +86,11 @@ class Shapes:
     def state(self) -> Json:
         return {}
 
-    def restore(self, state: object) -> None:
+    def restore(self, state: Json) -> None:
         del state
 
 
-def check_loader(loader: object, at: str) -> None:
+def check_loader(loader: BatchLoader, at: str) -> None:
     """Raises ConfigError for what is no BatchLoader; one without a length never ends."""
     # a loader may be of any class
     lacking = [

@@ -415,7 +415,7 @@ def _elsewhere(request: Request, name: str) -> Iterator[str]:
         yield f"{reason}: leave it None, or lower the call for such a device under jax.jit"
 
 
-def _option(name: str, value: object, options: tuple[str | None, ...]) -> str:
+def _option(name: str, value: str | None, options: tuple[str | None, ...]) -> str:
     known = [option for option in options if option is not None]
     near = did_you_mean(str(value), known)
     return (

@@ -18,6 +18,7 @@ from typing import Literal, TypeVar, cast
 
 import jax
 from jax import Array
+from jaxtyping import PyTree
 
 from easypipe.kernels.loss.stats import Kernel, Layout, vocab_size
 from easypipe.kernels.tuning.table import blocks_for, device_kind
@@ -120,7 +121,7 @@ def missing(module: str) -> str | None:
 
 
 def by_platform(
-    plan: Plan, run: Callable[..., Result], *arrays: object, alike: bool = True
+    plan: Plan, run: Callable[..., Result], *arrays: PyTree, alike: bool = True
 ) -> Result:
     """`run(platform, implementation, *arrays)` of the candidate whose platform the program is
     lowered for.

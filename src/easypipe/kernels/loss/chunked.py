@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from easypipe.core.values import Arguments
 from easypipe.kernels.loss.stats import (
     Cotangents,
     Gradients,
@@ -495,7 +496,7 @@ def row_step(
     return row_gradients(logits, labels, shift, cotangents, soft_cap=soft_cap), stats
 
 
-def row_options(hidden: Array, lm_head: Array, layout: Layout) -> dict[str, object]:
+def row_options(hidden: Array, lm_head: Array, layout: Layout) -> Arguments:
     return {}
 
 

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from easypipe.core.values import Arguments
 from easypipe.kernels.loss import chunked
@@ -131,7 +132,7 @@ def _on_mesh(
     inputs: Inputs,
     per_token: tuple[Array, ...],
     plan: Plan,
-    out_specs: Callable[[P, Gradients], object],
+    out_specs: Callable[[P, Gradients], PyTree],
 ) -> Result:
     """`on_device(inputs, *per_token)` on every device.
 
@@ -164,7 +165,7 @@ def _on_mesh(
     if not any(more for _, more in padding):
         return run(*arrays)
 
-    def of_tokens(change: Callable[[Array], Array], specs: object, arrays: Tree) -> Tree:
+    def of_tokens(change: Callable[[Array], Array], specs: PyTree, arrays: Tree) -> Tree:
         def one(spec: P, array: Array) -> Array:
             return change(array) if P(*tuple(spec)[: len(leading)]) == tokens else array
 

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from jax.sharding import Sharding
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
+from easypipe.core.closing import Closeable
 from easypipe.core.errors import StateError, StorageError, raising
 from easypipe.core.storage import make_folder
 from easypipe.core.values import Identity, Json, JsonObject
@@ -62,7 +63,7 @@ class _Saving(NamedTuple):
     copied: threading.Event
 
 
-class Checkpoints:
+class Checkpoints(Closeable):
     """The checkpoints in `folder`, of which the newest `keep` are kept, and the `protected`.
 
     Close it, or use it as a context manager.
@@ -95,12 +96,6 @@ class Checkpoints:
                 make_folder(self.folder)
                 files.sweep(self.folder)
         self._agree(f"opened {self.folder}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, oldest first."""

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx, traverse_util
 from jaxtyping import PyTree
 
+from easypipe.core.closing import Closeable
 from easypipe.core.errors import ConfigError, MissingFileError, StateError, require
 from easypipe.core.protocols import BatchLoader
 from easypipe.core.values import Json, JsonObject, JsonValue, attribute_of
@@ -23,7 +24,7 @@ from easypipe.train.checkpoint.resume import loader_state, saved_loader_state
 from easypipe.train.state import flatten, unflatten
 
 
-class CheckpointManager:
+class CheckpointManager(Closeable):
     """Saves and loads checkpoints of a training loop of one's own.
 
     `path = manager.save(model=model, optimizer=optimizer, epoch=5, metrics={"val_loss": 0.38},
@@ -71,12 +72,6 @@ class CheckpointManager:
             value = self._run(step)["metrics"].get(best_metric)
             if value is not None:
                 self._seen[step] = value
-
-    def __enter__(self) -> CheckpointManager:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def save(
         self,

@@ -14,6 +14,7 @@ from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint
 from easypipe.train.checkpoint.differences import differences, key_paths, listed
 from easypipe.train.checks import EpochStyle, JsonState, KnowingState
 from easypipe.train.config import TrainingConfig
+from easypipe.train.model.config import ClassifierConfig, ModelConfig
 
 LOADER_PARTS = ("sources", "tokenizer", "config", "plan")  # what a loader's state is compared by
 ENDED = "ended"  # in resume_changes: a run that stopped for good goes on
@@ -26,7 +27,12 @@ LATER = {"loss": "sigmoid", "margin": None}
 
 
 def identity_of(
-    config: TrainingConfig, model: object, steps: int, batch_size: int, *, own_optimizer: bool
+    config: TrainingConfig,
+    model: ModelConfig | ClassifierConfig | None,
+    steps: int,
+    batch_size: int,
+    *,
+    own_optimizer: bool,
 ) -> Json:
     """What has to be the same for a resumed run to be the same run.
 

@@ -13,10 +13,11 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from xxhash import xxh3_128
 
+from easypipe.core.closing import Closeable
 from easypipe.core.errors import StorageError, raising
 from easypipe.core.storage import commit_bytes
 from easypipe.core.values import Json
@@ -29,7 +30,7 @@ ROLLBACKS = "rollbacks.jsonl"
 logger = logging.getLogger("easypipe")
 
 
-class MetricsFile:
+class MetricsFile(Closeable):
     """Appends records; opening it cuts what stands there to the step that the run goes on from."""
 
     def __init__(
@@ -97,12 +98,6 @@ class MetricsFile:
         """
         if self._file is not None:
             os.fsync(self._file.fileno())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         if self._file is not None:

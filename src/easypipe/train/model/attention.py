@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, PyTree
 
 from easypipe.core.errors import ConfigError
 from easypipe.kernels.loss.choice import missing, platform_at_hand
@@ -331,7 +331,7 @@ class _Layout:
         return key_BSKh if self.copies == 1 else jnp.repeat(key_BSKh, self.copies, axis=2)
 
     def over(
-        self, function: Callable[..., Array], specs: tuple[object, ...]
+        self, function: Callable[..., Array], specs: tuple[PyTree, ...]
     ) -> Callable[..., Array]:
         # Every axis that divides an input divides the result too, or is one along which it is
         # summed (keys and values): so autodiff

@@ -19,6 +19,7 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 from optax import contrib
 
 from easypipe.core.errors import ConfigError, did_you_mean
@@ -124,7 +125,7 @@ class Optimizer:
         return self.transformation.init(params)
 
     def update(
-        self, updates: Arrays, state: optax.OptState, params: Arrays, **extra: object
+        self, updates: Arrays, state: optax.OptState, params: Arrays, **extra: PyTree
     ) -> tuple[Arrays, optax.OptState]:
         whole = optax.with_extra_args_support(self.transformation)
         return cast("tuple[Arrays, optax.OptState]", whole.update(updates, state, params, **extra))

@@ -230,7 +230,7 @@ def is_jinja(text: str) -> bool:
     return "{%" in text or "{{" in text or "{#" in text
 
 
-def check_whole(template: object, at: str, origin: str | None = None) -> None:
+def check_whole(template: str | Path | None, at: str, origin: str | None = None) -> None:
     """Raises ConfigError for Jinja that asks for other files, which no template is given.
 
     Anything but Jinja is passed over. origin: of the template.

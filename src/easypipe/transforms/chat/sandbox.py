@@ -243,7 +243,7 @@ class _Namespace(jinja2.utils.Namespace):
         jinja2.utils.Namespace.__setitem__(self, name, value)
 
     @staticmethod
-    def _check(name: object) -> None:
+    def _check(name: Json) -> None:
         if isinstance(name, str) and name.startswith("_"):
             raise SecurityError(f"a namespace has no attribute {name!r}")
 
@@ -304,13 +304,13 @@ def _tojson(
     )
 
 
-def _raise(message: object) -> None:
+def _raise(message: Json) -> None:
     raise jinja2.TemplateError(str(message))
 
 
 def _by_chance(name: str) -> Callable[..., None]:
     @jinja2.pass_context  # so that it is not called while the template compiles
-    def refuse(*args: object, **values: object) -> None:
+    def refuse(*args: Json, **values: Json) -> None:
         raise HostileError(
             f"it asks for {name!r}, and a conversation must give the same tokens whenever it is "
             "prepared"

@@ -171,7 +171,7 @@ class Spans:
         return start, stop if closed is None else closed.start()
 
     def _behind_prompt(
-        self, text: str, prompt: Sequence[Message], tools: Sequence[object] | None
+        self, text: str, prompt: Sequence[Message], tools: Sequence[JsonValue] | None
     ) -> int:
         """Where in a text the generation prompt of its first messages ends, as far as the text
         begins with it.
@@ -563,7 +563,7 @@ def _opens_among(tokens: Sequence[str]) -> Callable[[str], bool]:
     )
 
 
-def num_shared(one: Sequence[object], two: Sequence[object]) -> int:
+def num_shared(one: Sequence[JsonValue], two: Sequence[JsonValue]) -> int:
     """How many characters, or messages, both begin with."""
     pairs = zip(one, two, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

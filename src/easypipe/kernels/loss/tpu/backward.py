@@ -488,9 +488,9 @@ class At(NamedTuple):
     begins: Array | bool = True  # the tile: later steps do the rest of its width
 
 
-def scratch(problem: Problem, head_shape: tuple[int, int]) -> dict[str, object]:
+def scratch(problem: Problem, head_shape: tuple[int, int]) -> dict[str, pl.MemoryRef]:
     rows, columns = problem.blocks.back_rows, problem.blocks.back_columns
-    found: dict[str, object] = {
+    found: dict[str, pl.MemoryRef] = {
         "sum": pltpu.VMEM(head_shape, jnp.float32),
         "dz": pltpu.VMEM((rows, columns), problem.dtype),
     }

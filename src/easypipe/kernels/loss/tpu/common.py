@@ -28,7 +28,7 @@ def named_call(
     grid: tuple[int, ...],
     inputs: Mapping[str, tuple[Array, pl.BlockSpec]],
     outputs: Mapping[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
-    scratch: Mapping[str, object],
+    scratch: Mapping[str, pl.MemoryRef],
     cores: bool,
     vmem: int,
     interpret: Interpret,

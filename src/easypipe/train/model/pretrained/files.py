@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from easypipe.core.closing import Closeable
 from easypipe.core.errors import MissingFileError, SourceError, StateError, raising
 from easypipe.core.reachable import hub_unreachable
 from easypipe.core.trust import hub_token
@@ -141,7 +142,7 @@ def as_tokens(given: int | Sequence[int] | None) -> list[int]:
     return [given] if isinstance(given, int) else list(given or ())
 
 
-class WeightFiles:
+class WeightFiles(Closeable):
     """The tensors of a folder, by name.
 
     Nothing is read but headers until a part of a tensor is asked for. Use it as a context manager.
@@ -192,10 +193,7 @@ class WeightFiles:
                 )
             self._stack = opening.pop_all()
 
-    def __enter__(self) -> WeightFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._stack.close()
 
     def __iter__(self) -> Iterator[str]:
