@@ -47,11 +47,11 @@ from easypipe.core import storage
 from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.config import digest
 from easypipe.core.protocols import Shard
-from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS, schema_text
 from easypipe.save import sizes
 from easypipe.save.card import CARD, HUB_CARD, YAML, public_name, size_category
 from easypipe.save.config import CODECS, Compression, parse_bytes
-from easypipe.save.saved import MANIFEST, SavedSource, schema_to_text
+from easypipe.save.saved import MANIFEST, SavedSource
 from easypipe.save.sizes import default_shard_bytes, edges_by_bytes, edges_by_size
 from easypipe.save.write_folder import SavedFolder
 from easypipe.sources.external.memory import InMemoryShardedSource
@@ -516,7 +516,7 @@ def test_folders_of_the_first_version_are_known(tmp_path: Path) -> None:
         return Pipeline(config(tmp_path, datasets=datasets)).source()
 
     source = pipeline().get_data()["x"]
-    what = ("saved", 1, source.fingerprint, schema_to_text(source.schema), "parquet", "zstd")
+    what = ("saved", 1, source.fingerprint, schema_text(source.schema), "parquet", "zstd")
     for number, (options, old) in enumerate(
         [({}, (None, 16 << 20)), ({"num_shards": 2}, (2, None))]
     ):

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, require_known
-from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.schema import data_columns
 from easypipe.core.values import Batch, Int64, Record
 
 
@@ -66,6 +66,11 @@ def left_out(rows: Sequence[int] | Int64, reason: str, detail: str = "") -> tupl
         if len(rows)
         else ()
     )
+
+
+def bad_of(rejects: Iterable[Reject]) -> list[Reject]:
+    """Those that are charged: all that are not benign."""
+    return [reject for reject in rejects if not reject.benign]
 
 
 def counted(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
@@ -174,8 +179,7 @@ class ShardedDataSource:
     def _rows_of(self: Any, number: int, row: int, total: int) -> Iterator[Record]:
         for start in range(row, total, ROWS_AT_A_TIME):
             batch = self.read(number, start, min(total, start + ROWS_AT_A_TIME))
-            kept = [name for name in batch.schema.names if name != ROW_NUMBER]
-            yield from batch.select(kept).to_pylist()
+            yield from batch.select(data_columns(batch.schema)).to_pylist()
 
 
 ROWS_AT_A_TIME = 1024

@@ -6,12 +6,14 @@ At rest (token cache, saved rows) a row has `input_ids`, `loss_mask`, `segment_i
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from easypipe.core.config import config
@@ -71,6 +73,32 @@ def offsets_of(sizes: NDArray[np.integer[Any]] | Sequence[int]) -> Int64:
     return offsets
 
 
+def schema_text(schema: pa.Schema) -> str:
+    """A schema as text that JSON can hold."""
+    return base64.b64encode(schema.serialize().to_pybytes()).decode()
+
+
+def schema_of_text(text: str) -> pa.Schema:
+    """The schema that `schema_text` wrote."""
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
+
+
+def data_columns(schema: pa.Schema) -> list[str]:
+    """The columns of rows, without that of their numbers."""
+    return [name for name in schema.names if name != ROW_NUMBER]
+
+
+def without_row_numbers(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field for field in schema if field.name != ROW_NUMBER])
+
+
+def row_numbers(batch: pa.RecordBatch, start: int) -> Int64:
+    """Int64[rows], of a batch that was read from row `start` on."""
+    if ROW_NUMBER in batch.schema.names:
+        return batch.column(ROW_NUMBER).to_numpy()
+    return np.arange(start, start + batch.num_rows)
+
+
 def fields_text(schema: pa.Schema) -> str:
     """Columns and their types, for people."""
     return ", ".join(f"{field.name}: {field.type}" for field in schema)
@@ -80,6 +108,17 @@ def is_list(kind: pa.DataType) -> bool:
     """Whether a column holds lists, long ones and those of a fixed length too."""
     t = pa.types
     return t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
+
+
+def list_sizes(lists: pa.Array) -> Int64:
+    """How many items each list has: Int64[n]; 0 where there is none."""
+    sizes = pc.fill_null(pc.call_function("list_value_length", [lists]), 0)
+    return sizes.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+
+
+def is_json(kind: pa.DataType) -> bool:
+    """Whether values are JSON text by their type: lists or objects that have no common one."""
+    return isinstance(kind, pa.JsonType)
 
 
 _TOKEN_COLUMNS = (

@@ -42,3 +42,27 @@ def bytes_of(texts: pa.LargeStringArray) -> tuple[Int64, UInt8]:
     _, ends, data = texts.buffers()
     edges = np.frombuffer(ends, np.int64, len(texts) + 1, texts.offset * 8)
     return edges, np.frombuffer(data or b"", np.uint8)
+
+
+def not_utf8(column: pa.Array) -> list[int]:
+    """The rows in which some string, at any depth, is no UTF-8.
+
+    Halves are looked at, so that finding a few costs little more than finding none.
+    """
+    bad: list[int] = []
+    pending = [(0, len(column))]
+    while pending:
+        first, last = pending.pop()
+        try:
+            part = column.slice(first, last - first)
+            # children of a slice are checked whole: make them its own
+            if last - first < len(column) and column.type.num_fields:
+                part = part.take(pa.array(np.arange(last - first)))
+            part.validate(full=True)
+        except (pa.ArrowInvalid, UnicodeDecodeError):
+            middle = (first + last) // 2
+            if last - first == 1:
+                bad.append(first)
+            else:
+                pending += [(first, middle), (middle, last)]
+    return bad

@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow as pa
 
 from easypipe.core.errors import SchemaError, SourceError
-from easypipe.core.protocols import ShardedSource, scan
+from easypipe.core.protocols import ShardedSource, bad_of, scan
 from easypipe.core.remote import StorageOptions
-from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.schema import data_columns, without_row_numbers
 from easypipe.core.values import Arguments, Row, Settings
 from easypipe.discovery.findings import Column, Part, bytes_text
 from easypipe.save.saved import SavedManifest
@@ -99,7 +99,7 @@ class Look:
 
     def rows(self, schema: pa.Schema, rows: Sequence[Row]) -> Arguments:
         """What the first rows say, as fields of a Part."""
-        schema = pa.schema([field for field in schema if field.name != ROW_NUMBER])
+        schema = without_row_numbers(schema)
         return {
             "columns": tuple(Column(name=field.name, type=str(field.type)) for field in schema),
             "kind": guess_kind(schema, rows),
@@ -241,8 +241,8 @@ def _first_rows(source: ShardedSource, count: int) -> tuple[list[Row], list[str]
     """Up to `count` rows, and a note about those among them that are bad."""
     known = source.shards[0].num_rows
     batch, rejects = scan(source, 0, 0, count if known is None else min(count, known))
-    kept = [name for name in batch.schema.names if name != ROW_NUMBER]
-    bad = [reject for reject in rejects if not reject.benign]
+    kept = data_columns(batch.schema)
+    bad = bad_of(rejects)
     name = source.shards[0].name
     notes = [
         f"{name}: {len(bad)} of the first {count} rows are bad; row {first.row}: {first.reason}, "

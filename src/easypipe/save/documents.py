@@ -11,7 +11,7 @@ from easypipe.cache.reader import TokenCache
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import Shard, ShardedSource, Source, scan
-from easypipe.core.schema import INPUT_IDS, LOSS_MASK, ROW_NUMBER
+from easypipe.core.schema import INPUT_IDS, LOSS_MASK, ROW_NUMBER, row_numbers
 
 
 class CachedDocuments(Source):
@@ -55,9 +55,7 @@ class CachedDocuments(Source):
             return [pa.nulls(0, self.schema.field(name).type) for name in self._columns]
         first = int(numbers[0])
         rows = scan(self._source, shard, first, int(numbers[-1]) + 1).batch
-        found = np.arange(first, first + rows.num_rows)
-        if ROW_NUMBER in rows.schema.names:
-            found = rows.column(ROW_NUMBER).to_numpy()
+        found = row_numbers(rows, first)
         gone = numbers[~np.isin(numbers, found)]
         if gone.size:
             raise SourceError(

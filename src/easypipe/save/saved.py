@@ -7,7 +7,6 @@ _easypipe.json                          the manifest, committed last; without it
 
 from __future__ import annotations
 
-import base64
 import itertools
 from collections import Counter
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ from easypipe.core.protocols import (
     Turns,
 )
 from easypipe.core.remote import StorageOptions
-from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS, schema_of_text, schema_text
 from easypipe.core.values import JsonObject
 from easypipe.sources.open import open_files
 from easypipe.sources.refs import format_of
@@ -102,7 +101,7 @@ class SavedManifest:
             "fingerprint": self.fingerprint,
             "format": self.format,
             "compression": self.compression,
-            "schema": schema_to_text(self.schema),
+            "schema": schema_text(self.schema),
             "columns": {field.name: str(field.type) for field in self.schema},
             "num_rows": self.num_rows,
             "num_tokens": self.num_tokens,
@@ -112,10 +111,6 @@ class SavedManifest:
             "shards": [asdict(shard) for shard in self.shards],
             "ledger": self.ledger,
         }
-
-
-def schema_to_text(schema: pa.Schema) -> str:
-    return base64.b64encode(schema.serialize().to_pybytes()).decode()
 
 
 def count_tokens(batch: pa.RecordBatch) -> int:
@@ -163,7 +158,7 @@ def read_manifest(folder: str | Path, storage_options: StorageOptions = None) ->
             fingerprint=text["fingerprint"],
             format=text["format"],
             compression=text["compression"],
-            schema=pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text["schema"]))),
+            schema=schema_of_text(text["schema"]),
             tokens=None if text["tokens"] is None else TokenInfo(**text["tokens"]),
             shards=tuple(SavedShard(**shard) for shard in text["shards"]),
             ledger=text["ledger"],

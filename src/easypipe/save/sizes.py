@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import Scan, Shard, ShardedSource, info_of, scan
-from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.schema import row_numbers
 from easypipe.core.values import Int64
 from easypipe.save.shard_writer import open_writer
 
@@ -202,10 +202,7 @@ def _blocks(
         sizes = np.full(b - a, constant or 0, np.float64)
         if constant is None:
             batch = source.read(shard, a, b)
-            numbers = np.arange(batch.num_rows)
-            if batch.num_rows < b - a:
-                numbers = batch.column(ROW_NUMBER).to_numpy() - a
-            sizes[numbers] = row_bytes(batch)
+            sizes[row_numbers(batch, a) - a] = row_bytes(batch)
         yield first, sizes, (shard, a, b)
 
 

@@ -25,6 +25,7 @@ from easypipe.core.protocols import (
     TokenInfo,
     Turns,
 )
+from easypipe.core.schema import schema_text
 from easypipe.save.card import write_card
 from easypipe.save.config import CODECS, SaveStageConfig, codec_of, max_bytes_of
 from easypipe.save.folder import Run, open_run
@@ -34,7 +35,6 @@ from easypipe.save.saved import (
     SavedShard,
     count_tokens,
     join,
-    schema_to_text,
 )
 from easypipe.save.shard_writer import open_writer
 from easypipe.save.sizes import batches, count_rows, default_shard_bytes, plan_shards
@@ -203,7 +203,7 @@ def _identities(config: SaveStageConfig, rows: Rows) -> tuple[str, str | None]:
     """What this run is called, and what easypipe 0.1 called it, whose `max_shard_size` counted
     bytes before compression.
     """
-    schema = schema_to_text(rows.source.schema)
+    schema = schema_text(rows.source.schema)
     what = ("saved", FORMAT_VERSION, rows.fingerprint, schema, config.format, codec_of(config))
     limit = max_bytes_of(config)
     if limit is not None:

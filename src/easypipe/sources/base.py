@@ -29,9 +29,10 @@ from easypipe.core.errors import (
     require_option,
     require_rows,
 )
-from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo
+from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo, bad_of
 from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.text import not_utf8
 from easypipe.core.values import Int64
 from easypipe.sources.files import DataFiles, FileRef, resolve
 from easypipe.sources.partitions import constant, partition_schema
@@ -268,9 +269,8 @@ class FileSource(Source):
             arrays = [array.filter(pa.array(keep)) for array in arrays]
             numbers = numbers[keep]
         if self.on_error == "error":
-            for reject in rejects:
-                if not reject.benign:
-                    raise self._refusal(file, survey, reject)
+            for reject in bad_of(rejects):
+                raise self._refusal(file, survey, reject)
         if ROW_NUMBER in opened.schema.names:
             arrays.append(pa.array(numbers))
         return Scan(pa.RecordBatch.from_arrays(arrays, schema=opened.schema), tuple(rejects))
@@ -363,14 +363,11 @@ class FileSource(Source):
     def _no_columns(self, surveys: Sequence[Survey]) -> SourceError:
         """Files without any column: what is wrong with their first row, or that there is none."""
         for file, survey in zip(self.files, surveys, strict=True):
-            for reject in (
-                self._format.rows(
-                    file, survey, pa.schema([]), 0, min(survey.num_rows, 1000)
-                ).rejects
-                if survey.num_rows
-                else ()
-            ):
-                if not reject.benign:
+            if survey.num_rows:
+                head = min(survey.num_rows, 1000)
+                for reject in bad_of(
+                    self._format.rows(file, survey, pa.schema([]), 0, head).rejects
+                ):
                     return self._refusal(file, survey, reject)
         return SourceError(
             at=self.files[0].path,
@@ -460,23 +457,9 @@ def _not_utf8(schema: pa.Schema, arrays: Sequence[pa.Array]) -> dict[int, str]:
     """Rows (by position) in which some string is no UTF-8, with the first column it is so in."""
     bad: dict[int, str] = {}
     for field, array in zip(schema, arrays, strict=True):
-        if has_strings(field.type) and len(array):
-            pending = [(0, len(array))]
-            # halves, so that finding a few bad rows costs little more than the check
-            while pending:
-                first, last = pending.pop()
-                try:
-                    part = array.slice(first, last - first)
-                    # children of a slice are checked whole: make them its own
-                    if last - first < len(array) and array.type.num_fields:
-                        part = part.take(pa.array(np.arange(last - first)))
-                    part.validate(full=True)
-                except (pa.ArrowInvalid, UnicodeDecodeError):
-                    if last - first == 1:
-                        bad.setdefault(first, field.name)
-                    else:
-                        middle = (first + last) // 2
-                        pending += [(first, middle), (middle, last)]
+        if has_strings(field.type):
+            for row in not_utf8(array):
+                bad.setdefault(row, field.name)
     return bad
 
 

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from easypipe.core.errors import SchemaError
-from easypipe.core.schema import ROW_NUMBER, is_list, offsets_of
+from easypipe.core.schema import ROW_NUMBER, is_json, is_list, list_sizes, offsets_of
 from easypipe.core.values import Int64
 
 UNITS = ("s", "ms", "us", "ns")  # of time, each finer than the one before
@@ -31,11 +30,6 @@ JSON = pa.json_(pa.large_string())
 
 class TypeConflict(Exception):
     """Two types that no common one holds without loss or guess."""
-
-
-def is_json(kind: pa.DataType) -> bool:
-    """Whether values are JSON text by their type."""
-    return isinstance(kind, pa.JsonType)
 
 
 def holds_json(kind: pa.DataType) -> bool:
@@ -66,7 +60,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
     if t.is_fixed_size_list(kind):
         return pa.list_(plain_type(kind.value_type), kind.list_size)
     if t.is_struct(kind):
-        return pa.struct([pa.field(field.name, plain_type(field.type)) for field in _fields(kind)])
+        return pa.struct([pa.field(field.name, plain_type(field.type)) for field in kind.fields])
     return kind
 
 
@@ -108,10 +102,10 @@ def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
     ):
         return JSON
     if t.is_struct(first) and t.is_struct(second):
-        theirs = {field.name: field.type for field in _fields(second)}
+        theirs = {field.name: field.type for field in second.fields}
         joined = [
             (f.name, merge_types(f.type, theirs.pop(f.name)) if f.name in theirs else f.type)
-            for f in _fields(first)
+            for f in first.fields
         ]
         return pa.struct([*joined, *theirs.items()])
     if _is_list(first) and _is_list(second):
@@ -185,9 +179,9 @@ def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:
         return pa.nulls(len(array), kind)
     if t.is_struct(have) and t.is_struct(kind):
         by_name = {
-            field.name: child for field, child in zip(_fields(have), array.flatten(), strict=True)
+            field.name: child for field, child in zip(have.fields, array.flatten(), strict=True)
         }
-        fields = _fields(kind)
+        fields = kind.fields
         children = [
             conform(by_name[f.name], f.type) if f.name in by_name else pa.nulls(len(array), f.type)
             for f in fields
@@ -201,10 +195,7 @@ def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:
         have = pa.large_list(have.value_type)
         array = array.cast(have)
     if (t.is_list(have) or t.is_large_list(have)) and t.is_large_list(kind):
-        lengths = pc.fill_null(pc.call_function("list_value_length", [array]), 0).to_numpy(
-            zero_copy_only=False
-        )
-        offsets = offsets_of(lengths)
+        offsets = offsets_of(list_sizes(array))
         mask = array.is_null() if array.null_count else None
         return pa.LargeListArray.from_arrays(
             pa.array(offsets), conform(array.flatten(), kind.value_type), type=kind, mask=mask
@@ -250,7 +241,7 @@ def _decoded(array: pa.Array, keep: Sequence[str] = ()) -> list[Any]:
     if isinstance(array, pa.ExtensionArray):
         return _decoded(array.storage, keep)
     if t.is_struct(kind):
-        names = [kind.field(i).name for i in range(kind.num_fields)]
+        names = [field.name for field in kind.fields]
         columns = [_decoded(child) for child in array.flatten()]
         rows = zip(*columns, strict=True) if columns else itertools.repeat((), len(array))
         full = [
@@ -262,9 +253,8 @@ def _decoded(array: pa.Array, keep: Sequence[str] = ()) -> list[Any]:
             for row, valid in zip(full, array.is_valid().to_pylist(), strict=True)
         ]
     if is_list(kind):
-        lengths = pc.fill_null(pc.call_function("list_value_length", [array]), 0).to_pylist()
         values = iter(_decoded(array.flatten(), keep))
-        lists = [list(itertools.islice(values, length)) for length in lengths]
+        lists = [list(itertools.islice(values, length)) for length in list_sizes(array).tolist()]
         return [
             one if valid else None
             for one, valid in zip(lists, array.is_valid().to_pylist(), strict=True)
@@ -295,7 +285,3 @@ def has_strings(kind: pa.DataType) -> bool:
 
 def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-
-
-def _fields(kind: pa.DataType) -> list[pa.Field]:
-    return [kind.field(i) for i in range(kind.num_fields)]

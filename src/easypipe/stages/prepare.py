@@ -19,12 +19,7 @@ from easypipe.save.verify import cache_folder_of, verify
 from easypipe.save.write_folder import write_folder
 from easypipe.stages.mix.mixture import planned_of
 from easypipe.stages.save import SaveStage, rows_of
-from easypipe.stages.tokenize.documents import (
-    ImportedTokens,
-    TokenizedShardedSource,
-    cached_of,
-    require_documents,
-)
+from easypipe.stages.tokenize.documents import EncodedSource, cached_of, require_documents
 
 log = logging.getLogger("easypipe")
 
@@ -101,7 +96,7 @@ def prepare_sources(
 
 def documents_of(
     data: Mapping[str, ShardedSource], context: PipelineContext
-) -> Iterator[TokenizedShardedSource | ImportedTokens]:
+) -> Iterator[EncodedSource]:
     """Every dataset behind these sources that has a token cache."""
     for name, source in data.items():
         planned, names = planned_of(source), source.schema.names

@@ -14,12 +14,11 @@ import pyarrow as pa
 
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import Reject, Scan
-from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.schema import is_json, without_row_numbers
 from easypipe.core.values import Item, Row
 from easypipe.sources.schemas import (
     JSON,
     TypeConflict,
-    is_json,
     json_array,
     json_text,
     merge_types,
@@ -141,8 +140,8 @@ def as_scan(
     def made(rows: Sequence[Item], numbers: Sequence[int]) -> pa.RecordBatch:
         for number, row in zip(numbers, rows, strict=True):
             require_row(row, number, name)
-        data = [field for field in columns if field.name != ROW_NUMBER]
-        arrays = as_arrays(rows, numbers, pa.schema(data), name)
+        data = without_row_numbers(columns)
+        arrays = as_arrays(rows, numbers, data, name)
         if len(data) < len(columns):
             arrays.append(pa.array(numbers, pa.int64()))
         return pa.RecordBatch.from_arrays(arrays, schema=columns)

@@ -6,7 +6,6 @@ of this process, from which every read takes its own.
 
 from __future__ import annotations
 
-import base64
 import copy
 import inspect
 import itertools
@@ -38,11 +37,10 @@ from easypipe.core.protocols import (
     Source,
     SourceInfo,
 )
-from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.schema import ROW_NUMBER, is_json, schema_of_text, schema_text
 from easypipe.core.values import Dataset, Item, JsonObject, attribute_of
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external import dicts
-from easypipe.sources.schemas import is_json
 
 log = logging.getLogger("easypipe")
 
@@ -364,7 +362,7 @@ class OwnSource(Source):
                 path,
                 {
                     "shards": shards,
-                    "schema": base64.b64encode(self._whole.serialize().to_pybytes()).decode(),
+                    "schema": schema_text(self._whole),
                 },
             )
 
@@ -379,7 +377,7 @@ class OwnSource(Source):
             )
             return {
                 "shards": shards,
-                "schema": pa.ipc.read_schema(pa.py_buffer(base64.b64decode(value["schema"]))),
+                "schema": schema_of_text(value["schema"]),
             }
 
         if path is not None:

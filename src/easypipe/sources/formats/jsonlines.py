@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from easypipe.core.protocols import Reject, left_out
-from easypipe.core.schema import offsets_of
+from easypipe.core.schema import is_json, offsets_of
 from easypipe.core.values import Record
 from easypipe.sources.base import FileSource, Format, Rows
 from easypipe.sources.files import FileRef
@@ -35,7 +35,7 @@ from easypipe.sources.formats.scanners import (
     split_lines,
 )
 from easypipe.sources.formats.streams import PlainBytes
-from easypipe.sources.schemas import is_json, json_array, json_text
+from easypipe.sources.schemas import json_array, json_text
 
 FEW = 64  # lines of a refused block that are looked at one by one
 KIND_NAMES = {
@@ -288,9 +288,7 @@ def _parse_schema(fields: pa.Schema) -> pa.Schema:
                 pa.bool_() if pa.types.is_null(kind.value_type) else small(kind.value_type)
             )
         if pa.types.is_struct(kind):
-            return pa.struct(
-                [(kind.field(i).name, small(kind.field(i).type)) for i in range(kind.num_fields)]
-            )
+            return pa.struct([(field.name, small(field.type)) for field in kind.fields])
         return kind
 
     return pa.schema([(field.name, small(field.type)) for field in fields])

@@ -9,7 +9,6 @@ JSON.
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import re
@@ -22,6 +21,7 @@ import pyarrow.json as pj
 
 from easypipe.core.errors import SchemaError
 from easypipe.core.jit import jit
+from easypipe.core.schema import is_json, schema_of_text, schema_text
 from easypipe.core.values import Int32, Int64, JsonObject, UInt8
 from easypipe.sources.formats.scanners import (
     BLANK,
@@ -32,7 +32,7 @@ from easypipe.sources.formats.scanners import (
     skip_space,
     skip_string,
 )
-from easypipe.sources.schemas import JSON, TypeConflict, is_json, merge_types, plain_type
+from easypipe.sources.schemas import JSON, TypeConflict, merge_types, plain_type
 
 # What the top-level keys of JSON objects hold, found by scanning bytes (numba, without the GIL):
 # names and kinds of values.
@@ -297,7 +297,7 @@ class Observer:
         return {
             "columns": self._columns_seen(),
             "nulls": sorted(self._nulls),
-            "nested": base64.b64encode(nested.serialize().to_pybytes()).decode(),
+            "nested": schema_text(nested),
         }
 
     def _observe(self, data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -336,7 +336,7 @@ def schema_of(facts: JsonObject, exact: Sequence[str] = (), *, known: bool = Tru
     facts are of all rows; lists and objects of `exact` columns are JSON where they are not, as
     nothing is known of those that follow.
     """
-    nested = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(facts["nested"])))
+    nested = schema_of_text(facts["nested"])
     fields = []
     for name, every, first in facts["columns"]:
         if every & STRING and first not in (OBJECT, ARRAY):
@@ -422,12 +422,7 @@ def _without_times(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_timestamp(kind) or pa.types.is_time(kind) or pa.types.is_date(kind):
         return pa.large_string()
     if pa.types.is_struct(kind):
-        return pa.struct(
-            [
-                (kind.field(i).name, _without_times(kind.field(i).type))
-                for i in range(kind.num_fields)
-            ]
-        )
+        return pa.struct([(field.name, _without_times(field.type)) for field in kind.fields])
     if pa.types.is_list(kind):
         return pa.large_list(_without_times(kind.value_type))
     return plain_type(kind)

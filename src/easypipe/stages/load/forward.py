@@ -16,6 +16,7 @@ from easypipe.core.protocols import (
     Reject,
     Shard,
     Source,
+    bad_of,
     info_of,
     innermost,
     scan,
@@ -148,7 +149,7 @@ class ForwardDocuments:
         )
 
     def _bad(self, shard: int, rejects: Sequence[Reject]) -> list[Reject]:
-        bad = [reject for reject in rejects if not reject.benign]
+        bad = bad_of(rejects)
         if bad and self._on_error == "error":
             raise SourceError(
                 at=self._place(shard, bad[0]),

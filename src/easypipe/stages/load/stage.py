@@ -10,9 +10,9 @@ import numpy as np
 
 from easypipe.cache.reader import TokenCache
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, StageOrderError, require
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
-from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.core.schema import SEGMENT_IDS
 from easypipe.core.values import Arguments, Int32
 from easypipe.loader.collate import CollateConfig
 from easypipe.loader.config import LoadStageConfig, check_streams, default_streams
@@ -32,6 +32,7 @@ from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.stage import PackedShardedSource, mixture_of, packed_of
 from easypipe.stages.tokenize.documents import (
     aligned_columns,
+    require_tokens,
     token_info,
     tokenized_of,
     tokenizer_of,
@@ -56,12 +57,7 @@ class LoadStage(BaseStage):
         self, data: dict[str, ShardedSource], context: PipelineContext
     ) -> dict[str, ShardedSource]:
         for name, source in data.items():
-            if INPUT_IDS not in source.schema.names:
-                raise StageOrderError(
-                    at="",
-                    problem=f"Call tokenize() before load(): dataset {name!r} has no column "
-                    f"{INPUT_IDS!r}",
-                )
+            require_tokens(name, source, "load")
         return {name: _stepped(source, self.config) for name, source in data.items()}
 
     def open(self, name: str, source: ShardedSource, context: PipelineContext) -> Loader:

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from easypipe.core.errors import CacheError, ConfigError, StageOrderError, require
+from easypipe.core.errors import CacheError, ConfigError, require
 from easypipe.core.protocols import PipelineContext, ShardedSource, info_of
-from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
+from easypipe.core.schema import LOSS_MASK, SEGMENT_IDS
 from easypipe.core.values import JsonObject
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.steps import Begin, Steps
@@ -33,7 +33,7 @@ from easypipe.stages.reports.shares import (
     shares_by_step,
     unlike_weights,
 )
-from easypipe.stages.tokenize.documents import cached_of, token_info
+from easypipe.stages.tokenize.documents import cached_of, require_tokens, token_info
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,22 +90,22 @@ class PlanReport:
     """
 
     name: str
-    unit: str
-    datasets: tuple[DatasetPlan, ...]
+    unit: str = "rows"
+    datasets: tuple[DatasetPlan, ...] = ()
     steps: int
     steps_available: int | None
     batch_size: int
     rows: int
     rows_left_over: int
-    seq_length: int | None
-    slots: int
-    padding: int
-    fill: float
-    cache_bytes: int
-    saved_bytes: int | None
-    prepared: tuple[str, ...]
-    notes: tuple[str, ...]
-    seconds: float
+    seq_length: int | None = None
+    slots: int = 0
+    padding: int = 0
+    fill: float = 1.0
+    cache_bytes: int = 0
+    saved_bytes: int | None = None
+    prepared: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
     by_step: tuple[StepShares, ...] = ()  # where they were asked for
 
     def to_json(self) -> JsonObject:
@@ -177,18 +177,14 @@ def plan_report(
     )
     if SEGMENT_IDS in source.schema.names and planned_of(source) is None:
         report = _stored(name, source, load, asked)
-    elif INPUT_IDS not in source.schema.names:
-        raise StageOrderError(
-            at="",
-            problem=f"Call tokenize() before plan(): dataset {name!r} has no column {INPUT_IDS!r}",
-        )
-    elif context.config.streaming:
-        raise ConfigError(
-            at="streaming",
-            problem="nothing is counted before it is read, so there is nothing to plan from",
-            fix="Leave it out to plan over the token cache.",
-        )
     else:
+        require_tokens(name, source, "plan")
+        require(
+            not context.config.streaming,
+            "streaming",
+            "nothing is counted before it is read, so there is nothing to plan from",
+            "Leave it out to plan over the token cache.",
+        )
         report = _planned(name, source, load, context, asked)
     return dataclasses.replace(
         report,
@@ -361,22 +357,11 @@ class _Run:
         begin = self.counted.begin.batch
         return PlanReport(
             name=name,
-            unit="rows",
-            datasets=(),
             steps=self.steps - begin,
             steps_available=None if self.available is None else self.available - begin,
             batch_size=self.load.batch_size,
             rows=len(self.reached),
             rows_left_over=self.left_over,
-            seq_length=None,
-            slots=0,
-            padding=0,
-            fill=1.0,
-            cache_bytes=0,
-            saved_bytes=None,
-            prepared=(),
-            notes=(),
-            seconds=0.0,
         )
 
     def notes(self, name: str) -> Iterator[str]:

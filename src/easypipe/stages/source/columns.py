@@ -9,9 +9,7 @@ import pyarrow as pa
 
 from easypipe.core.errors import ConfigError, SourceError, require, require_known
 from easypipe.core.protocols import ShardedSource
-from easypipe.core.schema import (
-    ROW_NUMBER,
-)
+from easypipe.core.schema import data_columns
 from easypipe.core.values import Arguments
 from easypipe.stages.source.config import TOKEN_COLUMNS, DatasetConfig
 from easypipe.transforms.columns.base import TransformedSource
@@ -69,7 +67,7 @@ def formatted(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
     steps: list[Any] = []
     schema = source.schema
     if dataset.hold_out is not None:
-        columns = [name for name in schema.names if name != ROW_NUMBER]
+        columns = data_columns(schema)
         wanted = next(iter(read_columns(dataset)[-1:]), columns)
         steps.append(
             HoldOut(dataset.hold_out, [name for name in wanted if name in columns] or columns)
@@ -79,10 +77,7 @@ def formatted(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
         try:
             schema = steps[-1].schema(schema)
         except (ConfigError, SourceError) as error:
-            at = f"datasets.{dataset.name}.format_fields"
-            raise type(error)(
-                at=at, problem=error.problem, have=error.have, fix=error.fix
-            ) from None
+            raise error.moved(f"datasets.{dataset.name}.format_fields") from None
     if dataset.format_callback is not None:
         types: Arguments = dict(dataset.format_columns or {})
         own = answer_fields(dataset) or (dataset.content_field,)
@@ -100,10 +95,7 @@ def formatted(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
                 )
             )
         except ConfigError as error:
-            at = f"datasets.{dataset.name}.format_callback"
-            raise ConfigError(
-                at=at, problem=error.problem, have=error.have, fix=error.fix
-            ) from None
+            raise error.moved(f"datasets.{dataset.name}.format_callback") from None
     return TransformedSource(source, steps, on_error=dataset.on_error) if steps else source
 
 
@@ -120,7 +112,7 @@ def kept_columns(
 
     Raises ConfigError for a column that is not there, or is both kept and removed.
     """
-    have = [column for column in source.schema.names if column != ROW_NUMBER]
+    have = data_columns(source.schema)
     for column in additional:
         problem = f"dataset {name!r} has no column {column!r}"
         require_known(column, have, f"{at}.additional_fields", problem)

@@ -14,7 +14,15 @@ import pyarrow as pa
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import Shard, ShardedSource, Source
-from easypipe.core.schema import ROW_NUMBER, SOURCE, fields_text, offsets_of
+from easypipe.core.schema import (
+    ROW_NUMBER,
+    SOURCE,
+    data_columns,
+    fields_text,
+    offsets_of,
+    row_numbers,
+    without_row_numbers,
+)
 from easypipe.core.values import Int32, Int64, Record
 from easypipe.plan.mix import Stop, integer_weights
 from easypipe.plan.order import OrderConfig
@@ -137,7 +145,9 @@ class InterleavedSource(Source):
     ) -> None:
         self.sources = dict(sources)
         assert self.sources, "block_mixture_interleave has looked"
-        schemas = {name: _without_numbers(source.schema) for name, source in self.sources.items()}
+        schemas = {
+            name: without_row_numbers(source.schema) for name, source in self.sources.items()
+        }
         first, schema = next(iter(schemas.items()))
         for name, other in schemas.items():
             require(
@@ -203,12 +213,8 @@ class InterleavedSource(Source):
             mine = np.flatnonzero(pieces.dataset == i)
             for run in _runs(self._starts[i], pieces.doc[mine]):
                 batch = source.read(run.shard, run.start, run.stop)
-                there = np.arange(run.stop - run.start)
-                if ROW_NUMBER in batch.schema.names:
-                    there = np.full(run.stop - run.start, -1, dtype=np.int64)
-                    there[batch.column(ROW_NUMBER).to_numpy() - run.start] = np.arange(
-                        batch.num_rows
-                    )
+                there = np.full(run.stop - run.start, -1, dtype=np.int64)
+                there[row_numbers(batch, run.start) - run.start] = np.arange(batch.num_rows)
                 found = there[run.rows]
                 place[mine[run.which]] = np.where(found < 0, -1, read + found)
                 tables.append(
@@ -234,9 +240,7 @@ class InterleavedSource(Source):
             if stop <= start:
                 return
             batch = self.read(0, start, stop)
-            yield from batch.select(
-                [name for name in batch.schema.names if name != ROW_NUMBER]
-            ).to_pylist()
+            yield from batch.select(data_columns(batch.schema)).to_pylist()
 
     @cached_property
     def _starts(self) -> list[Int64]:
@@ -276,10 +280,6 @@ def _as_source(name: str, data: Any) -> ShardedSource:
         raise ConfigError(
             at=f"datasets.{name}", problem=f"{type(data).__name__} holds no rows: {error}", fix=fix
         ) from None
-
-
-def _without_numbers(schema: pa.Schema) -> pa.Schema:
-    return pa.schema([field for field in schema if field.name != ROW_NUMBER])
 
 
 class _Run(NamedTuple):

@@ -33,6 +33,7 @@ from easypipe.core.protocols import (
     SourceInfo,
     TokenInfo,
     Turns,
+    bad_of,
     info_of,
     select,
 )
@@ -62,7 +63,31 @@ class WriterOptions(TypedDict, total=False):
     progress: ProgressListener
 
 
-class TokenizedShardedSource(Source):
+class EncodedSource(Source):
+    """Documents that an encoder makes of a source; `materialize` keeps them in the token cache."""
+
+    source: ShardedSource
+    writer: CacheWriter
+
+    @property
+    def schema(self) -> pa.Schema:
+        encoder = self.writer.encoder
+        return cache_schema(encoder.tokenizer_identity.vocab_size, loss_mask=encoder.masked)
+
+    @property
+    def below(self) -> ShardedSource:
+        return self.source
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return self.source.shards
+
+    def materialize(self) -> TokenCache:
+        """The token cache of all rows: opened, finished or made; see CacheWriter.fill."""
+        return self.writer.fill()
+
+
+class TokenizedShardedSource(EncodedSource):
     """The documents of a source of text, as rows of `cache_schema` with the row numbers of that
     source.
 
@@ -108,10 +133,6 @@ class TokenizedShardedSource(Source):
         )
 
     @property
-    def schema(self) -> pa.Schema:
-        return cache_schema(self.tokenizer.vocab_size, loss_mask=self.form.masked)
-
-    @property
     def info(self) -> SourceInfo:
         return dataclasses.replace(
             info_of(self.source),
@@ -121,29 +142,17 @@ class TokenizedShardedSource(Source):
         )
 
     @property
-    def below(self) -> ShardedSource:
-        return self.source
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        return self.source.shards
-
-    @property
     def fingerprint(self) -> str:
         recipe = self.form.recipe(self.tokenizer, refuted=False)
         return digest("tokenized", self.source.fingerprint, recipe, self.writer.on_error)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         batch, rejects = self.scan(shard, start, stop)
-        bad = next((reject for reject in rejects if not reject.benign), None)
+        bad = next(iter(bad_of(rejects)), None)
         if bad is not None and self.writer.on_error == "error":
             at = place(self.shards[shard].name, row=bad.row, column=self.form.label)
             raise bad_row(at, bad)
         return batch
-
-    def materialize(self) -> TokenCache:
-        """The token cache of all rows: opened, finished or made; see CacheWriter.fill."""
-        return self.writer.fill()
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         documents = self.documents(shard, start, stop)
@@ -159,7 +168,7 @@ class TokenizedShardedSource(Source):
         return dataclasses.replace(made, rejects=tuple(rejects))
 
 
-class ImportedTokens(Source):
+class ImportedTokens(EncodedSource):
     """Documents of a source of tokens. Reads nothing until `materialize()`, which gives its token
     cache.
     """
@@ -175,10 +184,10 @@ class ImportedTokens(Source):
     ) -> None:
         self.source = source
         self._tokens = tokens
-        self._encoder = TokenEncoder(source, tokens, aligned, name)
+        self.encoder = TokenEncoder(source, tokens, aligned, name)
         self.writer = CacheWriter(
             source=source,
-            encoder=self._encoder,
+            encoder=self.encoder,
             dataset=name,
             folder=folder,
             on_error="skip",
@@ -188,35 +197,23 @@ class ImportedTokens(Source):
 
     @property
     def schema(self) -> pa.Schema:
-        encoder = self._encoder
+        encoder = self.encoder
         return cache_schema(
             self._tokens.vocab_size, loss_mask=encoder.masked, aligned=encoder.aligned
         )
 
     @property
     def info(self) -> SourceInfo:
-        aligned = tuple(column.name for column in self._encoder.aligned)
+        aligned = tuple(column.name for column in self.encoder.aligned)
         return dataclasses.replace(info_of(self.source), tokens=self._tokens, aligned=aligned)
-
-    @property
-    def below(self) -> ShardedSource:
-        return self.source
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        return self.source.shards
 
     @property
     def fingerprint(self) -> str:
         # the key alone: in streaming nobody has counted the rows that ranges are cut from
-        return digest(self._encoder.key(), self.source.fingerprint)
-
-    def materialize(self) -> TokenCache:
-        """The token cache of all rows: opened, finished or made; see CacheWriter.fill."""
-        return self.writer.fill()
+        return digest(self.encoder.key(), self.source.fingerprint)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        return self._encoder.read(self.source, shard, start, stop).documents.batch
+        return self.encoder.read(self.source, shard, start, stop).documents.batch
 
 
 class Documents(ShardedSource, Protocol):
@@ -244,9 +241,9 @@ def prompts_of(source: ShardedSource) -> PromptRows | None:
     return form if isinstance(form, PromptRows) else None
 
 
-def cached_of(source: ShardedSource) -> TokenizedShardedSource | ImportedTokens | None:
+def cached_of(source: ShardedSource) -> EncodedSource | None:
     """The source, where its token cache is ours to make: one of users' own has to know itself."""
-    return source if isinstance(source, TokenizedShardedSource | ImportedTokens) else None
+    return source if isinstance(source, EncodedSource) else None
 
 
 def require_documents(
@@ -261,17 +258,22 @@ def require_documents(
     )
     if is_documents(source):
         return source
+    require_tokens(name, source, stage)
+    own = datasets_of(context).get(name)
+    tokens = token_info(source) or _named_tokenizer(name, context)
+    folder = cache_folder_of(own, source, context)
+    aligned = aligned_columns(name, source, context)
+    return ImportedTokens(name, source, tokens, folder, context.progress, aligned)
+
+
+def require_tokens(name: str, source: ShardedSource, stage: str) -> None:
+    """Raises StageOrderError for rows of text."""
     if INPUT_IDS not in source.schema.names:
         raise StageOrderError(
             at="",
             problem=f"Call tokenize() before {stage}(): dataset {name!r} has no column "
             f"{INPUT_IDS!r}",
         )
-    own = datasets_of(context).get(name)
-    tokens = token_info(source) or _named_tokenizer(name, context)
-    folder = cache_folder_of(own, source, context)
-    aligned = aligned_columns(name, source, context)
-    return ImportedTokens(name, source, tokens, folder, context.progress, aligned)
 
 
 def aligned_of(source: ShardedSource) -> tuple[AlignedColumn, ...]:

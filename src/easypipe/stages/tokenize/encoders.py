@@ -33,7 +33,9 @@ from easypipe.core.schema import (
     SEGMENT_BREAK,
     SEGMENT_IDS,
     TARGET_COLUMNS,
+    is_json,
     offsets_of,
+    row_numbers,
     token_dtype,
 )
 from easypipe.core.values import Arguments, Bools, Int64
@@ -44,13 +46,11 @@ from easypipe.stages.tokenize.text_rows import (
     Texts,
     read_texts,
     require_text,
-    row_numbers,
     texts_of,
 )
 from easypipe.stages.tokenize.token_rows import encode_texts, ends_closed, ends_with, sample_of
 from easypipe.transforms.chat.conversations import (
     decoded_of,
-    is_json,
     is_messages,
     is_text,
     plain_of,

@@ -261,12 +261,8 @@ def _format(
             train_on_eos=config.train_on_eos or "turn",
         )
     except ConfigError as error:
-        raise ConfigError(
-            at=error.at if error.at.startswith("chat_template_kwargs") else "template",
-            problem=error.problem,
-            have=error.have,
-            fix=error.fix,
-        ) from None
+        own = error.at.startswith("chat_template_kwargs")
+        raise error.moved(error.at if own else "template") from None
     policy = tokenizer.special.policy
     require(
         policy != "escape",

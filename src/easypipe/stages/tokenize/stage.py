@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from easypipe.cache.location import cache_folder_of
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require_known
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
-from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
+from easypipe.core.schema import INPUT_IDS, data_columns
 from easypipe.core.values import Arguments
 from easypipe.stages.config import datasets_of, settings_of
 from easypipe.stages.source.columns import kept_columns
@@ -112,14 +113,8 @@ def _kept_columns(
     name that no dataset knows.
     """
     texts = {name: source for name, source in data.items() if INPUT_IDS not in source.schema.names}
-    have = list(
-        dict.fromkeys(
-            column
-            for source in texts.values()
-            for column in source.schema.names
-            if column != ROW_NUMBER
-        )
-    )
+    every = (data_columns(source.schema) for source in texts.values())
+    have = list(dict.fromkeys(itertools.chain.from_iterable(every)))
     for i, column in enumerate(stage.remove_columns or ()):
         at = f"tokenize.remove_columns[{i}]"
         require_known(column, have, at, f"no dataset has a column {column!r}")

@@ -12,8 +12,8 @@ import xxhash
 
 from easypipe.core.errors import SourceError, did_you_mean, place
 from easypipe.core.protocols import Reject, ShardedSource, counted, info_of, left_out, scan
-from easypipe.core.schema import ROW_NUMBER
-from easypipe.core.text import bytes_of, has_text
+from easypipe.core.schema import data_columns, row_numbers
+from easypipe.core.text import bytes_of, has_text, not_utf8
 from easypipe.core.values import Bools, Int64, UInt8
 from easypipe.transforms.chat.conversations import is_text
 from easypipe.transforms.chat.spans import Rendered
@@ -106,19 +106,12 @@ def texts_of(
     )
 
 
-def row_numbers(batch: pa.RecordBatch, start: int) -> Int64:
-    """Int64[rows], of a batch that was read from row `start` on."""
-    if ROW_NUMBER in batch.schema.names:
-        return batch.column(ROW_NUMBER).to_numpy()
-    return np.arange(start, start + batch.num_rows)
-
-
 def require_text(source: ShardedSource, content_field: str, dataset: str) -> None:
     """Raises SourceError where the column does not exist or is of a type that holds no text. Reads
     no rows.
     """
     schema = source.schema
-    columns = [name for name in schema.names if name != ROW_NUMBER]
+    columns = data_columns(schema)
     at = place(f"dataset {dataset!r}", column=content_field)
     if content_field not in columns:
         fix = (
@@ -160,7 +153,10 @@ def read_texts(
         column = (
             column.cast(pa.large_string()) if not pa.types.is_large_string(column.type) else column
         )
-        bad += [] if info_of(source).checks_text else _invalid(column, rows)
+        bad += [
+            Reject(row=int(rows[i]), reason="invalid_utf8", detail="not UTF-8")
+            for i in (() if info_of(source).checks_text else not_utf8(column))
+        ]
     else:
         bad += [
             Reject(row=int(row), reason="not_a_string", detail=f"{column.type}, not text")
@@ -181,21 +177,3 @@ def read_texts(
         column.filter(pa.array(keep)) if is_text(column.type) else pa.array([], pa.large_string())
     )
     return Texts(texts, rows[keep], counted((*rejects, *bad)))
-
-
-def _invalid(column: pa.LargeStringArray, rows: Int64) -> list[Reject]:
-    """Rows that are no UTF-8, which Arrow files may hold unnoticed. Halves are looked at, so that a
-    few cost little more than none.
-    """
-    bad, pending = [], [(0, len(column))]
-    while pending:
-        first, last = pending.pop()
-        try:
-            column.slice(first, last - first).validate(full=True)
-        except (pa.ArrowInvalid, UnicodeDecodeError):
-            middle = (first + last) // 2
-            if last - first == 1:
-                bad.append(Reject(row=int(rows[first]), reason="invalid_utf8", detail="not UTF-8"))
-            else:
-                pending += [(first, middle), (middle, last)]
-    return bad

@@ -253,7 +253,7 @@ def is_messages(kind: pa.DataType) -> bool:
 
 
 def is_json(kind: pa.DataType) -> bool:
-    """Whether a column is JSON text by its type: lists or objects that have no common one."""
+    """As core.schema.is_json, which the worker process has no need to import."""
     return isinstance(kind, pa.JsonType)
 
 

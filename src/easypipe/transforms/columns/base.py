@@ -36,13 +36,14 @@ from easypipe.core.protocols import (
     SourceInfo,
     TokenInfo,
     Transform,
+    bad_of,
     identity_of,
     info_of,
     raw_of,
     scan,
     select,
 )
-from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.schema import ROW_NUMBER, data_columns, row_numbers, without_row_numbers
 from easypipe.core.values import Bools, Int64, attribute_of
 
 OnError = Literal["error", "skip", "quarantine"]
@@ -136,14 +137,10 @@ class ColumnTransform(ABC):
     def scan(self, batch: pa.RecordBatch) -> Scan:
         """The batch transformed, and the rows on which that failed."""
         schema = self.schema(batch.schema)
-        if ROW_NUMBER not in batch.schema.names:
-            after = self.rows(Rows(batch, np.arange(batch.num_rows)))
-            return Scan(
-                pa.RecordBatch.from_arrays(after.batch.columns, schema=schema), after.rejects
-            )
-        numbers = batch.column(ROW_NUMBER).to_numpy()
-        after = self.rows(Rows(batch.drop_columns([ROW_NUMBER]), numbers))
-        arrays = [*after.batch.columns, pa.array(after.numbers, pa.int64())]
+        after = self.rows(Rows(batch.select(data_columns(batch.schema)), row_numbers(batch, 0)))
+        arrays = list(after.batch.columns)
+        if ROW_NUMBER in batch.schema.names:
+            arrays.append(pa.array(after.numbers, pa.int64()))
         return Scan(pa.RecordBatch.from_arrays(arrays, schema=schema), after.rejects)
 
     def __call__(self, batch: pa.RecordBatch | ShardedSource) -> pa.RecordBatch | TransformedSource:
@@ -153,7 +150,7 @@ class ColumnTransform(ABC):
         if not isinstance(batch, pa.RecordBatch):
             return TransformedSource(batch, self)
         after, rejects = self.scan(batch)
-        first = next((reject for reject in rejects if not reject.benign), None)
+        first = next(iter(bad_of(rejects)), None)
         if first is not None:
             raise SourceError(
                 at=place(str(self), row=first.row),
@@ -357,7 +354,7 @@ class TransformedSource(Source):
         """The same rows with only `columns`; below, only what those are made of is read."""
         narrowed = copy.copy(self)
         narrowed.transform, reads = self.transform.narrow(
-            list(columns), _without_numbers(self.source.schema)
+            list(columns), without_row_numbers(self.source.schema)
         )
         narrowed._columns = tuple(columns)
         if reads is not None:
@@ -381,11 +378,11 @@ class TransformedSource(Source):
         batch, below = scan(self.source, shard, first, last)
         given = self._given(batch, first)
         after, own = self.transform.scan(given)
-        bad = next((reject for reject in own if not reject.benign), None)
+        bad = next(iter(bad_of(own)), None)
         if bad is not None and self.on_error == "error":
             raise self._refusal(info.name, bad)
         if k > 1:  # benign ones below are among the numbers that stay unfilled
-            below = _spread([reject for reject in below if not reject.benign], k)
+            below = _spread(bad_of(below), k)
         rejects = [reject for reject in (*below, *own) if start <= reject.row < stop]
         if k > 1:
             numbers = after.column(ROW_NUMBER).to_numpy()
@@ -414,22 +411,18 @@ class TransformedSource(Source):
     def _after(self, before: pa.Schema) -> pa.Schema:
         if self._reads is not None:
             before = pa.schema([before.field(name) for name in self._reads])
-        after = self.transform.schema(_without_numbers(before))
+        after = self.transform.schema(without_row_numbers(before))
         if self._columns is not None:
             after = pa.schema([after.field(name) for name in self._columns])
         return _numbered(after) if self._numbered else pa.schema(list(after))
 
     def _given(self, batch: pa.RecordBatch, start: int) -> pa.RecordBatch:
         """What the transform is given: the columns that it reads, and row numbers."""
-        numbers = (
-            batch.column(ROW_NUMBER)
-            if ROW_NUMBER in batch.schema.names
-            else pa.array(np.arange(start, start + batch.num_rows))
+        data = batch.select(list(self._reads or data_columns(batch.schema)))
+        schema = _numbered(data.schema)
+        return pa.RecordBatch.from_arrays(
+            [*data.columns, pa.array(row_numbers(batch, start), pa.int64())], schema=schema
         )
-        names = [name for name in (self._reads or batch.schema.names) if name != ROW_NUMBER]
-        data = batch.select(names)
-        schema = _numbered(_without_numbers(data.schema))
-        return pa.RecordBatch.from_arrays([*data.columns, numbers], schema=schema)
 
     def _left_out(
         self,
@@ -500,7 +493,3 @@ def _spread(rejects: Iterable[Reject], factor: int) -> tuple[Reject, ...]:
 
 def _numbered(schema: pa.Schema) -> pa.Schema:
     return schema.append(pa.field(ROW_NUMBER, pa.int64()))
-
-
-def _without_numbers(schema: pa.Schema) -> pa.Schema:
-    return pa.schema([field for field in schema if field.name != ROW_NUMBER])

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require_columns
-from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.schema import ROW_NUMBER, is_list, list_sizes
 from easypipe.core.text import has_text
 from easypipe.core.values import JsonValue
 from easypipe.transforms.columns.base import ColumnTransform, Narrowed, Rows, overlaid
@@ -170,7 +170,7 @@ class Extract(ColumnTransform):
         array = batch.column(name)
         for step in steps:
             kind = array.type
-            if _is_list(kind):
+            if is_list(kind):
                 position = _position(step)
                 if position is None:
                     fix = f"Give a position, as in {path.replace(step, '0', 1)!r}."
@@ -181,7 +181,7 @@ class Extract(ColumnTransform):
                     )
                 array = _item(array, position)
             elif pa.types.is_struct(kind):
-                keys = [kind.field(i).name for i in range(kind.num_fields)]
+                keys = [field.name for field in kind.fields]
                 if step not in keys:
                     raise SourceError(
                         at=str(self),
@@ -296,10 +296,8 @@ class FilterNonEmpty(ColumnTransform):
             full = column.is_valid()
             if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
                 full = pa.array(has_text(column))
-            elif _is_list(column.type):
-                full = pc.and_(
-                    full, pc.fill_null(pc.greater(pc.list_value_length(column), 0), False)
-                )
+            elif is_list(column.type):
+                full = pa.array(list_sizes(column) > 0)
             keep &= full.to_numpy(zero_copy_only=False)
         return rows.kept(keep)
 
@@ -388,12 +386,6 @@ def _split(path: str, schema: pa.Schema, at: str) -> tuple[str, list[str]]:
     )
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
-
-
 def _position(step: str) -> int | None:
     return int(step) if step.removeprefix("-").isdigit() and step.isascii() else None
 
@@ -402,9 +394,7 @@ def _item(array: pa.Array, position: int) -> pa.Array:
     """Item `position` of every list; null where there is none."""
     if pa.types.is_fixed_size_list(array.type):
         array = array.cast(pa.large_list(array.type.value_type))
-    lengths = (
-        pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-    )
+    lengths = list_sizes(array)
     offsets = array.offsets.to_numpy().astype(np.int64)
     there = lengths > position if position >= 0 else lengths >= -position
     at = (offsets[:-1] if position >= 0 else offsets[1:]) + position

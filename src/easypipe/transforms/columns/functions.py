@@ -22,7 +22,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place, require_columns
 from easypipe.core.identity import UserFunction, why
 from easypipe.core.protocols import Reject
-from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.schema import ROW_NUMBER, list_sizes
 from easypipe.core.values import Int64, Record, Row
 from easypipe.transforms.columns.base import (
     ColumnTransform,
@@ -314,7 +314,7 @@ class Expand(ColumnTransform):
             by = self.by
             return _called(self, by, rows, lambda row: self._several(by(row)), "expand_failed")
         schema, lists = self.columns(rows.batch.schema), rows.batch.column(self.by)
-        sizes = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+        sizes = list_sizes(lists)
         fits = sizes <= self.fan_out
         failed = [
             _too_many(int(rows.numbers[i]), int(sizes[i]), self.fan_out)
@@ -323,7 +323,7 @@ class Expand(ColumnTransform):
         rows = rows.kept(fits, failed)
         items = pc.list_flatten(rows.batch.column(self.by))
         others = Rows(rows.batch.drop_columns([self.by]), rows.numbers, rows.rejects)
-        spread = _spread(others, sizes[fits].astype(np.int64), self.fan_out)
+        spread = _spread(others, sizes[fits], self.fan_out)
         return spread.laid_over(schema, {self.by: items})
 
     def _several(self, made: Iterable[Row]) -> list[Row]:
