@@ -30,9 +30,11 @@ import difflib
 import functools
 from collections.abc import Collection, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import TypeVar
 
 from easypipe.core.visible import visible
+
+E = TypeVar("E", bound="EasypipeError")
 
 
 class EasypipeError(Exception):
@@ -48,10 +50,6 @@ class EasypipeError(Exception):
         self.have = None if have is None else [str(item) for item in have]
         self.fix = fix
         super().__init__(at, problem)
-
-    def moved(self, at: str) -> Self:
-        """The same error at another place."""
-        return type(self)(at=at, problem=self.problem, have=self.have, fix=self.fix)
 
     def __reduce__(self) -> tuple[object, ...]:  # errors cross processes whole, notes included
         parts = {"at": self.at, "problem": self.problem, "have": self.have, "fix": self.fix}
@@ -77,7 +75,12 @@ class ConfigError(EasypipeError, ValueError):
     def under(self, parent: str) -> ConfigError:
         """The same error, seen from one level further up the configuration tree."""
         joint = "" if not self.at or self.at.startswith("[") else "."
-        return self.moved(f"{parent}{joint}{self.at}")
+        return moved(self, f"{parent}{joint}{self.at}")
+
+
+def moved(error: E, at: str) -> E:
+    """The same error at another place."""
+    return type(error)(at=at, problem=error.problem, have=error.have, fix=error.fix)
 
 
 def require(

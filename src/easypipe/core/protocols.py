@@ -176,9 +176,13 @@ class ShardedDataSource:
             )
         return self._rows_of(number, row, total)
 
-    def _rows_of(self: Any, number: int, row: int, total: int) -> Iterator[Record]:
-        for start in range(row, total, ROWS_AT_A_TIME):
-            batch = self.read(number, start, min(total, start + ROWS_AT_A_TIME))
+    def _rows_of(self: Any, number: int, row: int, total: int | None) -> Iterator[Record]:
+        """total: None where the rows never end."""
+        for start in itertools.count(row, ROWS_AT_A_TIME):
+            stop = start + ROWS_AT_A_TIME if total is None else min(total, start + ROWS_AT_A_TIME)
+            if stop <= start:
+                return
+            batch = self.read(number, start, stop)
             yield from batch.select(data_columns(batch.schema)).to_pylist()
 
 

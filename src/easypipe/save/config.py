@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from easypipe.core.config import config
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 
 Format = Literal["parquet", "arrow", "jsonl"]
 Compression = Literal["none", "gzip", "lz4", "zstd"]
@@ -113,8 +113,12 @@ class SaveStageConfig:
                 "Leave it out for main.",
             ),
         ):
-            if wrong:
-                raise ConfigError(at=at, problem=problem, fix=fix)
+            require(
+                not wrong,
+                at,
+                problem,
+                fix,
+            )
 
 
 def codec_of(config: SaveStageConfig) -> str:

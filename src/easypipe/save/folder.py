@@ -12,7 +12,7 @@ from easypipe.core.checked import (
     recall_checked,
     remember_checked,
 )
-from easypipe.core.errors import CacheError, ConfigError
+from easypipe.core.errors import CacheError, ConfigError, require
 from easypipe.core.remote import StorageOptions
 from easypipe.save.saved import MANIFEST, SavedManifest, SavedShard, join, read_manifest
 
@@ -89,12 +89,12 @@ class Run:
             found = open_run(
                 self.folder, self.fingerprint, overwrite=False, storage_options=self.storage_options
             )
-            if not found.claimed and found.manifest is None:
-                raise ConfigError(
-                    at=f"save.output_dir={self.folder}",
-                    problem="was emptied while rows were written there",
-                    fix="Save again, alone.",
-                )
+            require(
+                found.claimed or found.manifest is not None,
+                f"save.output_dir={self.folder}",
+                "was emptied while rows were written there",
+                "Save again, alone.",
+            )
         commit_checked(join(self.folder, MANIFEST), manifest.to_json(), self.storage_options)
         self.tidy()
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.core.schema import SOURCE, is_list
 from easypipe.save.parquet_lists import ListsWriter, holds_lists_of_integers
 
@@ -68,12 +68,12 @@ def check_json(schema: pa.Schema) -> None:
         inner = field.type
         while any(holds(inner) for holds in JSON_HOLDERS):
             inner = inner.value_type
-        if not any(fits(inner) for fits in JSON_VALUES):
-            raise ConfigError(
-                at="format",
-                problem=f"JSON cannot hold column {field.name!r} of type {field.type}",
-                fix="Save as parquet or arrow.",
-            )
+        require(
+            any(fits(inner) for fits in JSON_VALUES),
+            "format",
+            f"JSON cannot hold column {field.name!r} of type {field.type}",
+            "Save as parquet or arrow.",
+        )
 
 
 def _binary_sink(sink: Path | pa.NativeFile) -> contextlib.AbstractContextManager[Any]:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import Scan, Shard, ShardedSource, info_of, scan
 from easypipe.core.schema import row_numbers
 from easypipe.core.values import Int64
@@ -110,12 +110,12 @@ def plan_shards(
 def count_rows(shards: Sequence[Shard]) -> int:
     """Raises ConfigError where a shard does not know its rows."""
     for shard in shards:
-        if shard.num_rows is None:
-            raise ConfigError(
-                at="save",
-                problem=f"shard {shard.name!r} does not know how many rows it has",
-                fix="Give it a row count.",
-            )
+        require(
+            shard.num_rows is not None,
+            "save",
+            f"shard {shard.name!r} does not know how many rows it has",
+            "Give it a row count.",
+        )
     return sum(shard.num_rows or 0 for shard in shards)
 
 

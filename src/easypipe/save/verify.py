@@ -126,7 +126,7 @@ def _saved(folder: str, storage_options: StorageOptions) -> Verification:
         return Verification(path=folder, kind="saved rows", dataset=dataset, problems=(problem,))
     problems: list[Problem] = []
     text = storage.read_json(path, storage_options)
-    rows, tokens = manifest.num_rows, sum(shard.num_tokens for shard in manifest.shards)
+    rows, tokens = manifest.num_rows, manifest.num_tokens
     if (text.get("num_rows"), text.get("num_tokens")) != (rows, tokens):
         what = (
             f"the manifest is damaged: {text.get('num_rows')} rows of {text.get('num_tokens')} "
@@ -151,8 +151,8 @@ def _saved(folder: str, storage_options: StorageOptions) -> Verification:
         kind="saved rows",
         dataset=dataset,
         files=len(manifest.shards),
-        num_bytes=sum(shard.num_bytes for shard in manifest.shards),
-        rows=sum(shard.num_rows for shard in manifest.shards),
+        num_bytes=manifest.num_bytes,
+        rows=rows,
         tokens=tokens,
         problems=tuple(problems),
         notes=notes,

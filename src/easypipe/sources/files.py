@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from easypipe.core import remote
 from easypipe.core.closing import Closeable
-from easypipe.core.errors import ConfigError, MissingFileError, SourceError, did_you_mean, require
+from easypipe.core.errors import MissingFileError, SourceError, did_you_mean, require
 from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import filesystem, is_remote
 from easypipe.sources.listing import resolve_remote
@@ -116,12 +116,12 @@ def _listed(
 ) -> tuple[str, list[FileRef]]:
     if isinstance(pattern, FileRef):
         return pattern.path, [pattern]
-    if not isinstance(pattern, str | os.PathLike) or pattern == "":
-        raise ConfigError(
-            at="data_files",
-            problem=f"{pattern!r} is not a path",
-            fix="Give a path, a glob, a folder or a URL.",
-        )
+    require(
+        isinstance(pattern, str | os.PathLike) and pattern != "",
+        "data_files",
+        f"{pattern!r} is not a path",
+        "Give a path, a glob, a folder or a URL.",
+    )
     text = os.fspath(pattern)
     if is_remote(text):
         return text, resolve_remote(text, storage_options, kinds)

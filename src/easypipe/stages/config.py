@@ -175,6 +175,12 @@ def settings_of(context: PipelineContext) -> PipelineConfig:
     return context.config
 
 
+def tokenizer_config_of(name: str, context: PipelineContext) -> TokenizerConfig | str | None:
+    """The tokenizer that the config names for a dataset: its own, else that of all."""
+    own = datasets_of(context).get(name)
+    return (own and own.tokenizer) or settings_of(context).default_tokenizer
+
+
 def datasets_of(context: PipelineContext) -> dict[str, DatasetConfig]:
     """The configs of the datasets by name, in their order."""
     return {str(dataset.name): dataset for dataset in settings_of(context).datasets}

@@ -69,12 +69,12 @@ class SaveStage(BaseStage):
     ) -> dict[str, ShardedSource]:
         for target in self.targets(data, context):
             planned = planned_of(target.source)
-            if planned is not None and planned.mixture.endless:
-                raise ConfigError(
-                    at="save",
-                    problem=f"{target.dataset!r} never ends: its stop_strategy is 'restart'",
-                    fix="Set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
-                )
+            require(
+                planned is None or not planned.mixture.endless,
+                "save",
+                f"{target.dataset!r} never ends: its stop_strategy is 'restart'",
+                "Set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
+            )
             if target.config.format == "jsonl":
                 check_json(target.source.schema)
         return data
@@ -121,12 +121,12 @@ class SaveStage(BaseStage):
                     )
                 except ConfigError as error:
                     raise error.under("save") from None
-            if folder is None:
-                raise ConfigError(
-                    at="save.output_dir",
-                    problem=f"no folder for dataset {name!r}",
-                    fix="Set it, or the dataset's save_path.",
-                )
+            require(
+                folder is not None,
+                "save.output_dir",
+                f"no folder for dataset {name!r}",
+                "Set it, or the dataset's save_path.",
+            )
             targets.append(Target(dataset=name, source=source, folder=str(folder), config=config))
         return targets
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import xxhash
 
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place, require_columns, require_rows
-from easypipe.core.protocols import Shard, ShardedSource, Source
+from easypipe.core.protocols import Shard, Source
 from easypipe.core.values import Row
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external.dicts import MISFITS, as_json, holds_struct, outer_kind
@@ -22,23 +21,7 @@ from easypipe.sources.schemas import column, plain_schema
 CUT_ROWS = 8192  # rows in memory can be read from anywhere; cuts only say where work may be divided
 
 
-class _PythonRows(Source):
-    """Rows that were Python objects, with what Arrow does not tell of them."""
-
-    _batch: pa.RecordBatch
-    _again: Callable[[pa.Table], ShardedSource]
-    _nested: Mapping[str, Sequence[Any]]
-
-    def exactly(self, columns: Sequence[str]) -> Any:
-        nulls = [key for key in columns if any(map(_holds_null, self._nested.get(key, ())))]
-        table = pa.Table.from_batches([self._batch])
-        for key in nulls:
-            as_text = as_json(self._nested[key])
-            table = table.set_column(table.column_names.index(key), key, as_text)
-        return self._again(table) if nulls else self
-
-
-class InMemoryShardedSource(_PythonRows):
+class InMemoryShardedSource(Source):
     """A table, list of dicts or dict of columns as a source of one shard; implements ShardedSource.
 
     data: pa.Table or pa.RecordBatch; a list of dicts (keys may differ: what a row lacks is null); a
@@ -55,7 +38,7 @@ class InMemoryShardedSource(_PythonRows):
         name: str = "memory",
     ) -> None:
         table = _table(data, name)
-        self._again = functools.partial(type(self), columns=columns, name=name)
+        self._columns, self._name = columns, name
         # as Python gave them: Arrow would tell no null from a key that a row does not have
         self._nested = {
             key: values
@@ -99,6 +82,16 @@ class InMemoryShardedSource(_PythonRows):
 
     def shard_identity(self, shard: int) -> str:
         return self._content
+
+    def exactly(self, columns: Sequence[str]) -> InMemoryShardedSource:
+        nulls = [key for key in columns if any(map(_holds_null, self._nested.get(key, ())))]
+        table = pa.Table.from_batches([self._batch])
+        for key in nulls:
+            as_text = as_json(self._nested[key])
+            table = table.set_column(table.column_names.index(key), key, as_text)
+        if not nulls:
+            return self
+        return InMemoryShardedSource(table, columns=self._columns, name=self._name)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         require_rows(start, stop, self._batch.num_rows, self._shard.name)

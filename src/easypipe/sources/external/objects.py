@@ -17,7 +17,7 @@ import pyarrow as pa
 import xxhash
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require_rows
+from easypipe.core.errors import SourceError, require, require_known, require_rows
 from easypipe.core.identity import held_by, name_of
 from easypipe.core.protocols import Scan, Shard, ShardedSource, Source, left_out
 from easypipe.core.schema import ROW_NUMBER
@@ -103,20 +103,15 @@ def open_object(
     if is_dataset_dict(data):
         if split is None and len(data) == 1:
             split = next(iter(data))
-        if split not in data:
-            problem = f"no split {split!r}" if split else "holds several splits"
-            raise ConfigError(
-                at="split",
-                problem=problem,
-                have=data,
-                fix=(did_you_mean(split, data) if split else None) or "Name one by split=.",
-            )
+        problem = f"no split {split!r}" if split else "holds several splits"
+        require_known(split or "", data, "split", problem, "Name one by split=.")
         data = data[split]
-    elif split is not None:
-        raise ConfigError(
-            at="split",
-            problem=f"{split!r}, but {type(data).__name__} has no splits",
-            fix="Leave it out.",
+    else:
+        require(
+            split is None,
+            "split",
+            f"{split!r}, but {type(data).__name__} has no splits",
+            "Leave it out.",
         )
     if is_arrow_dataset(data) or (
         is_random_access(data) and not is_complete(data) and not is_sharded(data)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from easypipe.core.errors import ConfigError, MissingFileError, SourceError, did_you_mean
+from easypipe.core.errors import MissingFileError, SourceError, require, require_known
 from easypipe.core.storage import is_inside
 from easypipe.core.values import JsonObject
 
@@ -17,7 +17,7 @@ STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 
 def is_saved_dataset(path: str | os.PathLike[str]) -> bool:
     """A local folder with what `save_to_disk` writes."""
-    folder = Path(os.path.expanduser(str(path).removeprefix("file://")))
+    folder = _folder(path)
     splits, *both = (os.path.isfile(folder / name) for name in (SPLITS, STATE, INFO))
     return splits or all(both)
 
@@ -26,38 +26,30 @@ def saved_splits(path: str | os.PathLike[str]) -> tuple[list[str], bool]:
     """The splits of a folder that `is_saved_dataset`, and whether it is a DatasetDict, of which one
     has to be chosen.
     """
-    folder = Path(os.path.expanduser(str(path).removeprefix("file://")))
+    folder = _folder(path)
     if (folder / SPLITS).is_file():
         return _splits(folder), True
-    return [str(_read(folder / STATE).get("_split") or "train")], False
+    return [_own_split(folder)], False
 
 
 def saved_dataset_files(path: str | os.PathLike[str], split: str | None = None) -> list[str]:
     """The Arrow shards, in their order. Raises ConfigError for a split that is not there,
     SourceError for a folder that is damaged.
     """
-    folder = Path(os.path.expanduser(str(path).removeprefix("file://")))
+    folder = _folder(path)
     if (folder / SPLITS).is_file():
         splits = _splits(folder)
         chosen = split or (splits[0] if len(splits) == 1 else None)
-        if chosen not in splits:
-            problem = (
-                f"{folder} has no split {split!r}" if split else f"{folder} holds several splits"
-            )
-            raise ConfigError(
-                at="split",
-                problem=problem,
-                have=splits,
-                fix=(did_you_mean(split, splits) if split else None) or "Name one by split=.",
-            )
+        problem = f"{folder} has no split {split!r}" if split else f"{folder} holds several splits"
+        require_known(chosen or "", splits, "split", problem, "Name one by split=.")
         folder = folder / str(chosen)
-    elif split is not None and split != (
-        own := str(_read(folder / STATE).get("_split") or "train")
-    ):
-        raise ConfigError(
-            at="split",
-            problem=f"{folder} holds the split {own!r} alone, not {split!r}",
-            fix="Leave split out.",
+    elif split is not None:
+        own = _own_split(folder)
+        require(
+            split == own,
+            "split",
+            f"{folder} holds the split {own!r} alone, not {split!r}",
+            "Leave split out.",
         )
     state = _read(folder / STATE)
     if state.get("_indices_data_files"):
@@ -84,6 +76,15 @@ def saved_dataset_files(path: str | os.PathLike[str], split: str | None = None) 
             fix="Copy or save the dataset again.",
         )
     return files
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.expanduser(str(path).removeprefix("file://")))
+
+
+def _own_split(folder: Path) -> str:
+    """Of a folder that is no DatasetDict."""
+    return str(_read(folder / STATE).get("_split") or "train")
 
 
 def _splits(folder: Path) -> list[str]:

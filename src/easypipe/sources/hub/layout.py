@@ -7,7 +7,7 @@ The rules are those that the Hub documents (huggingface.co/docs/hub, "Data files
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from fsspec.utils import glob_translate
 
@@ -123,17 +123,7 @@ def _from_card(data: list[str], card: Json, subset: str | None, at: str) -> dict
     chosen = subset or next((name for name, entry in configs.items() if entry.get("default")), None)
     if chosen is None and (len(configs) == 1 or "default" in configs):
         chosen = "default" if "default" in configs else next(iter(configs))
-    if chosen is None or chosen not in configs:
-        problem = (
-            f"no subset {subset!r}" if subset else "has several subsets, and none is the default"
-        )
-        raise MissingFileError(
-            at=at,
-            problem=problem,
-            have=configs,
-            fix=(did_you_mean(subset, configs) if subset else None) or "Name one by subset=.",
-        )
-    entry = configs[chosen]
+    entry = configs[_known_subset(subset, chosen, configs, at)]
     base = str(entry.get("data_dir") or "").strip("/")
     inside = [name for name in data if not base or name.startswith(f"{base}/")]
     files = entry.get("data_files")
@@ -160,17 +150,20 @@ def _from_folders(data: list[str], subset: str | None, at: str) -> dict[str, lis
     chosen = subset or (
         "default" if "default" in subsets else subsets[0] if len(subsets) == 1 else None
     )
-    if chosen not in subsets:
-        problem = (
-            f"no subset {subset!r}" if subset else "has several subsets, and none is the default"
-        )
-        raise MissingFileError(at=at, problem=problem, have=subsets, fix="Name one by subset=.")
+    chosen = _known_subset(subset, chosen, subsets, at)
     found: dict[str, list[str]] = {}
     for name in data:
         parts = name.split("/")
         if parts[0] == chosen and len(parts) > 2:
             found.setdefault(parts[1].removeprefix("partial-"), []).append(name)
     return found
+
+
+def _known_subset(subset: str | None, chosen: str | None, have: Collection[str], at: str) -> str:
+    """The one that is chosen, where it is there. subset: as it was asked for."""
+    problem = f"no subset {subset!r}" if subset else "has several subsets, and none is the default"
+    require_known(chosen or "", have, at, problem, "Name one by subset=.", MissingFileError)
+    return chosen or ""
 
 
 def _by_names(data: list[str]) -> dict[str, list[str]]:

@@ -24,7 +24,7 @@ from easypipe.loader.streams import spec as streams
 from easypipe.loader.streams.rows import StreamRows
 from easypipe.plan.buckets import bucket_widths, length_counts
 from easypipe.plan.spec import PlanSpec
-from easypipe.stages.config import datasets_of, settings_of
+from easypipe.stages.config import settings_of, tokenizer_config_of
 from easypipe.stages.decoding import decoder_of
 from easypipe.stages.load.forward import ForwardDocuments
 from easypipe.stages.mix.mixture import Mixture, planned_of
@@ -173,8 +173,7 @@ def _tokenizer_options(
     tokenizer = tokenizer_of(source)
     if tokenizer is not None:
         return tokenizer.config
-    own = datasets_of(context).get(name)
-    named = (own and own.tokenizer) or settings_of(context).default_tokenizer
+    named = tokenizer_config_of(name, context)
     return named if isinstance(named, TokenizerConfig) else None
 
 

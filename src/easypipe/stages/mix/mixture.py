@@ -16,7 +16,7 @@ from easypipe.cache.reader import TokenCache
 from easypipe.core.aligned import AlignedColumn
 from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, require
+from easypipe.core.errors import require
 from easypipe.core.protocols import PipelineContext, ShardedSource, Source, info_of
 from easypipe.core.schema import LOSS_MASK
 from easypipe.core.values import Int32, Int64, Json, Record
@@ -160,14 +160,14 @@ class Mixture:
 
     @cached_property
     def _caches(self) -> tuple[TokenCache, ...]:
-        if self.context.config.streaming:
-            raise ConfigError(
-                at="streaming",
-                problem="nothing is counted or cached before it is read, so there is no plan, and "
-                "no token cache to look into",
-                fix="Iterate over the loader, ask loader.ledger() for what was read so far, or "
-                "leave streaming out.",
-            )
+        require(
+            not self.context.config.streaming,
+            "streaming",
+            "nothing is counted or cached before it is read, so there is no plan, and "
+            "no token cache to look into",
+            "Iterate over the loader, ask loader.ledger() for what was read so far, or "
+            "leave streaming out.",
+        )
         return tuple(source.materialize() for source in self.parts.values())
 
     def without_eos(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from easypipe.core.errors import ConfigError, SourceError, require, require_known
+from easypipe.core.errors import ConfigError, SourceError, moved, require, require_known
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import data_columns
 from easypipe.core.values import Arguments
@@ -77,7 +77,7 @@ def formatted(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
         try:
             schema = steps[-1].schema(schema)
         except (ConfigError, SourceError) as error:
-            raise error.moved(f"datasets.{dataset.name}.format_fields") from None
+            raise moved(error, f"datasets.{dataset.name}.format_fields") from None
     if dataset.format_callback is not None:
         types: Arguments = dict(dataset.format_columns or {})
         own = answer_fields(dataset) or (dataset.content_field,)
@@ -95,7 +95,7 @@ def formatted(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
                 )
             )
         except ConfigError as error:
-            raise error.moved(f"datasets.{dataset.name}.format_callback") from None
+            raise moved(error, f"datasets.{dataset.name}.format_callback") from None
     return TransformedSource(source, steps, on_error=dataset.on_error) if steps else source
 
 

@@ -352,12 +352,12 @@ def _check_paths(files: Any) -> None:
     rows = any(isinstance(path, Mapping) for path in paths)
     for i, path in enumerate(paths):
         at = "data_files" if paths is not files else f"data_files[{i}]"
-        if rows and not isinstance(path, Mapping):
-            raise ConfigError(
-                at=at,
-                problem=f"{path!r} is no row, as others are",
-                fix="Give dicts alone, or paths alone.",
-            )
+        require(
+            not rows or isinstance(path, Mapping),
+            at,
+            f"{path!r} is no row, as others are",
+            "Give dicts alone, or paths alone.",
+        )
         if not rows and (not isinstance(path, str | Path) or not str(path)):
             raise ConfigError(
                 at=at,
@@ -423,12 +423,12 @@ def _check_hub(dataset: DatasetConfig, files: Any) -> None:
         f"{dataset.type!r}, but {files} is on the Hub, where file names tell the format",
         "Leave it out, or name files: hf://datasets/owner/name/*.jsonl.",
     )
-    if not isinstance(files, str):
-        raise ConfigError(
-            at="data_files",
-            problem=f"{files!r} names no dataset of the Hub",
-            fix="Write owner/name.",
-        )
+    require(
+        isinstance(files, str),
+        "data_files",
+        f"{files!r} names no dataset of the Hub",
+        "Write owner/name.",
+    )
     require(
         not parse_hub_name(files).pattern or (not dataset.split and not dataset.subset),
         "split" if dataset.split else "subset",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,6 @@ from easypipe.core.protocols import Shard, ShardedSource, Source
 from easypipe.core.schema import (
     ROW_NUMBER,
     SOURCE,
-    data_columns,
     fields_text,
     offsets_of,
     row_numbers,
@@ -36,7 +34,6 @@ from easypipe.stages.source.config import is_object
 from easypipe.transforms.columns.base import as_array
 
 WINDOW_ROWS = 8192
-ROWS_AT_A_TIME = 1024  # that iterating reads
 GAP_ROWS = 64  # rows that are read and left out rather than read around
 
 _ORIGIN = pa.field(SOURCE, pa.dictionary(pa.int32(), pa.string()), nullable=False)
@@ -234,13 +231,7 @@ class InterleavedSource(Source):
         return pa.RecordBatch.from_arrays([*columns, origin, *numbers], schema=self.schema)
 
     def __iter__(self) -> Iterator[Record]:
-        total = self.shards[0].num_rows
-        for start in itertools.count(0, ROWS_AT_A_TIME):
-            stop = start + ROWS_AT_A_TIME if total is None else min(total, start + ROWS_AT_A_TIME)
-            if stop <= start:
-                return
-            batch = self.read(0, start, stop)
-            yield from batch.select(data_columns(batch.schema)).to_pylist()
+        return self._rows_of(0, 0, self.shards[0].num_rows)
 
     @cached_property
     def _starts(self) -> list[Int64]:

@@ -39,7 +39,7 @@ from easypipe.core.protocols import (
 )
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.sources.splits import PartialSource
-from easypipe.stages.config import datasets_of, settings_of
+from easypipe.stages.config import datasets_of, tokenizer_config_of
 from easypipe.stages.source.config import TOKEN_COLUMNS
 from easypipe.stages.tokenize.encoders import (
     PromptRows,
@@ -307,8 +307,7 @@ def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:
     """The tokenizer that the config names for tokens which do not say whose they are. Raises
     ConfigError where it names none.
     """
-    own = datasets_of(context).get(name)
-    chosen = (own and own.tokenizer) or settings_of(context).default_tokenizer
+    chosen = tokenizer_config_of(name, context)
     if chosen is None:
         raise ConfigError(
             at=f"datasets.{name}.tokenizer",

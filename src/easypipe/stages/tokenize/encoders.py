@@ -22,7 +22,7 @@ from easypipe.cache.ranges import BLANK_TEXTS
 from easypipe.cache.reader import cache_schema
 from easypipe.core.aligned import AlignedColumn, flat_values
 from easypipe.core.config import digest, fields_of
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.errors import ConfigError, SourceError, place, require_known
 from easypipe.core.protocols import Reject, ShardedSource, TokenInfo, left_out, scan
 from easypipe.core.schema import (
     ATTENTION_MASK,
@@ -132,9 +132,8 @@ class PromptRows:
         have, format = source.schema.names, self.engine.format
         for column in self.columns:
             at = place(f"dataset {dataset!r}", column=column)
-            if column not in have:
-                fix = did_you_mean(column, have) or "Name the column that holds it."
-                raise SourceError(at=at, problem="no such column", have=have, fix=fix)
+            fix = "Name the column that holds it."
+            require_known(column, have, at, "no such column", fix, SourceError)
             kind = source.schema.field(column).type
             if column not in self.engine.verdicts and not format.accepts(kind, column):
                 wanted, fix = "text", "Name a column of text."

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.core.errors import ConfigError, SourceError, require, require_columns
+from easypipe.core.errors import ConfigError, SourceError, moved, require, require_columns
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.stages.tokenize.text_rows import texts_of
 from easypipe.stages.tokenize.token_rows import encode_texts
@@ -196,12 +196,12 @@ class PromptEngine:
         """What `encode` gives, of the answer that is preferred and of the one that is not. Raises
         ConfigError without rejected_column.
         """
-        if self.config.rejected_column is None:
-            raise ConfigError(
-                at="rejected_column",
-                problem="there is none, so rows are no pairs",
-                fix="Name it, or use encode.",
-            )
+        require(
+            self.config.rejected_column is not None,
+            "rejected_column",
+            "there is none, so rows are no pairs",
+            "Name it, or use encode.",
+        )
         self._require_columns(row)
         (pair,) = self.render_pairs([row])
         if isinstance(pair, Refused):
@@ -262,7 +262,7 @@ def _format(
         )
     except ConfigError as error:
         own = error.at.startswith("chat_template_kwargs")
-        raise error.moved(error.at if own else "template") from None
+        raise moved(error, error.at if own else "template") from None
     policy = tokenizer.special.policy
     require(
         policy != "escape",

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from easypipe.core.errors import SourceError, did_you_mean, place
+from easypipe.core.errors import SourceError, place, require_known
 from easypipe.core.protocols import Reject, ShardedSource, counted, info_of, left_out, scan
 from easypipe.core.schema import data_columns, row_numbers
 from easypipe.core.text import bytes_of, has_text, not_utf8
@@ -113,15 +113,12 @@ def require_text(source: ShardedSource, content_field: str, dataset: str) -> Non
     schema = source.schema
     columns = data_columns(schema)
     at = place(f"dataset {dataset!r}", column=content_field)
-    if content_field not in columns:
-        fix = (
-            did_you_mean(content_field, columns)
-            or "Set content_field to the column that holds the text."
-        )
-        if content_field.partition(".")[0] in columns:
-            extract = f'pipeline.transform(Extract({{"text": "{content_field}"}}))'
-            fix = f'Take it out of its column first, {extract}, and set content_field to "text".'
+    if content_field not in columns and content_field.partition(".")[0] in columns:
+        extract = f'pipeline.transform(Extract({{"text": "{content_field}"}}))'
+        fix = f'Take it out of its column first, {extract}, and set content_field to "text".'
         raise SourceError(at=at, problem="no such column", have=columns, fix=fix)
+    fix = "Set content_field to the column that holds the text."
+    require_known(content_field, columns, at, "no such column", fix, SourceError)
     kind = schema.field(content_field).type
     if not is_text(kind) and not pa.types.is_null(kind):
         texts = [field.name for field in schema if is_text(field.type)]

@@ -24,6 +24,7 @@ from easypipe.core.errors import (
     ConfigError,
     SourceError,
     place,
+    require,
     require_option,
     require_rows,
 )
@@ -176,10 +177,12 @@ class Chain(ColumnTransform):
     """
 
     def __init__(self, steps: Sequence[Transform]) -> None:
-        if not steps:
-            raise ConfigError(
-                at="transform", problem="an empty list", fix="Give at least one transform."
-            )
+        require(
+            steps,
+            "transform",
+            "an empty list",
+            "Give at least one transform.",
+        )
         made = [as_transform(step) for step in steps]
         self.steps: tuple[ColumnTransform, ...] = tuple(
             inner for step in made for inner in (step.steps if isinstance(step, Chain) else (step,))

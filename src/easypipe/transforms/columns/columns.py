@@ -16,7 +16,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, require_columns
+from easypipe.core.errors import (
+    ConfigError,
+    SourceError,
+    did_you_mean,
+    require,
+    require_columns,
+    require_known,
+)
 from easypipe.core.schema import ROW_NUMBER, is_list, list_sizes
 from easypipe.core.text import has_text
 from easypipe.core.values import JsonValue
@@ -182,13 +189,8 @@ class Extract(ColumnTransform):
                 array = _item(array, position)
             elif pa.types.is_struct(kind):
                 keys = [field.name for field in kind.fields]
-                if step not in keys:
-                    raise SourceError(
-                        at=str(self),
-                        problem=f"{path!r}: no key {step!r}",
-                        have=keys,
-                        fix=did_you_mean(step, keys),
-                    )
+                problem = f"{path!r}: no key {step!r}"
+                require_known(step, keys, str(self), problem, kind=SourceError)
                 array = pc.struct_field(array, step)
             else:
                 raise SourceError(
@@ -212,12 +214,12 @@ class Combine(ColumnTransform):
     """
 
     def __init__(self, into: str, template: str, *, null_as: str | None = None) -> None:
-        if not _is_name(into):
-            raise ConfigError(
-                at="Combine",
-                problem=f"{into!r} cannot name a column",
-                fix='Write Combine("text", "{a} {b}").',
-            )
+        require(
+            _is_name(into),
+            "Combine",
+            f"{into!r} cannot name a column",
+            'Write Combine("text", "{a} {b}").',
+        )
         self.into = self.makes = into
         self.template, self.null_as = template, null_as
         self._pieces = _parse_template(template)
@@ -346,8 +348,12 @@ def _parse_template(template: str) -> tuple[tuple[str, bool], ...]:
     `{column}`, `{{` and `}}`.
     """
     fix = 'Write only columns in braces, as in "{question} {answer}", and {{ for a brace.'
-    if not isinstance(template, str):
-        raise ConfigError(at="Combine", problem=f"{template!r} is no format", fix=fix)
+    require(
+        isinstance(template, str),
+        "Combine",
+        f"{template!r} is no format",
+        fix,
+    )
     pieces: list[tuple[str, bool]] = []
     try:
         for text, name, spec, conversion in string.Formatter().parse(template):
@@ -364,8 +370,12 @@ def _parse_template(template: str) -> tuple[tuple[str, bool], ...]:
             pieces.append((name, True))
     except ValueError as error:
         raise ConfigError(at="Combine", problem=f"{template!r}: {error}", fix=fix) from None
-    if not any(is_field for _, is_field in pieces):
-        raise ConfigError(at="Combine", problem=f"{template!r} names no column", fix=fix)
+    require(
+        any(is_field for _, is_field in pieces),
+        "Combine",
+        f"{template!r} names no column",
+        fix,
+    )
     return tuple(pieces)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, place, require_columns
+from easypipe.core.errors import SourceError, place, require, require_columns
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.transforms.chat.conversations import (
     is_messages,
@@ -53,10 +53,12 @@ class Chat(ColumnTransform):
         chat_template: str | Path | None = None,
         template_date: str | None = None,
     ) -> None:
-        if not into or into == ROW_NUMBER:
-            raise ConfigError(
-                at="Chat.into", problem=f"{into!r} cannot name a column", fix='Write into="text".'
-            )
+        require(
+            into and into != ROW_NUMBER,
+            "Chat.into",
+            f"{into!r} cannot name a column",
+            'Write into="text".',
+        )
         self.messages, self.tools = messages, tools
         self.into = self.makes = into
         self.reads = (messages,) if tools is None else (messages, tools)

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, place, require_columns
+from easypipe.core.errors import ConfigError, SourceError, place, require, require_columns
 from easypipe.core.identity import UserFunction, why
 from easypipe.core.protocols import Reject
 from easypipe.core.schema import ROW_NUMBER, list_sizes
@@ -65,12 +65,12 @@ class Map(ColumnTransform):
     ) -> None:
         self.function = UserFunction(function, version, of="Map")
         self.types = column_types(columns, "Map.columns")
-        if ROW_NUMBER in self.types:
-            raise ConfigError(
-                at="Map.columns",
-                problem=f"{ROW_NUMBER!r} is kept for row numbers",
-                fix="Choose another name.",
-            )
+        require(
+            ROW_NUMBER not in self.types,
+            "Map.columns",
+            f"{ROW_NUMBER!r} is kept for row numbers",
+            "Choose another name.",
+        )
         self.batched = batched
         self.cacheable = self.function.cacheable
         self._checked = False
@@ -189,12 +189,12 @@ class Filter(ColumnTransform):
         self.test: UserFunction | pc.Expression = (
             test if isinstance(test, pc.Expression) else UserFunction(test, version, of="Filter")
         )
-        if isinstance(test, pc.Expression) and version is not None:
-            raise ConfigError(
-                at="Filter.version",
-                problem="an expression says itself what it does",
-                fix="Leave version out.",
-            )
+        require(
+            not isinstance(test, pc.Expression) or version is None,
+            "Filter.version",
+            "an expression says itself what it does",
+            "Leave version out.",
+        )
         self.cacheable = not isinstance(self.test, UserFunction) or self.test.cacheable
 
     @property
@@ -280,12 +280,12 @@ class Expand(ColumnTransform):
         )
         if isinstance(self.by, str):
             self.reads = (self.by,)
-            if columns or version:
-                raise ConfigError(
-                    at="Expand",
-                    problem="a column of lists has a type and no version",
-                    fix="Leave out columns and version.",
-                )
+            require(
+                not columns and not version,
+                "Expand",
+                "a column of lists has a type and no version",
+                "Leave out columns and version.",
+            )
         self.types = column_types(columns, "Expand.columns")
         self.fan_out = most
         self.cacheable = isinstance(self.by, str) or self.by.cacheable

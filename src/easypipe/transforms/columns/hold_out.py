@@ -11,7 +11,7 @@ import pyarrow as pa
 import xxhash
 
 from easypipe.core.config import config, digest
-from easypipe.core.errors import ConfigError, require_columns
+from easypipe.core.errors import require, require_columns
 from easypipe.transforms.columns.base import ColumnTransform, Rows
 
 
@@ -31,16 +31,18 @@ class HoldOutConfig:
     held: bool = False
 
     def check(self) -> None:
-        if not 0 < self.fraction < 1:
-            raise ConfigError(
-                at="fraction",
-                problem=f"{self.fraction} is no part of the rows",
-                fix="Give a number between 0 and 1.",
-            )
-        if not 0 <= self.seed < 1 << 63:
-            raise ConfigError(
-                at="seed", problem=f"{self.seed} is outside [0, 2^63)", fix="Give a smaller one."
-            )
+        require(
+            0 < self.fraction < 1,
+            "fraction",
+            f"{self.fraction} is no part of the rows",
+            "Give a number between 0 and 1.",
+        )
+        require(
+            0 <= self.seed < 1 << 63,
+            "seed",
+            f"{self.seed} is outside [0, 2^63)",
+            "Give a smaller one.",
+        )
 
 
 class HoldOut(ColumnTransform):

@@ -8,7 +8,7 @@ from typing import Literal, cast
 
 import pyarrow as pa
 
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, require_known
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SOURCE
 from easypipe.transforms.chat.conversations import is_messages, is_text, values_of
 from easypipe.transforms.chat.sandbox import Json, Row
@@ -156,13 +156,8 @@ def guess_kind(
     ConfigError for a kind, a slot or a column that is not there.
     """
     names = [name for name in schema.names if name not in (ROW_NUMBER, SOURCE)]
-    if kind is not None and kind not in SLOTS:
-        raise ConfigError(
-            at="kind",
-            problem=f"{kind!r} is no kind of rows",
-            have=SLOTS,
-            fix=did_you_mean(kind, list(SLOTS)),
-        )
+    if kind is not None:
+        require_known(kind, SLOTS, "kind", f"{kind!r} is no kind of rows")
     kinds = list(SLOTS) if kind is None else [kind]
     kinds = _holding(columns or {}, kinds, names)
     fitting = {
@@ -190,13 +185,7 @@ def guess_kind(
 def _holding(columns: Mapping[str, str], kinds: list[str], names: list[str]) -> list[str]:
     """The kinds that have all of these slots."""
     for slot, column in columns.items():
-        if column not in names:
-            raise ConfigError(
-                at=f"columns.{slot}",
-                problem=f"no column {column!r}",
-                have=names,
-                fix=did_you_mean(column, names),
-            )
+        require_known(column, names, f"columns.{slot}", f"no column {column!r}")
     held = [kind for kind in kinds if columns.keys() <= {slot.name for slot in SLOTS[kind]}]
     if not held:
         have = list(dict.fromkeys(slot.name for kind in kinds for slot in SLOTS[kind]))

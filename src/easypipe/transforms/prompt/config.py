@@ -105,10 +105,12 @@ class FewShotConfig:
                 problem=f"{self.count} examples are none",
                 fix="Give at least 1, or leave few_shot out.",
             )
-        if self.examples and self.seed:
-            raise ConfigError(
-                at="seed", problem="has no effect on examples that are given", fix="Leave it out."
-            )
+        require(
+            not self.examples or not self.seed,
+            "seed",
+            "has no effect on examples that are given",
+            "Leave it out.",
+        )
 
 
 @config
@@ -181,16 +183,18 @@ class PromptConfig:
         kind = self.format_type
         options = fields_of(self)
         for name in self._without_effect():
-            if options[name] is not None:
-                raise ConfigError(
-                    at=name, problem=f"has no effect on format_type {kind!r}", fix="Leave it out."
-                )
-        if kind == "custom" and self.template is None:
-            raise ConfigError(
-                at="template",
-                problem="format_type 'custom' needs one",
-                fix="Write '{question}\\n{answer}', or name a file.",
+            require(
+                options[name] is None,
+                name,
+                f"has no effect on format_type {kind!r}",
+                "Leave it out.",
             )
+        require(
+            kind != "custom" or self.template is not None,
+            "template",
+            "format_type 'custom' needs one",
+            "Write '{question}\\n{answer}', or name a file.",
+        )
         check_whole(self.template, "template")
         self._check_columns()
         self._check_train_on()
@@ -229,12 +233,12 @@ class PromptConfig:
             every += [] if name is None else [(name, at)]
         seen: set[str] = set()
         for name, at in every:
-            if not name or name in seen:
-                raise ConfigError(
-                    at=at,
-                    problem=f"{name!r} {'stands twice' if name else 'names no column'}",
-                    fix="Name each column once.",
-                )
+            require(
+                name and name not in seen,
+                at,
+                f"{name!r} {'stands twice' if name else 'names no column'}",
+                "Name each column once.",
+            )
             seen.add(name)
 
     def _check_train_on(self) -> None:

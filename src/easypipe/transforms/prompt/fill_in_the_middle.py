@@ -8,7 +8,7 @@ import pyarrow as pa
 import xxhash
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, TokenizerError, require_columns
+from easypipe.core.errors import ConfigError, TokenizerError, require, require_columns
 from easypipe.core.random import child, fold
 from easypipe.transforms.chat.conversations import is_text
 from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid
@@ -54,12 +54,12 @@ class FillInTheMiddle(ColumnTransform):
         tokens: Sequence[str] | None = None,
     ) -> None:
         for name, value in (("rate", rate), ("spm_rate", spm_rate)):
-            if not 0 <= value <= 1:
-                raise ConfigError(
-                    at=f"FillInTheMiddle.{name}",
-                    problem=f"{value} is no share",
-                    fix="Give a number from 0 to 1.",
-                )
+            require(
+                0 <= value <= 1,
+                f"FillInTheMiddle.{name}",
+                f"{value} is no share",
+                "Give a number from 0 to 1.",
+            )
         if tokens is not None and (len(tokens) != 3 or len(set(tokens)) != 3 or not all(tokens)):
             raise ConfigError(
                 at="FillInTheMiddle.tokens",
@@ -68,12 +68,12 @@ class FillInTheMiddle(ColumnTransform):
             )
         loaded = load_tokenizer(tokenizer)
         special = loaded.special_tokens
-        if loaded.special.policy != "allow":
-            raise ConfigError(
-                at="FillInTheMiddle.tokenizer",
-                problem=f"special_strings={loaded.special.policy!r} takes the tokens for text",
-                fix="Set special_strings='allow'.",
-            )
+        require(
+            loaded.special.policy == "allow",
+            "FillInTheMiddle.tokenizer",
+            f"special_strings={loaded.special.policy!r} takes the tokens for text",
+            "Set special_strings='allow'.",
+        )
         named = [tuple(tokens)] if tokens is not None else list(KNOWN)
         found = next((names for names in named if all(name in special for name in names)), None)
         if found is None:
@@ -105,12 +105,12 @@ class FillInTheMiddle(ColumnTransform):
     def columns(self, before: pa.Schema) -> pa.Schema:
         require_columns([self.column], before.names, str(self))
         kind = before.field(self.column).type
-        if not is_text(kind) and not pa.types.is_null(kind):
-            raise ConfigError(
-                at=str(self),
-                problem=f"column {self.column!r} holds {kind}, not text",
-                fix="Name a column of text.",
-            )
+        require(
+            is_text(kind) or pa.types.is_null(kind),
+            str(self),
+            f"column {self.column!r} holds {kind}, not text",
+            "Name a column of text.",
+        )
         return overlaid(before, {self.column: pa.large_string()})
 
     def rows(self, rows: Rows) -> Rows:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.core.values import Identity, JsonObject
 from easypipe.transforms.chat.conversations import (
     MessageReader,
@@ -417,18 +417,18 @@ def _writer(config: PromptConfig, names: Mapping[str, str], *, everything: bool)
     source, origin = config.source()
     check_whole(source, "template", origin)
     if not is_jinja(source):
-        if config.template_date is not None:
-            raise ConfigError(
-                at="template_date",
-                problem="has no effect on a template of {column}s",
-                fix="Leave it out.",
-            )
-        return FieldTemplate(pieces_of(source), inputs, label, everything=everything)
-    if not inputs:
-        raise ConfigError(
-            at="input_columns",
-            problem="a Jinja template needs them",
-            fix="Name the columns that it may read.",
+        require(
+            config.template_date is None,
+            "template_date",
+            "has no effect on a template of {column}s",
+            "Leave it out.",
         )
+        return FieldTemplate(pieces_of(source), inputs, label, everything=everything)
+    require(
+        inputs,
+        "input_columns",
+        "a Jinja template needs them",
+        "Name the columns that it may read.",
+    )
     everything = everything and (label is not None or config.train_on == "all")
     return JinjaTemplate(source, config, names, everything=everything, origin=origin)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from easypipe.core.config import ListOf, config
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, require, require_known
 from easypipe.core.values import Settings
 from easypipe.transforms.tokenizer.special import SpecialPolicy
 
@@ -60,12 +60,12 @@ def check_padding(rule: Padding) -> None:
             raise ConfigError(
                 at=name, problem=problem, fix="Leave it out, or set padding='longest'."
             )
-    if rule.padding_side == "left" and rule.padding is False:
-        raise ConfigError(
-            at="padding_side",
-            problem="padding=False puts padding nowhere",
-            fix="Leave it out, or set padding='longest'.",
-        )
+    require(
+        rule.padding_side != "left" or rule.padding is not False,
+        "padding_side",
+        "padding=False puts padding nowhere",
+        "Leave it out, or set padding='longest'.",
+    )
 
 
 def length_limit(config: TokenizerConfig) -> int | None:
@@ -119,31 +119,31 @@ class TokenizerConfig:
     backend: Literal["auto", "gigatoken", "tokenizers"] = "auto"
 
     def check(self) -> None:
-        if not self.name_or_path:
-            raise ConfigError(
-                at="name_or_path",
-                problem="names no tokenizer",
-                fix="Give a tokenizer.json, its folder, or a Hub name.",
-            )
+        require(
+            self.name_or_path,
+            "name_or_path",
+            "names no tokenizer",
+            "Give a tokenizer.json, its folder, or a Hub name.",
+        )
         if self.max_length is not None and self.max_length < 1:
             raise ConfigError(
                 at="max_length",
                 problem=f"{self.max_length} is no length",
                 fix="Give at least 1, or null for no limit.",
             )
-        if self.padding == "max_length" and self.max_length is None:
-            raise ConfigError(
-                at="padding",
-                problem="'max_length' needs a max_length",
-                fix="Set max_length, or padding='longest'.",
-            )
+        require(
+            self.padding != "max_length" or self.max_length is not None,
+            "padding",
+            "'max_length' needs a max_length",
+            "Set max_length, or padding='longest'.",
+        )
         check_padding(self)
-        if self.trust_remote_code:
-            raise ConfigError(
-                at="trust_remote_code",
-                problem="easypipe never runs code that comes with a tokenizer",
-                fix="Leave it out; convert such a tokenizer to a tokenizer.json with transformers.",
-            )
+        require(
+            not self.trust_remote_code,
+            "trust_remote_code",
+            "easypipe never runs code that comes with a tokenizer",
+            "Leave it out; convert such a tokenizer to a tokenizer.json with transformers.",
+        )
 
 
 # Options of a tokenizer that a dataset sets for itself, in our words or those of transformers.
@@ -166,18 +166,21 @@ def with_options(tokenizer: TokenizerConfig | str, options: Settings | None) -> 
         field.name for field in dataclasses.fields(TokenizerConfig) if field.name != "name_or_path"
     ]
     values = dict(options)
-    if "name_or_path" in values:
-        raise ConfigError(
-            at="name_or_path", problem="names another tokenizer", fix="Set the dataset's tokenizer."
-        )
+    require(
+        "name_or_path" not in values,
+        "name_or_path",
+        "names another tokenizer",
+        "Set the dataset's tokenizer.",
+    )
     for key in values:
-        if key not in known and key != USE_FAST:
-            have = [*known, USE_FAST]
-            raise ConfigError(at=key, problem="unknown key", have=have, fix=did_you_mean(key, have))
+        require_known(key, [*known, USE_FAST], key, "unknown key")
     if USE_FAST in values:
         fast = values.pop(USE_FAST)
-        if not isinstance(fast, bool):
-            raise ConfigError(at=USE_FAST, problem=f"expected true or false, got {fast!r}")
+        require(
+            isinstance(fast, bool),
+            USE_FAST,
+            f"expected true or false, got {fast!r}",
+        )
         if not fast and values.get("backend", "tokenizers") != "tokenizers":
             problem = f"False means backend='tokenizers', and backend is {values['backend']!r}"
             raise ConfigError(at=USE_FAST, problem=problem, fix="Leave one of them out.")
