@@ -68,9 +68,11 @@ def left_out(rows: Sequence[int] | Int64, reason: str, detail: str = "") -> tupl
     )
 
 
-def bad_of(rejects: Iterable[Reject]) -> list[Reject]:
+def bad_of(rejects: Iterable[Reject]) -> Iterator[Reject]:
     """Those that are charged: all that are not benign."""
-    return [reject for reject in rejects if not reject.benign]
+    for reject in rejects:
+        if not reject.benign:
+            yield reject
 
 
 def counted(rejects: Iterable[Reject]) -> tuple[Reject, ...]:

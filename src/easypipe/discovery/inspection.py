@@ -242,7 +242,7 @@ def _first_rows(source: ShardedSource, count: int) -> tuple[list[Row], list[str]
     known = source.shards[0].num_rows
     batch, rejects = scan(source, 0, 0, count if known is None else min(count, known))
     kept = data_columns(batch.schema)
-    bad = bad_of(rejects)
+    bad = list(bad_of(rejects))
     name = source.shards[0].name
     notes = [
         f"{name}: {len(bad)} of the first {count} rows are bad; row {first.row}: {first.reason}, "

@@ -268,7 +268,7 @@ class FileSource(Source):
             keep[list(bad)] = False
             arrays = [array.filter(pa.array(keep)) for array in arrays]
             numbers = numbers[keep]
-        if self.on_error == "error":
+        if rejects and self.on_error == "error":
             for reject in bad_of(rejects):
                 raise self._refusal(file, survey, reject)
         if ROW_NUMBER in opened.schema.names:

@@ -21,7 +21,6 @@ from typing import Any
 import pyarrow as pa
 
 from easypipe.core import remote
-from easypipe.core.closing import Closeable
 from easypipe.core.errors import MissingFileError, SourceError, did_you_mean, require
 from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import filesystem, is_remote
@@ -137,8 +136,8 @@ def read_range(file: FileRef, start: int, stop: int) -> bytes:
     come than the answer to a request.
     """
     if not file.remote:
-        with LocalFile(file) as local:
-            return local.pread(start, stop)
+        with open_local(file) as opened:
+            return _at(file, opened, start, stop)
     if start >= stop:
         return b""
     if file.num_bytes > SMALL_BYTES:
@@ -179,8 +178,7 @@ def open_binary(file: FileRef, ahead_bytes: int = 1 << 22) -> Any:
     jump about.
     """
     if not file.remote:
-        with LocalFile(file):
-            return open(file.here.path, "rb")
+        return io.BufferedReader(open_local(file))
     return io.BufferedReader(_RemoteFile(file), ahead_bytes)
 
 
@@ -229,45 +227,27 @@ class _RemoteFile(io.RawIOBase):
         return len(data)
 
 
-class LocalFile(Closeable):
-    """A local file open for positional reads, which share no cursor; refuses a file that changed
-    since it was resolved.
-    """
+def open_local(file: FileRef) -> io.FileIO:
+    """A local file without a buffer; refuses one that changed since it was resolved."""
+    here = file.here
+    opened = reading(file, lambda: io.FileIO(here.path))
+    status = os.fstat(opened.fileno())
+    if status.st_size != here.num_bytes or str(status.st_mtime_ns) != here.identity:
+        opened.close()
+        raise changed(file)
+    return opened
 
-    def __init__(self, file: FileRef) -> None:
-        self.file = file
-        self._descriptor = -1
-        here = file.here
-        self._descriptor = reading(file, lambda: os.open(here.path, os.O_RDONLY | os.O_CLOEXEC))
-        status = os.fstat(self._descriptor)
-        if status.st_size != here.num_bytes or str(status.st_mtime_ns) != here.identity:
-            self.close()
+
+def _at(file: FileRef, opened: io.FileIO, start: int, stop: int) -> bytes:
+    """All of these bytes: a short read is asked for again, an early end is an error."""
+    data = b""
+    while len(data) < stop - start:
+        at = start + len(data)
+        more = reading(file, lambda at=at: os.pread(opened.fileno(), stop - at, at))
+        if not more:
             raise changed(file)
-
-    def pread(self, start: int, stop: int) -> bytes:
-        """The bytes, all of them: a short read is asked for again, an early end is an error."""
-        first = reading(self.file, lambda: os.pread(self._descriptor, stop - start, start))
-        if len(first) == stop - start:
-            return first
-        data = bytearray(stop - start)
-        view, have = memoryview(data), 0
-        while have < len(data):
-            count = self.readinto(view[have:], start + have)
-            if not count:
-                raise changed(self.file)
-            have += count
-        return bytes(data)
-
-    def readinto(self, view: memoryview, offset: int) -> int:
-        return reading(self.file, lambda: os.preadv(self._descriptor, [view], offset))
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        self.close()
+        data = data + more if data else more
+    return data
 
 
 def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:

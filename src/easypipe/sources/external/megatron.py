@@ -25,7 +25,7 @@ from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import INPUT_IDS, offsets_of
 from easypipe.core.values import Array, DType, Int32, Int64
-from easypipe.sources.files import FileRef, LocalFile, read_range
+from easypipe.sources.files import FileRef, open_local, read_range
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER_BYTES = 34
@@ -99,7 +99,7 @@ def open_index(index: FileRef, data: FileRef) -> MegatronIndex:
             return np.frombuffer(
                 read_range(index, at, at + count * np.dtype(dtype).itemsize), dtype
             )
-        with LocalFile(index):  # refuses a file that changed since
+        with open_local(index):  # refuses a file that changed since
             return np.memmap(index.here.path, dtype=dtype, mode="r", offset=at, shape=(count,))
 
     sizes = array(HEADER_BYTES, sequences, "<i4")

@@ -18,7 +18,7 @@ from easypipe.core.errors import SourceError, place
 from easypipe.core.schema import INPUT_IDS, offsets_of
 from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
 from easypipe.sources.external.token_files import TokenFilesConfig, token_lists
-from easypipe.sources.files import DataFiles, FileRef, LocalFile
+from easypipe.sources.files import DataFiles, FileRef, open_local
 from easypipe.sources.schemas import text_array
 
 TEXT = "text"
@@ -68,7 +68,7 @@ class ArrayRecordFormat(Format):
 
     def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
         lock, reader = self._reader(file)
-        with lock, LocalFile(file):  # the file must still be the one that was opened
+        with lock, open_local(file):  # the file must still be the one that was opened
             try:
                 found: list[bytes] = reader.read(start, stop)
             except (RuntimeError, IndexError, ValueError) as error:
@@ -148,7 +148,7 @@ def _open(file: FileRef) -> Any:
             problem=f"cannot be read: {error}",
             fix="pip install 'easypipe[arrayrecord]'.",
         ) from error
-    with LocalFile(file):
+    with open_local(file):
         reader = array_record_module.ArrayRecordReader(file.here.path)
     if reader.ok():
         return reader

@@ -13,7 +13,7 @@ from easypipe.core.errors import SourceError
 from easypipe.core.schema import offsets_of
 from easypipe.core.values import Int64
 from easypipe.sources.base import FileSource, Format, Rows, Survey
-from easypipe.sources.files import FileRef, LocalFile, library_errors, open_binary, read_range
+from easypipe.sources.files import FileRef, library_errors, open_binary, open_local, read_range
 from easypipe.sources.schemas import plain_schema
 
 log = logging.getLogger("easypipe")
@@ -186,5 +186,5 @@ def _open(file: FileRef) -> pa.NativeFile:
     if file.remote:
         return pa.PythonFile(open_binary(file), mode="r")
     # refuses a file that changed; the map below must never meet a shorter one
-    with LocalFile(file):
+    with open_local(file):
         return pa.memory_map(file.here.path, "r")

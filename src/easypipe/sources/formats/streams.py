@@ -23,9 +23,9 @@ import zstandard
 from easypipe.core.errors import SourceError
 from easypipe.sources.files import (
     FileRef,
-    LocalFile,
     compression_of,
     open_binary,
+    open_local,
     read_range,
     reading,
 )
@@ -118,7 +118,7 @@ class PlainBytes:
             stop = min(stop, file.num_bytes)
             return read_range(file, start, stop) if start < stop else b""
         if not file.remote:
-            LocalFile(file).close()  # refuses one that changed
+            open_local(file).close()  # refuses one that changed
         unpacking, pieces = self._unpacking(file, restarts), []
         with unpacking.lock:
             for number in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):

@@ -149,7 +149,7 @@ class ForwardDocuments:
         )
 
     def _bad(self, shard: int, rejects: Sequence[Reject]) -> list[Reject]:
-        bad = bad_of(rejects)
+        bad = list(bad_of(rejects))
         if bad and self._on_error == "error":
             raise SourceError(
                 at=self._place(shard, bad[0]),

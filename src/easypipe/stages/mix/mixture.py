@@ -112,8 +112,10 @@ class Mixture:
 
     @property
     def vocab_size(self) -> int:
-        infos = [token_info(source) for source in self.parts.values()]
-        return max(1 << 32 if info is None else info.vocab_size for info in infos)
+        return max(
+            1 << 32 if (info := token_info(source)) is None else info.vocab_size
+            for source in self.parts.values()
+        )
 
     @property
     def pad_token_id(self) -> int:

@@ -72,7 +72,11 @@ class EncodedSource(Source):
     @property
     def schema(self) -> pa.Schema:
         encoder = self.writer.encoder
-        return cache_schema(encoder.tokenizer_identity.vocab_size, loss_mask=encoder.masked)
+        return cache_schema(
+            encoder.tokenizer_identity.vocab_size,
+            loss_mask=encoder.masked,
+            aligned=encoder.aligned,
+        )
 
     @property
     def below(self) -> ShardedSource:
@@ -148,7 +152,7 @@ class TokenizedShardedSource(EncodedSource):
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         batch, rejects = self.scan(shard, start, stop)
-        bad = next(iter(bad_of(rejects)), None)
+        bad = next(bad_of(rejects), None)
         if bad is not None and self.writer.on_error == "error":
             at = place(self.shards[shard].name, row=bad.row, column=self.form.label)
             raise bad_row(at, bad)
@@ -193,13 +197,6 @@ class ImportedTokens(EncodedSource):
             on_error="skip",
             progress=progress,
             stage="adopt",
-        )
-
-    @property
-    def schema(self) -> pa.Schema:
-        encoder = self.encoder
-        return cache_schema(
-            self._tokens.vocab_size, loss_mask=encoder.masked, aligned=encoder.aligned
         )
 
     @property

@@ -306,7 +306,7 @@ class TextEncoder:
         batch_size: int = 1000,
     ) -> None:
         self.form, self.tokenizer = form, tokenizer
-        self.columns, self.label = form.columns, form.label
+        self.columns, self.label, self.read = form.columns, form.label, form.read
         self.masked, self.pairs = form.masked, form.pairs
         self.aligned: tuple[AlignedColumn, ...] = ()
         self._dataset, self._memo, self._batch_size = dataset, memo, batch_size
@@ -322,9 +322,6 @@ class TextEncoder:
 
     def key(self) -> str:
         return self.form.recipe(self.tokenizer, refuted=self.tokenizer.refuted(self._memo))
-
-    def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
-        return self.form.read(source, shard, start, stop)
 
     def encode(self, rows: Texts, at: str, audit_key: str | None = None) -> EncodedDocuments:
         with self._proving:

@@ -151,7 +151,7 @@ class ColumnTransform(ABC):
         if not isinstance(batch, pa.RecordBatch):
             return TransformedSource(batch, self)
         after, rejects = self.scan(batch)
-        first = next(iter(bad_of(rejects)), None)
+        first = next(bad_of(rejects), None)
         if first is not None:
             raise SourceError(
                 at=place(str(self), row=first.row),
@@ -381,7 +381,7 @@ class TransformedSource(Source):
         batch, below = scan(self.source, shard, first, last)
         given = self._given(batch, first)
         after, own = self.transform.scan(given)
-        bad = next(iter(bad_of(own)), None)
+        bad = next(bad_of(own), None)
         if bad is not None and self.on_error == "error":
             raise self._refusal(info.name, bad)
         if k > 1:  # benign ones below are among the numbers that stay unfilled
