@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from easypipe.core.pages import render
-from easypipe.core.values import JsonObject
+from easypipe.core.values import Json, JsonObject
 from easypipe.loader.explain import ExplainedRow, Segment
 
 
@@ -97,7 +97,7 @@ class Preview:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-def page(title: str, samples: Sequence[object], notes: Sequence[str]) -> str:
+def page(title: str, samples: Sequence[Sample | Json], notes: Sequence[str]) -> str:
     """A page of HTML that shows samples: each with a `title`, `padding`, and `segments` that have a
     `title`, `cuts` and `pieces`.
 
