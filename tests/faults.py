@@ -277,7 +277,7 @@ FAULTS = [
           "part.segments * (2 if mixture.paired else 1)", "part.segments"),
     # loader
     fault("the vocabulary of a mixture is its smallest", "stages/mix/mixture.py", "tests/stages/test_mix_pack.py -k tokenizer",
-          "return max(1 << 32 if info", "return min(1 << 32 if info"),
+          "return max( 1 << 32 if (info", "return min( 1 << 32 if (info"),
     fault("caps of passes are not in the identity of a mixture", "stages/mix/mixture.py", "tests/stages/test_mix_schedule.py -k capped",
           "            self.max_epochs,\n        )\n        return digest", "        )\n        return digest"),
     fault("a place in a row group serves other columns", "sources/formats/parquet.py", "tests/sources/test_formats.py -k row_group",
