@@ -393,7 +393,7 @@ def test_max_bad_rows_counts_on_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_bad_rows_beyond_those_that_are_named_count(tmp_path: Path) -> None:
-    bad = NAMED_ROWS + 6
+    bad = 40 * NAMED_ROWS  # of which a chunk holds a sixteenth
     lines = "bad\n" * bad + '{"text": "good words"}\n' * 40
     (tmp_path / "a.jsonl").write_text(lines)
 
