@@ -31,12 +31,13 @@ from easypipe import (
     train_bpe,
 )
 from easypipe.cli import main
-from easypipe.cli.writing import Writer
+from easypipe.cli.writing import Loaded, Writer
 from easypipe.core.errors import SourceError, StorageError
 from easypipe.train import save_pretrained
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.finished import load_trained
 from easypipe.train.model.generate import generate
+from easypipe.train.model.pretrained.save import Seen
 from easypipe.transforms.chat.render import load_chat_template, turns_of
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
@@ -244,7 +245,7 @@ def test_a_conversation_brings_its_system_prompt_and_what_its_template_sees(
         "{% if add_generation_prompt %}assistant: {% if think %}{{ think }}{% endif %}{% endif %}"
     )
     asked: Any = None  # nothing is generated
-    writer = Writer(asked, load_tokenizer(str(tokenizer)), (), template, {})
+    writer = Writer(Loaded(asked, str(tokenizer), Seen(chat_template=template)), {})
     talk = [{"role": "user", "content": "a"}]
     row = {"messages": talk, "chat_template_kwargs": {"think": "hm"}, "system": "s"}
     assert writer.opened([("x", row)]) == ["system: s<|im_end|>user: a<|im_end|>assistant: hm"]
