@@ -16,7 +16,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.jit import jit
 from easypipe.core.values import Array, Int32, Int64, UInt8, UInt64
 from easypipe.loader.collate import with_label_weights
-from easypipe.loader.rows.gather import NO_CHECKS, Tables, copy, find
+from easypipe.loader.rows.gather import NO_CHECKS, Tables, copy, find, token_behind
 from easypipe.plan.window import View
 
 NONE_BEHIND = np.empty((0, 0), np.uint8)
@@ -165,7 +165,7 @@ def _write(view, rows, tables, addresses, rule, into, todo):
                 token = end - 1 if end > first else np.int64(-1)
                 unchecked = _take(tables, part, addresses, (token, fill), last, todo, unchecked)
         if ahead.shape[0] > 0:
-            draw, at = _behind(view, row, joined, num_slots)
+            draw, at = token_behind(view, row, joined, num_slots)
             if draw >= 0:
                 part, first, end, unchecked = find(
                     tables, view.dataset[draw], view.doc[draw], todo, unchecked
@@ -186,28 +186,6 @@ def _copy(documents, tables, addresses, fill, out):
         part, begin, _, _ = find(tables, dataset[n], docs[n], NO_CHECKS, 0)
         here = out[offsets[n] * size : offsets[n + 1] * size]
         _take(tables, part, addresses, (begin, fill), here, NO_CHECKS, 0)
-
-
-@jit
-def _behind(view, row, joined, num_slots):
-    """The token behind row `row` of the window, of which `_last_labels` (gather.py) makes a label:
-    which draw's, and which of its tokens; a draw of -1 where the row is not full, or nothing of its
-    last segment follows.
-    """
-    nothing = np.int64(-1), np.int64(0)
-    last = view.first_piece[row + 1] - 1
-    draw, length = np.int64(view.table[2, last]), np.int64(view.table[4, last])
-    at = np.int64(view.table[3, last]) + length
-    if view.table[1, last] + length < num_slots:
-        return nothing
-    if at >= view.length[draw]:
-        at, draws = np.int64(0), view.length.shape[0]
-        draw += 1
-        while joined and draw < draws and view.length[draw] == 0:
-            draw += 1
-        if not joined or draw == draws:
-            return nothing
-    return draw, at
 
 
 @jit

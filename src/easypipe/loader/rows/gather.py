@@ -131,12 +131,12 @@ def write_rows(view, rows, done, tables, rule, columns, todo):
     0 asks for no checks.
     """
     view, tables = View(*view), Tables(*tables)
-    eos, pad, hold, want_labels, behind = rule
+    eos, pad, hold, want_labels, (runs, _, _) = rule
     ids, labels, segments, positions, mask, ahead = columns
     masked, left = mask.shape[0] > 0, rows.shape[0]
     found, bad, unchecked = _find_pieces(view, rows, done, tables, eos, ids.shape[1], todo)
-    if bad < 0 and behind[0]:
-        unchecked = _last_labels(view, rows, tables, eos, behind, ahead, todo, unchecked)
+    if bad < 0 and runs:
+        unchecked = _last_labels(view, rows, tables, rule, ahead, todo, unchecked)
     if bad >= 0 or unchecked > 0:
         return left, bad, unchecked
     at = 0
@@ -243,17 +243,16 @@ def _find_pieces(view, rows, done, tables, eos, num_slots, todo):
 
 
 @jit
-def _last_labels(view, rows, tables, eos, behind, out, todo, unchecked):
+def _last_labels(view, rows, tables, rule, out, todo, unchecked):
     """Writes Int32[R] `out`, the label of the last slot, for those of `rows` (Int64[R]) that stand
     in the window or are -1: the one token behind the row, so that a document that goes on in the
     next row loses no target where it is cut.
 
-    -100 where the row is not full, nothing follows, or what follows is no target. eos, behind,
-    todo: as in write_rows; where a run is one segment, the token behind a document is the first of
+    -100 where the row is not full, nothing follows, or what follows is no target. rule, todo:
+    as in write_rows; where a run is one segment, the token behind a document is the first of
     the next. Returns how many blocks are noted in `todo` by now.
     """
-    _, joined, num_slots = behind
-    draws = view.length.shape[0]
+    eos, _, _, _, (_, joined, num_slots) = rule
     for r in range(rows.shape[0]):
         row = rows[r] - view.first_row
         if rows[r] >= 0 and (row < 0 or row >= view.first_piece.shape[0] - 1):
@@ -261,18 +260,9 @@ def _last_labels(view, rows, tables, eos, behind, out, todo, unchecked):
         out[r] = IGNORE
         if rows[r] < 0:
             continue
-        last = view.first_piece[row + 1] - 1
-        draw, length = np.int64(view.table[2, last]), np.int64(view.table[4, last])
-        at = np.int64(view.table[3, last]) + length
-        if view.table[1, last] + length < num_slots:
+        draw, at = token_behind(view, row, joined, num_slots)
+        if draw < 0:
             continue
-        if at >= view.length[draw]:
-            at = 0
-            draw += 1
-            while joined and draw < draws and view.length[draw] == 0:
-                draw += 1
-            if not joined or draw == draws:
-                continue
         d = view.dataset[draw]
         part, first, end, unchecked = find(tables, d, view.doc[draw], todo, unchecked)
         if part < 0:
@@ -291,6 +281,28 @@ def _last_labels(view, rows, tables, eos, behind, out, todo, unchecked):
         else:
             out[r] = uint32_at(tables.ids[part])[place]
     return unchecked
+
+
+@jit
+def token_behind(view, row, joined, num_slots):
+    """The token behind row `row` of the window, whose label the last slot has: which draw's, and
+    which of its tokens; a draw of -1 where the row is not full, or nothing of its last segment
+    follows. joined, num_slots: as in write_rows.
+    """
+    nothing = np.int64(-1), np.int64(0)
+    last = view.first_piece[row + 1] - 1
+    draw, length = np.int64(view.table[2, last]), np.int64(view.table[4, last])
+    at = np.int64(view.table[3, last]) + length
+    if view.table[1, last] + length < num_slots:
+        return nothing
+    if at >= view.length[draw]:
+        at, draws = np.int64(0), view.length.shape[0]
+        draw += 1
+        while joined and draw < draws and view.length[draw] == 0:
+            draw += 1
+        if not joined or draw == draws:
+            return nothing
+    return draw, at
 
 
 @jit
