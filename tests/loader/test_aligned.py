@@ -289,3 +289,11 @@ def test_loss_weights_are_told_of_labels(
             for row, weights in zip(one["input_ids"], one["loss_weights"], strict=True)
         )
         assert by_row(loaded) == by_row(batches)
+
+
+def test_text_has_no_values_to_travel(tmp_path: Path) -> None:
+    one = DatasetConfig(name="one", data_files={"text": ["a b"]}, aligned_columns=["scores"])
+    config = PipelineConfig(datasets=[one], default_tokenizer="any", cache_dir=tmp_path)
+    refused = r"^datasets\[0\]\.aligned_columns: has no effect on text"
+    with pytest.raises(ConfigError, match=refused):
+        Pipeline.from_config(config).source().tokenize().prepare()

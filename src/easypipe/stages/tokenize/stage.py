@@ -10,7 +10,7 @@ from typing import Any
 
 from easypipe.cache.location import cache_folder_of
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, require_known
+from easypipe.core.errors import ConfigError, require, require_known
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, data_columns
 from easypipe.core.values import Arguments
@@ -58,6 +58,13 @@ class TokenizeStage(BaseStage):
                 result[name] = source
                 continue
             number, dataset = datasets.get(name, (None, None))
+            require(
+                dataset is None or not dataset.aligned,
+                f"datasets[{number}].aligned_columns",
+                f"has no effect on text: the rows of dataset {name!r} have no {INPUT_IDS!r}, whose "
+                "tokens the values would travel with",
+                "Leave it out, or give rows that are tokens already.",
+            )
             chosen = _with_length(_choose(name, number, dataset, stage, context), stage.max_length)
             key = digest(chosen)
             if key not in loaded:

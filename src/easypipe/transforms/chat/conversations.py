@@ -110,8 +110,8 @@ class MessageReader:
             return f"the train flag of message {i} is {flag!r}, not true or false"
         if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
             return (
-                f"the weight of message {i} is {weight!r}, and only 0 and 1 are known: tokens have "
-                "no weights, so a fraction has to be rounded"
+                f"the weight of message {i} is {weight!r}, and messages have weights of 0 and 1 "
+                "alone; rows that are tokens have others by their column loss_weights"
             )
         if flag is not None and weight is not None and flag != bool(weight):
             return f"the train flag of message {i} is {flag}, and its weight {weight}"
