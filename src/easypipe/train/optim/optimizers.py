@@ -319,6 +319,7 @@ def running_average(decay: float) -> optax.GradientTransformation:
     def update(
         updates: optax.Updates, state: AverageState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, AverageState]:
+        assert params is not None
         kept = jnp.minimum(decay, (1 + state.taken) / (10 + state.taken))
         moved = optax.apply_updates(params, updates)
         average = jax.tree.map(
