@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -682,3 +683,30 @@ def test_memory_that_runs_out_is_told_with_the_rows(tmp_path: Path) -> None:
 
     with pytest.raises(CacheError, match=r"rows 0 to \d+: memory ran out\. Give the process more"):
         prepare(Large(texts(60)), small_tokenizer(), dataset="d", cache_dir=tmp_path)
+
+
+def test_the_tokens_of_another_text_are_no_text_s_own(tmp_path: Path) -> None:
+    """Without records a token file is found by its text, and another one of its size is whole by
+    its own checksum: its name is held against it too.
+    """
+    tokenizer = small_tokenizer()
+    caches = {
+        text: prepare(
+            InMemoryShardedSource({"text": [text]}),
+            tokenizer,
+            dataset="one",
+            cache_dir=tmp_path / text[0],
+        )
+        for text in ("abc", "bcd")
+    }
+    expected = {text: cache.tokens(0).tolist() for text, cache in caches.items()}
+    assert len(expected["abc"]) == len(expected["bcd"])
+    assert expected["abc"] != expected["bcd"]
+    own, other = (next((tmp_path / text).glob("tokens/*/*.arrow")) for text in "ab")
+    for folder in ("manifests", "ranges"):
+        shutil.rmtree(tmp_path / "a" / folder)
+    own.write_bytes(other.read_bytes())
+    again = prepare(
+        InMemoryShardedSource({"text": ["abc"]}), tokenizer, dataset="one", cache_dir=tmp_path / "a"
+    )
+    assert again.tokens(0).tolist() == expected["abc"]
