@@ -10,11 +10,7 @@ import typer
 
 from easypipe.cli.export import Step
 from easypipe.cli.show import say
-from easypipe.cli.writing import load
-from easypipe.core.config import apply_overrides, from_dict
-from easypipe.core.values import JsonObject
 from easypipe.core.visible import visible
-from easypipe.train.callbacks.config import LmEvalConfig
 
 
 def evaluate(
@@ -42,9 +38,15 @@ def evaluate(
     ] = None,
     step: Step = None,
 ) -> None:
-    """Ask a model the tasks of lm-eval, the Language Model Evaluation Harness, and print its
-    scores.
+    """Ask a model tasks of lm-eval, and print its scores.
+
+    lm-eval is the Language Model Evaluation Harness.
     """
+    from easypipe.cli.writing import load
+    from easypipe.core.config import apply_overrides, from_dict
+    from easypipe.core.values import JsonObject
+    from easypipe.train.callbacks.config import LmEvalConfig
+
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     values: JsonObject = {"tasks": names, "include_path": include_path and str(include_path)}
     config = from_dict(LmEvalConfig, apply_overrides(values, overrides or ()))
