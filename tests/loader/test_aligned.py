@@ -23,7 +23,10 @@ from easypipe import (
     TokenizerConfig,
 )
 from easypipe.core.errors import ConfigError, SourceError
+from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from laws import assert_aligned, assert_exact_resume, assert_same_batches
+from token_support import small_tokenizer
 
 EOS, TOP = 9999, 3
 
@@ -297,3 +300,12 @@ def test_text_has_no_values_to_travel(tmp_path: Path) -> None:
     refused = r"^datasets\[0\]\.aligned_columns: has no effect on text"
     with pytest.raises(ConfigError, match=refused):
         Pipeline.from_config(config).source().tokenize().prepare()
+
+
+def test_a_source_that_tokenizes_has_none(tmp_path: Path) -> None:
+    rows = InMemoryShardedSource({"text": ["a b"]})
+    made = TokenizedShardedSource(rows, small_tokenizer(), dataset="one", cache_dir=tmp_path)
+    one = DatasetConfig(name="one", data_files=made, aligned_columns=["scores"])
+    chain = Pipeline.from_config(PipelineConfig(datasets=[one], seed=1)).source().tokenize()
+    with pytest.raises(ConfigError, match=r"^datasets\.one\.aligned_columns: has no effect"):
+        chain.pack(PackStageConfig(seq_length=8)).prepare()

@@ -253,10 +253,16 @@ def require_documents(
         f"the rows of dataset {name!r} are packed already",
         f"Leave out {stage}() and load them as they are, or start from documents.",
     )
+    own = datasets_of(context).get(name)
     if is_documents(source):
+        require(
+            own is None or set(own.aligned) <= set(info_of(source).aligned),
+            f"datasets.{name}.aligned_columns",
+            "has no effect on a source that makes documents itself",
+            "Leave it out.",
+        )
         return source
     require_tokens(name, source, stage)
-    own = datasets_of(context).get(name)
     tokens = token_info(source) or _named_tokenizer(name, context)
     folder = cache_folder_of(own, source, context)
     aligned = aligned_columns(name, source, context)
