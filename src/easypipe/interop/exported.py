@@ -6,10 +6,10 @@ import dataclasses
 import datetime
 import importlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, TokenizerError
-from easypipe.core.values import Arguments
 from easypipe.train.finished import Trained
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.lora import merge_lora
@@ -42,6 +41,23 @@ CONVERSATIONS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("a system message", (("system", "Be brief."), ("user", _USER))),
     ("a finished answer", (("user", _USER), ("assistant", "4."))),
 )
+
+
+class _Tokenizer(Protocol):
+    """What is asked of a tokenizer of transformers."""
+
+    chat_template: str | None
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> Mapping[str, list[int]]: ...
+
+    def apply_chat_template(
+        self,
+        conversation: list[Json],
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        return_dict: bool,
+    ) -> list[int]: ...
 
 
 def check_needed(*, adapters: bool) -> None:
@@ -162,18 +178,18 @@ def _logits(ours: Decoder, theirs: Any) -> Iterator[str]:
         )
 
 
-def _texts(tokenizer: Tokenizer, named: Any) -> Iterator[str]:
+def _texts(tokenizer: Tokenizer, named: _Tokenizer) -> Iterator[str]:
     special = " and ".join(tokenizer.special_tokens)
-    add: Arguments = {"add_special_tokens": tokenizer.config.add_special_tokens}
+    special_too = tokenizer.config.add_special_tokens
     for text in (*TEXTS, special):
         yield from _unlike(
             f"the text {text!r:.60}",
             tokenizer.reference_encode(text, whole=True),
-            named(text, **add)["input_ids"],
+            named(text, add_special_tokens=special_too)["input_ids"],
         )
 
 
-def _conversations(tokenizer: Tokenizer, given: str | None, named: Any) -> Iterator[str]:
+def _conversations(tokenizer: Tokenizer, given: str | None, named: _Tokenizer) -> Iterator[str]:
     try:
         today = datetime.date.today().isoformat()
         template = load_chat_template(
@@ -208,7 +224,7 @@ def _written(template: ChatTemplate, messages: list[Json], asks: bool) -> str | 
     return None if isinstance(seen, Refused) else seen.text
 
 
-def _applied(named: Any, messages: list[Json], asks: bool) -> list[int] | None:
+def _applied(named: _Tokenizer, messages: list[Json], asks: bool) -> list[int] | None:
     """The tokens of a conversation as transformers writes it, None where it refuses to."""
     errors = importlib.import_module("jinja2").TemplateError, ValueError
     try:
