@@ -75,7 +75,7 @@ def test_the_documents_training_config_as_printed() -> None:
         ({"batch_size": 0}, r"batch_size: 0 is too small"),
         ({"learning_rate": -1.0}, r"optimizer.learning_rate: -1.0 is not a positive number"),
         ({"random_seed": "x"}, r"seed: wants a whole number"),
-        ({"num_train_epochs": 3}, r"num_train_epochs: unknown key.*Did you mean 'epochs'"),
+        ({"num_train_epochs": 3}, r"'num_train_epochs' is data\.load\.num_epochs here"),
     ],
 )
 def test_conflicting_values_of_a_training_config_are_refused(

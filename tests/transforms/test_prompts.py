@@ -399,7 +399,7 @@ def test_weights_of_messages_are_train_flags(tmp_path: Path) -> None:
     assert weighted(1.0, 0.0) == ["A1<|im_end|>"]
     assert weighted(1, None, train_on="last_assistant") == ["A1<|im_end|>", "A2<|im_end|>"]
     for bad, why in (
-        (0.5, "weight of message 1 is 0.5, and only 0 and 1 are known"),
+        (0.5, "weight of message 1 is 0.5, and messages have weights of 0 and 1 alone"),
         ("1", "weight of message 1 is '1'"),
     ):
         with pytest.raises(SourceError, match=why):
