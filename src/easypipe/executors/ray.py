@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from easypipe.core.errors import CacheError, ConfigError
+from easypipe.core.errors import CacheError, ConfigError, raising
 from easypipe.core.protocols import ProgressEvent, ProgressListener, silent
 
 RANGES_PER_TASK = 64  # at most: a task costs some milliseconds, and so does losing one
@@ -135,14 +135,9 @@ def _cut(dataset: str, numbers: Sequence[int], cpus: int) -> Iterator[_Task]:
 
 
 def _import_ray() -> Any:
-    try:
+    fix = "python -m pip install 'easypipe[ray]'"
+    with raising(ConfigError, "executor", "'ray' needs the package ray", fix, ImportError):
         import ray
-    except ImportError as error:
-        raise ConfigError(
-            at="executor",
-            problem=f"'ray' needs the package ray: {error}",
-            fix="python -m pip install 'easypipe[ray]'",
-        ) from error
     return ray
 
 

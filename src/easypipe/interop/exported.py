@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
-from easypipe.core.errors import ConfigError, TokenizerError
+from easypipe.core.errors import ConfigError, TokenizerError, raising
 from easypipe.train.finished import Trained
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.lora import merge_lora
@@ -120,14 +120,9 @@ def token_differences(trained: Trained, folder: Path) -> Iterator[str]:
 
 
 def _needed(name: str) -> ModuleType:
-    try:
+    problem, fix = f"needs the package {name}", "pip install 'easypipe[check]'"
+    with raising(ConfigError, "--check", problem, fix, ImportError):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            at="--check",
-            problem=f"needs the package {name}: {error}",
-            fix="pip install 'easypipe[check]'",
-        ) from error
 
 
 def _opened(base: Path, adapters: Path | None) -> Any:

@@ -96,7 +96,9 @@ class ValueWriter:
             where = values.get(column.name, np.zeros(len(tables.ids), np.uint64))
             rule = (_neutral(column), weights, self._joined, out.shape[1])
             flat = out.reshape(len(out), -1).view(np.uint8)
-            while count := _write(view, rows, tables, where, rule, (flat, ahead), todo):
+            # plain tuples, as in write.py
+            given = (tuple(view), rows, tuple(tables), where, rule, (flat, ahead), todo)
+            while count := _write(*given):
                 assert check is not None
                 check(todo[:, :count])
 
@@ -134,13 +136,15 @@ def _neutral(column: AlignedColumn) -> UInt8:
 
 @jit
 def _write(view, rows, tables, addresses, rule, into, todo):
-    """Copies bytes of values. rule: (UInt8[size], what a token has where there is no such column;
-    whether an added EOS has what the token before it has; joined; slots of a row). into: UInt8[R,
-    slots * size] and, where weights of labels behind rows are wanted, UInt8[R, size].
+    """Copies bytes of values. view, tables: the fields of a View and of Tables. rule: (UInt8[size],
+    what a token has where there is no such column; whether an added EOS has what the token before
+    it has; joined; slots of a row). into: UInt8[R, slots * size] and, where weights of labels
+    behind rows are wanted, UInt8[R, size].
 
     Returns how many blocks of `todo` have to be checked first; where there is one, the call is to
     be repeated.
     """
+    view, tables = View(*view), Tables(*tables)
     fill, repeat, joined, num_slots = rule
     out, ahead = into
     size, unchecked = fill.shape[0], np.int64(0)

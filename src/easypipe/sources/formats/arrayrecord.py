@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.core.config import digest, fields_of
-from easypipe.core.errors import SourceError, place
+from easypipe.core.errors import SourceError, place, raising
 from easypipe.core.schema import INPUT_IDS, offsets_of
 from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
 from easypipe.sources.external.token_files import TokenFilesConfig, token_lists
@@ -138,16 +138,11 @@ def _open(file: FileRef) -> Any:
             problem="ArrayRecord files are read locally only",
             fix="Copy them to this machine.",
         )
-    try:
+    fix = "pip install 'easypipe[arrayrecord]'."
+    with raising(SourceError, file.path, "cannot be read", fix, ImportError):
         array_record_module: Any = importlib.import_module(
             "array_record.python.array_record_module"
         )
-    except ImportError as error:
-        raise SourceError(
-            at=file.path,
-            problem=f"cannot be read: {error}",
-            fix="pip install 'easypipe[arrayrecord]'.",
-        ) from error
     with open_local(file):
         reader = array_record_module.ArrayRecordReader(file.here.path)
     if reader.ok():

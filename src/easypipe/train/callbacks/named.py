@@ -241,15 +241,9 @@ class TensorBoard(Callback):
 
     def __init__(self, config: TensorBoardConfig, folder: Path) -> None:
         """Raises ConfigError where the package tensorboardX is not installed."""
-        try:
+        at, fix = f"{_AT}.tensorboard", "pip install 'easypipe[tensorboard]'"
+        with raising(ConfigError, at, "needs the package tensorboardX", fix, ImportError):
             from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            problem = f"needs the package tensorboardX: {error}"
-            raise ConfigError(
-                at="train.callbacks.tensorboard",
-                problem=problem,
-                fix="pip install 'easypipe[tensorboard]'",
-            ) from error
         self.folder = (
             folder / "tensorboard" if config.folder is None else Path(config.folder).expanduser()
         )
@@ -293,13 +287,9 @@ class Wandb(Callback):
 
     def __init__(self, config: WandbConfig, folder: Path, run_config: Json) -> None:
         """Raises ConfigError where the package wandb is not installed."""
-        try:
+        at, fix = f"{_AT}.wandb", "pip install 'easypipe[wandb]'"
+        with raising(ConfigError, at, "needs the package wandb", fix, ImportError):
             import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            problem = f"needs the package wandb: {error}"
-            raise ConfigError(
-                at="train.callbacks.wandb", problem=problem, fix="pip install 'easypipe[wandb]'"
-            ) from error
         self._wandb, self.config, self._folder = wandb, config, folder
         self._run_config = dict(run_config)
         self.id: str | None = None

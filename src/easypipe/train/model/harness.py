@@ -25,7 +25,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from easypipe.core.errors import ConfigError, did_you_mean, require
+from easypipe.core.errors import ConfigError, did_you_mean, raising, require
 from easypipe.core.values import Arguments, JsonObject
 from easypipe.train.callbacks.config import LmEvalConfig
 from easypipe.train.model.decoder import Decoder
@@ -315,14 +315,9 @@ def _log_probs(
 
 def check_needed() -> None:
     """Raises ConfigError where lm-eval is not installed."""
-    try:
+    fix = "pip install 'easypipe[eval]'"
+    with raising(ConfigError, "lm_eval", "needs the package lm-eval", fix, ImportError):
         import lm_eval  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ConfigError(
-            at="lm_eval",
-            problem=f"needs the package lm-eval: {error}",
-            fix="pip install 'easypipe[eval]'",
-        ) from error
 
 
 def as_lm(asked: Asked) -> Any:
