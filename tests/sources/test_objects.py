@@ -285,7 +285,7 @@ def test_what_is_an_object() -> None:
     ],
 )
 def test_values_of_folders_are_numbers_where_all_are(names: list[str], values: list[Any]) -> None:
-    found = partition_values([f"/root/of={name}/a.parquet" for name in names], "/root/")
+    found = partition_values([f"/base/of={name}/a.parquet" for name in names], "/base/")
     assert found == [(("of", value),) for value in values]
 
 
