@@ -1,6 +1,7 @@
 """Processor time of a batch of 8 rows from a token cache, in this source tree, and in another where
 `--other SRC` names one: in first passes, which check every block of the token files, and in warm
-ones; rows of 2,048 slots, and of 128, where what a batch costs beside its tokens shows.
+ones; rows of 2,048 slots, and of 128, where what a batch costs beside its tokens shows, in order
+and from anywhere in 100,000.
 
 Each tree is one process, and they take turns. Where the system allows it (Linux, as root) they run
 in real time on one core while a loop that waits holds the other cores, so that nothing beside them
@@ -26,8 +27,12 @@ from typing import Any
 from _common import Report, arguments, documents, one_parquet, table, tokenizer_folder
 
 HERE = Path(__file__).resolve().parents[1] / "src"
-# slots of a row, pack strategy, batches of a turn
-CASES = {"long rows": (2048, "first_fit", 20_000), "short rows": (128, "stream", 20_000)}
+# slots of a row, pack strategy, rows that are permuted, batches of a turn
+CASES = {
+    "long rows": (2048, "first_fit", None, 20_000),
+    "short rows": (128, "stream", None, 20_000),
+    "short rows, permuted": (128, "stream", 100_000, 20_000),
+}
 
 
 def serve(data: str, tokenizer: str, cache: str) -> None:
@@ -35,14 +40,14 @@ def serve(data: str, tokenizer: str, cache: str) -> None:
     from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig
 
     def loader(case: str) -> Any:
-        seq_length, strategy, _ = CASES[case]
+        seq_length, strategy, permuted, _ = CASES[case]
         config = PipelineConfig(
             datasets=[DatasetConfig(name="text", data_files=data)],
             default_tokenizer=tokenizer,
             seed=1,
             cache_dir=cache,
             pack=PackStageConfig(seq_length=seq_length, strategy=strategy),
-            load=LoadStageConfig(batch_size=8, drop_last=False),
+            load=LoadStageConfig(batch_size=8, drop_last=False, shuffle_buffer_size=permuted),
         )
         made = Pipeline.from_config(config).source().tokenize().pack().load().build()
         len(made)  # plans the whole run
@@ -50,7 +55,7 @@ def serve(data: str, tokenizer: str, cache: str) -> None:
 
     def turn(case: str, batches: Any) -> float:
         before, count = time.process_time(), 0
-        for _ in itertools.islice(batches, CASES[case][2]):
+        for _ in itertools.islice(batches, CASES[case][-1]):
             count += 1
         return (time.process_time() - before) / count * 1e6
 

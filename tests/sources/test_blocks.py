@@ -4,6 +4,7 @@ its block is handed out.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from easypipe.cache import mapping
-from easypipe.cache.blocks import BLOCK, INDEX, note_documents
+from easypipe.cache.blocks import AHEAD, BLOCK, INDEX, note_documents
 from easypipe.cache.reader import Buffers, TokenCache
 from easypipe.core.errors import CacheError
 from easypipe.loader.rows.documents import gather_documents
@@ -113,7 +114,8 @@ def test_a_block_is_checked_once_and_only_when_it_is_touched(whole: Path, tmp_pa
     token = (middle - int(b.ids_address[part] - b.file_address[part])) // b.id_bytes
     ends = np.cumsum(cache.lengths(np.arange(DOCS)))
     hurt = int(np.searchsorted(ends, token, side="right"))
-    assert cache.tokens(0).tolist() == expected[0], "its block is whole"
+    for doc in range(hurt):
+        assert cache.tokens(doc).tolist() == expected[doc], "its blocks are whole"
     for _ in range(2):
         with pytest.raises(
             CacheError,
@@ -123,6 +125,30 @@ def test_a_block_is_checked_once_and_only_when_it_is_touched(whole: Path, tmp_pa
             cache.tokens(hurt)
     flip(file, middle)
     assert cache.tokens(hurt).tolist() == expected[hurt]
+
+
+def test_who_reads_on_has_the_blocks_behind_checked_too(whole: Path) -> None:
+    part = max(TokenCache(whole).manifest.parts, key=lambda part: part.num_bytes)
+    count = -(-part.num_bytes // BLOCK)
+
+    def checked(*touched: int) -> list[int]:
+        """Which blocks of tokens have their flags behind a touch of some."""
+        cache = TokenCache(whole)
+        b, number = cache.buffers(), cache.manifest.parts.index(part)
+        address = ctypes.POINTER(ctypes.c_uint8 * (1 + count))
+        flags = np.ctypeslib.as_array(ctypes.cast(int(b.checked_address[number]), address)[0])[1:]
+        cache.check(number, {INDEX})
+        index = set(np.flatnonzero(flags).tolist())
+        for block in touched:
+            cache.check(number, {block})
+        return sorted(set(np.flatnonzero(flags).tolist()) - index)
+
+    tokens = checked(1)  # block 0 begins with Arrow's words, and was checked with the index
+    assert tokens[0] == 1
+    assert tokens == list(range(1, 1 + len(tokens)))
+    assert len(tokens) == min(1 + AHEAD, count - 1 - 1) > 3, "and no further"
+    assert checked(3) == [3], "nobody reads on from block 2"
+    assert checked(3, 2) == [2, 3]
 
 
 def test_blocks_of_tokens_and_of_masks_are_noted_up_to_their_last_byte() -> None:

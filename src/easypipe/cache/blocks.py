@@ -34,6 +34,7 @@ SHIFT = 16
 BLOCK = 1 << SHIFT
 INDEX = -1  # in place of the number of a block
 ROOM = 4096  # blocks that are noted at a time
+AHEAD = 7  # blocks that are checked with one that was touched
 REMAKE = (
     "`easypipe verify CACHE --repair` makes it again, or delete it and prepare the dataset "
     "again; only its rows are tokenized anew."
@@ -111,7 +112,7 @@ class BlockChecks:
             np.uint64
         )
         for i in np.flatnonzero(~has).tolist():
-            self._done(np.arange(self._first[i], self._first[i + 1]))
+            self._done(self._first[i], self._first[i + 1])
             self._indexes_left -= 1
 
     @property
@@ -147,26 +148,43 @@ class BlockChecks:
                 first, last = start - address, start - address + info.tokens * width
                 inside[-(-first // BLOCK) : last // BLOCK] = True
         self.check(part, np.flatnonzero(~inside).tolist(), address)
-        self._done(np.array([at]))
+        self._done(at, at + 1)
         self._indexes_left = int(np.count_nonzero(self._flags[self._first[:-1]] == 0))
 
-    def check(self, part: int, blocks: Iterable[int], address: int) -> None:
-        """Raises CacheError where one of `blocks` is damaged. The index was checked before."""
-        size, at = self._parts[part].num_bytes, int(self._first[part]) + 1
-        new = [block for block in blocks if not self._flags[at + block]]
-        for block in new:
-            start = block << SHIFT
-            length = min(BLOCK, size - start)
-            if xxh3_64_intdigest(_bytes(address + start, length)) & _LOW != self._sums[at + block]:
-                raise _damaged(start, length, self._files[part])
-        if new:
-            self._done(np.array(new) + at)
+    def check(self, part: int, blocks: Iterable[int], address: int, ahead: int = 0) -> None:
+        """Raises CacheError where one of `blocks` is damaged. The index was checked before.
 
-    def _done(self, flags: Int64) -> None:
-        """flags: Int64[n], their numbers, each once."""
+        ahead: how many blocks behind one are checked with it where the one before it was: who reads
+        on will touch them, and a call costs as much as a block. One that is damaged is left to who
+        touches it.
+        """
+        at = int(self._first[part]) + 1
+        flags = self._flags[at : int(self._first[part + 1])]
+        for block in blocks:
+            if flags[block]:
+                continue
+            if not self._intact(part, block, address):
+                raise _damaged(block << SHIFT, self._length(part, block), self._files[part])
+            stop = block + 1
+            if block and flags[block - 1]:
+                last = min(stop + ahead, len(flags))
+                while stop < last and not flags[stop] and self._intact(part, stop, address):
+                    stop += 1
+            self._done(at + block, at + stop)
+
+    def _intact(self, part: int, block: int, address: int) -> bool:
+        data = _bytes(address + (block << SHIFT), self._length(part, block))
+        return xxh3_64_intdigest(data) & _LOW == self._sums[self._first[part] + 1 + block]
+
+    def _length(self, part: int, block: int) -> int:
+        return min(BLOCK, self._parts[part].num_bytes - (block << SHIFT))
+
+    def _done(self, first: int, stop: int) -> None:
+        """Sets the flags of these numbers."""
         with self._lock:
-            self._left -= int(np.count_nonzero(self._flags[flags] == 0))
-            self._flags[flags] = 1
+            flags = self._flags[first:stop]
+            self._left -= len(flags) - int(np.count_nonzero(flags))
+            flags[:] = 1
 
 
 def _bytes(address: int, num_bytes: int) -> pa.Buffer:

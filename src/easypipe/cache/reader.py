@@ -23,7 +23,15 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from easypipe.cache.address import byte_values, count_zeros, list_lengths
-from easypipe.cache.blocks import INDEX, ROOM, BlockChecks, note_documents, note_values, noted
+from easypipe.cache.blocks import (
+    AHEAD,
+    INDEX,
+    ROOM,
+    BlockChecks,
+    note_documents,
+    note_values,
+    noted,
+)
 from easypipe.cache.folder import CacheFolder, RemoteFolder
 from easypipe.cache.manifest import Manifest, read_manifest
 from easypipe.cache.mapping import AGAIN, MappedFiles
@@ -345,7 +353,8 @@ class TokenCache(Source):
         """
         if INDEX in blocks:
             self._check_index([part])
-        self._blocks.check(part, sorted(blocks - {INDEX}), int(self._buffers.file_address[part]))
+        address = int(self._buffers.file_address[part])
+        self._blocks.check(part, sorted(blocks - {INDEX}), address, AHEAD)
 
     def verify(self) -> None:
         """Reads every byte. Raises CacheError naming the first file whose checksum is not the one
