@@ -16,15 +16,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+import doctor_faults
 from disasters.jobs import write_inputs
 from easypipe.cache.reader import TokenCache
 from easypipe.cli import main
-from easypipe.core.schema import LABELS
-from easypipe.doctor import machine
+from easypipe.core import storage
+from easypipe.core.schema import LABELS, POSITION_IDS
+from easypipe.doctor import devices, machine, processes
 from easypipe.doctor.check import Check, Finding, examine
 from easypipe.doctor.data import Sample, data_checks
+from easypipe.doctor.devices import device_checks
 from easypipe.doctor.model import model_checks
+from easypipe.doctor.processes import process_checks
 from easypipe.loader.loader import Loader
+from easypipe.loader.placement import Placement
 from easypipe.run import RunConfig
 from easypipe.train import step
 from easypipe.train.model.decoder import Decoder
@@ -46,23 +51,34 @@ def found(checks: Any, name: str) -> Finding:
 
 def of_data(folder: Path, name: str) -> Finding:
     run = RunConfig.load("train.yaml")
-    return found(data_checks(Sample(run.data, folder / "sample", 200)), name)
+    sample = Sample(run.data, folder / "sample", 200)
+    return found([*data_checks(sample), *process_checks(sample)], name)
 
 
 def of_model(folder: Path, name: str) -> Finding:
     run = RunConfig.load("train.yaml")
     sample = Sample(run.data, folder / "sample", 200)
-    return found(model_checks(run, sample, folder / "runs"), name)
+    checks = [*model_checks(run, sample, folder / "runs"), *device_checks(run, sample)]
+    return found(checks, name)
 
 
-def test_a_healthy_project_has_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_project_has_nothing(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = sorted(project.rglob("*"))
-    assert main(["doctor", "train.yaml"]) == 0
+    page = tmp_path_factory.mktemp("page") / "doctor.html"
+    assert main(["doctor", "train.yaml", "--html", str(page)]) == 0
     said = capsys.readouterr().out
-    assert "prepared three times, and a small model" in said.partition("\nok ")[0]
-    assert said.count("\nok ") == 9
+    cost = said.partition("\nok ")[0]
+    assert "the first 200 rows of each of 2 datasets, prepared five times" in cost
+    assert "a step of the whole model is compiled" in cost
+    assert said.count("\nok ") == 13
     assert "FAILED" not in said
     assert sorted(project.rglob("*")) == before
+    text = page.read_text()
+    assert "<h2>Failed: 0</h2>" in text
+    assert "<h2>All is well: 13</h2>" in text
+    assert "<td>memory headroom</td>" in text
 
 
 def test_a_healthy_machine_has_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,6 +98,53 @@ def test_a_wrong_mask(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finding = of_data(project, "masks")
     assert finding.state == "FAILED"
     assert "batch 0, row 0, slot" in finding.says
+
+
+def test_positions_that_go_on(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Loader.__iter__
+
+    def counted(self: Loader) -> Any:
+        for batch in usual(self):
+            slots = np.arange(batch[POSITION_IDS].shape[1], dtype=np.int32)
+            yield {**batch, POSITION_IDS: np.broadcast_to(slots, batch[POSITION_IDS].shape)}
+
+    monkeypatch.setattr(Loader, "__iter__", counted)
+    finding = of_data(project, "rows are well formed")
+    assert finding.state == "FAILED"
+    assert "positions do not restart there" in finding.says
+
+
+def test_processes_that_read_the_same_rows(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "share", doctor_faults.share_of_the_first)
+    finding = of_data(project, "several processes")
+    assert finding.state == "FAILED"
+    assert "in process 1 of 2 than in one alone" in finding.says
+
+
+def test_what_a_killed_process_left(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_sweep", lambda *_: 0)
+    finding = of_data(project, "a kill while preparing")
+    assert finding.state == "FAILED"
+    assert "left by a killed process, and stays" in finding.says
+
+
+def test_rows_on_the_wrong_device(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Placement.place
+
+    def turned(self: Placement, batch: Any) -> Any:
+        return usual(self, {name: np.roll(values, 1, axis=0) for name, values in batch.items()})
+
+    monkeypatch.setattr(Placement, "place", turned)
+    finding = of_model(project, "batches lie on their devices")
+    assert finding.state == "FAILED"
+    assert "holds other values of input_ids" in finding.says
+
+
+def test_a_device_that_is_too_small(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_free_memory", lambda: 10_000)
+    finding = of_model(project, "memory headroom")
+    assert finding.state == "FAILED"
+    assert "less than 5% is left. What helps: " in finding.says
 
 
 def test_leaky_attention(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +245,9 @@ def _no_package(name: str) -> str:
     raise importlib.metadata.PackageNotFoundError(name)
 
 
+DIE_WRITING = "import os, sys; open(sys.argv[1], 'wb', 0).write(b'n'); os._exit(9)"
+
+
 @pytest.mark.parametrize(
     ("check", "says", "where", "name", "fault"),
     [
@@ -196,6 +262,8 @@ def _no_package(name: str) -> str:
             "disk_usage",
             lambda _: shutil._ntuple_diskusage(9, 9, 0),
         ),
+        ("devices", "no such device", machine, "MULTIPLY", "raise SystemExit('no such device')"),
+        ("a kill loses nothing", "it holds b'n", machine, "DIE", DIE_WRITING),
         ("installation", "is not installed", importlib.metadata, "version", _no_package),
     ],
 )
@@ -206,7 +274,7 @@ def test_a_faulty_machine(
     says: str,
     where: Any,
     name: str,
-    fault: Callable[..., Any],
+    fault: Callable[..., Any] | str,
 ) -> None:
     monkeypatch.setattr(where, name, fault)
     finding = found(machine.machine_checks(tmp_path), check)

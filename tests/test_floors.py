@@ -41,7 +41,14 @@ FLOOR = {
 
 # library -> where it may be imported: a room, or a file in a room
 ROOMS = {
-    "jax": ("loader/placement.py", "kernels", "train", "interop", "doctor/model.py"),
+    "jax": (
+        "loader/placement.py",
+        "kernels",
+        "train",
+        "interop",
+        "doctor/model.py",
+        "doctor/devices.py",
+    ),
     "jaxlib": ("loader/placement.py", "kernels", "train", "interop"),
     "flax": ("train", "interop", "doctor/model.py"),
     "optax": ("train", "interop"),

@@ -31,6 +31,7 @@ from easypipe.train.model.pretrained.origin import find_pretrained
 from easypipe.train.parallel.distributed import initialize, shared_seed
 from easypipe.train.parallel.mesh import check_batch_size, check_row_length, checked_mesh, make_mesh
 from easypipe.train.plan.aot import StepPlan, plan_step
+from easypipe.train.plan.topology import Topology
 from easypipe.train.record import LEDGER, PLAN, recorded_seed, write_kept
 from easypipe.train.report.pictures import plot_run
 from easypipe.train.signals import Interrupted
@@ -245,9 +246,9 @@ def inputs_of(
     return Inputs(run, prepared, mesh, loader, evals, info, turns)
 
 
-def plan_on(run: RunConfig, topology: str) -> StepPlan:
-    """What the training step of `run` would need of devices that are not here, such as "v5p:4x4x4":
-    compiled for them, never run.
+def plan_on(run: RunConfig, topology: str | Topology) -> StepPlan:
+    """What the training step of `run` would need of devices, also of those that are not here, such
+    as "v5p:4x4x4": compiled for them, never run.
 
     Reads no data: of the tokenizer only its vocabulary, where model.vocab_size is left out. Rows
     are as long as data.pack.seq_length, or as the longest that data.tokenize.max_length lets be.

@@ -55,3 +55,9 @@ ConfigFile = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        "--html", metavar="OUT.HTML", help="Write a page instead, which needs no other file."
+    ),
+]

@@ -6,18 +6,18 @@ import dataclasses
 import json
 import logging
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from easypipe.cli.arguments import AsJson, Overrides, complete_config
-from easypipe.cli.show import say
+from easypipe.cli.arguments import AsJson, Html, Overrides, complete_config
+from easypipe.cli.show import say, write_page
 from easypipe.core.errors import require
 
 if TYPE_CHECKING:
-    from easypipe.doctor.check import Check
+    from easypipe.doctor.check import Check, Finding
 
 STYLES = {"ok": "green", "FAILED": "red", "skipped": "dim"}
 
@@ -41,6 +41,7 @@ def doctor(
         typer.Option(help="On whose file system --machine looks: that of a cache, or of runs."),
     ] = Path("."),
     rows: Annotated[int, typer.Option(min=1, help="Rows of each dataset that are tried.")] = 200,
+    html: Html = None,
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
@@ -53,50 +54,77 @@ def doctor(
         "there is nothing to look at",
         "Give CONFIG.YAML, or --machine.",
     )
-    failed, log = False, logging.getLogger("easypipe")
+    log = logging.getLogger("easypipe")
     if log.level > logging.DEBUG:
         log.setLevel(logging.WARNING)  # what is usual is no finding
+    costs: list[str] = []
+    findings: list[Finding] = []
     if machine:
         from easypipe.doctor.machine import machine_checks
 
         require(folder.is_dir(), str(folder), "is no folder", "Give one that is there.")
         with tempfile.TemporaryDirectory(prefix=".easypipe-doctor-", dir=folder) as inside:
-            say(f"this machine, and the file system of {folder.absolute()}: about 10 s")
-            failed |= _shown(machine_checks(Path(inside).absolute()), as_json)
+            costs.append(f"this machine, and the file system of {folder.absolute()}: about 10 s")
+            say(costs[-1])
+            findings += _shown(machine_checks(Path(inside).absolute()), as_json)
     if config is not None:
         with tempfile.TemporaryDirectory(prefix="easypipe-doctor-") as inside:
-            failed |= _shown(_of_config(config, overrides or [], Path(inside), rows), as_json)
-    if failed:
+            costs.append(_cost(config, overrides or [], rows))
+            say(costs[-1])
+            checks = _of_config(config, overrides or [], Path(inside), rows)
+            findings += _shown(checks, as_json)
+    if html is not None:
+        from easypipe.doctor.check import page
+
+        write_page(html, page(costs, findings))
+    if any(one.state == "FAILED" for one in findings):
         raise typer.Exit(1)
+
+
+def _cost(config: Path, overrides: list[str], rows: int) -> str:
+    """What the checks of a config take, said before they begin."""
+    from easypipe.cli.configs import described
+
+    found = described(config, overrides)
+    trains = (
+        "; a small model like the run's is trained a step, and a step of the whole model is "
+        "compiled, not run: a minute, and what compiling takes"
+        if found.within
+        else ""
+    )
+    return (
+        f"{config}: the first {rows:,} rows of each of {len(found.data.datasets)} datasets, "
+        f"prepared five times, also by other processes{trains}"
+    )
 
 
 def _of_config(config: Path, overrides: list[str], inside: Path, rows: int) -> list[Check]:
     from easypipe.cli.configs import described
     from easypipe.doctor.data import Sample, data_checks
+    from easypipe.doctor.processes import process_checks
 
     found = described(config, overrides)
     sample = Sample(found.data, inside, rows)
-    trains = ", and a small model like the run's, trained a step: a minute" if found.within else ""
-    say(f"{config}: the first {rows:,} rows of each dataset, prepared three times{trains}")
-    checks = list(data_checks(sample))
+    checks = [*data_checks(sample), *process_checks(sample)]
     if found.within:
-        from easypipe.doctor.model import model_checks  # jax, only where there is a model
+        # jax, only where there is a model
+        from easypipe.doctor.devices import device_checks
+        from easypipe.doctor.model import model_checks
         from easypipe.run import RunConfig
 
-        checks += model_checks(RunConfig.load(config, overrides), sample, inside / "runs")
+        run = RunConfig.load(config, overrides)
+        checks += [*model_checks(run, sample, inside / "runs"), *device_checks(run, sample)]
     return checks
 
 
-def _shown(checks: Iterable[Check], as_json: bool) -> bool:
-    """Whether a check failed. Each is shown when it is done."""
+def _shown(checks: Iterable[Check], as_json: bool) -> Iterator[Finding]:
+    """What each check finds, shown when it is done."""
     from easypipe.doctor.check import examine
 
-    failed = False
     for one in examine(checks):
-        failed |= one.state == "FAILED"
         if as_json:
             typer.echo(json.dumps(dataclasses.asdict(one)))
         else:
             line = f"{one.state:<8}{one.name:<37}{one.seconds:6.1f} s  {one.says}"
             say(line, style=STYLES[one.state])
-    return failed
+        yield one

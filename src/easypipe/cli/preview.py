@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from easypipe.cli.arguments import AsJson, ConfigFile, Overrides
+from easypipe.cli.arguments import AsJson, ConfigFile, Html, Overrides
 from easypipe.cli.explain import text_line
-from easypipe.cli.show import progress, say
+from easypipe.cli.show import progress, say, write_page
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -24,12 +23,7 @@ TRAINED = "green"
 def preview(
     config: ConfigFile,
     n: Annotated[int, typer.Option("-n", min=1, help="How many samples.")] = 5,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            "--html", metavar="OUT.HTML", help="Write a page instead, which needs no other file."
-        ),
-    ] = None,
+    html: Html = None,
     rows: Annotated[
         int, typer.Option(min=1, help="Rows of each dataset from which samples are made.")
     ] = 200,  # previews.samples.FIRST_ROWS
@@ -43,7 +37,6 @@ def preview(
     is green, what is masked dim and in ⟦ ⟧; who speaks and what is cut is told.
     """
     from easypipe.cli.configs import described
-    from easypipe.core.storage import commit_bytes
     from easypipe.previews.samples import preview as look
 
     data = described(config, overrides or []).data
@@ -53,8 +46,7 @@ def preview(
     with progress() as listener:
         made = look(data, n, first_rows=rows, progress=listener)
     if html is not None:
-        commit_bytes(html, made.to_html(f"easypipe preview {config.name}").encode())
-        say(f"wrote {html}")
+        write_page(html, made.to_html(f"easypipe preview {config.name}"))
         return
     for line in shown(made, characters):
         say(line)

@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from easypipe.core.progress import LOG_S, Pace, ProgressLine
@@ -36,6 +37,14 @@ def console() -> Terminal:
 def say(text: str | Text, style: str | None = None) -> None:
     """Prints text as it stands: nothing is coloured by guess, no line is cut or wrapped."""
     console().print(text, style=style, soft_wrap=True)
+
+
+def write_page(path: Path, page: str) -> None:
+    """Writes a page of HTML in one piece, and says where."""
+    from easypipe.core.storage import commit_bytes
+
+    commit_bytes(path, page.encode())
+    say(f"wrote {path}")
 
 
 @contextmanager

@@ -1,9 +1,30 @@
-"""Pages of HTML: the run page, previews and masks have one look, which base.html.jinja gives."""
+"""Pages of HTML: runs, plans, discoveries, previews, masks and the doctor share base.html.jinja."""
 
 from __future__ import annotations
 
-from easypipe.core.values import Json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from easypipe.core.values import Json, JsonValue
 from easypipe.core.visible import visible
+
+
+class Section(NamedTuple):
+    """A part of the page: a table with notes behind it, text as it stands, or why there is
+    none.
+    """
+
+    heading: str
+    head: Sequence[str] = ()
+    lines: Sequence[Sequence[JsonValue]] = ()
+    notes: Sequence[str] = ()
+    text: str = ""
+    none: str = ""
+
+
+def page_of(title: str, sections: Sequence[Section]) -> str:
+    """A page of HTML without a script: tables and texts, one below the other."""
+    return render("easypipe.core", {"title": title, "sections": sections, "shown": shown})
 
 
 def render(package: str, values: Json) -> str:
@@ -25,3 +46,12 @@ def render(package: str, values: Json) -> str:
         lstrip_blocks=True,
     )
     return pages.get_template("page.html.jinja").render(values)
+
+
+def shown(value: JsonValue) -> str:
+    """A value as tables show it."""
+    if value is None:
+        return "not known"
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.5g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

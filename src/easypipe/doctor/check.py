@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from easypipe.core.errors import EasypipeError
+from easypipe.core.pages import Section, page_of
 
 
 class Failed(Exception):
@@ -50,3 +51,15 @@ def examine(checks: Iterable[Check]) -> Iterator[Finding]:
         except Exception as error:  # noqa: BLE001  (what breaks here would break a run)
             says = f"{type(error).__name__}: {error}"
         yield Finding(check.name, state, says, time.monotonic() - began)
+
+
+def page(costs: Sequence[str], findings: Sequence[Finding]) -> str:
+    """A page of HTML: what failed comes first, then what could not be tried."""
+    head = ("check", "seconds", "what it found")
+    parts = [Section("What was tried", notes=costs)]
+    for state, heading in (("FAILED", "Failed"), ("skipped", "Skipped"), ("ok", "All is well")):
+        lines = [
+            (one.name, round(one.seconds, 1), one.says) for one in findings if one.state == state
+        ]
+        parts.append(Section(f"{heading}: {len(lines)}", head, lines))
+    return page_of("easypipe doctor", parts)

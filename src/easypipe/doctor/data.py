@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class Sample:
     def __init__(
         self, config: PipelineConfig, folder: Path, rows: int, progress: ProgressListener = silent
     ) -> None:
-        self._config, self._folder, self._rows, self._progress = config, folder, rows, progress
+        self._config, self.folder, self._rows, self._progress = config, folder, rows, progress
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -57,9 +58,14 @@ class Sample:
             raise Skipped(f"the first {self._rows} rows of each dataset make no batch")
         return found
 
-    def loader(self) -> Loader:
-        load = dataclasses.replace(host_load(self._config), drop_last=False)
+    def loader(self, mesh: Any = None) -> Loader:
+        """mesh: of jax devices, where batches shall lie on them."""
+        load = dataclasses.replace(host_load(self._config), drop_last=False, mesh=mesh)
         return self.pipeline.copy().load(load).loader()
+
+    def elsewhere(self, name: str) -> Sample:
+        """The same rows, prepared in a folder of their own, perhaps by another process."""
+        return Sample(self._config, self.folder / name, self._rows)
 
     def again(self) -> Pipeline:
         """The same, prepared another time."""
@@ -79,7 +85,7 @@ class Sample:
 
     def _prepared(self, name: str, config: PipelineConfig) -> Pipeline:
         made = chain(
-            looked_at(config, self._folder / name),
+            looked_at(config, self.folder / name),
             progress=self._progress,
             save=False,
             first_rows=self._rows,
@@ -123,11 +129,11 @@ def no_row_is_lost(sample: Sample) -> str:
 
 
 def tokens_are_the_references(sample: Sample) -> str:
-    return _compare(sample.pipeline, sample.by_reference(), "by the `tokenizers` library")
+    return compare(sample.pipeline, sample.by_reference(), "by the `tokenizers` library")
 
 
 def prepared_again_the_same(sample: Sample) -> str:
-    return _compare(sample.pipeline, sample.again(), "prepared another time")
+    return compare(sample.pipeline, sample.again(), "prepared another time")
 
 
 def rows_are_well_formed(sample: Sample) -> str:
@@ -196,7 +202,8 @@ def resume(sample: Sample) -> str:
     return f"stopped after {', '.join(map(str, STOPS))} batches"
 
 
-def _compare(first: Pipeline, second: Pipeline, how: str) -> str:
+def compare(first: Pipeline, second: Pipeline, how: str) -> str:
+    """How many documents both have, tokens and loss masks equal. how: the second was made."""
     count = 0
     others: Mapping[str, TokenCache] = {
         name: source.materialize() for name, source in second.tokenized().items()

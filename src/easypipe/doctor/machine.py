@@ -31,6 +31,11 @@ ASK = (
     "import sys; from pathlib import Path; from easypipe.core import locks; "
     "print(locks.try_hold(Path(sys.argv[1]), exclusive=True) is not None)"
 )
+MULTIPLY = (
+    "import jax, jax.numpy as jnp; x = jnp.arange(1024.).reshape(32, 32); "
+    "assert float((x @ jnp.eye(32) - x).sum()) == 0; "
+    "print(len(jax.devices()), jax.devices()[0].device_kind)"
+)
 DIE = (
     "import os, sys; from easypipe.core import storage; "
     "storage.set_fault_hook(lambda step, _: os._exit(9) if step == 'rename' else None); "
@@ -69,12 +74,7 @@ def installation() -> str:
 
 def devices() -> str:
     """In a process of its own, so that this one holds no accelerator."""
-    script = (
-        "import jax, jax.numpy as jnp; x = jnp.arange(1024.).reshape(32, 32); "
-        "assert float((x @ jnp.eye(32) - x).sum()) == 0; "
-        "print(len(jax.devices()), jax.devices()[0].device_kind)"
-    )
-    done = _python(script)
+    done = _python(MULTIPLY)
     if done.returncode:
         raise Failed((done.stderr.strip().splitlines() or ["jax died"])[-1])
     return done.stdout.strip().splitlines()[-1]

@@ -33,7 +33,7 @@ from easypipe.train.model.flops import flops_per_step, matmul_params, palm_flops
 from easypipe.train.model.pretrained.origin import Model
 from easypipe.train.parallel.mesh import TOKEN_AXES, check_row_length, make_mesh
 from easypipe.train.plan.hlo import Collective, Read, read
-from easypipe.train.plan.topology import topology
+from easypipe.train.plan.topology import Topology, topology
 from easypipe.train.trainer import Engine
 
 
@@ -201,22 +201,22 @@ class StepPlan:
 def plan_step(
     model: Model,
     train: TrainingConfig,
-    on: str,
+    on: str | Topology,
     *,
     batch_size: int,
     seq_length: int,
     columns: Sequence[str] = PACKED,
     accumulation_steps: int = 1,
 ) -> StepPlan:
-    """Compiles the step of `Trainer(model, train, ...)` for the topology `on` (see `topology`) and
-    reads what came out.
+    """Compiles the step of `Trainer(model, train, ...)` for the topology `on` (by its name, see
+    `topology`, or a Topology of devices that are here) and reads what came out.
 
     batch_size, seq_length: rows of a step, over all devices, and slots of a row. columns: of the
     batches, all Int32. accumulation_steps: micro-batches into which the loader cuts; 1 where the
     step does. Raises ConfigError for a topology that is none or whose compiler is not installed,
     and what Trainer raises for a config that cannot be.
     """
-    there = topology(on)
+    there = topology(on) if isinstance(on, str) else on
     started = time.perf_counter()
     mesh = _mesh(train, there.name, there.devices)
     of_data = {"epochs": None, "batch_size": None, "callbacks": CallbacksConfig()}

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from easypipe.core.errors import EasypipeError, StateError, TrainError
-from easypipe.core.pages import render
+from easypipe.core.pages import Section, render, shown
 from easypipe.core.storage import commit_bytes
 from easypipe.core.values import Json
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.record import CHANGES, LEDGER, PLAN, RESTARTS, read_kept
 from easypipe.train.report.numbers import Curves, flows, read_curves
 from easypipe.train.report.pictures import NO_SUCH_SHAPE, mixture_lines
-from easypipe.train.report.tables import ROLLBACKS, Section, documents_of, sections, shown
+from easypipe.train.report.tables import ROLLBACKS, documents_of, sections
 
 log = logging.getLogger("easypipe")
 

@@ -6,9 +6,10 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from easypipe.core.errors import StateError
+from easypipe.core.pages import Section, shown
 from easypipe.core.values import Json, JsonValue
 from easypipe.train.metrics.log import Record, read_metrics
 from easypipe.train.record import (
@@ -29,19 +30,6 @@ log = logging.getLogger("easypipe")
 
 ROLLBACKS = "rollbacks.jsonl"
 MOST_LINES = 200  # of a table; the middle of a longer one is left out, and said so
-
-
-class Section(NamedTuple):
-    """A part of the page: a table with notes behind it, text as it stands, or why there is
-    none.
-    """
-
-    heading: str
-    head: Sequence[str] = ()
-    lines: Sequence[Sequence[JsonValue]] = ()
-    notes: Sequence[str] = ()
-    text: str = ""
-    none: str = ""
 
 
 def sections(folder: Path, curves: Curves) -> list[Section]:
@@ -83,15 +71,6 @@ def _without_middle(section: Section) -> Section:
         return section
     lines = [*section.lines[:half], (f"… {left_out} more …",), *section.lines[-half:]]
     return section._replace(lines=lines)
-
-
-def shown(value: JsonValue) -> str:
-    """A value as tables show it."""
-    if value is None:
-        return "not known"
-    if isinstance(value, float):
-        return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.5g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def _summary(folder: Path, curves: Curves) -> list[tuple[str, JsonValue]]:

@@ -1,0 +1,102 @@
+"""Checks with other processes: several read what one does, and one is killed while it prepares."""
+# pyright: strict
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import numpy as np
+
+from easypipe.core import storage
+from easypipe.core.schema import INPUT_IDS
+from easypipe.core.values import Batch
+from easypipe.doctor.check import Check, Failed, Skipped
+from easypipe.doctor.data import BATCHES, Sample, compare
+
+PROCESSES = 2
+KILLED = 9  # the exit code of a process that dies by `die`
+DEATH = 4  # the file that never gets its name: of little data a manifest
+PATIENCE_S = 300.0
+
+
+def process_checks(sample: Sample) -> Sequence[Check]:
+    return [
+        Check("several processes", partial(several_processes, sample)),
+        Check("a kill while preparing", partial(a_kill_while_preparing, sample)),
+    ]
+
+
+def several_processes(sample: Sample) -> str:
+    """They prepare into one folder at the same time; each then makes the batches of its rows, which
+    together are the rows of one process.
+    """
+    place = sample.elsewhere("together")
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        shares = list(pool.map(share, itertools.repeat(place), range(PROCESSES)))
+    rows = [row for batch in sample.batches for row in _rows(batch)]
+    for rank, batches in enumerate(shares):
+        own = [row for batch in batches for row in _rows(batch)]
+        for n, (expected, found) in enumerate(zip(rows[rank::PROCESSES], own, strict=False)):
+            for name, values in expected.items():
+                # rows that are not packed are as long as the longest of their batch
+                slots = min(len(values), len(found[name]))
+                if not np.array_equal(values[:slots], found[name][:slots]):
+                    raise Failed(
+                        f"row {n * PROCESSES + rank} has another {name} in process {rank} of "
+                        f"{PROCESSES} than in one alone"
+                    )
+        if len(own) < len(rows) // PROCESSES:
+            raise Failed(f"process {rank} of {PROCESSES} has {len(own)} rows of {len(rows)}")
+    return f"{len(rows)} rows by {PROCESSES} processes, which prepared at the same time"
+
+
+def a_kill_while_preparing(sample: Sample) -> str:
+    """A process dies while it writes the cache; the next one finishes it and leaves nothing."""
+    place = sample.elsewhere("killed")
+    dying = multiprocessing.get_context("spawn").Process(target=die, args=(place,))
+    dying.start()
+    dying.join(PATIENCE_S)
+    if dying.exitcode != KILLED:
+        dying.kill()
+        raise Skipped(f"the process to be killed ended by itself, with {dying.exitcode}")
+    documents = compare(sample.pipeline, place.pipeline, "prepared after a kill")
+    left = [path for path in place.folder.rglob("*") if path.name.startswith(storage.TEMPORARY)]
+    if left:
+        raise Failed(f"{left[0].relative_to(place.folder)}: left by a killed process, and stays")
+    return f"killed, and prepared again: {documents}"
+
+
+def share(sample: Sample, rank: int) -> list[Batch]:
+    """In a process of its own: the batches of one of PROCESSES ranks."""
+    loader = sample.loader().of_rank(rank, PROCESSES)
+    return [
+        {name: np.asarray(values) for name, values in batch.items()}
+        for batch in itertools.islice(loader, BATCHES)
+    ]
+
+
+def die(sample: Sample) -> None:
+    """In a process of its own, which ends while it prepares."""
+    steps = itertools.count(1)
+
+    def kill(step: str, _: str) -> None:
+        if step == "rename" and next(steps) == DEATH:
+            os._exit(KILLED)
+
+    storage.set_fault_hook(kill)
+    sample.pipeline.prepare()
+
+
+def _rows(batch: Batch) -> list[dict[str, np.ndarray]]:
+    """The rows of a batch; those of micro-batches one after the other."""
+    lead = np.ndim(batch[INPUT_IDS]) - 1
+    flat = {name: np.asarray(values) for name, values in batch.items()}
+    flat = {name: values.reshape(-1, *values.shape[lead:]) for name, values in flat.items()}
+    return [
+        {name: values[row] for name, values in flat.items()} for row in range(len(flat[INPUT_IDS]))
+    ]
