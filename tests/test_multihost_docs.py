@@ -1,5 +1,5 @@
-"""What docs/multihost.md gives to copy: manifests that parse, and command lines that our command
-line takes.
+"""What docs/multihost.md and launch/ give to copy: manifests that parse, and command lines that our
+command line takes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from easypipe.core.config import apply_overrides, from_dict
 from easypipe.train.config import TrainingConfig
 from easypipe.train.parallel.distributed import VARIABLES
 
-PAGE = (Path(__file__).parents[1] / "docs" / "multihost.md").read_text(encoding="utf-8")
-SCRIPTS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-(MANIFEST,) = (
-    yaml.safe_load(text)
-    for text in re.findall(r"^```yml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-)
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "multihost.md").read_text(encoding="utf-8")
+SLURM, JOBSET = ((ROOT / "launch" / name).read_text() for name in ("slurm.sh", "jobset.yaml"))
+SCRIPTS = [*re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL), SLURM]
+MANIFEST = yaml.safe_load(JOBSET)
 (CONTAINER,) = MANIFEST["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
     "containers"
 ]
@@ -48,7 +47,15 @@ def test_scripts_are_bash():
     assert len(SCRIPTS) == 2
     for script in SCRIPTS:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    assert all(line.startswith("#SBATCH --") for line in SCRIPTS[1].splitlines()[1:10])
+    assert all(line.startswith("#SBATCH --") for line in SCRIPTS[1].splitlines()[2:11])
+
+
+def test_files_say_first_that_they_never_ran():
+    first = [
+        next(line for line in text.splitlines() if line[1:2] == " ") for text in (SLURM, JOBSET)
+    ]
+    assert all(line.startswith("# Never run") for line in first)
+    assert all(f'--8<-- "launch/{name}"' in PAGE for name in ("slurm.sh", "jobset.yaml"))
 
 
 def test_the_manifest_says_who_is_who():
