@@ -9,6 +9,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Of machine code: what is computed, and on which device, stays. It is compiled in a third of the
 # time, here and in the processes that tests start.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "True")
+# A program of one module of LLVM, without MLIR's emitters: in a quarter of that.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+)
 
 import pytest
 from hypothesis import HealthCheck, settings

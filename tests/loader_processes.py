@@ -13,7 +13,8 @@ HERE = Path(__file__).parent
 
 def python(script: str, *arguments: object, devices: int = 1) -> subprocess.Popen[str]:
     """`tests/loader/SCRIPT` with so many CPU devices."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    asked = os.environ.get("XLA_FLAGS", "")
+    flags = f"{asked} --xla_force_host_platform_device_count={devices}"
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",

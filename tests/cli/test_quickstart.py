@@ -53,7 +53,8 @@ PROGRAM = """
 import os, sys, sysconfig
 whole = sysconfig.get_paths
 sysconfig.get_paths = lambda *scheme: whole(*scheme) | {"stdlib": os.environ["SMALL_LIBRARY"]}
-from easypipe.cli import main
+from easypipe.cli import main, quickstart
+quickstart.VOCAB_SIZE = 512
 sys.exit(main(sys.argv[1:]))
 """
 

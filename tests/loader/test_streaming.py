@@ -300,6 +300,7 @@ def test_processes_read_their_own_streams_and_resume_from_each_other(tmp_path: P
     path = os.pathsep.join(
         [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
+    asked = os.environ.get("XLA_FLAGS", "")
     reports = {}
     for count, before in ((1, 0), (2, 1)):
         with socket.socket() as probe:
@@ -307,7 +308,7 @@ def test_processes_read_their_own_streams_and_resume_from_each_other(tmp_path: P
             port = probe.getsockname()[1]
         env = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}",
+            "XLA_FLAGS": f"{asked} --xla_force_host_platform_device_count={4 // count}",
             "PYTHONPATH": path,
         }
         command = [sys.executable, str(script), str(port), str(count)]

@@ -27,7 +27,8 @@ MESH = {"data": 2, "tensor": 2}  # sums of two numbers, which are the same in an
 
 
 def start(count: int, folder: Path, *jobs: dict) -> list[subprocess.Popen[str]]:
-    flags = f"--xla_force_host_platform_device_count={4 // count}"
+    asked = os.environ.get("XLA_FLAGS", "")
+    flags = f"{asked} --xla_force_host_platform_device_count={4 // count}"
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags,
