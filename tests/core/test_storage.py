@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import xxhash
 
-from easypipe.core import storage
+from easypipe.core import remote, storage
 from easypipe.core.errors import MissingFileError, StorageError
 
 STEPS = ("write", "sync", "rename", "committed")
@@ -196,3 +197,155 @@ def test_new_folders_are_on_the_disk_before_a_file_in_them_has_its_name(
     storage.commit_bytes(tmp_path / "a" / "b" / "file", b"new")
     assert {tmp_path, tmp_path / "a"} <= {*synced[:-2]}
     assert synced[-1] == tmp_path / "a" / "b"
+
+
+@pytest.fixture(params=["local", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path) if request.param == "local" else f"memory://{tmp_path.name}"
+
+
+def test_what_lies_where(root: str) -> None:
+    for name in ("b", "a", "below/c", f"{storage.TEMPORARY}x"):
+        storage.commit_bytes(f"{root}/{name}", name.encode() * 5)
+    assert storage.names_in(root) == storage.names_in(f"{root}/") == ["a", "b", "below"]
+    assert storage.names_in(f"{root}/nothing") == []
+    assert [storage.size_of(f"{root}/{name}") for name in ("a", "below", "nothing")] == [
+        5,
+        None,
+        None,
+    ]
+    assert [storage.exists(f"{root}/{name}") for name in ("a", "below", "no")] == [
+        True,
+        True,
+        False,
+    ]
+    for name in ("b", "below", "nothing", "b"):
+        storage.remove(f"{root}/{name}")
+    assert storage.names_in(root) == ["a"]
+    assert not storage.exists(f"{root}/below/c")
+    assert storage.read_bytes(f"{root}/a") == b"aaaaa"
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 8, 11])
+def test_a_file_comes_in_pieces(root: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "CHUNK_BYTES", 4)
+    content = bytes(range(size))
+    storage.commit_bytes(f"{root}/x", content)
+    pieces = list(storage.chunks(f"{root}/x"))
+    assert b"".join(pieces) == content
+    assert [len(piece) for piece in pieces] == [4] * (size // 4) + [size % 4] * (size % 4 > 0)
+    with pytest.raises(FileNotFoundError):
+        list(storage.chunks(f"{root}/nothing"))
+
+
+def test_only_the_first_creates() -> None:
+    url = "memory://created/once.json"
+    assert storage.create_bytes(url, b"first")
+    assert not storage.create_bytes(url, b"other")
+    assert storage.create_bytes(url, b"first"), "an attempt whose answer was lost"
+    assert storage.read_bytes(url) == b"first"
+
+
+def test_a_range_that_came_short_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage.commit_bytes("memory://bucket/whole", b"hello there")
+    whole, asked = storage.remote_call, list[str]()
+
+    def call(fs: object, name: str, *args: object, **options: object) -> object:
+        asked.append(name)
+        answer = whole(fs, name, *args, **options)  # type: ignore[arg-type]
+        return answer[:2] if asked == ["cat_file"] and isinstance(answer, bytes) else answer
+
+    monkeypatch.setattr(storage, "remote_call", call)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
+    monkeypatch.setattr(remote, "time", clock)
+    assert storage.read_range("memory://bucket/whole", 2, 8) == b"llo th"
+    assert asked == ["cat_file", "info", "cat_file"]
+
+
+def test_every_step_is_told_in_its_order(tmp_path: Path) -> None:
+    seen: list[tuple[str, str]] = []
+    storage.set_fault_hook(lambda step, path: seen.append((step, path)))
+    target = str(tmp_path / "file")
+    storage.commit_json(target, {"b": 1, "a": [2]})
+    assert seen == [(step, target) for step in STEPS]
+    assert Path(target).read_text() == '{\n "a": [\n  2\n ],\n "b": 1\n}\n'
+    assert storage.read_json(target) == {"a": [2], "b": 1}
+    seen.clear()
+    (tmp_path / "made").mkdir()
+    storage.commit_folder(tmp_path / "made", tmp_path / "named")
+    assert seen == [(step, str(tmp_path / "named")) for step in STEPS[1:]]
+    seen.clear()
+    storage.create_bytes("memory://bucket/steps", b"x")
+    assert seen == [(step, "memory://bucket/steps") for step in STEPS[2:]]
+
+
+def test_an_error_of_a_disk_names_the_file(tmp_path: Path) -> None:
+    def write(error: OSError) -> None:
+        with storage.commit_file(tmp_path / "file"):
+            raise error
+
+    with pytest.raises(StorageError, match=r"file: cannot be written: .*No space.*Check space"):
+        write(OSError(28, "No space left on device"))
+    with pytest.raises(StorageError, match="elsewhere: as it is"):
+        write(StorageError(at="elsewhere", problem="as it is"))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(StorageError, match=r"cannot be read: .*Check the path"):
+        storage.read_bytes(tmp_path)
+
+
+def test_a_folder_that_took_long_is_not_swept_again_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [50.0]
+
+    def monotonic() -> float:
+        now[0] += 1  # a sweep asks twice: it takes a second
+        return now[0]
+
+    host = storage.owner().rpartition("_")[0]
+    litter = tmp_path / "deep" / f"{storage.TEMPORARY}{host}_999999999-0a1b2c3d-x"
+    litter.parent.mkdir()
+    monkeypatch.setattr(
+        storage, "time", SimpleNamespace(monotonic=monotonic, time=time.time), raising=True
+    )
+    assert storage.sweep(tmp_path) == 0
+    litter.write_bytes(b"half")
+    now[0] += storage.SWEPT_SELDOM - 2
+    assert storage.sweep(tmp_path) == 0
+    assert litter.exists()
+    assert storage.sweep(tmp_path) == 1
+    assert not litter.exists()
+
+
+def test_a_process_of_another_user_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(pid: int, signal: int) -> None:
+        assert signal == 0
+        raise PermissionError if pid == 7 else ProcessLookupError
+
+    monkeypatch.setattr(os, "kill", kill)
+    host = storage.owner().rpartition("_")[0]
+    for owner in (f"{host}_7", f"{host}_8", f"{host}_x", "elsewhere_8"):
+        (tmp_path / f"{storage.TEMPORARY}{owner}-0a1b2c3d-x").write_bytes(b"half")
+    assert storage.sweep(tmp_path) == 1
+    kept = {
+        path.name.removeprefix(storage.TEMPORARY).partition("-")[0] for path in tmp_path.iterdir()
+    }
+    assert kept == {f"{host}_7", f"{host}_x", "elsewhere_8"}
+
+
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    [
+        *((name, True) for name in ("a", "a/b", ".a", "a..b", "...", "a b")),
+        *((name, False) for name in ("", ".", "..", "/a", "a/", "a//b", "a/../b", "a/.", "a\\..\\b", "s3://b/a", "a\0b", 7, None, ["a"])),
+    ],
+)  # fmt: skip
+def test_which_names_stay_in_their_folder(name: object, inside: bool) -> None:
+    assert storage.is_inside(name) is inside  # type: ignore[arg-type]
+
+
+def test_urls_of_files_are_local() -> None:
+    remotes = [
+        storage.is_remote(path) for path in ("s3://b/x", "/a/b", "file:///a", "a:b", Path("x"))
+    ]
+    assert remotes == [True, False, False, False, False]

@@ -565,10 +565,8 @@ def _secrets_of_url(url: str) -> Iterator[str]:
         parts = urlsplit(url)
     except ValueError:
         return
-    if "@" in parts.netloc:
-        yield from (
-            part for part in re.split(r"[:@]", parts.netloc.rpartition("@")[0]) if len(part) >= 3
-        )
+    user = parts.netloc.rpartition("@")[0]
+    yield from (part for part in re.split("[:@]", user) if len(part) >= 3)
     for key, value in parse_qsl(parts.query):
         if _SECRET_QUERY.match(key) and len(value) >= 4:
             yield value
