@@ -1,0 +1,125 @@
+"""The error budget of bad rows, against counting them one by one; and the file that keeps them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from easypipe.cache import bad_rows
+from easypipe.cache.bad_rows import ErrorBudget
+from easypipe.cache.folder import CacheFolder
+from easypipe.cache.manifest import Counts, Part
+from easypipe.cache.ranges import Record
+from easypipe.core.errors import BudgetError, SourceError
+from easypipe.core.protocols import Reject
+from easypipe.sources.external.memory import InMemoryShardedSource
+from strategies import examples
+
+
+def record(rejects: list[Reject], name: str = "a.jsonl", shard: int = 0) -> Record:
+    part = Part(shard=shard, start=0, stop=99, docs=1, tokens=1)
+    return Record(
+        part=part, counts=Counts(), rejects=tuple(rejects), shard_name=name, text="", text_bytes=0
+    )
+
+
+@st.composite
+def rejected(draw: st.DrawFn) -> list[Record]:
+    found = []
+    for name in ("a.jsonl", "b.jsonl"):
+        row, rejects = 0, []
+        for _ in range(draw(st.integers(0, 4))):
+            row += draw(st.integers(0, 3))
+            count = draw(st.integers(1, 4))
+            benign = draw(st.booleans())
+            rejects.append(Reject(row=row, reason="null", detail="d", benign=benign, count=count))
+            row += count
+        found.append(record(rejects, name))
+    return found
+
+
+@examples(60)
+@given(rejected(), st.one_of(st.none(), st.integers(0, 9)), st.sampled_from(["skip", "error"]))
+def test_the_row_that_is_one_too_many_is_named(
+    records: list[Record], most: int | None, on_error: bad_rows.OnError
+) -> None:
+    bad = [
+        (one.shard_name, row)
+        for one in records
+        for reject in one.rejects
+        if not reject.benign
+        for row in range(reject.row, reject.row + reject.count)
+    ]
+    budget = ErrorBudget("d", "text", on_error, most)
+    allowed = 0 if on_error == "error" else most
+    over = None if allowed is None or len(bad) <= allowed else bad[allowed]
+
+    def charge_all() -> None:
+        for one in records:
+            budget.charge(one)
+
+    if allowed is None or over is None:
+        charge_all()
+        assert budget.bad == len(bad)
+        return
+    kind = SourceError if on_error == "error" else BudgetError
+    with pytest.raises(kind) as caught:
+        charge_all()
+    assert str(caught.value).startswith(f"{over[0]}, row {over[1]}, column 'text': ")
+    number = f"bad row number {allowed + 1} (null: d), and max_bad_rows is {most}"
+    assert (number in str(caught.value)) == (on_error == "skip")
+    assert budget.bad == allowed + 1
+
+
+def test_where_no_row_became_a_document_the_first_reason_is_told() -> None:
+    budget = ErrorBudget("d", "text", "skip", None)
+    budget.charge(record([Reject(row=4, reason="empty", benign=True)]))
+    budget.charge(record([Reject(row=5, reason="null", detail="later")]))
+    budget.require_documents(Counts(rows=9, docs=1))
+    with pytest.raises(
+        SourceError,
+        match=r"dataset 'd', column 'text': not one of 9 rows became a document: empty 1, null 8; "
+        r"the first is a\.jsonl, row 4: empty",
+    ):
+        budget.require_documents(Counts(rows=9, docs=0, rejects={"empty": 1, "null": 8}))
+    with pytest.raises(SourceError, match=r"not one of 0 rows became a document: there is none\."):
+        ErrorBudget("d", "text", "skip", None).require_documents(Counts(rows=0, docs=0))
+
+
+def test_the_quarantine_has_a_line_for_every_bad_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bad_rows, "RAW_CHARACTERS", 8)
+    texts = ["ä", "b" * 6, "c" * 7, "d", None]
+    source = InMemoryShardedSource({"text": pa.array([*texts, *texts], pa.string())})
+    folder = CacheFolder(tmp_path)
+    records = [
+        record(
+            [
+                Reject(row=0, reason="bad", detail="first"),
+                Reject(row=1, reason="blank", benign=True, count=2),
+                Reject(row=6, reason="long", count=2),
+                Reject(row=9, reason="null"),
+            ],
+            name="rows",
+        )
+    ]
+    name, checksum = bad_rows.write_quarantine(folder, "key", records, source, "text")
+    path = tmp_path / "manifests" / "key.quarantine.jsonl"
+    assert (name, path.parent.parent) == (path.name, tmp_path)
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(line["row"], line["reason"], line["raw"]) for line in lines] == [
+        (0, "bad", '"ä"'),
+        (6, "long", '"bbbbbb"'),
+        (7, "long", '"ccccccc…'),
+        (9, "null", "null"),
+    ]
+    assert {(line["file"]) for line in lines} == {"rows"}
+    assert lines[0]["detail"] == "first"
+    assert len(checksum) == 32
+    assert "ä" in path.read_text(encoding="utf-8")
