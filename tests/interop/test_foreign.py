@@ -91,6 +91,18 @@ def test_what_the_others_keys_become() -> None:
     assert run.eval["held_out"].datasets
 
 
+def test_every_whole_per_cent_of_a_mixer_is_a_split(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    mixer = {f"a/d{n}": n / 100 for n in range(1, 101)} | {"a/e": 0.125}
+    path.write_text(
+        yaml.safe_dump({"model_name_or_path": "gpt2", "dataset_mixer": mixer}, sort_keys=False)
+    )
+    made = import_config("trl", path)
+    splits = [one["split"] for one in made.config["data"]["datasets"]]
+    assert splits == [f"train[:{n}%]" for n in range(1, 100)] + ["train", "train"]
+    assert [told for told in made.left if "dataset_mixer" in told] == ["dataset_mixer, train"]
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tool, path = of("axolotl-lora-8b")
     out = tmp_path / "sft.yaml"

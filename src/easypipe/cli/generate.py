@@ -1,4 +1,4 @@
-"""`easypipe generate`: what a model writes, behind prompts, behind conversations, or in a chat."""
+"""`easypipe generate`: its options and their checks."""
 
 from __future__ import annotations
 

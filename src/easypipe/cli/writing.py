@@ -1,4 +1,4 @@
-"""What `easypipe generate` writes: behind prompts, behind conversations, or in a chat."""
+"""The three ways `easypipe generate` asks and prints: prompts, a file of messages, a chat."""
 
 from __future__ import annotations
 

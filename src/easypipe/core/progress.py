@@ -1,4 +1,4 @@
-"""Rates and remaining times from progress events, and the listener that logs them by default."""
+"""Rates and remaining times from progress events, logged every half minute by default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which row is read at which place: permuted within blocks, and grouped by length within windows.
+"""The order of rows in batches: permuted within blocks, grouped by length within windows.
 Arithmetic over positions and lengths.
 
 position a row's place in the order of reading

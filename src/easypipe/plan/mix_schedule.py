@@ -1,10 +1,11 @@
-"""Schedules: how the weights of a mixture follow the training step, in exact arithmetic.
+"""The weights of a mixture at every step: points, ramps between them cut into stages, exactly.
 
 step   a training step, the number of a batch from 0: with batches of `n` rows, step `s` holds rows
-`s * n` to `(s + 1) * n` share  a dataset's part of the mixture, a fraction; the shares of a step
-sum to 1 point  a step and the weights that are reached there
+       `s * n` to `(s + 1) * n`
+share  a dataset's part of the mixture, a fraction; the shares of a step sum to 1
+point  a step and the weights that are reached there
 stage  rows that have the same weights: from point to point, and between two points whose weights
-differ 1/64 of the way, or a step where that is longer
+       differ 1/64 of the way, or a step where that is longer
 """
 
 from __future__ import annotations

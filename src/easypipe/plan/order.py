@@ -1,4 +1,4 @@
-"""Order, as arithmetic: the n-th document of a dataset, and the stream that gives the next row.
+"""The order of documents, as arithmetic: the n-th of a dataset, and which stream is next.
 
 Position `p` of pass `e` over a dataset of `num_docs` documents is document `permutation_e(p)`: a
 keyed Feistel permutation, a new one for every pass, computed for one position at a time. The

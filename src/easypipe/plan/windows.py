@@ -2,7 +2,8 @@
 
 row     a row of the whole run, counted over all epochs
 window  `spec.window_docs` draws (fewer where an epoch ends; under "concat", those that fill whole
-rows); no row holds two windows draw    the n-th document of the mixture
+        rows); no row holds two windows
+draw    the n-th document of the mixture
 mark    a state that the scan passed and keeps, one every MARK_EVERY windows
 
 Which documents stand in a row is a pure function of datasets, spec and row: marks, caches and

@@ -1,4 +1,4 @@
-"""Which rows each saved shard holds: from row counts, or from what sampled rows take on disk.
+"""How many rows a saved shard holds: by count, by a default size, or by what samples take on disk.
 
 Edges follow from the rows alone, so that every run cuts the same shards. Sizes on disk are those
 of the very format and codec that will write them:

@@ -1,4 +1,4 @@
-"""Verifies token caches, saved folders and checkpoints on disk, byte by byte.
+"""Verifies whatever folder is given: a saved one here, token caches and checkpoints by their own.
 
 Nothing is changed here; stages/prepare.py makes good what is found.
 """

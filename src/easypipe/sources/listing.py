@@ -1,4 +1,4 @@
-"""Lists the files that a URL names: an object, a pattern, a folder or a served file."""
+"""The files that a URL names: an object, a pattern, a folder, or a file of a web server (HTTP)."""
 
 from __future__ import annotations
 

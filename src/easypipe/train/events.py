@@ -54,10 +54,10 @@ class TrainEvent:
 
     start: the state is ready (step > 0: it was restored); the first step will compile.
     dispatch: `step` is about to be handed to the device (heard by callbacks only).
-    step: a line went to metrics.jsonl, `record`.   eval: batches of a held-out loader were seen;
-    record has name, batches.
-    evaluated: all were; record has what each came to, by name.   checkpoint: a save of this step
-    began.
+    step: a line went to metrics.jsonl, `record`.
+    eval: batches of a held-out loader were seen; record has name, batches.
+    evaluated: all were; record has what each came to, by name.
+    checkpoint: a save of this step began.
     rollback: the state is again that of the step record["to"]; what came behind it is skipped.
     end: the last step is done and saved.
     exception: the run ends with the error record["error"] (its text), after the last step that was

@@ -103,7 +103,7 @@ def mixture(made: ForeignConfig, key: str, given: Json) -> None:
 
 def _share(made: ForeignConfig, key: str, split: str, share: float) -> str:
     """A split, or the share of its rows that TRL calls a weight."""
-    percent = share * 100
+    percent = round(share * 100, 6)  # 0.07 * 100 is 7.000000000000001
     if percent == 100:
         return split
     if percent == int(percent):

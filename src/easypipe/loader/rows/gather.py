@@ -30,12 +30,13 @@ CACHE_LINE = 64  # bytes that memory is read by
 class Tables(NamedTuple):
     """The buffers of all datasets, one after the other. D datasets, P parts in all.
 
-    first_part  Int64[D+1]  parts before each dataset, and in all
-    first_doc   Int64[P+D]  of dataset d at `first_part[d] + d`: documents of d before each of its
-    parts, and in all ids, offsets, mask  UInt64[P]  addresses; a mask of 0 means that every token
-    is a target id_bytes    Int64[D]    2 or 4
-    file, checked  UInt64[P]  addresses: of the part's file, and of the flags of what was checked of
-    it; 0 where nothing has to be
+    first_part          Int64[D+1]  parts before each dataset, and in all
+    first_doc           Int64[P+D]  of dataset d at `first_part[d] + d`: documents of d before each
+                                    of its parts, and in all
+    ids, offsets, mask  UInt64[P]   addresses; a mask of 0 means that every token is a target
+    id_bytes            Int64[D]    2 or 4
+    file, checked       UInt64[P]   addresses: of the part's file, and of the flags of what was
+                                    checked of it; 0 where nothing has to be
     """
 
     first_part: Int64

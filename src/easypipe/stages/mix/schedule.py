@@ -1,4 +1,4 @@
-"""Weight schedules as people write them: by name and training step."""
+"""Reads weight schedules as people write them, by name and step; plan/mix_schedule.py computes."""
 
 from __future__ import annotations
 

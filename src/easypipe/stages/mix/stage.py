@@ -1,4 +1,4 @@
-"""The mix stage: several datasets become one, in proportions that hold at every prefix."""
+"""The mix stage: several datasets become one; their weights, equal ones where none are given."""
 
 from __future__ import annotations
 

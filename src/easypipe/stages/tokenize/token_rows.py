@@ -1,4 +1,4 @@
-"""Tokenizes texts into documents: the one place where a text becomes what the cache stores."""
+"""Tokenizes texts into what the cache stores, and encodes one in a thousand again as a check."""
 
 from __future__ import annotations
 
