@@ -359,6 +359,26 @@ FAULTS = [
           "return closed | (longer &", "return closed | (True &"),
     fault("EOS of a document that a window cuts counts again", "loader/streams/stream.py", "tests/loader/test_streaming_runs.py -k one_stream_in_order",
           "again = int(start > placed)", "again = 0"),
+    # of faults drawn at random over sources, transforms, train, config, cli and compat
+    fault("an export names no pad token", "train/model/pretrained/save.py", "tests/train/test_export.py -k every_special",
+          'names = "bos_token_id", "eos_token_id", "pad_token_id"', 'names = "bos_token_id", "eos_token_id"'),
+    fault("a template worker that ended keeps its place", "transforms/chat/pool.py", "tests/transforms/test_chat.py -k leaves_its_place",
+          "            _alive.discard(self)\n", "            pass\n"),
+    fault("template workers import files of the folder that they start in", "transforms/chat/pool.py",
+          "tests/transforms/test_chat.py -k imports_nothing", '[sys.executable, "-P", "-m", WORKER', '[sys.executable, "-m", WORKER'),
+    fault("batch_size beside a loader is ignored", "compat/trainer.py", "tests/compat/test_training_config.py -k beside_a_loader",
+          "_check_none(seq_length=seq_length, batch_size=batch_size)", "_check_none(seq_length=seq_length)"),
+    fault("hybrid puts all axes but data across hosts", "train/parallel/mesh.py", "tests/train/test_step.py -k hybrid_parts",
+          "within, across, devices, process_is_granule", "across, within, devices, process_is_granule"),
+    fault("a conversation that begins with a call is refused", "transforms/chat/spans.py", "tests/test_golden.py -k masks-tools",
+          "if i and not first:", "if not first:"),
+    fault("what frames a masked document is trained", "transforms/tokenizer/ragged.py", "tests/transforms/test_ragged.py",
+          "else np.zeros(len(ids), np.uint8)", "else np.ones(len(ids), np.uint8)"),
+    fault("one element more than there is room for", "sources/formats/scanners.py", "tests/sources/test_scanners.py -k elements",
+          "    while count < len(starts):\n        i = skip_space(data, i, n)\n        consumed = i",
+          "    while count <= len(starts):\n        i = skip_space(data, i, n)\n        consumed = i"),
+    fault("import --force does not overwrite", "cli/foreign.py", "tests/interop/test_foreign.py",
+          "out is None or force or not out.exists()", "out is None or not out.exists()"),
 ]
 # fmt: on
 

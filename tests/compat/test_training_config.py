@@ -172,3 +172,9 @@ def test_a_run_makes_the_passes_that_its_config_says(tmp_path: Path) -> None:
         random_seed=7,
     ).config
     assert (named.optimizer.learning_rate, named.seed) == (0.2, 7)
+
+
+@pytest.mark.parametrize("option", ["seq_length", "batch_size"])
+def test_sizes_beside_a_loader_are_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{option}: has no effect on a loader that is given"):
+        Trainer(None, TrainingConfig(), [], **{option: 4})

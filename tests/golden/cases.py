@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-GROUPS = ("batches", "resume", "training", "documents", "errors", "exports", "kept", "reading")
+GROUPS = (
+    "batches",
+    "resume",
+    "training",
+    "documents",
+    "errors",
+    "exports",
+    "limits",
+    "masks",
+    "kept",
+    "reading",
+)
 
 
 @dataclass(frozen=True)

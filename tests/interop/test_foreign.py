@@ -114,6 +114,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"line {number}, load_in_8bit" in out.read_text()
     assert main(["import", tool, str(path), "--out", str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
+    out.write_text("")
+    assert main(["import", tool, str(path), "--out", str(out), "--force"]) == 0
+    assert RunConfig.load(out).train.lora is not None
+    capsys.readouterr()
     assert main(["import", tool, str(path)]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["model"]["pretrained"]
 

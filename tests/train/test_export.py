@@ -11,6 +11,7 @@ import os
 import shutil
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -306,6 +307,14 @@ def test_a_model_of_text_ends_with_its_tokenizer_and_a_published_one_keeps_what_
     assert read(tuned, "config.json")["max_position_embeddings"] == 4096
     bare = save_pretrained(Decoder(SHAPE, nnx.Rngs(0)), tmp_path / "bare")
     assert read(bare, "generation_config.json") == {}
+
+
+def test_configs_name_every_special_token_of_the_tokenizer(tmp_path: Path) -> None:
+    special = {"bos_token_id": 5, "eos_token_id": 6, "pad_token_id": 7}
+    mine = SimpleNamespace(**special, save_pretrained=lambda folder: None)
+    saved = save_pretrained(Decoder(SHAPE, nnx.Rngs(0)), tmp_path / "saved", tokenizer=mine)
+    for file in ("config.json", "generation_config.json"):
+        assert {name: read(saved, file).get(name) for name in special} == special
 
 
 def test_a_template_goes_where_every_version_of_transformers_looks(

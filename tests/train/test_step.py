@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -327,6 +329,24 @@ def test_hybrid_wants_hosts_alike_and_data_across_them():
         r"the 4 devices of",
     ):
         make_mesh({"preset": "hybrid", "fsdp": 8}, devices=hosts(4, 4))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    process_index: int
+    id: int
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+    client: Any = None
+
+
+def test_hybrid_parts_hosts_along_data_alone():
+    chips = [Chip(process_index=number % 2, id=number) for number in range(8)]
+    mesh = make_mesh({"preset": "hybrid", "fsdp": 2, "tensor": 2}, devices=chips)
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "sequence": 1, "tensor": 2}
+    hosts = np.vectorize(lambda chip: chip.process_index)(mesh.devices).reshape(2, 4)
+    assert sorted(hosts[:, 0]) == [0, 1]
+    assert (hosts == hosts[:, :1]).all()
 
 
 def test_meshes_and_batches_that_do_not_fit_say_what_would():

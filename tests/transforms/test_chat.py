@@ -760,6 +760,34 @@ def test_a_worker_sees_no_secrets_of_the_environment(monkeypatch: pytest.MonkeyP
         worker.close()
 
 
+def test_a_worker_imports_nothing_of_the_folder_that_it_starts_in(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('the file of another')\n")
+    monkeypatch.chdir(tmp_path)
+    close_workers()
+    (found,) = template("{{ messages[0].content }}<|im_end|>", "all").render(
+        [{"messages": talk("a", "b"), "tools": None}]
+    )
+    assert isinstance(found, Rendered)
+
+
+def test_a_worker_that_ended_leaves_its_place_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    from easypipe.transforms.chat import pool as chat_pool
+
+    close_workers()
+    monkeypatch.setattr(chat_pool.os, "cpu_count", lambda: len(chat_pool._alive) + 1)
+    first = chat_pool._take()
+    assert first is not None
+    cores = len(chat_pool._alive)
+    monkeypatch.setattr(chat_pool.os, "cpu_count", lambda: cores)
+    assert chat_pool._take(must=False) is None
+    first.close()
+    second = chat_pool._take(must=False)
+    assert second is not None
+    second.close()
+
+
 def test_tool_use_templates_serve_rows_with_tools() -> None:
     both = template(
         "plain {{ messages[0].content }}<|im_end|>",
