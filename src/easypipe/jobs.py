@@ -28,6 +28,7 @@ from easypipe.stages.save import SaveReport
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.config import TokenizeStageConfig
+from easypipe.train.model.pretrained.added import tokenizer_with
 from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.transforms.columns.hold_out import HoldOutConfig
 from easypipe.transforms.tokenizer.config import TokenizerConfig
@@ -170,6 +171,9 @@ def with_tokenizer_of(data: PipelineConfig, model: PretrainedConfig) -> Pipeline
     except EasypipeError as error:
         error.at = f"model.pretrained: {error.at}"
         raise
+    if model.add_tokens:
+        into = cache_folder(data.cache_dir, data.cache).local / "tokenizers"
+        folder = tokenizer_with(folder, model.add_tokens, into)
     own = folder / "tokenizer.json"
     return dataclasses.replace(data, default_tokenizer=str(folder)) if own.is_file() else data
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from easypipe.core import locks
 from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import BatchLoader, ProgressListener, TokenInfo, Turns, silent
 from easypipe.core.values import Arguments
 from easypipe.history import host_load, plan_of_run
@@ -386,6 +386,14 @@ def with_vocabulary(
             info,
             "Leave data.default_tokenizer out, and its own is taken.",
         )
+        if model.add_tokens:
+            known = load_tokenizer(info.tokenizer)
+            require(
+                [known.token(number) for number in found.added] == [*model.add_tokens],
+                "model.add_tokens",
+                f"the tokenizer of the data, {info.tokenizer!r}, is not the model's with these",
+                "Leave data.default_tokenizer and datasets[].tokenizer out.",
+            )
         return found.named
     if model.vocab_size is None:
         return dataclasses.replace(model, vocab_size=info.vocab_size)

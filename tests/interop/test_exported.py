@@ -5,12 +5,14 @@ needs torch: `nox -s parity`; without it tokens and ends are compared.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 import pytest
 from flax import nnx
 
@@ -18,12 +20,18 @@ from easypipe import train_bpe
 from easypipe.cli import main
 from easypipe.interop.exported import differences, token_differences
 from easypipe.train import load_pretrained, save_pretrained
+from easypipe.train import state as states
 from easypipe.train.finished import Trained
 from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.model.lora import adapters, add_lora
+from easypipe.train.model.pretrained.added import tokenizer_with
+from easypipe.train.model.pretrained.config import PretrainedConfig
+from easypipe.train.model.pretrained.origin import find_pretrained, from_pretrained
 from easypipe.train.model.pretrained.peft import save_adapters
 from easypipe.train.model.pretrained.save import Seen
+from easypipe.train.optim.optimizers import Optimizer
+from easypipe.train.parallel.mesh import make_mesh
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from pipelines import texts
 from train.hf_support import CONFIGS, tensors, write_model
@@ -146,3 +154,35 @@ def test_exports_of_every_family_are_what_was_trained(
     assert list(differences(adapted, alone, adapters=True)) == []
     (told,) = differences(adapted, base)
     assert told.startswith("logits differ by up to ")
+
+
+@needs_torch
+@pytest.mark.slow
+@pytest.mark.parametrize("rows_alone", [False, True], ids=["full", "rows"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_exports_of_every_family_with_new_tokens_are_what_was_trained(
+    family: str, rows_alone: bool, tokenizer: Path, tmp_path: Path
+) -> None:
+    config = CONFIGS[family] | {"vocab_size": VOCAB, "bos_token_id": EOS, "eos_token_id": EOS}
+    files = load_pretrained(write_model(tmp_path / "files", config, tensors(config)))
+    base = exported(trained(files, tokenizer, Seen()), tmp_path / "base")
+    tokens = [f"<|new {i}|>" for i in range(7)]  # 303 of a vocabulary of 300
+    found = find_pretrained(PretrainedConfig(pretrained=base, add_tokens=tokens))
+    origin = from_pretrained(found, 0, LoraConfig(rank=3) if rows_alone else None)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    with states.on(mesh):
+        layout = states.layout_of(nnx.eval_shape(origin.build), mesh, origin.trained)
+        state = origin.state(layout, Optimizer(optax.identity()))
+    moved = {
+        name: array + 0.1 * jax.random.normal(jax.random.key(i), array.shape)
+        for i, (name, array) in enumerate(state.params.items())
+        if rows_alone or name in ("embedding", "head.kernel")
+    }
+    model = layout.merge(state.params | moved, state.rest)
+    grown = tokenizer_with(base, tokens, tmp_path)
+    run = trained(model, grown, CHAT, base)
+    folder = exported(run, tmp_path / "out")
+    assert list(differences(run, folder)) == []
+    named = importlib.import_module("transformers").AutoTokenizer.from_pretrained(folder)
+    assert named.convert_tokens_to_ids(tokens) == list(found.added)
+    assert named("a" + tokens[3])["input_ids"][-1] == found.added[3]

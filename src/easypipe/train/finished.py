@@ -21,6 +21,7 @@ from easypipe.train.config import TrainingConfig
 from easypipe.train.model.config import ClassifierConfig
 from easypipe.train.model.decoder import ModelConfig
 from easypipe.train.model.lora import fingerprint
+from easypipe.train.model.pretrained.added import tokenizer_with
 from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.model.pretrained.origin import (
     Model,
@@ -82,14 +83,31 @@ def load_trained(
         mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
         with states.on(mesh):
             model = _model(checkpoints, step, saved, base, mesh)
-    origin, tokenizer = saved.get("origin"), saved.get("tokenizer")
+    origin = saved.get("origin")
     return Trained(
         model=model,
         step=step,
-        tokenizer=tokenizer and found_beside(tokenizer, Path(run)),
+        tokenizer=_tokenizer(saved, Path(run).expanduser()),
         seen=Seen.recorded(saved),
         base=origin and str(origin["config"]["pretrained"]),
     )
+
+
+def _tokenizer(saved: Json, run: Path) -> str | None:
+    """The tokenizer of a run; one with new tokens that is gone with its cache is made again."""
+    name = saved.get("tokenizer")
+    found = name and found_beside(name, run)
+    if found and not Path(found).exists() and (origin := saved.get("origin")) is not None:
+        named = _named(origin, run)
+        if named.add_tokens:
+            return str(tokenizer_with(named.resolved()[1], named.add_tokens, run / "tokenizers"))
+    return found
+
+
+def _named(origin: Json, run: Path) -> PretrainedConfig:
+    """The published model that a run began with, as its checkpoint names it."""
+    named = from_dict(PretrainedConfig, origin["config"])
+    return replace(named, pretrained=found_beside(str(named.pretrained), run))
 
 
 def _model(
@@ -140,9 +158,7 @@ def _origin(saved: Json, config: TrainingConfig, base: Model | None, at: str) ->
     else:
         model = from_dict(ModelConfig, described)
         if published is not None:
-            named = from_dict(PretrainedConfig, published["config"])
-            beside = found_beside(str(named.pretrained), Path(at).parents[1])
-            named = replace(named, pretrained=beside)
+            named = _named(published, Path(at).parents[1])
             found = Pretrained(named, model, published["hf_config"])
             return from_pretrained(found, config.seed, config.lora)
     return origin_of(model, config.seed, config.lora)

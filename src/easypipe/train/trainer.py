@@ -467,8 +467,9 @@ class Engine:
         local = [one for one in devices if one.process_index == jax.process_index()]
         if config is None:
             return Meter(None, None, local)
-        adapted = sum(leaf.size for leaf in self.layout.params.values())
-        more = adapter_flops(config, adapted) if self.config.lora else 0
+        params = self.layout.params.items()
+        adapted = sum(leaf.size for name, leaf in params if not name.startswith("added."))
+        more = adapter_flops(config, adapted) if self.layout.frozen else 0
 
         def flops(measured: Json) -> tuple[float, float]:
             tokens, slots = measured["num_tokens"], measured["num_slots"]

@@ -196,6 +196,41 @@ def rotate(x_BSHh: Float[Array, "B S H h"], turns: Turns) -> Float[Array, "B S H
     return turned.astype(x_BSHh.dtype)
 
 
+class AddedTokens(nnx.Module):
+    """What new tokens have in the table and in the head of a decoder, in place of what those have
+    there: trained where both are frozen. Float32, whole on every device.
+
+    ids: of the new tokens.
+    """
+
+    def __init__(self, config: ModelConfig, ids: range) -> None:
+        self.start, self.count = ids.start, len(ids)
+        width = config.hidden_size
+        self.embedding = nnx.LoRAParam(jnp.zeros((self.count, width), jnp.float32))
+        self.lm_head = (
+            None
+            if config.tie_embeddings
+            else nnx.LoRAParam(jnp.zeros((width, self.count), jnp.float32))
+        )
+
+    def embedded(self, input_ids: Int[Array, "B S"], x: Float[Array, "B S D"]) -> Array:
+        rows = self.embedding[...].astype(x.dtype)
+        places = input_ids - self.start
+        new = (places >= 0) & (places < self.count)
+        return jnp.where(new[..., None], jnp.take(rows, places, axis=0, mode="clip"), x)
+
+    def in_table(self, table: Float[Array, "V D"]) -> Float[Array, "V D"]:
+        rows = self.embedding[...].astype(table.dtype)
+        return jax.lax.dynamic_update_slice(table, rows, (self.start, 0))
+
+    def in_head(self, head: Array) -> Array:
+        """head: [D, V], or the table, where that is the head."""
+        if self.lm_head is None:
+            return self.in_table(head)
+        columns = self.lm_head[...].astype(head.dtype)
+        return jax.lax.dynamic_update_slice(head, columns, (0, self.start))
+
+
 class Decoder(nnx.Module):
     """Token ids in, logits (or the hidden states before the head) out.
 
@@ -233,6 +268,7 @@ class Decoder(nnx.Module):
         if not config.tie_embeddings:
             # first logits small, first loss near log(V)
             self.head = linear(config, width, vocab, ("embed", "vocab"), rngs, scale=0.25)
+        self.added: AddedTokens | None = nnx.data(None)
 
     def __call__(
         self,
@@ -327,6 +363,8 @@ class Decoder(nnx.Module):
         # partitioner replicates it whole.
         table_VD = constrain(self.embedding[...].astype(self.config.dtype), vocab_axes(), None)
         x_BSD = constrain(jnp.take(table_VD, input_ids, axis=0), *TOKEN_AXES, None)
+        if self.added is not None:
+            x_BSD = self.added.embedded(input_ids, x_BSD)
         if self.config.scale_embeddings:
             # rounded to the dtype first, as Gemma was trained
             x_BSD = x_BSD * jnp.asarray(self.config.hidden_size**0.5, x_BSD.dtype)
@@ -366,7 +404,8 @@ class Decoder(nnx.Module):
         `lm_head_layout` says which way round it lies.
         """
         matrix = self.embedding[...] if self.config.tie_embeddings else self.head.kernel[...]
-        return matrix.astype(self.config.dtype)
+        matrix = matrix.astype(self.config.dtype)
+        return matrix if self.added is None else self.added.in_head(matrix)
 
     @property
     def logit_soft_cap(self) -> float | None:

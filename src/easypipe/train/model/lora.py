@@ -8,7 +8,7 @@ have one dimension more in front.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
@@ -20,6 +20,7 @@ from jaxtyping import Float
 from easypipe.core.errors import ConfigError, did_you_mean, require
 from easypipe.core.random import fold
 from easypipe.train.model.config import LoraConfig
+from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.pretrained.families import PROJECTIONS
 
 Module = TypeVar("Module", bound=nnx.Module)
@@ -102,7 +103,7 @@ def add_lora(module: Module, config: LoraConfig, seed: int) -> Module:
 
 def merge_lora(module: Module) -> Module:
     """A module without adapters that computes the same: every W + scale·A·B, added in float32 and
-    rounded to the dtype of W.
+    rounded to the dtype of W; and rows of new tokens in the place of those in table and head.
 
     `module` is left as it is, and shares all arrays that have no adapter. One without adapters is
     returned as it is.
@@ -110,6 +111,11 @@ def merge_lora(module: Module) -> Module:
     if not has_lora(module):
         return module
     module = nnx.clone(module, variables=False)
+    if isinstance(module, Decoder) and (new := module.added) is not None:
+        module.embedding = _with(module.embedding, new.in_table)
+        if new.lm_head is not None:
+            module.head.kernel = _with(module.head.kernel, new.in_head)
+        module.added = None
     for _, (parent, key, linear) in list(_projections(module)):
         if isinstance(linear, LoraLinear):
             plain = nnx.Linear(1, 1, rngs=nnx.Rngs(0))  # a frame: everything in it is replaced
@@ -132,8 +138,13 @@ def _merged(
     return (kernel.astype(jnp.float32) + scale * added).astype(kernel.dtype)
 
 
+def _with(variable: nnx.Param, put: Callable[[Array], Array]) -> nnx.Param:
+    return cast("nnx.Param", variable.replace(put(variable[...])))
+
+
 def has_lora(module: nnx.Module) -> bool:
-    return any(isinstance(linear, LoraLinear) for _, (_, _, linear) in _projections(module))
+    new = isinstance(module, Decoder) and module.added is not None
+    return new or any(isinstance(linear, LoraLinear) for _, (_, _, linear) in _projections(module))
 
 
 def adapters(module: nnx.Module) -> dict[str, LoraLinear]:

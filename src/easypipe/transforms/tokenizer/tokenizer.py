@@ -288,6 +288,24 @@ class Tokenizer:
         """A token as the vocabulary spells it."""
         return self._reference.id_to_token(number)
 
+    def definition_with(self, tokens: Sequence[str]) -> str:
+        """The text of a tokenizer.json that has further tokens, with the ids behind its own.
+
+        Raises TokenizerError for a token that there is already.
+        """
+        import tokenizers
+
+        grown = tokenizers.Tokenizer.from_str(self._definition)
+        for number, token in enumerate(tokens, self.vocab_size):
+            if grown.token_to_id(token) is not None:
+                problem = f"has the token {token!r} already"
+                raise TokenizerError(at=self.name, problem=problem, fix="Leave it out.")
+            grown.add_tokens([tokenizers.AddedToken(token, normalized=False)])
+            if grown.token_to_id(token) != number:
+                problem = f"gives {token!r} the id {grown.token_to_id(token)}, not {number}"
+                raise TokenizerError(at=self.name, problem=problem, fix="Its ids have gaps.")
+        return grown.to_str()
+
     def decode(self, ids: Sequence[int] | Integers, *, skip_special_tokens: bool = False) -> str:
         return self._reference.decode(
             [int(i) for i in ids], skip_special_tokens=skip_special_tokens

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from easypipe.core.config import config
+from easypipe.core.config import ListOf, config
 from easypipe.core.errors import require
 from easypipe.train.model.config import AttentionBackend
 from easypipe.train.model.pretrained.files import commit_of, model_folder
@@ -29,6 +29,10 @@ class PretrainedConfig:
     remat: Literal["none", "dots", "full"] = "none"  # what is recomputed in the backward pass
     attention: AttentionBackend | None = None  # what computes attention; None: by the device
     scan_layers: bool = True  # one compiled layer, run for each; False compiles each
+    # new tokens of its tokenizer; their rows of embeddings and head begin as the mean of the others
+    add_tokens: ListOf[str] = ()
+    # train the rows of add_tokens and nothing else; with train.lora they are trained beside it
+    only_added_tokens: bool = False
 
     def check(self) -> None:
         require(
@@ -36,6 +40,19 @@ class PretrainedConfig:
             "pretrained",
             "names no model",
             "Give a folder with config.json, or a Hub name.",
+        )
+        for i, token in enumerate(self.add_tokens):
+            require(
+                token and token not in self.add_tokens[:i],
+                f"add_tokens[{i}]",
+                f"{token!r} stands there before" if token else "is empty",
+                "Leave it out.",
+            )
+        require(
+            self.add_tokens or not self.only_added_tokens,
+            "only_added_tokens",
+            "has no effect without add_tokens",
+            "Leave it out, or name new tokens.",
         )
 
     def resolved(self) -> tuple[PretrainedConfig, Path]:

@@ -22,6 +22,8 @@ WEIGHTS, INDEX, CONFIG, GENERATION = (
     "config.json",
     "generation_config.json",
 )
+OF_TOKENS = ("model.embed_tokens.weight", "lm_head.weight")
+_ROWS = 4096  # of a table that are read at one time for their mean
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -213,6 +215,47 @@ class WeightFiles(Closeable):
         at = f"{self.folder / file}: {name}"
         with raising(StateError, at, "cannot be read", on=unreadable):
             return handle.get_slice(name)[part]
+
+
+class GrownFiles(WeightFiles):
+    """The same with rows for new tokens in what has a row for every token: the mean of the rows of
+    all tokens before them (Hewitt, "Initializing new word embeddings", 2021).
+
+    vocab_size: rows. added: ids of the new tokens.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, added: range) -> None:
+        super().__init__(folder)
+        self._vocab_size, self._added = vocab_size, added
+        self._means: dict[str, np.ndarray] = {}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        rows, *rest = super().shape(name)
+        return (self._vocab_size if name in OF_TOKENS else rows, *rest)
+
+    def read(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
+        if name not in OF_TOKENS:
+            return super().read(name, part)
+        rows, columns = part
+        have = super().shape(name)[0]
+        last = max(rows.start, min(rows.stop, have))
+        old = super().read(name, (slice(rows.start, last), columns))
+        ids = np.arange(rows.start, rows.stop)
+        found = np.zeros((len(ids), old.shape[1]), old.dtype)
+        found[: len(old)] = old
+        new = (ids >= have) | ((ids >= self._added.start) & (ids < self._added.stop))
+        found[new] = self.mean(name)[columns]
+        return found
+
+    def mean(self, name: str) -> np.ndarray:
+        """Of the rows of all tokens but the new ones: Float64[columns]."""
+        if name not in self._means:
+            count = min(self._added.start, super().shape(name)[0])
+            parts = (slice(i, min(i + _ROWS, count)) for i in range(0, count, _ROWS))
+            read = super().read
+            sums = (read(name, (part, slice(None))).astype(np.float64).sum(0) for part in parts)
+            self._means[name] = np.asarray(sum(sums)) / count
+        return self._means[name]
 
 
 def reading(file: Path) -> contextlib.AbstractContextManager[None]:

@@ -6,6 +6,8 @@ Of published weights every device reads its part of every array from the files, 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,18 +22,20 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from easypipe.core.config import to_dict
-from easypipe.core.errors import ConfigError, StateError
+from easypipe.core.errors import ConfigError, StateError, require
 from easypipe.core.values import JsonObject
 from easypipe.train import state as states
 from easypipe.train.losses.loss import call_names
 from easypipe.train.model.classifier import Classifier
 from easypipe.train.model.config import ClassifierConfig, LoraConfig
-from easypipe.train.model.decoder import Decoder, ModelConfig
+from easypipe.train.model.decoder import AddedTokens, Decoder, ModelConfig
 from easypipe.train.model.lora import add_lora
+from easypipe.train.model.pretrained.added import added_ids
 from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.model.pretrained.families import Weight, from_hf, weights
 from easypipe.train.model.pretrained.files import (
     CONFIG,
+    GrownFiles,
     WeightFiles,
     in_words,
     model_folder,
@@ -44,6 +48,7 @@ from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.record import from_anywhere
 
 # buffers of old versions, computed anew here
+MULTIPLE = 64  # of a vocabulary that has to grow: it divides over meshes as the old one did
 _IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
@@ -101,13 +106,20 @@ class Pretrained:
     config: ModelConfig
     hf_config: str
 
-    def build(self) -> Decoder:
+    def build(self, *, rows_alone: bool = False) -> Decoder:
         """The decoder with new values, for `nnx.eval_shape`: its arrays say how the weights have to
-        lie.
+        lie. rows_alone: new tokens are apart, to be trained where all else is frozen.
         """
         decoder = Decoder(self.config, nnx.Rngs(0))
         decoder.hf_config = self.hf_config
+        if rows_alone:
+            decoder.added = AddedTokens(self.config, self.added)
         return decoder
+
+    @functools.cached_property
+    def added(self) -> range:
+        """Ids of the new tokens. Raises what added_ids and resolved raise."""
+        return added_ids(self.named.resolved()[1], self.named.add_tokens)
 
     def read(self, layout: states.ModelLayout) -> states.Arrays:
         """The weights, by the decoder's names, laid out as `layout` says.
@@ -115,9 +127,30 @@ class Pretrained:
         Raises what load_pretrained does.
         """
         named, arrays = weights(self.config), {**layout.params, **layout.rest}
-        with WeightFiles(model_folder(self.named.pretrained, self.named.revision)) as files:
-            _check(files, named, arrays, self.config)
-            return {name: _placed(files, weight, arrays[name]) for name, weight in named.items()}
+        folder = model_folder(self.named.pretrained, self.named.revision)
+        if not self.named.add_tokens:
+            with WeightFiles(folder) as files:
+                return self._read(files, named, arrays)
+        with GrownFiles(folder, self.config.vocabulary, self.added) as files:
+            found = self._read(files, named, arrays)
+            for ours, of in (("added.embedding", "embedding"), ("added.lm_head", "head.kernel")):
+                if ours in arrays:  # the rows alone, which begin as those in the table
+                    wanted, mean = arrays[ours], files.mean(named[of].name).astype(np.float32)
+                    mean = mean[:, None] if named[of].transposed else mean
+                    rows = np.broadcast_to(mean, wanted.shape)
+                    found[ours] = jax.make_array_from_callback(
+                        wanted.shape, wanted.sharding, rows.__getitem__
+                    )
+            return found
+
+    def _read(
+        self,
+        files: WeightFiles,
+        named: dict[str, Weight],
+        arrays: Mapping[str, jax.ShapeDtypeStruct],
+    ) -> states.Arrays:
+        _check(files, named, arrays, self.config)
+        return {name: _placed(files, weight, arrays[name]) for name, weight in named.items()}
 
 
 def find_pretrained(config: PretrainedConfig, *, has_adapters: bool = False) -> Pretrained:
@@ -129,8 +162,15 @@ def find_pretrained(config: PretrainedConfig, *, has_adapters: bool = False) -> 
     """
     named, folder = config.resolved()
     hf, text = read_config(folder)
-    param_dtype = config.param_dtype or (config.dtype if has_adapters else "float32")
+    frozen = has_adapters or config.only_added_tokens
+    param_dtype = config.param_dtype or (config.dtype if frozen else "float32")
     shape = from_hf(hf, at=str(folder / CONFIG))
+    if config.add_tokens:
+        needed = added_ids(folder, config.add_tokens).stop
+        if needed > shape.vocabulary:
+            size = -(-needed // MULTIPLE) * MULTIPLE
+            shape = dataclasses.replace(shape, vocab_size=size)
+            text = json.dumps(hf | {"vocab_size": size}, sort_keys=True)
     try:
         shape = dataclasses.replace(
             shape,
@@ -344,9 +384,21 @@ def _from_linen(module: linen.Module, rngs: nnx.Rngs) -> nnx.Module:
 
 
 def from_pretrained(found: Pretrained, seed: int, lora: LoraConfig | None) -> Origin:
+    """Raises ConfigError for adapters where only new tokens shall be trained."""
+    alone = found.named.only_added_tokens
+    require(
+        lora is None or not alone,
+        "model.only_added_tokens",
+        "has no effect with train.lora, which trains adapters too",
+        "Leave one of them out.",
+    )
     trained, adapted = _adapting(seed, lora)
+    rows_alone = alone or (lora is not None and len(found.named.add_tokens) > 0)
     return Origin(
-        build=lambda: adapted(found.build()), config=found.config, pretrained=found, trained=trained
+        build=lambda: adapted(found.build(rows_alone=rows_alone)),
+        config=found.config,
+        pretrained=found,
+        trained=nnx.LoRAParam if rows_alone else trained,
     )
 
 

@@ -64,6 +64,12 @@ def save_adapters(module: Decoder, path: str | Path, *, base: str | Path | None 
         "has no adapters that PEFT knows",
         "Train with train.lora, or use save_pretrained.",
     )
+    require(
+        module.added is None,
+        "module",
+        "has new tokens, for which the model that PEFT would open has no rows",
+        "Leave --adapters out: save_pretrained merges adapters and rows.",
+    )
     config = next(iter(found.values())).lora
     names = {name: PROJECTIONS[name.removeprefix("layers.")] for name in found}
     written = {
