@@ -25,6 +25,7 @@ from easypipe.stages.tokenize.documents import holds_pairs, token_info, trained_
 from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import TrainingConfig, accumulating, told
 from easypipe.train.events import TrainListener, null_listener
+from easypipe.train.losses.cached_reference import Passes
 from easypipe.train.model.decoder import ModelConfig
 from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.model.pretrained.origin import find_pretrained
@@ -164,6 +165,7 @@ def train(
         tokenizer=inputs.tokens.tokenizer,
         turns=inputs.turns,
     )
+    trainer.passes = inputs.passes()
     return inputs.around(trainer.run, writes=trainer.writes)
 
 
@@ -197,6 +199,19 @@ class Inputs:
         if drawn:
             self._write_plan(folder, result.steps)
         return result
+
+    def passes(self) -> Passes:
+        """All data of the run, each row once."""
+        load = self.run.data.load or LoadStageConfig()
+        data = [(self.prepared.data, load)] + [
+            (pipeline, self.run.eval[name].load or load)
+            for name, pipeline in self.prepared.held_out.items()
+        ]
+
+        def loaders() -> list[Loader]:
+            return [_loader(one, _held_out(own), self.mesh) for one, own in data]
+
+        return Passes(loaders, self.prepared.data.get_context().cache_dir / "reference")
 
     def _write_plan(self, folder: Path, steps: int) -> None:
         """What was drawn in `steps`: counted behind them, since a plan is scanned as it is read."""

@@ -8,6 +8,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import jax
@@ -39,17 +40,19 @@ from easypipe.train.config import (
     TrainingConfig,
 )
 from easypipe.train.events import TrainEvent
+from easypipe.train.losses.cached_reference import CachedReference, Passes
 from easypipe.train.losses.preference import (
     LOSSES,
     REFERENCE,
     Pairs,
     Reference,
+    by_segment,
     preference_loss,
 )
 from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.parallel.mesh import make_mesh
-from easypipe.train.state import layout_of
+from easypipe.train.state import TrainState, layout_of
 from easypipe.train.trainer import Trainer
 
 SLOTS, VOCAB = 16, 40
@@ -341,8 +344,8 @@ def test_training_tells_the_answers_apart_and_goes_on_from_its_reference(tmp_pat
     assert [line["loss"] for line in parts] == [line["loss"] for line in whole]
 
 
-def test_a_run_is_told_by_its_configuration(tmp_path):
-    """From rows to the loss: the whole chain that `easypipe train configs/dpo.yaml` runs."""
+def told_run(tmp_path: Path, name: str, **preference: Any) -> RunConfig:
+    """A run of pairs made of text."""
     rows = [
         {"prompt": f"{n} + {n} = ", "chosen": f"{2 * n}", "rejected": f"{n}, I think"}
         for n in range(8)
@@ -361,9 +364,9 @@ def test_a_run_is_told_by_its_configuration(tmp_path):
         load=LoadStageConfig(batch_size=2, num_epochs=None),
     )
     settings = TrainingConfig(
-        output_dir=tmp_path / "run",
+        output_dir=tmp_path / name,
         steps=4,
-        preference=PreferenceConfig(beta=0.5),
+        preference=PreferenceConfig(beta=0.5, **preference),
         optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=0),
     )
     size = {
@@ -373,10 +376,91 @@ def test_a_run_is_told_by_its_configuration(tmp_path):
         "num_heads": 2,
         "num_kv_heads": 2,
     }
-    result = train(RunConfig(data=data, train=settings, model=ModelConfig(**size)))
+    return RunConfig(data=data, train=settings, model=ModelConfig(**size))
+
+
+def test_a_run_is_told_by_its_configuration(tmp_path):
+    """From rows to the loss: the whole chain that `easypipe train configs/dpo.yaml` runs. A cached
+    reference is asked once of all data, and gives the same losses.
+    """
+    result = train(told_run(tmp_path, "run"))
     assert result.first["loss"] == pytest.approx(np.log(2), abs=1e-5)
     assert result.last["loss"] < result.first["loss"]
     assert result.first["num_targets"] == 2 * 2  # two rows, two pairs in each
+    live = [line["loss"] for line in lines_of(tmp_path / "run")]
+    train(told_run(tmp_path, "cached", reference="cached"))
+    np.testing.assert_allclose(
+        [line["loss"] for line in lines_of(tmp_path / "cached")], live, rtol=2e-5
+    )
+    (kept,) = (tmp_path / "reference").iterdir()
+    with np.load(kept) as table:
+        assert table["keys"].shape == (16, 2)  # of eight pairs
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_answers_that_were_asked_before_are_looked_up(tmp_path):
+    """Whatever stands beside them in a row; of a batch with another one the model is asked."""
+    layout, given = reference()[1], on_device()
+    cached = CachedReference(layout)
+    params, rest = layout.split(model(1))
+    cached.keep(params)
+    live = by_segment(reference_of(model(1), given), given[SEGMENT_IDS])
+
+    def sums(given: dict[str, jax.Array]) -> jax.Array:
+        found = cached.added(rest, given)[REFERENCE]
+        return by_segment(found.reshape(-1, SLOTS), given[SEGMENT_IDS].reshape(-1, SLOTS))
+
+    class Once(SamePairs):
+        def __init__(self, rows: int) -> None:
+            super().__init__()
+            self.rows = rows
+
+        def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+            yield {name: column[: self.rows] for name, column in batch().items()}
+
+        def state(self) -> Any:  # of data that is known
+            names = {
+                "row": 0,
+                "epoch": 0,
+                "config": {},
+                "changes": (),
+                "changed": lambda *_: ([], ""),
+            }
+            return SimpleNamespace(components={"sources": str(self.rows)}, **names)
+
+    first: Any = TrainState(params, rest, None, None)
+    for rows in (1, 2):  # one row alone: the answers of the other are not known
+        passes = Passes(lambda rows=rows: [Once(rows)], tmp_path)
+        cached.fill(first, passes, layout.mesh, None)
+        np.testing.assert_allclose(sums(given), live, rtol=1e-5, atol=1e-5)
+    assert not list(tmp_path.iterdir())
+    alone = {name: column[:1] for name, column in given.items()}
+    np.testing.assert_allclose(sums(alone), live[:1], rtol=1e-5, atol=1e-5)
+    cut = {name: column.reshape(2, 1, SLOTS) for name, column in given.items()}
+    np.testing.assert_allclose(sums(cut), live, rtol=1e-5, atol=1e-5)
+    found = cached.added(rest, given)[REFERENCE]
+    is_first = (given[POSITION_IDS] == 0) & (given[SEGMENT_IDS] > 0)
+    assert not np.asarray(found)[~np.asarray(is_first)].any()  # looked up, not asked
+    cached.fill(first, Passes(lambda: [Once(2)], tmp_path), layout.mesh, {"hidden_size": 16})
+    (kept,) = tmp_path.iterdir()
+    with np.load(kept) as table:
+        np.savez(kept, keys=table["keys"], sums=table["sums"] + 1)
+    again = CachedReference(layout)  # of another run: takes what is kept
+    again.keep(params)
+    again.fill(first, Passes(lambda: [Once(2)], tmp_path), layout.mesh, {"hidden_size": 16})
+    told = again.added(rest, given)[REFERENCE]
+    np.testing.assert_allclose(told[is_first], found[is_first] + 1, rtol=1e-6)
+    kept.write_bytes(b"damaged")
+    again.fill(first, Passes(lambda: [Once(2)], tmp_path), layout.mesh, {"hidden_size": 16})
+    np.testing.assert_array_equal(again.added(rest, given)[REFERENCE], found)
+
+
+def test_a_cached_reference_needs_data(tmp_path):
+    with pytest.raises(ConfigError, match="of a loader it is not known how all data is read once"):
+        losses(tmp_path, preference=PreferenceConfig(reference="cached"))
 
 
 def test_pairs_are_trained_as_pairs_and_nothing_else_is(tmp_path):

@@ -136,7 +136,7 @@ class Trainer(Engine):
         if self.origin.config is not None:
             fix = "Train it on the tokens of its own tokenizer."
             check_vocabulary("model", self.origin.config, inputs.tokens, fix)
-        self._inputs = inputs
+        self._inputs, self.passes = inputs, inputs.passes()
 
     def run(self) -> TrainResult:
         return (

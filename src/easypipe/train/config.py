@@ -92,13 +92,14 @@ class PreferenceConfig:
     beta: float = 0.1
     label_smoothing: float = 0.0  # the share of preferences that is thought to be wrong
     margin: float | None = None  # simpo: by how much the chosen answer has to win; None: 0.5
-    # the model before training (what is trained is kept a second time); none: no bound
-    reference: Literal["initial", "none"] = "initial"
+    # the model before training (what is trained is kept a second time); cached: the same, asked of
+    # all data before the first step and kept in the cache; none: no bound
+    reference: Literal["initial", "cached", "none"] = "initial"
 
     @property
     def compares(self) -> bool:
         """Whether the loss needs what answers are to the model before training."""
-        return self.reference == "initial" and self.loss not in WITHOUT_REFERENCE
+        return self.reference != "none" and self.loss not in WITHOUT_REFERENCE
 
     def check(self) -> None:
         effects = (

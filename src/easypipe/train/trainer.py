@@ -65,6 +65,7 @@ from easypipe.train.events import (
     TrainListener,
     null_listener,
 )
+from easypipe.train.losses.cached_reference import CachedReference, Passes
 from easypipe.train.losses.loss import LossFn, default_loss
 from easypipe.train.losses.preference import Reference, preference_loss
 from easypipe.train.metrics.devices import out_of_memory, peak_flops
@@ -202,6 +203,7 @@ class Engine:
         self.tokenizer = None if tokenizer is None else from_anywhere(tokenizer)
         self.seen = Seen.of(turns)
         self.run_config = to_dict(run_config or {})
+        self.passes: Passes | None = None  # over all data, for whoever has to read it before a step
         self.emitted = 0  # the step of the newest event
         self.frozen: dict[str, int] = {}  # fingerprints of what is not trained
         self._lay_out(mesh)
@@ -299,7 +301,8 @@ class Engine:
             )
             loss = preference_loss(config.preference)
             if config.preference.compares:
-                self.reference = Reference(self.layout)
+                cached = config.preference.reference == "cached"
+                self.reference = (CachedReference if cached else Reference)(self.layout)
         twice = loss  # what can be differentiated twice
         if loss is None:
             loss, twice = default_loss(abstract, config.loss, self.mesh.devices.flat[0].platform)
@@ -394,6 +397,17 @@ class Engine:
         state = self.origin.state(self.layout, self.optimizer)
         self.frozen = fingerprint({name: state.rest[name] for name in sorted(self.layout.frozen)})
         return state
+
+    def ask_reference(self, first: states.TrainState) -> None:
+        """Asks a cached reference of all answers of the data."""
+        if isinstance(self.reference, CachedReference):
+            if self.passes is None:
+                raise ConfigError(
+                    at="train.preference.reference",
+                    problem="cached, and of a loader it is not known how all data is read once",
+                    fix="Give data in place of a loader, or leave it out.",
+                )
+            self.reference.fill(first, self.passes, self.mesh, to_dict(self.origin.shape))
 
     def saved(self, state: states.TrainState) -> Arguments:
         """What a checkpoint has of a state, or of an abstract one."""
@@ -505,6 +519,7 @@ class _Run:
         if trainer.reference is not None:
             first = self.state if self.resumed_from is None else trainer.fresh()
             trainer.reference.keep(first.params)
+            trainer.ask_reference(first)
         if trainer.writes:
             self._record(folder)
         self.metrics, self.rollbacks = (

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.nn import log_sigmoid, relu, sigmoid
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
 from easypipe.core.schema import IGNORE
 from easypipe.kernels.loss.api import token_log_probs
@@ -33,6 +33,7 @@ from easypipe.train.losses.loss import (
 from easypipe.train.state import ModelLayout
 
 REFERENCE = "reference_log_probs"
+COLUMNS = ("input_ids", "labels", "segment_ids", "position_ids")  # of pairs
 
 Arrays = Mapping[str, Array]
 
@@ -190,8 +191,8 @@ def preference_loss(config: PreferenceConfig) -> Callable[[LanguageModel, Batch]
         ratios_BS = log_probs(model, batch)
         if REFERENCE in batch:
             ratios_BS = ratios_BS - batch[REFERENCE]
-        ratios_BN = _by_segment(ratios_BS, batch["segment_ids"])
-        counts_BN = _by_segment(
+        ratios_BN = by_segment(ratios_BS, batch["segment_ids"])
+        counts_BN = by_segment(
             (batch["labels"] != IGNORE).astype(jnp.float32), batch["segment_ids"]
         )
         is_pair = (counts_BN[:, 1::2] > 0) & (counts_BN[:, 2::2] > 0)
@@ -231,6 +232,8 @@ class Reference:
             )
             return log_probs(model, batch)
 
+        self.live = run  # for whoever traces it as a part of something else
+
         def in_micro_batches(params: Arrays, rest: Arrays, batch: Arrays) -> Array:
             return jax.lax.map(lambda micro: run(params, rest, micro), batch)
 
@@ -246,17 +249,17 @@ class Reference:
         """The batch, with `reference_log_probs`: Float32, of the shape of its labels, [B, S] or [A,
         B/A, S]. rest: what is not trained.
         """
+        given = self.kept(rest, batch)
+        run = self._run if batch["input_ids"].ndim == 2 else self._run_micro
+        return {**batch, REFERENCE: run(*given)}
+
+    def kept(self, rest: Arrays, batch: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        """What `live` takes."""
         assert self._params is not None, "keep() comes first"
-        given = {
-            name: batch[name]
-            for name in ("input_ids", "labels", "segment_ids", "position_ids")
-            if name in batch
-        }
-        run = self._run if given["input_ids"].ndim == 2 else self._run_micro
-        return {**batch, REFERENCE: run(self._params, rest, given)}
+        return self._params, rest, {name: batch[name] for name in COLUMNS if name in batch}
 
 
-def _by_segment(values: Float[Array, "B S"], segments: Array) -> Float[Array, "B N"]:
+def by_segment(values: Shaped[Array, "B S ..."], segments: Array) -> Shaped[Array, "B N ..."]:
     """Sums over each segment.
 
     N: a column for padding, then two for every pair that a row could hold.
