@@ -487,6 +487,13 @@ def test_rows_behind_the_last_are_refused() -> None:
             call(total + 1)
         with pytest.raises(PlanError, match=r"row -1: rows count from 0"):
             call(-1)
+    for call in (plan.locate, plan.window_at):
+        with pytest.raises(PlanError, match=rf"row {total}: the plan has {total} rows"):
+            call(total)
+    nothing = Plan([A, B], spec(pack=PackSpec(2, oversize="drop")))
+    with pytest.raises(PlanError, match=r"row 0: the plan has 0 rows"):
+        nothing.window_at(0)
+    assert nothing.num_rows == 0
     assert plan.state_at(total).epoch == 1
     assert plan.pieces(np.array([], dtype=np.int64)).row.size == 0
     with pytest.raises(PlanError, match=r"this plan has no end.*Say up to which row"):

@@ -58,6 +58,7 @@ from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.stages.mix.mixture import PlannedSource
 from pipelines import config, jsonl, texts, tokenizer
 from stores import SECRET, Store
+from strategies import examples
 
 MIX = MixStageConfig(weights={"code": 0.7, "docs": 0.3}, stop_strategy="all_exhausted")
 EVERY = [(kind, codec) for kind, codecs in CODECS.items() for codec in codecs]
@@ -1020,3 +1021,25 @@ def test_tokenize_and_save_takes_the_options_of_its_stages(tmp_path: Path) -> No
 )
 def test_default_size_of_a_shard(megabytes: int, shards: int) -> None:
     assert default_shard_bytes([Shard(name="x", num_rows=1, num_bytes=megabytes << 20)]) == shards
+
+
+@examples(60)
+@given(
+    st.lists(st.integers(0, 5), max_size=5),
+    st.integers(0, 30),
+    st.integers(0, 30),
+    st.integers(1, 4),
+)
+def test_rows_are_read_in_pieces_of_their_shards(
+    rows: list[int], start: int, stop: int, step: int
+) -> None:
+    shards = [Shard(name=str(i), num_rows=count, num_bytes=0) for i, count in enumerate(rows)]
+    every = [(shard, row) for shard, count in enumerate(rows) for row in range(count)]
+    found = list(sizes._pieces(shards, start, stop, step))
+    assert [(shard, row) for _, shard, a, b in found for row in range(a, b)] == every[start:stop]
+    for first, shard, a, b in found:
+        assert every[first] == (shard, a)
+        assert 0 < b - a <= step
+    assert len(found) == sum(
+        -(-sum(shard == i for shard, _ in every[start:stop]) // step) for i in range(len(rows))
+    )
