@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -539,3 +540,52 @@ def test_what_is_set_aside_stands_beside_its_place(tmp_path: Path) -> None:
         with aside({file}, None):
             pass
         assert not fs.ls(place, detail=False)
+
+
+# what only people read, or what nothing that is there could contradict
+UNCHECKED = {
+    "token cache": r"dataset|content_field|facts\..*|shard_names.*|tokenizer\.(name|\w+_token_id)"
+    r"|counts\.(special|escaped|lost)|parts\[\d\]\.blocks|pairs|quarantine_checksum"
+    r"|tokenizer\.vocab_size",
+    "saved rows": r"ledger\..*|shards\[\d\]\.name|format|compression|columns\..*|fingerprint|schema"
+    r"|tokens\.(\w+_token_id|tokenizer|seq_length|vocab_size)",
+}
+
+
+def leaves(value: Any, at: str = "") -> Iterator[tuple[str, dict[Any, Any] | list[Any], Any]]:
+    """(path, what holds it, its key) of every number, text and flag."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, one in items:
+        path = f"{at}[{key}]" if isinstance(value, list) else f"{at}.{key}".lstrip(".")
+        if isinstance(one, dict | list):
+            yield from leaves(one, path)
+        elif one is not None:
+            yield path, value, key
+
+
+def another(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int | float) else f"{value}0"
+
+
+@pytest.mark.parametrize("kind", UNCHECKED)
+def test_a_manifest_that_lies_in_any_one_place_is_found(tmp_path: Path, kind: str) -> None:
+    if kind == "token cache":
+        path = manifest_of(prepared(tmp_path), "code")
+        place = path
+    else:
+        place = saved(tmp_path, num_shards=2)
+        path = place / MANIFEST
+    whole, found = path.read_bytes(), set[str]()
+    read = read_checked(path)
+    for name, holder, key in list(leaves(read)):
+        was = holder[key]
+        holder[key] = another(was)
+        commit_checked(path, read)
+        holder[key] = was
+        if all(one.ok for one in verify(place)):
+            found.add(name)
+    path.write_bytes(whole)
+    assert all(one.ok for one in verify(place))
+    assert {name for name in found if not re.fullmatch(UNCHECKED[kind], name)} == set()
