@@ -108,3 +108,25 @@ def test_a_sample_is_what_texts_begin_with(
         assert found == texts[: len(found)]
         assert sum(len(text.encode()) for text in found) <= most_bytes
         assert bool(found) == bool(texts)
+
+
+@pytest.mark.parametrize("word", ["two words ", "ü ", "日本 ", "a𝄞b "])
+def test_pieces_are_named_by_the_character_at_which_they_begin(word: str) -> None:
+    """Spans of what is trained count characters, and a text is cut at bytes."""
+    text = "".join(f"{i} {word}" for i in range(WHOLE_BYTES // 5))
+    texts = Texts(texts=pa.array(["short", text], pa.large_string()), rows=np.arange(2), rejects=())
+    assert token_rows._pieces(texts, 0, "key") == []
+    for key in ("key", "other"):
+        pieces = token_rows._pieces(texts, 1, key)
+        assert pieces[0][0] == 0
+        assert len({first for first, _ in pieces}) == len(pieces) == 2
+        for first, piece in pieces:
+            assert text[first : first + len(piece)] == piece
+            assert len(piece.encode()) + token_rows.BORDER_BYTES >= PIECE_BYTES
+            assert len(piece.encode()) <= PIECE_BYTES + 2 * token_rows.BORDER_BYTES
+            end = text[first + len(piece) :]
+            assert not word.startswith("two") or end.startswith(" words")
+    spans = [[0, 3], [5, 9], [9, 12]]
+    assert token_rows._within(spans, 4, 10) == [[1, 5], [5, 6]]
+    assert token_rows._within(spans, 3, 5) == []
+    assert token_rows._within(spans, 2, 6) == [[0, 1], [3, 4]]

@@ -223,8 +223,6 @@ class ForwardRows(_Unsized):
             if self._total is None and stop > self._seen:
                 self._seek(start)
                 self._reach(stop)
-            if stop <= self._seen:
-                return stop - start
             return stop - start if self._total is None else max(0, min(stop, self._total) - start)
 
     def epochs(self, rows: Int64) -> Int64:
