@@ -379,6 +379,18 @@ FAULTS = [
           "    while count <= len(starts):\n        i = skip_space(data, i, n)\n        consumed = i"),
     fault("import --force does not overwrite", "cli/foreign.py", "tests/interop/test_foreign.py",
           "out is None or force or not out.exists()", "out is None or not out.exists()"),
+    # drawn at random over plan, loader, cache, stages, save and core
+    fault("the mean document leaves out the first", "stages/reports/shares.py", "tests/stages/test_shares.py -k mean",
+          "for a in range(0, dataset.num_docs, _LENGTHS)", "for a in range(1, dataset.num_docs, _LENGTHS)"),
+    fault("row 0 of no rows is before the first", "plan/windows.py", "tests/plan/test_windows.py -k behind_the_last",
+          'if row >= 0 else "rows count from 0"', 'if row >= 1 else "rows count from 0"'),
+    fault("arrays of one shape have one fingerprint", "loader/rows/stored.py", "tests/loader/test_row_identities.py -k content",
+          "hasher.update(memoryview(buffer))", "pass"),
+    fault("EOS and padding change places in an identity", "loader/rows/planned.py", "tests/loader/test_row_identities.py -k saved_states",
+          "[c.tokenizer_fingerprint for c in self.caches], eos, self.pad_token_id",
+          "[c.tokenizer_fingerprint for c in self.caches], self.pad_token_id, eos"),
+    fault("a piece of an audit begins elsewhere", "stages/tokenize/token_rows.py", "tests/stages/test_audit.py -k named_by",
+          "(text[:a] & 0xC0) != 0x80", "(text[:a] & 0xC0) == 0x80"),
 ]
 # fmt: on
 

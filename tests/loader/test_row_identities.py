@@ -229,3 +229,18 @@ def test_collation_is_in_the_state(base: dict[str, Any], change: dict[str, Any])
 def test_every_option_of_collation_is_tried() -> None:
     tried = {name for _, change in COLLATION for name in change}
     assert {field.name for field in dataclasses.fields(CollateConfig)} == tried
+
+
+# With others the states that were saved before would be refused.
+KEPT = {
+    StoredRows: {"sources": "d6f5378a", "tokenizer": "513fbd34", "plan": "2d769763"},
+    PlannedRows: {"sources": "9fc94083", "tokenizer": "f10933bd", "plan": "97cd5f3a"},
+    RankRows: {"sources": "9fc94083", "tokenizer": "f10933bd", "plan": "3d6204ab"},
+    PassRows: {"sources": "9fc94083", "tokenizer": "f10933bd", "plan": "41107b41"},
+}
+
+
+@pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.__name__)
+def test_saved_states_name_the_rows_of_now(kind: type) -> None:
+    make, base, _ = BASES[kind]
+    assert {name: value[:8] for name, value in make(**base).identity.items()} == KEPT[kind]
