@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,10 @@ from disasters.jobs import write_inputs
 from easypipe.cache.reader import TokenCache
 from easypipe.cli import main
 from easypipe.core import storage
-from easypipe.core.schema import LABELS, POSITION_IDS
+from easypipe.core.schema import LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.doctor import devices, machine, processes
-from easypipe.doctor.check import Check, Finding, examine
-from easypipe.doctor.data import Sample, data_checks
+from easypipe.doctor.check import Check, Failed, Finding, examine
+from easypipe.doctor.data import Sample, data_checks, rows_are_well_formed
 from easypipe.doctor.devices import device_checks
 from easypipe.doctor.model import model_checks
 from easypipe.doctor.processes import process_checks
@@ -245,6 +246,14 @@ def _no_package(name: str) -> str:
     raise importlib.metadata.PackageNotFoundError(name)
 
 
+def _by_two_steps(source: Any, target: Any) -> None:
+    if os.path.exists(target):
+        os.unlink(target)
+        time.sleep(0.02)
+    os.link(source, target)
+    os.unlink(source)
+
+
 DIE_WRITING = "import os, sys; open(sys.argv[1], 'wb', 0).write(b'n'); os._exit(9)"
 
 
@@ -253,6 +262,7 @@ DIE_WRITING = "import os, sys; open(sys.argv[1], 'wb', 0).write(b'n'); os._exit(
     [
         ("writes are synced", "Input/output error", os, "fsync", _not_synced),
         ("renaming is atomic", "a reader saw", os, "replace", _by_copying),
+        ("renaming is atomic", "a reader saw no file", os, "replace", _by_two_steps),
         ("locks exclude", "another process got it too", fcntl, "flock", lambda *_: None),
         ("clock", "from this machine's clock", machine.time, "time", lambda: 0.0),
         (
@@ -264,6 +274,7 @@ DIE_WRITING = "import os, sys; open(sys.argv[1], 'wb', 0).write(b'n'); os._exit(
         ),
         ("devices", "no such device", machine, "MULTIPLY", "raise SystemExit('no such device')"),
         ("a kill loses nothing", "it holds b'n", machine, "DIE", DIE_WRITING),
+        ("a kill loses nothing", "killed while", machine, "DIE", "raise SystemExit(1)"),
         ("installation", "is not installed", importlib.metadata, "version", _no_package),
     ],
 )
@@ -289,3 +300,33 @@ def test_what_breaks_is_found_and_the_rest_goes_on() -> None:
     first, second = examine([Check("a", breaks), Check("b", lambda: "well")])
     assert (first.state, first.says) == ("FAILED", "KeyError: 'x'")
     assert (second.state, second.says) == ("ok", "well")
+
+
+WELL = {"segments": [1, 1, 2, 0], "positions": [0, 1, 0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({}, None),
+        ({"segments": [1, 1, 1, 1], "positions": [0, 1, 2, 3]}, None),
+        ({"segments": [0, 0, 0, 0], "positions": [7, 7, 7, 7]}, None),
+        ({"positions": [0, 1, 0, 9]}, None),
+        ({"segments": [1, 1, 3, 0]}, "segments come as"),
+        ({"segments": [2, 2, 1, 0]}, "segments come as"),
+        ({"segments": [1, 2, 1, 0]}, "segments come as"),
+        ({"positions": [0, 1, 2, 0]}, "slot 2: positions do not restart there"),
+        ({"positions": [1, 2, 0, 0]}, "slot 0: positions do not restart there"),
+        ({"positions": [0, 0, 0, 0]}, "slot 1: positions do not restart there"),
+    ],
+)
+def test_rows_that_are_not_well_formed(changed: dict[str, list[int]], says: str | None) -> None:
+    row = WELL | changed
+    batch = {SEGMENT_IDS: np.array([WELL["segments"], row["segments"]])}
+    batch[POSITION_IDS] = np.array([WELL["positions"], row["positions"]])
+    sample: Any = SimpleNamespace(batches=[batch])
+    if says is None:
+        assert rows_are_well_formed(sample) == "1 batches"
+        return
+    with pytest.raises(Failed, match=f"batch 0, row 1.*{says}"):
+        rows_are_well_formed(sample)

@@ -96,6 +96,19 @@ def test_links_are_not_read_again_and_again(
         resolve([data / "a.jsonl", data / "current" / "a.jsonl"])
 
 
+@pytest.mark.parametrize("name", [".cache", "_old"])
+def test_of_links_that_no_one_reads_nothing_is_said(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.jsonl").write_text('{"text": "x"}\n')
+    (data / name).symlink_to("../elsewhere")
+    assert names(data, resolve(data)) == ["a.jsonl"]
+    assert not caplog.text
+
+
 def test_wrong_arguments() -> None:
     for wrong in ([], [""], [5]):
         with pytest.raises(ConfigError, match="data_files"):

@@ -411,6 +411,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["discover", str(path)]) == 3
     out = capsys.readouterr().out
     assert "rows     1 (read)" in out
+    assert 'row 0    {"question": "q"' in out
     assert "decide first" in out
     assert "equally well" in out
     assert main(["discover", str(path), "--column", "completion=answer"]) == 0
@@ -422,6 +423,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert main(["discover", str(path), "--json"]) == 3
     shown = json.loads(capsys.readouterr().out)
+    assert set(shown) == {"source", "subsets", "splits", "parts", "notes"}
     assert shown["parts"][0]["kind"]["ties"][0]["columns"] == ["solution", "answer"]
     assert "equally well" in shown["parts"][0]["refused"]
     assert main(["discover", str(tmp_path / "nothing")]) == 2

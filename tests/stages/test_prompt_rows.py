@@ -527,8 +527,11 @@ def test_documents_longer_than_a_row_keep_their_masks(tmp_path: Path) -> None:
             tmp_path, rows, pack=PackStageConfig(seq_length=60, **rule), streaming=True
         )
         assert sum((batch[LABELS] >= 0).sum() for batch in forward) == (labels >= 0).sum(), oversize
-    for wrong in ({"strategy": "stream"}, {"oversize": "drop"}):
-        with pytest.raises(ConfigError, match="train_continued: has no effect on"):
+    for wrong, why in (
+        ({"strategy": "stream"}, "strategy 'stream', which trains them"),
+        ({"oversize": "drop"}, "oversize 'drop', which makes none"),
+    ):
+        with pytest.raises(ConfigError, match=f"train_continued: has no effect on {why}"):
             PackStageConfig(train_continued=True, **wrong)  # type: ignore[arg-type]
 
 

@@ -130,6 +130,11 @@ def test_min_p_keeps_to_a_share_of_the_likeliest_ones_odds() -> None:
     assert drawn == set(order[:4].tolist())
 
 
+def test_the_likeliest_one_has_the_whole_of_its_own_odds() -> None:
+    greedy = generate(MODEL, PROMPTS, max_new_tokens=3, temperature=0)
+    assert generate(MODEL, PROMPTS, max_new_tokens=3, min_p=1.0) == greedy
+
+
 def test_top_1_is_greedy_and_top_k_keeps_to_the_k_likeliest():
     assert generate(MODEL, PROMPTS, max_new_tokens=5, top_k=1) == generate(
         MODEL, PROMPTS, max_new_tokens=5, temperature=0

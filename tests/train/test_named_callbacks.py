@@ -16,13 +16,16 @@ import pytest
 
 from easypipe.core.config import apply_overrides, from_dict
 from easypipe.core.errors import ConfigError
+from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.callbacks.named import (
     EarlyStopping,
     EarlyStoppingConfig,
     Heartbeat,
     HeartbeatConfig,
+    Known,
     ProfileConfig,
     ProfilerWindow,
+    make_callbacks,
 )
 from easypipe.train.config import CheckpointConfig, TrainingConfig
 from easypipe.train.events import TrainEvent
@@ -420,3 +423,17 @@ def test_the_command_line_names_them_too():
     assert config.heartbeat == HeartbeatConfig(every_s=5.0)
     assert config.early_stopping == EarlyStoppingConfig(metric="loss")
     assert config.best is None
+
+
+def test_what_only_writes_is_made_in_the_first_process(tmp_path):
+    config = from_dict(
+        CallbacksConfig,
+        {
+            "early_stopping": {"metric": "loss"},
+            "heartbeat": {},
+            "profile": {"start": 1},
+        },
+    )
+    known = Known(evals=(), eval_every=None, steps=10)
+    made = make_callbacks(config, tmp_path, known, run_config={}, process=1)
+    assert set(made) == {"early_stopping", "heartbeat"}

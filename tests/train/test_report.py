@@ -24,6 +24,7 @@ from easypipe.train.record import read_kept, write_kept, write_restart
 from easypipe.train.report.numbers import MOST_POINTS, flows, thinned
 from easypipe.train.report.page import page, write_report
 from easypipe.train.report.serve import server
+from easypipe.train.report.tables import documents_of
 
 
 def run(folder: Path, steps: int = 30, name: str = "run") -> Path:
@@ -208,3 +209,12 @@ def test_a_million_steps_make_a_small_page(tmp_path: Path) -> None:
             file.write(f'{{"step": {i}, "loss": {9 / i:.6f}, "grad_norm": {1 / i:.6f}}}\n')
     written = write_report(made).stat().st_size
     assert written < 1.5e6
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 6, 7])
+def test_the_first_documents_of_a_skipped_batch_are_named(count: int) -> None:
+    documents = [{"dataset": "d", "file": "f", "row": row} for row in range(count)]
+    said = documents_of({"documents": documents, "problem": "unknown"})
+    assert said.count("d f row") == min(count, 5)
+    assert said.endswith(f" and {count - 5} more") == (count > 5)
+    assert (said == "unknown") == (count == 0)

@@ -607,6 +607,15 @@ def test_a_day_is_printed_only_if_one_is_given() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("form", "day"),
+    [("%Y-%m-%d", "2024-07-06"), ("%B %d, %Y", "July 06, 2024"), ("%A", "Saturday")],
+)
+def test_a_day_is_printed_in_the_form_that_is_asked_for(form: str, day: str) -> None:
+    source = f"{{{{ strftime_now('{form}') }}}}" + CHATML
+    assert render(source, talk("Hi", "Hello"), date="2024-07-06").text.startswith(f"{day}<")
+
+
 def test_everything_that_decides_spans_is_in_the_fingerprint() -> None:
     base = template(CHATML)
     others = [

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import laws
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.protocols import Source, Transform
-from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.schema import ROW_NUMBER, with_row_numbers
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.transforms.columns.base import Chain, TransformedSource
 from easypipe.transforms.columns.columns import (
@@ -625,3 +625,15 @@ def test_types_as_text() -> None:
     ):
         with pytest.raises(ConfigError):
             parse_type(wrong)
+
+
+def test_rows_are_numbered_beyond_32_bits() -> None:
+    numbers = [1 << 40, (1 << 40) + 1]
+    batch = pa.RecordBatch.from_arrays(
+        [pa.array(["a", "b"]), pa.array(numbers)],
+        schema=with_row_numbers(pa.schema([("text", pa.string())])),
+    )
+    upper = Map(lambda row: {"text": row["text"].upper()}, version="1")
+    found = (upper >> Rename({"text": "t"}))(batch)
+    assert found.column("t").to_pylist() == ["A", "B"]
+    assert found.column(ROW_NUMBER).to_pylist() == numbers

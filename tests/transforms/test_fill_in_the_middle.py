@@ -116,3 +116,10 @@ def test_refusals(tokenizer: str) -> None:
         FillInTheMiddle(TokenizerConfig(name_or_path=tokenizer, special_strings="escape"))
     with pytest.raises(ConfigError, match="column 'n' holds int64, not text"):
         FillInTheMiddle(tokenizer, column="n")(pa.record_batch({"n": [1]}))
+
+
+def test_a_column_without_any_text_is_one_of_text(tokenizer: str) -> None:
+    batch = pa.record_batch({"text": pa.nulls(2), "n": [1, 2]})
+    made = FillInTheMiddle(tokenizer, rate=1.0)(batch)
+    assert made.column("text").to_pylist() == [None, None]
+    assert made.schema.field("text").type == pa.large_string()

@@ -88,6 +88,10 @@ def data_columns(schema: pa.Schema) -> list[str]:
     return [name for name in schema.names if name != ROW_NUMBER]
 
 
+def with_row_numbers(schema: pa.Schema) -> pa.Schema:
+    return schema.append(pa.field(ROW_NUMBER, pa.int64()))
+
+
 def without_row_numbers(schema: pa.Schema) -> pa.Schema:
     return pa.schema([field for field in schema if field.name != ROW_NUMBER])
 

@@ -31,7 +31,7 @@ from easypipe.core.errors import (
 )
 from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo, bad_of
 from easypipe.core.remote import StorageOptions
-from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.schema import ROW_NUMBER, with_row_numbers
 from easypipe.core.text import not_utf8
 from easypipe.core.values import Int64
 from easypipe.sources.files import DataFiles, FileRef, resolve
@@ -357,7 +357,7 @@ class FileSource(Source):
             for survey in opened.surveys
         ]
         numbered = self._format.numbered or self.on_error != "error"
-        schema = data.append(pa.field(ROW_NUMBER, pa.int64())) if numbered else data
+        schema = with_row_numbers(data) if numbered else data
         return dataclasses.replace(opened, data=data, schema=schema, fields=fields)
 
     def _no_columns(self, surveys: Sequence[Survey]) -> SourceError:

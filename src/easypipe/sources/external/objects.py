@@ -20,7 +20,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, require, require_known, require_rows
 from easypipe.core.identity import held_by, name_of
 from easypipe.core.protocols import Scan, Shard, ShardedSource, Source, left_out
-from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.schema import with_row_numbers
 from easypipe.core.values import Dataset, attribute_of
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external.dicts import FIRST_ROWS, as_scan, columns_of, require_row
@@ -242,7 +242,7 @@ class RandomAccessSource(_Object):
                 for i, row in ({} if self._skip else rows).items():
                     require_row(row, i, self._name)
                 columns = columns_of(rows.values(), self._name, skip=self._skip, exact=self._exact)
-                self._schema = columns.append(pa.field(ROW_NUMBER, pa.int64()))
+                self._schema = with_row_numbers(columns)
             return self._schema
 
     def exactly(self, columns: Sequence[str]) -> RandomAccessSource:

@@ -37,7 +37,7 @@ from easypipe.core.protocols import (
     Source,
     SourceInfo,
 )
-from easypipe.core.schema import ROW_NUMBER, is_json, schema_of_text, schema_text
+from easypipe.core.schema import ROW_NUMBER, is_json, schema_of_text, schema_text, with_row_numbers
 from easypipe.core.values import Dataset, Item, JsonObject, attribute_of
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external import dicts
@@ -299,7 +299,7 @@ class OwnSource(Source):
     def _columns_of_first_rows(self) -> pa.Schema:
         rows = self._kept.first_rows(dicts.FIRST_ROWS, self._at)
         schema = dicts.columns_of(rows, self._name, skip=self._skip, exact=self._exact)
-        return schema.append(pa.field(ROW_NUMBER, pa.int64())) if self._skip else schema
+        return with_row_numbers(schema) if self._skip else schema
 
     def _found(self, what: str, find: Callable[[], Any]) -> Any:
         """What is known of the rows, from this process, or from an earlier one, or found now."""

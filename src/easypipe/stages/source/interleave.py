@@ -19,6 +19,7 @@ from easypipe.core.schema import (
     fields_text,
     offsets_of,
     row_numbers,
+    with_row_numbers,
     without_row_numbers,
 )
 from easypipe.core.values import Int32, Int64, Record
@@ -162,7 +163,7 @@ class InterleavedSource(Source):
         self._numbered = any(ROW_NUMBER in source.schema.names for source in self.sources.values())
         self.schema = schema.append(_ORIGIN)
         if self._numbered:
-            self.schema = self.schema.append(pa.field(ROW_NUMBER, pa.int64()))
+            self.schema = with_row_numbers(self.schema)
         self._columns = schema
         self._spec = PlanSpec(
             seed=seed,

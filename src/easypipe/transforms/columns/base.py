@@ -44,7 +44,13 @@ from easypipe.core.protocols import (
     scan,
     select,
 )
-from easypipe.core.schema import ROW_NUMBER, data_columns, row_numbers, without_row_numbers
+from easypipe.core.schema import (
+    ROW_NUMBER,
+    data_columns,
+    row_numbers,
+    with_row_numbers,
+    without_row_numbers,
+)
 from easypipe.core.values import Bools, Int64, attribute_of
 
 OnError = Literal["error", "skip", "quarantine"]
@@ -133,7 +139,7 @@ class ColumnTransform(ABC):
                 problem=f"column {ROW_NUMBER!r} is kept for row numbers",
                 fix="Choose another name.",
             )
-        return _numbered(after) if ROW_NUMBER in before.names else after
+        return with_row_numbers(after) if ROW_NUMBER in before.names else after
 
     def scan(self, batch: pa.RecordBatch) -> Scan:
         """The batch transformed, and the rows on which that failed."""
@@ -250,7 +256,7 @@ class _Adapted(ColumnTransform):
     def rows(self, rows: Rows) -> Rows:
         arrays = [*rows.batch.columns, pa.array(rows.numbers, pa.int64())]
         batch, rejects = self.scan(
-            pa.RecordBatch.from_arrays(arrays, schema=_numbered(rows.batch.schema))
+            pa.RecordBatch.from_arrays(arrays, schema=with_row_numbers(rows.batch.schema))
         )
         numbers = batch.column(ROW_NUMBER).to_numpy()
         return Rows(batch.drop_columns([ROW_NUMBER]), numbers, tuple(rejects))
@@ -417,12 +423,12 @@ class TransformedSource(Source):
         after = self.transform.schema(without_row_numbers(before))
         if self._columns is not None:
             after = pa.schema([after.field(name) for name in self._columns])
-        return _numbered(after) if self._numbered else pa.schema(list(after))
+        return with_row_numbers(after) if self._numbered else pa.schema(list(after))
 
     def _given(self, batch: pa.RecordBatch, start: int) -> pa.RecordBatch:
         """What the transform is given: the columns that it reads, and row numbers."""
         data = batch.select(list(self._reads or data_columns(batch.schema)))
-        schema = _numbered(data.schema)
+        schema = with_row_numbers(data.schema)
         return pa.RecordBatch.from_arrays(
             [*data.columns, pa.array(row_numbers(batch, start), pa.int64())], schema=schema
         )
@@ -492,7 +498,3 @@ def as_array(values: Any, kind: pa.DataType) -> pa.Array:
 def _spread(rejects: Iterable[Reject], factor: int) -> tuple[Reject, ...]:
     """Rejects by the numbers of what each row becomes: the first of its `factor` rows."""
     return tuple(replace(reject, row=reject.row * factor) for reject in rejects)
-
-
-def _numbered(schema: pa.Schema) -> pa.Schema:
-    return schema.append(pa.field(ROW_NUMBER, pa.int64()))
