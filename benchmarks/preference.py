@@ -29,11 +29,11 @@ SHAPE = ModelConfig(
     vocab_size=8192,
     hidden_size=256,
     intermediate_size=704,
-    num_layers=6,
+    num_layers=4,
     num_heads=8,
     num_kv_heads=4,
 )
-ROWS, LENGTH, ANSWERS = 8, 256, 4  # answers of a row
+ROWS, LENGTH, ANSWERS = 4, 256, 4  # answers of a row
 
 
 class Pairs:
@@ -89,7 +89,7 @@ class Contender:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a round")
+    parser.add_argument("--steps", type=int, default=2, help="steps of a round")
     given = parser.parse_args()
     report = Report("preference", "s", facts={"rows": ROWS, "length": LENGTH, "steps": given.steps})
     for way, lora, wanted in (("full", None, 0.8), ("lora", LoraConfig(rank=8), 0.7)):

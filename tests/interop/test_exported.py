@@ -186,3 +186,16 @@ def test_exports_of_every_family_with_new_tokens_are_what_was_trained(
     named = importlib.import_module("transformers").AutoTokenizer.from_pretrained(folder)
     assert named.convert_tokens_to_ids(tokens) == list(found.added)
     assert named("a" + tokens[3])["input_ids"][-1] == found.added[3]
+
+
+@needs_torch
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CONFIGS)
+def test_reward_models_of_every_family_are_what_was_trained(
+    family: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    config = CONFIGS[family] | {"vocab_size": VOCAB, "bos_token_id": EOS, "eos_token_id": EOS}
+    model = load_pretrained(write_model(tmp_path / "files", config, tensors(config)))
+    model.add_score(0)
+    run = trained(model, tokenizer, Seen())
+    assert list(differences(run, exported(run, tmp_path / "out"))) == []

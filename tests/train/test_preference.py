@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from chat_support import chat_tokenizer
 from easypipe import (
@@ -29,6 +30,7 @@ from easypipe import (
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.run import train
+from easypipe.train import save_pretrained
 from easypipe.train.config import (
     WITHOUT_REFERENCE,
     CheckpointConfig,
@@ -40,6 +42,7 @@ from easypipe.train.config import (
     TrainingConfig,
 )
 from easypipe.train.events import TrainEvent
+from easypipe.train.finished import load_trained
 from easypipe.train.losses.cached_reference import CachedReference, Passes
 from easypipe.train.losses.preference import (
     LOSSES,
@@ -51,6 +54,8 @@ from easypipe.train.losses.preference import (
 )
 from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.decoder import Decoder, ModelConfig
+from easypipe.train.model.lora import add_lora
+from easypipe.train.model.pretrained.peft import save_adapters
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.state import TrainState, layout_of
 from easypipe.train.trainer import Trainer
@@ -218,6 +223,8 @@ TRL: dict[str, Formula] = {
     "apo_down": lambda c, r, C, R, b, e: _sigmoid(b * c) + 1 - _sigmoid(b * (c - r)),
     "sigmoid_norm": lambda c, r, C, R, b, e: -_ln_sigmoid(b * (C - R)),
     "orpo": lambda c, r, C, R, b, e: -C - b * _ln_sigmoid(_odds(C, R)),
+    # trainer/reward_trainer.py: of scores
+    "reward": lambda c, r, C, R, b, e: -_ln_sigmoid(c - r),
     "simpo": lambda c, r, C, R, b, e: (
         -_ln_sigmoid(b * (C - R - 0.7 / b)) * (1 - e) - _ln_sigmoid(-b * (C - R - 0.7 / b)) * e
     ),
@@ -229,7 +236,8 @@ SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo")
 def test_each_loss_has_the_formula_of_trl_in_float64(loss: PreferenceLoss) -> None:
     beta, smoothing = 0.3, 0.1 if loss in SMOOTHED else 0.0
     margin = 0.7 if loss == "simpo" else None
-    config = PreferenceConfig(loss=loss, beta=beta, label_smoothing=smoothing, margin=margin)
+    held = {} if loss == "reward" else {"beta": beta}
+    config = PreferenceConfig(loss=loss, label_smoothing=smoothing, margin=margin, **held)
     draw = np.random.default_rng(0)
     tokens = draw.integers(1, 30, (2, 40)).astype(np.float64)
     sums = (
@@ -456,6 +464,50 @@ def test_answers_that_were_asked_before_are_looked_up(tmp_path):
     kept.write_bytes(b"damaged")
     again.fill(first, Passes(lambda: [Once(2)], tmp_path), layout.mesh, {"hidden_size": 16})
     np.testing.assert_array_equal(again.added(rest, given)[REFERENCE], found)
+
+
+def test_a_reward_model_scores_the_last_token_of_each_answer() -> None:
+    scored, given = Decoder(CONFIG, nnx.Rngs(0)), batch()
+    scored.add_score(0)
+    hidden = nnx.jit(Decoder.hidden)
+    alone = []
+    for row, segments in ((0, 4), (1, 2)):
+        for segment in range(1, segments + 1):
+            ids = given[INPUT_IDS][row][given[SEGMENT_IDS][row] == segment]
+            padded = np.zeros((1, SLOTS), np.int32)
+            padded[0, : len(ids)] = ids
+            own = np.asarray(hidden(scored, padded))[0, len(ids) - 1].astype(np.float64)
+            alone.append(own @ np.asarray(scored.score, np.float64)[:, 0])
+    chosen, rejected = np.array(alone[::2]), np.array(alone[1::2])
+    out = preference_loss(PreferenceConfig(loss="reward"))(scored, on_device())
+    np.testing.assert_allclose(out.loss_sum, -_ln_sigmoid(chosen - rejected).sum(), rtol=1e-5)
+    np.testing.assert_allclose(out.more["reward_margin"], (chosen - rejected).sum(), rtol=1e-3)
+    assert out.more["reward_accuracy"] == (chosen > rejected).sum()
+    assert out.num_targets == 3
+
+
+def test_a_reward_model_is_trained_opened_again_and_saved(tmp_path: Path) -> None:
+    lines = losses(tmp_path / "run", preference=PreferenceConfig(loss="reward"))
+    assert lines[0]["loss"] == pytest.approx(np.log(2), abs=0.05)
+    assert lines[-1]["loss"] < 0.3 < lines[-1]["reward_margin"]
+    assert lines[-1]["reward_accuracy"] == 1.0
+    model = load_trained(tmp_path / "run").model
+    out = save_pretrained(model, tmp_path / "out")
+    named = load_file(out / "model.safetensors")
+    assert "lm_head.weight" not in named
+    np.testing.assert_array_equal(named["score.weight"], np.asarray(model.score[...]).T)
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    assert list(config["id2label"]) == ["0"]  # which is how transformers counts labels
+
+
+def test_what_a_reward_model_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="beta: has no effect on the loss reward"):
+        PreferenceConfig(loss="reward", beta=0.2)
+    adapted = Decoder(CONFIG, nnx.Rngs(0))
+    adapted.add_score(0)
+    with pytest.raises(ConfigError, match="is a reward model, whose score is trained beside"):
+        save_adapters(add_lora(adapted, LoraConfig(rank=2), 0), tmp_path / "out")
 
 
 def test_a_cached_reference_needs_data(tmp_path):

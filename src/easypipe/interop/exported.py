@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -93,7 +93,7 @@ def differences(trained: Trained, folder: Path, *, adapters: bool = False) -> It
                 fix="Export without --adapters, and they are merged.",
             )
         base = model_folder(trained.base, None)
-    theirs = _opened(base, folder if adapters else None)
+    theirs = _opened(base, folder if adapters else None, scores=trained.model.score is not None)
     yield from _logits(_in_float32(trained.model, first_merged=not adapters), theirs)
     yield from token_differences(trained, base)
 
@@ -125,10 +125,11 @@ def _needed(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-def _opened(base: Path, adapters: Path | None) -> Any:
+def _opened(base: Path, adapters: Path | None, *, scores: bool) -> Any:
     """The model as transformers, and PEFT where there are adapters, open it; in float32."""
     torch, transformers = _needed("torch"), _needed("transformers")
-    found = transformers.AutoModelForCausalLM.from_pretrained(
+    kind = transformers.AutoModelForSequenceClassification if scores else None
+    found = (kind or transformers.AutoModelForCausalLM).from_pretrained(
         str(base), attn_implementation="eager", dtype=torch.float32
     )
     if adapters is not None:
@@ -150,6 +151,7 @@ def _in_float32(model: Decoder, *, first_merged: bool) -> Decoder:
         model.config, dtype="float32", param_dtype="float32", attention=None
     )
     found = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+    found.score = merged.score
     nnx.update(found, nnx.state(merged, nnx.Param))
     return found
 
@@ -157,9 +159,12 @@ def _in_float32(model: Decoder, *, first_merged: bool) -> Decoder:
 def _logits(ours: Decoder, theirs: Any) -> Iterator[str]:
     torch, vocab = _needed("torch"), ours.config.vocabulary
     ids = np.random.default_rng(0).integers(0, vocab, (ROWS, LENGTH))
-    own = np.asarray(nnx.jit(Decoder.__call__)(ours, jnp.asarray(ids, jnp.int32)))
-    with torch.no_grad():
-        found: NDArray[np.float32] = theirs(torch.from_numpy(ids)).logits.numpy()
+    asked: Callable[[Decoder, jax.Array], jax.Array]
+    asked = Decoder.__call__ if ours.score is None else _rewards
+    own = np.asarray(nnx.jit(asked)(ours, jnp.asarray(ids, jnp.int32)))
+    with torch.no_grad():  # row by row: scores of several need a padding token
+        rows = [theirs(torch.from_numpy(row[None])).logits.numpy() for row in ids]
+    found: NDArray[np.float32] = np.concatenate(rows).reshape(ROWS, -1, rows[0].shape[-1])
     if own.shape != found.shape:
         yield f"logits are of {found.shape[-1]} tokens, and the run's of {own.shape[-1]}"
         return
@@ -171,6 +176,11 @@ def _logits(ours: Decoder, theirs: Any) -> Iterator[str]:
             f"(token {token} behind {place + 1} tokens: {found[row, place, token]:.6g}, "
             f"and the run's {own[row, place, token]:.6g})"
         )
+
+
+def _rewards(model: Decoder, ids: jax.Array) -> jax.Array:
+    """Of whole rows: [B, 1, 1]."""
+    return model.scores(model.hidden(ids)[:, -1:])[..., None]
 
 
 def _texts(tokenizer: Tokenizer, named: _Tokenizer) -> Iterator[str]:

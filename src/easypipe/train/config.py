@@ -75,8 +75,9 @@ PreferenceLoss = Literal[
     "sigmoid_norm",
     "orpo",
     "simpo",
+    "reward",
 ]
-WITHOUT_REFERENCE = ("orpo", "simpo")
+WITHOUT_REFERENCE = ("orpo", "simpo", "reward")
 _SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo")
 
 
@@ -86,7 +87,8 @@ class PreferenceConfig:
     (`DatasetConfig(prompt=PromptConfig(rejected_column=...))`).
     """
 
-    loss: PreferenceLoss = "sigmoid"  # sigmoid is DPO itself
+    # sigmoid is DPO itself; reward trains a reward model: a head of one number for each answer
+    loss: PreferenceLoss = "sigmoid"
     # how closely the model is held to its reference, smaller lets it go further; orpo: what the
     # odds weigh beside the chosen answer's own loss
     beta: float = 0.1
@@ -97,6 +99,11 @@ class PreferenceConfig:
     reference: Literal["initial", "cached", "none"] = "initial"
 
     @property
+    def scores(self) -> bool:
+        """Whether the model gets a head that scores answers."""
+        return self.loss == "reward"
+
+    @property
     def compares(self) -> bool:
         """Whether the loss needs what answers are to the model before training."""
         return self.reference != "none" and self.loss not in WITHOUT_REFERENCE
@@ -105,6 +112,7 @@ class PreferenceConfig:
         effects = (
             ("label_smoothing", self.label_smoothing == 0 or self.loss in _SMOOTHED),
             ("margin", self.margin is None or self.loss == "simpo"),
+            ("beta", self.loss != "reward" or not was_given(self, "beta")),
             (
                 "reference",
                 self.loss not in WITHOUT_REFERENCE or not was_given(self, "reference"),

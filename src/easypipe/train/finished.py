@@ -145,6 +145,7 @@ def _model(
 def _origin(saved: Json, config: TrainingConfig, base: Model | None, at: str) -> Origin:
     """What the run began with, as its checkpoint describes it."""
     described, published = saved["identity"]["model"], saved.get("origin")
+    scores = config.preference is not None and config.preference.scores
     if base is not None:
         model = base
     elif described is None:
@@ -160,5 +161,5 @@ def _origin(saved: Json, config: TrainingConfig, base: Model | None, at: str) ->
         if published is not None:
             named = _named(published, Path(at).parents[1])
             found = Pretrained(named, model, published["hf_config"])
-            return from_pretrained(found, config.seed, config.lora)
-    return origin_of(model, config.seed, config.lora)
+            return from_pretrained(found, config.seed, config.lora, scores=scores)
+    return origin_of(model, config.seed, config.lora, scores=scores)

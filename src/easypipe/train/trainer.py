@@ -208,7 +208,8 @@ class Engine:
         self.frozen: dict[str, int] = {}  # fingerprints of what is not trained
         self._lay_out(mesh)
         self._check_loaders(evals or {})
-        self.origin = origin_of(model, config.seed, config.lora)
+        scores = config.preference is not None and config.preference.scores
+        self.origin = origin_of(model, config.seed, config.lora, scores=scores)
         self._make_callbacks(callbacks, own_loss=loss is not None)
         self.identity = identity_of(
             config,

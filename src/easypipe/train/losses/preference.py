@@ -30,6 +30,7 @@ from easypipe.train.losses.loss import (
     hidden_and_head,
     loss_sharding,
 )
+from easypipe.train.model.decoder import Decoder
 from easypipe.train.state import ModelLayout
 
 REFERENCE = "reference_log_probs"
@@ -45,6 +46,15 @@ def log_probs(model: LanguageModel, batch: Batch) -> Float[Array, "B S"]:
     """
     arrays, of_model = hidden_and_head(model, batch)
     return token_log_probs(*arrays, sharding=loss_sharding(), **of_model)
+
+
+def scores(model: LanguageModel, batch: Batch) -> Float[Array, "B S"]:
+    """What a reward model says of each answer, at its last token; 0 elsewhere; float32."""
+    assert isinstance(model, Decoder)
+    segments = batch["segment_ids"]
+    hidden = model.hidden(batch["input_ids"], segments, batch.get("position_ids"))
+    behind = jnp.pad(segments[:, 1:], ((0, 0), (0, 1)))
+    return jnp.where((segments > 0) & (segments != behind), model.scores(hidden), 0.0)
 
 
 class Pairs(NamedTuple):
@@ -152,6 +162,11 @@ def _simpo(pairs: Pairs, config: PreferenceConfig) -> Array:
     return _smoothed(config.beta * (chosen - rejected) - margin, config)
 
 
+def _reward(pairs: Pairs, config: PreferenceConfig) -> Array:
+    """Bradley and Terry, 1952, as Ouyang et al., 2022, equation 1, of scores in place of ratios."""
+    return -log_sigmoid(pairs.delta)
+
+
 def _log1mexp(x: Array) -> Array:
     """log(1 - e^x) for x below 0, by the form that keeps its digits."""
     x = jnp.minimum(x, -1e-6)  # of what is certain the odds would have no end
@@ -175,6 +190,7 @@ LOSSES: dict[PreferenceLoss, Callable[[Pairs, PreferenceConfig], Array]] = {
     "sigmoid_norm": _sigmoid_norm,
     "orpo": _orpo,
     "simpo": _simpo,
+    "reward": _reward,
 }
 
 
@@ -183,12 +199,12 @@ def preference_loss(config: PreferenceConfig) -> Callable[[LanguageModel, Batch]
 
     Sums are over pairs: `num_targets` is their number; `more` has reward_margin, by how much β
     times the log-ratio of the chosen answer (orpo and simpo: the mean log-probability of its
-    tokens) is above that of the other, and reward_accuracy, how many are positive. Without the
-    column `reference_log_probs` the reference is uniform.
+    tokens; reward: its score) is above that of the other, and reward_accuracy, how many are
+    positive. Without the column `reference_log_probs` the reference is uniform.
     """
 
     def loss(model: LanguageModel, batch: Batch) -> LossOutput:
-        ratios_BS = log_probs(model, batch)
+        ratios_BS = (scores if config.scores else log_probs)(model, batch)
         if REFERENCE in batch:
             ratios_BS = ratios_BS - batch[REFERENCE]
         ratios_BN = by_segment(ratios_BS, batch["segment_ids"])
@@ -203,9 +219,10 @@ def preference_loss(config: PreferenceConfig) -> Callable[[LanguageModel, Batch]
         )
         pairs = Pairs(ratios[:, ::2], ratios[:, 1::2], counts[:, ::2], counts[:, 1::2])
         total = jnp.where(is_pair, LOSSES[config.loss](pairs, config), 0.0).sum()
-        by_tokens = config.loss in WITHOUT_REFERENCE
+        by_tokens = config.loss in WITHOUT_REFERENCE and not config.scores
         chosen, rejected = pairs.means if by_tokens else (pairs.chosen, pairs.rejected)
-        seen = jax.lax.stop_gradient(config.beta * (chosen - rejected))
+        beta = 1.0 if config.scores else config.beta
+        seen = jax.lax.stop_gradient(beta * (chosen - rejected))
         more = {
             "reward_margin": jnp.where(is_pair, seen, 0.0).sum(),
             "reward_accuracy": (is_pair & (seen > 0)).sum().astype(jnp.float32),

@@ -20,6 +20,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from easypipe.core.errors import require
+from easypipe.core.random import fold
 from easypipe.kernels.loss.stats import Layout
 from easypipe.train.model.attention import KVCache, Scores, attend, attend_cached, head_axes
 from easypipe.train.model.config import ModelConfig, RopeScaling
@@ -269,6 +270,7 @@ class Decoder(nnx.Module):
             # first logits small, first loss near log(V)
             self.head = linear(config, width, vocab, ("embed", "vocab"), rngs, scale=0.25)
         self.added: AddedTokens | None = nnx.data(None)
+        self.score: nnx.LoRAParam | None = nnx.data(None)  # [D, 1], of a reward model
 
     def __call__(
         self,
@@ -292,6 +294,17 @@ class Decoder(nnx.Module):
         )
         cap = self.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def add_score(self, seed: int) -> None:
+        """Makes a reward model of it: a head of one number, trained with adapters too."""
+        key = jax.random.key(fold(seed, "score") % 2**32)
+        first = 0.02 * jax.random.normal(key, (self.config.hidden_size, 1), jnp.float32)
+        self.score = nnx.LoRAParam(first)
+
+    def scores(self, hidden: Float[Array, "*tokens D"]) -> Float[Array, "*tokens"]:
+        """Of a reward model, what it says of what ends with each token; float32."""
+        assert self.score is not None
+        return (hidden.astype(jnp.float32) @ self.score[...])[..., 0]
 
     def hidden(
         self,

@@ -323,13 +323,15 @@ class Origin:
         return states.state_around(params, rest, layout, optimizer)
 
 
-def origin_of(model: Model, seed: int, lora: LoraConfig | None = None) -> Origin:
+def origin_of(
+    model: Model, seed: int, lora: LoraConfig | None = None, *, scores: bool = False
+) -> Origin:
     """Raises ConfigError for what is no model, and what `find_pretrained` raises for published
-    ones; makes no array.
+    ones; makes no array. scores: it becomes a reward model.
     """
     if isinstance(model, str | Path):
         model = PretrainedConfig(pretrained=model)
-    trained, adapted = _adapting(seed, lora)
+    trained, adapted = _adapting(seed, lora, scores=scores)
     if isinstance(model, ModelConfig):
         return Origin(
             build=lambda: adapted(Decoder(model, nnx.Rngs(seed))), config=model, trained=trained
@@ -342,7 +344,8 @@ def origin_of(model: Model, seed: int, lora: LoraConfig | None = None) -> Origin
             trained=trained,
         )
     if isinstance(model, PretrainedConfig):
-        return from_pretrained(find_pretrained(model, has_adapters=lora is not None), seed, lora)
+        found = find_pretrained(model, has_adapters=lora is not None)
+        return from_pretrained(found, seed, lora, scores=scores)
     if isinstance(model, nnx.Module):
         module = model
         config = module.config if isinstance(module, Decoder) else None
@@ -383,7 +386,9 @@ def _from_linen(module: linen.Module, rngs: nnx.Rngs) -> nnx.Module:
     return cast("nnx.Module", bridged)
 
 
-def from_pretrained(found: Pretrained, seed: int, lora: LoraConfig | None) -> Origin:
+def from_pretrained(
+    found: Pretrained, seed: int, lora: LoraConfig | None, *, scores: bool = False
+) -> Origin:
     """Raises ConfigError for adapters where only new tokens shall be trained."""
     alone = found.named.only_added_tokens
     require(
@@ -392,7 +397,7 @@ def from_pretrained(found: Pretrained, seed: int, lora: LoraConfig | None) -> Or
         "has no effect with train.lora, which trains adapters too",
         "Leave one of them out.",
     )
-    trained, adapted = _adapting(seed, lora)
+    trained, adapted = _adapting(seed, lora, scores=scores)
     rows_alone = alone or (lora is not None and len(found.named.add_tokens) > 0)
     return Origin(
         build=lambda: adapted(found.build(rows_alone=rows_alone)),
@@ -403,11 +408,19 @@ def from_pretrained(found: Pretrained, seed: int, lora: LoraConfig | None) -> Or
 
 
 def _adapting(
-    seed: int, lora: LoraConfig | None
+    seed: int, lora: LoraConfig | None, *, scores: bool
 ) -> tuple[type[nnx.Variable], Callable[[nnx.Module], nnx.Module]]:
     """(what is trained, what puts it into a module)."""
 
     def adapted(module: nnx.Module) -> nnx.Module:
+        if scores:
+            require(
+                isinstance(module, Decoder),
+                "train.preference.loss",
+                f"reward, and {type(module).__name__} is no Decoder, which could score answers",
+                "Choose another loss, or a ModelConfig or published model.",
+            )
+            cast("Decoder", module).add_score(seed)
         try:
             return module if lora is None else add_lora(module, lora, seed)
         except ConfigError as error:

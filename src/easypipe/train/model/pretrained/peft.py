@@ -70,6 +70,12 @@ def save_adapters(module: Decoder, path: str | Path, *, base: str | Path | None 
         "has new tokens, for which the model that PEFT would open has no rows",
         "Leave --adapters out: save_pretrained merges adapters and rows.",
     )
+    require(
+        module.score is None,
+        "module",
+        "is a reward model, whose score is trained beside its adapters",
+        "Leave --adapters out: save_pretrained merges them and writes the score.",
+    )
     config = next(iter(found.values())).lora
     names = {name: PROJECTIONS[name.removeprefix("layers.")] for name in found}
     written = {

@@ -32,7 +32,7 @@ from easypipe.core.storage import commit_folder, json_bytes, temporary_of
 from easypipe.core.values import attribute_of
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.lora import merge_lora
-from easypipe.train.model.pretrained.families import from_hf, shape_of, to_hf, weights
+from easypipe.train.model.pretrained.families import Weight, from_hf, shape_of, to_hf, weights
 from easypipe.train.model.pretrained.files import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -212,6 +212,10 @@ def _config_json(
     if config is None or from_hf(config) != shape_of(module.config):
         config = to_hf(module.config)
     config.pop("dtype", None)
+    if module.score is not None:
+        (own,) = config["architectures"]
+        kind = own.replace("ForCausalLM", "ForSequenceClassification")
+        config |= {"architectures": [kind], "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     given = {key: value for key, value in config.items() if value is not None or key not in special}
     config = {**special, **given}
     ends = as_tokens(config.get("eos_token_id"))
@@ -297,10 +301,16 @@ class _Tensor(NamedTuple):
 
 
 def _tensors(module: Decoder) -> list[_Tensor]:
-    """Every tensor of the files, layer by layer; nothing is copied yet."""
+    """Every tensor of the files, layer by layer; nothing is copied yet. A reward model has a score
+    in place of the head.
+    """
     named, found = weights(module.config), []
+    if module.score is not None:
+        named["score"] = Weight("score.weight", transposed=True, stacked=False)
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         ours, array = ".".join(str(key) for key in path), variable.get_value()
+        if ours == "head.kernel" and module.score is not None:
+            continue
         if not array.is_fully_addressable:
             problem = "other processes hold parts of it"
             raise TrainError(
