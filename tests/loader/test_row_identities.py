@@ -244,3 +244,19 @@ KEPT = {
 def test_saved_states_name_the_rows_of_now(kind: type) -> None:
     make, base, _ = BASES[kind]
     assert {name: value[:8] for name, value in make(**base).identity.items()} == KEPT[kind]
+
+
+@pytest.mark.parametrize("num_epochs", [3, None])
+def test_the_pass_of_a_row(num_epochs: int | None) -> None:
+    """Rows of padding, which are negative, count as the first."""
+    several: list[Rows] = [
+        ItemRows(Items([1, 2, 3]), collate, num_epochs=num_epochs),
+        StoredRows({"input_ids": IDS}, num_epochs=num_epochs),
+    ]
+    for rows in several:
+        numbers = np.array([-1, 0, 2, 3, 5, 8, -2])
+        assert rows.open().epochs(numbers).tolist() == [0, 0, 0, 1, 1, 2, 0]
+        assert rows.num_rows == (None if num_epochs is None else 9)
+        there = [rows.open().available(a, b) for a, b in ((0, 9), (2, 11), (9, 11), (12, 15))]
+        assert there == ([9, 9, 2, 3] if num_epochs is None else [9, 7, 0, 0])
+    assert ForwardRows(Items([1, 2]), collate, epoch=4).epochs(np.arange(2)).tolist() == [4, 4]
