@@ -32,6 +32,7 @@ from easypipe.core.protocols import scan
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.external.objects import open_object
 from easypipe.sources.external.own import BLOCK_ROWS
+from easypipe.transforms.columns.functions import Expand
 from laws import assert_conserved, assert_exact_resume, assert_same_batches, assert_stateless_reads
 from pipelines import config, texts, tokenizer
 
@@ -523,3 +524,16 @@ def test_a_bad_row_of_an_own_source_stands_in_the_ledger(streaming: bool, tmp_pa
     assert len(list(loader)) == 6
     ledger = loader.ledger() if streaming else chain.ledger()
     assert {"wrong_type": 1}.items() <= ledger.entries[int(streaming)].out.items()
+
+
+def test_rows_that_become_several_are_all_streamed(tmp_path: Path) -> None:
+    """Where a shard ends is known of the rows below, which have other numbers."""
+
+    def rows() -> Iterator[dict[str, Any]]:
+        return ({"text": f"row {i}"} for i in range(3000))
+
+    datasets = [DatasetConfig(name="d", data_files=rows, version="1")]
+    twice = Expand(lambda row: [row, {"text": f"{row['text']} again"}], most=2, version="1")
+    made = Pipeline(config(tmp_path, datasets=datasets, streaming=True, num_streams=1))
+    loader = made.source().transform(twice).tokenize().load({"batch_size": 8}).build()
+    assert sum(len(batch["input_ids"]) for batch in loader) == 6000

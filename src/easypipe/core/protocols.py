@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import pyarrow as pa
 
 from easypipe.core.config import digest
-from easypipe.core.errors import SourceError, require_known
+from easypipe.core.errors import SourceError, place, require_known
 from easypipe.core.schema import data_columns
 from easypipe.core.values import Batch, Int64, Record
 
@@ -224,7 +224,6 @@ class SourceInfo:
     turns: how the conversations were written whose tokens these are.
     pairs: every row is a pair of answers, which must stay in one row of a batch.
     cacheable: the next process knows these rows by the same fingerprint.
-    rows_are_bytes: a row's number is the byte at which it begins, and `num_rows` counts bytes.
     uncounted: it takes `num_rows` itself, and `at_end` says where a shard ends that has none.
     checks_text: every string that it returns is UTF-8.
     bytes_per_row: of a row's values, where all rows have the same.
@@ -238,7 +237,6 @@ class SourceInfo:
     turns: Turns | None = None
     pairs: bool = False
     cacheable: bool = True
-    rows_are_bytes: bool = False
     uncounted: bool = False
     checks_text: bool = False
     bytes_per_row: int | None = None
@@ -251,6 +249,10 @@ class Source(ShardedDataSource):
     """What easypipe's own sources have beside `read`. The defaults are those of a source that can
     do nothing more; a source of users' own stands behind one that has it all (OwnSource).
     """
+
+    # what positions in a shard count; with "bytes", those at which its rows begin, a row's number
+    # is one of these, and `num_rows` is the size
+    unit: ClassVar[Literal["records", "bytes"]] = "records"
 
     @property
     def below(self) -> ShardedSource | None:
@@ -289,7 +291,8 @@ class Source(ShardedDataSource):
 
     def at_end(self: Any, shard: int, position: int) -> bool:
         """Whether no row stands at `position` or behind it."""
-        return position >= self.shards[shard].num_rows
+        rows = self.shards[shard].num_rows
+        return self.below.at_end(shard, position) if rows is None else position >= rows
 
     def raw(self, shard: int, row: int) -> str | None:
         """A row as it stands in its file; None where that is no text."""
@@ -330,6 +333,18 @@ def innermost(source: ShardedSource) -> ShardedSource:
     while isinstance(source, Source) and source.below is not None:
         source = source.below
     return source
+
+
+def unit_of(source: ShardedSource) -> Literal["records", "bytes"]:
+    """What positions in the shards of a source count, see Source."""
+    inner = innermost(source)
+    return inner.unit if isinstance(inner, Source) else "records"
+
+
+def place_of(source: ShardedSource, shard: int, row: int) -> str:
+    """Where a row stands, for messages."""
+    name = source.shards[shard].name
+    return f"{name}, line at byte {row}" if unit_of(source) == "bytes" else place(name, row=row)
 
 
 def scan(source: ShardedSource, shard: int, start: int, stop: int) -> Scan:

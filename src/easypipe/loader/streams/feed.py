@@ -142,7 +142,9 @@ class Forward(Protocol):
     def shards(self) -> Sequence[Shard]: ...
 
     @property
-    def rows_are_bytes(self) -> bool: ...
+    def unit(self) -> str:
+        """What positions in its shards count."""
+        ...
 
     def load(self, shard: int, start: int, stop: int) -> Loaded: ...
 
@@ -239,8 +241,7 @@ class Deal:
         return self._share(0, int(ended)) if stop < 0 else self._share(stop - start, 0)
 
     def _share(self, counted: int, files: int) -> dict[str, int]:
-        unit = "bytes" if self.source.rows_are_bytes else "records"
-        return ({unit: counted} if counted else {}) | (
+        return ({self.source.unit: counted} if counted else {}) | (
             {"files to each stream": files} if files else {}
         )
 

@@ -139,6 +139,8 @@ class ForwardSource(FileSource):
     reading them once.
     """
 
+    unit = "bytes"
+
     def __init__(
         self,
         files: Sequence[FileRef],
@@ -193,7 +195,7 @@ class ForwardSource(FileSource):
 
     @property
     def info(self) -> SourceInfo:
-        return SourceInfo(rows_are_bytes=True, uncounted=True, checks_text=True)
+        return SourceInfo(uncounted=True, checks_text=True)
 
     @property
     def fingerprint(self) -> str:

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from easypipe.core.aligned import values_of
 from easypipe.core.config import digest
-from easypipe.core.errors import SourceError, place
+from easypipe.core.errors import SourceError
 from easypipe.core.protocols import (
     PipelineContext,
     Reject,
@@ -19,7 +19,9 @@ from easypipe.core.protocols import (
     bad_of,
     info_of,
     innermost,
+    place_of,
     scan,
+    unit_of,
 )
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK
 from easypipe.loader.streams.feed import Loaded
@@ -45,15 +47,14 @@ class ForwardDocuments:
         dataset = datasets_of(context).get(name)
         self._on_error = "error" if dataset is None else dataset.on_error
         self.max_bad_rows = None if dataset is None else dataset.max_bad_rows
-        files = innermost(source)
-        self._ends = files if isinstance(files, Source) and files.info.uncounted else None
+        self.unit = unit_of(source)
 
     @property
     def shards(self) -> Sequence[Shard]:
         """Raises SourceError where nobody knows where one ends."""
-        shards = self._source.shards
+        shards, files = self._source.shards, info_of(innermost(self._source))
         for shard in shards:
-            if shard.num_rows is None and self._ends is None:
+            if shard.num_rows is None and not files.uncounted:
                 raise SourceError(
                     at=shard.name,
                     problem="its rows cannot be counted, nor read forward",
@@ -61,20 +62,14 @@ class ForwardDocuments:
                 )
         return shards
 
-    @property
-    def rows_are_bytes(self) -> bool:
-        return info_of(self._source).rows_are_bytes
-
     def load(self, shard: int, start: int, stop: int) -> Loaded:
-        at = (
-            f"dataset {self.name!r}, {self._source.shards[shard].name}, "
-            f"{'bytes' if self.rows_are_bytes else 'rows'} {start}:{stop}"
-        )
+        here = self._source.shards[shard]
         try:
             batch, rejects, strings, lengths = self._scan(shard, start, stop)
             bad = self._bad(shard, rejects)
         except Exception as error:
-            error.add_note(f"while streaming {at}")
+            at = f"{here.name}, {self.unit} {start}:{stop}"
+            error.add_note(f"while streaming dataset {self.name!r}, {at}")
             raise
         column = batch.column(INPUT_IDS)
         offsets = np.asarray(column.offsets.to_numpy(), np.int64)
@@ -84,7 +79,7 @@ class ForwardDocuments:
             counts[reject.reason] += reject.count
         made = batch.num_rows - lengths["pieces"]  # rows that became documents
         # some say only which rows they pass on
-        if not self.rows_are_bytes and self._source.shards[shard].num_rows is not None:
+        if self.unit == "records" and here.num_rows is not None:
             counts["other"] += stop - start - made - sum(counts.values())
         mask = (
             batch.column(LOSS_MASK).values.to_numpy()[first:last]
@@ -106,11 +101,11 @@ class ForwardDocuments:
             lengths=lengths,
             num_bad=0 if self.max_bad_rows is None else len(bad),
             bad=tuple(
-                (self._place(shard, reject), f"{reject.reason}: {reject.detail}")
+                (place_of(self._source, shard, reject.row), f"{reject.reason}: {reject.detail}")
                 for reject in bad[:NAMED_ROWS]
             ),
-            ended=self._source.shards[shard].num_rows is not None
-            or (self._ends is not None and self._ends.at_end(shard, stop)),
+            ended=here.num_rows is not None
+            or (isinstance(self._source, Source) and self._source.at_end(shard, stop)),
         )
 
     def _scan(
@@ -137,12 +132,9 @@ class ForwardDocuments:
         """Of so many chunks that about a thousandth of all text is encoded again with the
         reference; their places say which.
         """
-        at = self._source.shards[shard]
-        plain = (
-            stop - start
-            if self.rows_are_bytes or not at.num_rows
-            else at.num_bytes * (stop - start) // at.num_rows
-        )
+        at, plain = self._source.shards[shard], stop - start
+        if at.num_rows:  # where these are bytes, there are as many as at rest
+            plain = at.num_bytes * plain // at.num_rows
         key = digest("audit a chunk", at.name, start)
         return (
             None if int(key, 16) % max(1, AUDITED_SHARE * AUDITED_BYTES // max(1, plain)) else key
@@ -152,16 +144,8 @@ class ForwardDocuments:
         bad = list(bad_of(rejects))
         if bad and self._on_error == "error":
             raise SourceError(
-                at=self._place(shard, bad[0]),
+                at=place_of(self._source, shard, bad[0].row),
                 problem=f"{bad[0].reason}: {bad[0].detail}",
                 fix=f"{advice(bad[0].reason)}, or set on_error to 'skip'.",
             )
         return bad
-
-    def _place(self, shard: int, reject: Reject) -> str:
-        name = self._source.shards[shard].name
-        return (
-            f"{name}, line at byte {reject.row}"
-            if self.rows_are_bytes
-            else place(name, row=reject.row)
-        )

@@ -40,9 +40,11 @@ from easypipe.core.protocols import (
     bad_of,
     identity_of,
     info_of,
+    place_of,
     raw_of,
     scan,
     select,
+    unit_of,
 )
 from easypipe.core.schema import (
     ROW_NUMBER,
@@ -302,7 +304,7 @@ class TransformedSource(Source):
         self._factor = self.transform.fan_out
         self._columns: tuple[str, ...] | None = None
         self._reads: tuple[str, ...] | None = None
-        if self._factor > 1 and self.info.rows_are_bytes:
+        if self._factor > 1 and unit_of(source) == "bytes":
             problem = (
                 "gives rows numbers of their own, and streaming does not count the lines of "
                 "these files"
@@ -347,7 +349,6 @@ class TransformedSource(Source):
         return SourceInfo(
             tokens=self.transform.tokens or below.tokens,
             cacheable=self.transform.cacheable and below.cacheable,
-            rows_are_bytes=below.rows_are_bytes,
         )
 
     @property
@@ -389,7 +390,11 @@ class TransformedSource(Source):
         after, own = self.transform.scan(given)
         bad = next(bad_of(own), None)
         if bad is not None and self.on_error == "error":
-            raise self._refusal(info.name, bad)
+            raise SourceError(
+                at=place_of(self.source, shard, bad.row // k),
+                problem=f"{bad.reason}: {bad.detail}",
+                fix="Correct the row or the function, or set on_error to 'skip' or 'quarantine'.",
+            )
         if k > 1:  # benign ones below are among the numbers that stay unfilled
             below = _spread(bad_of(below), k)
         rejects = [reject for reject in (*below, *own) if start <= reject.row < stop]
@@ -409,6 +414,9 @@ class TransformedSource(Source):
             pa.RecordBatch.from_arrays(wanted, schema=self._schema),
             tuple(sorted(rejects, key=lambda reject: reject.row)),
         )
+
+    def at_end(self, shard: int, position: int) -> bool:
+        return super().at_end(shard, position // self._factor)
 
     def raw(self, shard: int, row: int) -> str | None:
         """A row as it stands in its file, before any transform.
@@ -449,15 +457,6 @@ class TransformedSource(Source):
             reason = "unfilled"
             detail = f"fewer than {self._factor} rows came of one, or a filter left it out"
         return Reject(row=row, reason=reason, detail=detail, benign=True, count=count)
-
-    def _refusal(self, name: str, bad: Reject) -> SourceError:
-        return SourceError(
-            at=f"{name}, line at byte {bad.row}"
-            if self.info.rows_are_bytes
-            else place(name, row=bad.row // self._factor),
-            problem=f"{bad.reason}: {bad.detail}",
-            fix="Correct the row or the function, or set on_error to 'skip' or 'quarantine'.",
-        )
 
 
 def as_transform(value: Transform | Sequence[Transform]) -> ColumnTransform:
