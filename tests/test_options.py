@@ -152,7 +152,7 @@ def test_stages_take_the_config_of_the_pipeline(tmp_path: Path) -> None:
     )
     pipeline = Pipeline(values).source().tokenize()
     assert max(pipeline.get_data()["code"].materialize().lengths(range(60))) == 5  # type: ignore[attr-defined, arg-type]
-    assert pipeline.mix().get_data()["mixed"].mixture.weights == (3, 1)  # type: ignore[attr-defined]
+    assert pipeline.mix().get_data()["mixed"].mixture.spec.weights == (3, 1)  # type: ignore[attr-defined]
     batch = next(iter(pipeline.pack().save().load().build()))
     assert batch[INPUT_IDS].shape == (3, 17)
     assert (tmp_path / "out" / "_easypipe.json").is_file()

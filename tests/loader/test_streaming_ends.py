@@ -21,7 +21,7 @@ from easypipe import DatasetConfig, LoadStageConfig, MixStageConfig, PackStageCo
 from easypipe.core.protocols import Shard
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.loader import Loader
-from easypipe.loader.streams.feed import Deal, deal
+from easypipe.loader.streams.feed import Deal, Place, deal
 from easypipe.plan.order import NEVER, given_by, rows_before
 from laws import assert_conserved, assert_exact_resume, assert_same_batch, assert_same_batches
 from strategies import examples
@@ -247,7 +247,9 @@ def test_work_is_dealt_by_bytes(sizes: list[int], forward: bool, streams: int) -
 def test_every_pass_deals_in_an_order_of_its_own() -> None:
     shards = tuple(Shard(name=f"{i}", num_rows=1, num_bytes=100) for i in range(50))
     made = Deal(SimpleNamespace(name="d", shards=shards), 1, seed=1, shuffle=True)  # type: ignore[arg-type]
-    passes = [[made.entry(epoch, position)[0] for position in range(50)] for epoch in range(3)]
+    passes = [
+        [made.chunk(Place(epoch, position)).shard for position in range(50)] for epoch in range(3)
+    ]
     assert all(sorted(one) == list(range(50)) for one in passes)
     assert len(set(map(tuple, passes))) == 3
 

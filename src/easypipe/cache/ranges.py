@@ -38,6 +38,7 @@ class Range:
     shard: int
     start: int
     stop: int
+    recipe: str
     key: str
 
 
@@ -60,10 +61,12 @@ def ranges_of(source: ShardedSource, recipe: str) -> list[Range]:
     """All rows of the source, in order. Raises SourceError for a shard whose rows cannot be
     counted.
     """
-    found = []
+    found: list[Range] = []
     for shard, info in enumerate(source.shards):
         identity = identity_of(source, shard)
-        found += [Range(shard, a, b, digest("range", recipe, identity, a, b)) for a, b in cut(info)]
+        for a, b in cut(info):
+            key = digest("range", recipe, identity, a, b)
+            found.append(Range(shard, a, b, recipe, key))
     return found
 
 
@@ -109,8 +112,8 @@ def kept_rejects(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
     return tuple(kept)
 
 
-def record_path(folder: CacheFolder, recipe: str, key: str) -> Path | str:
-    return folder.at("ranges", recipe, f"{key}.json")
+def record_path(folder: CacheFolder, piece: Range) -> Path | str:
+    return folder.at("ranges", piece.recipe, f"{piece.key}.json")
 
 
 def write_record(path: Path | str, record: Record, storage_options: StorageOptions = None) -> None:

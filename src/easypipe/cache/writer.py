@@ -103,8 +103,8 @@ class CacheWriter(Generic[R]):
         self._cache: TokenCache | None = None
         self._ranges: tuple[str, Sequence[Range]] = "", ()
 
-    def ranges(self) -> tuple[str, Sequence[Range]]:
-        """The key of the encoding, and all rows of the source cut into ranges. Reads no text.
+    def ranges(self) -> Sequence[Range]:
+        """All rows of the source cut into ranges. Reads no text.
 
         Remembered: thousands of shards are cut once in a process, and not again for every part of
         them. Raises SourceError for a shard whose rows cannot be counted.
@@ -112,11 +112,11 @@ class CacheWriter(Generic[R]):
         key = self.encoder.key()
         if self._ranges[0] != key:
             self._ranges = key, ranges_of(self.source, key)
-        return self._ranges
+        return self._ranges[1]
 
     def key(self) -> str:
         """What its manifest is called."""
-        ranges = [piece.key for piece in self.ranges()[1]]
+        ranges = [piece.key for piece in self.ranges()]
         return digest("manifest", FORMAT, ranges, self.on_error, self.max_bad_rows)
 
     def path(self) -> Path | str:
@@ -127,11 +127,10 @@ class CacheWriter(Generic[R]):
         """(numbers of the ranges that nobody has committed, how many ranges there are); none once
         the manifest stands. Reads no text.
         """
-        key, ranges = self.ranges()
+        ranges = self.ranges()
         if storage.exists(self.path(), self.folder.options):
             return [], len(ranges)
-        records = (self._record(key, piece) for piece in ranges)
-        return [i for i, record in enumerate(records) if record is None], len(ranges)
+        return [i for i, one in enumerate(ranges) if self._record(one) is None], len(ranges)
 
     def is_filled(self) -> bool:
         """Whether the token cache can be opened as it is."""
@@ -168,8 +167,8 @@ class CacheWriter(Generic[R]):
             "its tokens are not kept, so no other process could take up this part",
             "Set cache_enabled and tokenize.cache_tokenized, and give its functions a version.",
         )
-        key, ranges = self.ranges()
-        work = _Work(self, key, [ranges[number] for number in numbers])
+        ranges = self.ranges()
+        work = _Work(self, [ranges[number] for number in numbers])
         budget = ErrorBudget(self.dataset, self.encoder.label, self.on_error, None)
         with locks.working(self.folder.local), contextlib.closing(work.records()) as records:
             for record in records:
@@ -200,12 +199,12 @@ class CacheWriter(Generic[R]):
 
     def _filled(self) -> TokenCache:
         """Whatever is missing of the ranges, then the manifest."""
-        (recipe, ranges), key, source = self.ranges(), self.key(), self.source
+        ranges, key, source = self.ranges(), self.key(), self.source
         with locks.preparing(self.folder.local, key, self.dataset) as waited:
             if waited and (opened := self._opened()):
                 return opened
             storage.sweep(self.folder.local)
-            work, started = _Work(self, recipe, ranges), time.perf_counter()
+            work, started = _Work(self, ranges), time.perf_counter()
             budget = ErrorBudget(self.dataset, self.encoder.label, self.on_error, self.max_bad_rows)
             parts: list[Part] = []
             every: list[Counts] = []
@@ -220,7 +219,7 @@ class CacheWriter(Generic[R]):
             if self.on_error == "quarantine" and budget.bad:
                 column = self.encoder.columns[0]
                 quarantine, checksum = write_quarantine(
-                    self.folder, key, self._records(recipe, ranges), source, column
+                    self.folder, key, self._records(ranges), source, column
                 )
             identity = self.encoder.tokenizer_identity
             manifest = Manifest(
@@ -244,13 +243,12 @@ class CacheWriter(Generic[R]):
             self.folder.commit_manifest(manifest)
             return TokenCache(self.folder.manifest(key), dataset=self.dataset, folder=self.folder)
 
-    def _record(self, recipe: str, piece: Range) -> Record | None:
-        path = record_path(self.folder, recipe, piece.key)
-        return read_record(path, piece.shard, self.folder.options)
+    def _record(self, piece: Range) -> Record | None:
+        return read_record(record_path(self.folder, piece), piece.shard, self.folder.options)
 
-    def _records(self, recipe: str, ranges: Sequence[Range]) -> Iterator[Record]:
+    def _records(self, ranges: Sequence[Range]) -> Iterator[Record]:
         for piece in ranges:
-            record = self._record(recipe, piece)
+            record = self._record(piece)
             assert record is not None, "every range was committed"
             yield record
 
@@ -258,8 +256,8 @@ class CacheWriter(Generic[R]):
 class _Work(Generic[R]):
     """Threads at work on ranges, and what they count."""
 
-    def __init__(self, writer: CacheWriter[R], recipe: str, ranges: Sequence[Range]) -> None:
-        self._writer, self._recipe, self._ranges = writer, recipe, ranges
+    def __init__(self, writer: CacheWriter[R], ranges: Sequence[Range]) -> None:
+        self._writer, self._ranges = writer, ranges
         self._folder, self._encoder = writer.folder, writer.encoder
         self._workers = writer.num_workers or cores()
         self._at_work = threading.Semaphore(self._workers)
@@ -323,15 +321,14 @@ class _Work(Generic[R]):
         """Read, tokenize, commit one range, as far as it is not done. Runs on a worker thread."""
         name, dataset = self._writer.source.shards[piece.shard].name, self._writer.dataset
         try:
-            record = self._writer._record(self._recipe, piece)
+            record = self._writer._record(piece)
             if record is not None and self._is_whole(record.part):
                 self._count(ranges_reused=1)
                 return record
             if self._stop.is_set():
                 raise CacheError(at=name, problem="tokenizing was stopped")
             record = self._store(piece, name)
-            path = record_path(self._folder, self._recipe, piece.key)
-            write_record(path, record, self._folder.options)
+            write_record(record_path(self._folder, piece), record, self._folder.options)
             return record
         except MemoryError as error:
             raise CacheError(
@@ -356,7 +353,7 @@ class _Work(Generic[R]):
         with self._at_work:
             rows = encoder.read(source, piece.shard, piece.start, piece.stop)
             text, text_bytes, rejects = rows.content_hash(), rows.num_bytes, rows.rejects
-            identity = digest("tokens", self._recipe, text)
+            identity = digest("tokens", piece.recipe, text)
             file = f"{identity[:2]}/{identity}.arrow"
             found, batch = self._found(file, piece, rejects), None
             if found is None:

@@ -83,7 +83,8 @@ def parse_checked(
 ) -> JsonObject:
     """`read_checked` of the bytes `data` that stand at `path`."""
     before, mark, after = data.partition(_MARK)
-    if mark and after[: len(_BLANK)] != _checksum(before, after):
+    blanked = b"".join((before, mark, _BLANK, after[len(_BLANK) :]))
+    if mark and after[: len(_BLANK)] != xxh3_128_hexdigest(blanked).encode():
         raise _damaged(path, "its checksum is not that of its content")
     try:
         value = json.loads(data)
@@ -142,10 +143,6 @@ def recall_checked(
 
 def _name(path: str | Path) -> str:
     return str(path).rpartition("/")[2]
-
-
-def _checksum(before: bytes, after: bytes) -> bytes:
-    return xxh3_128_hexdigest(b"".join((before, _MARK, _BLANK, after[len(_BLANK) :]))).encode()
 
 
 def _damaged(path: str | Path, why: str) -> DamagedFileError:

@@ -67,6 +67,7 @@ class PlanSpec:
     and an epoch is one pass. num_epochs: how often a mixture that ends is drawn, with new
     permutations each time; None goes on forever. pack: None gives every document a row of its own.
     window_docs: documents planned and packed together; window_tokens: or fewer that hold so many.
+    A mixture that nobody has planned yet leaves these, pack and num_epochs to who does.
 
     schedule: weights by training step in place of `weights`, which then only sizes windows. unit:
     what a share is a share of; "tokens" are those that get a place in a row. block: under a
@@ -77,7 +78,7 @@ class PlanSpec:
     seed: int
     weights: tuple[int, ...]
     stop: Stop
-    window_docs: int
+    window_docs: int = MAX_WINDOW_DOCS
     window_tokens: int | None = None
     num_epochs: int | None = 1
     order: OrderConfig = field(default_factory=OrderConfig)
@@ -112,6 +113,11 @@ class PlanSpec:
     def caps(self) -> tuple[int | None, ...]:
         """Most passes over each dataset; None for no limit."""
         return (None,) * len(self.weights) if self.max_epochs is None else self.max_epochs
+
+    @property
+    def all_weights(self) -> Sequence[tuple[int, ...]]:
+        """Every set of weights that is drawn by."""
+        return [self.weights] if self.schedule is None else self.schedule.all_weights
 
     def stage(self, row: int) -> Stage:
         """What holds for a window that begins at `row`."""

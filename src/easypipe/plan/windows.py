@@ -81,6 +81,7 @@ class Plan:
         self.fingerprint = fingerprint(datasets, spec)
         self._feed = CachedFeed(datasets, spec)
         self._planner = Planner(spec, self._feed)
+        self.ends = self._planner.last_epoch is not None  # whether there is a last row
         self._cache_bytes = cache_bytes
         self._scan_lock = threading.RLock()  # planning; taken before _lock where both are
         self._lock = threading.Lock()  # the fields below, never held while planning
@@ -95,11 +96,6 @@ class Plan:
         )
         for state in checkpoints:
             self.resume(state)
-
-    @property
-    def ends(self) -> bool:
-        """Whether there is a last row."""
-        return self._planner.last_epoch is not None
 
     @property
     def num_rows(self) -> int | None:

@@ -42,6 +42,7 @@ EMPTY_PASSES = 64
 # of documents of a dataset that is read again and again; a larger one is read anew in every pass
 KEPT_BYTES = 16 << 20
 KEPT_ENTRIES = 1 << 16  # of passes whose dealing is kept; streams may stand in different ones
+FILES = "files to each stream"  # unit of what is left of files whose content nobody counts
 MOST_AHEAD = 32  # chunks of one stream and dataset that are read or being read ahead
 
 
@@ -162,6 +163,17 @@ class Place(NamedTuple):
     bad: int = 0
 
 
+class Chunk(NamedTuple):
+    """What is read at a time: these positions of a shard; of_file: of one that is read on to its
+    end, which nobody knows.
+    """
+
+    shard: int
+    start: int
+    stop: int
+    of_file: bool = False
+
+
 class Deal:
     """The entries of a dataset and whose they are. Follows from the files' sizes, the number of
     streams and the seed alone.
@@ -169,7 +181,7 @@ class Deal:
 
     def __init__(self, source: Forward, num_streams: int, *, seed: int, shuffle: bool) -> None:
         self.source = source
-        self.num_streams = num_streams
+        self.num_streams, self.shuffled = num_streams, shuffle  # where every pass deals anew
         self._key = fold(seed, "stream order", source.name) if shuffle else None
         shards = source.shards
         total = sum(shard.num_bytes for shard in shards)
@@ -184,6 +196,8 @@ class Deal:
                 problem=f"not one row in {', '.join(shard.name for shard in shards[:3])}",
                 fix="Check the files that data_files names.",
             )
+        self.num_entries = len(entries)
+        # (shard, start, stop) of each; a stop of -1: the whole file
         self._entries_at = np.array(entries, np.int64).reshape(-1, 3)
         self._forward = self._entries_at[:, 2] < 0
         self._num_bytes = self._sizes(shards)
@@ -191,22 +205,16 @@ class Deal:
         # A small dataset with a large weight is gone through thousands of times, a few documents at
         # a time.
         self._room = KEPT_BYTES if total * UNPACKED <= KEPT_BYTES else 0
-        self._kept: dict[tuple[int, int, int], Loaded] = {}
+        self._kept: dict[Chunk, Loaded] = {}
         self._lock = threading.Lock()
 
-    @property
-    def shuffled(self) -> bool:
-        """Whether every pass deals anew."""
-        return self._key is not None
-
-    @property
-    def num_entries(self) -> int:
-        return len(self._entries_at)
-
-    def entry(self, epoch: int, position: int) -> tuple[int, int, int]:
-        """(shard, start, stop); a stop of -1: the whole file, in chunks of `piece` plain bytes."""
-        shard, start, stop = self._entries_at[self._dealt(epoch).entries[position]].tolist()
-        return shard, start, stop
+    def chunk(self, place: Place) -> Chunk:
+        """What is read at `place`."""
+        entry = self._dealt(place.epoch).entries[place.entry]
+        shard, start, stop = self._entries_at[entry].tolist()
+        if stop >= 0:
+            return Chunk(shard, start, stop)
+        return Chunk(shard, place.chunk * self.piece, (place.chunk + 1) * self.piece, of_file=True)
 
     def first(self, stream: int, place: Place) -> Place | None:
         """The first chunk of `stream` at `place` or behind it; None where the pass has no more."""
@@ -233,17 +241,7 @@ class Deal:
         entries = dealt.entries[mine[: np.searchsorted(mine, place.entry)] if before else mine]
         ranges = entries[~self._forward[entries]]
         counted = int((self._entries_at[ranges, 2] - self._entries_at[ranges, 1]).sum())
-        return self._share(counted, len(entries) - len(ranges))
-
-    def share_of(self, place: Place, *, ended: bool) -> dict[str, int]:
-        """What of a share the chunk at `place` is. ended: whether it is the last of its entry."""
-        _, start, stop = self.entry(place.epoch, place.entry)
-        return self._share(0, int(ended)) if stop < 0 else self._share(stop - start, 0)
-
-    def _share(self, counted: int, files: int) -> dict[str, int]:
-        return ({self.source.unit: counted} if counted else {}) | (
-            {"files to each stream": files} if files else {}
-        )
+        return +Counter({self.source.unit: counted, FILES: len(entries) - len(ranges)})
 
     def _dealt(self, epoch: int) -> _Pass:
         with self._lock:
@@ -278,18 +276,16 @@ class Deal:
 
     def ask(self, place: Place, pool: ReadPool) -> Future[Loaded]:
         """The chunk at `place`: read on the pool, or there at once."""
-        shard, start, stop = self.entry(place.epoch, place.entry)
-        if stop < 0:
-            start, stop = place.chunk * self.piece, (place.chunk + 1) * self.piece
-        kept = self._kept.get((shard, start, stop))
+        chunk = self.chunk(place)
+        kept = self._kept.get(chunk)
         if kept is None:
-            return pool.submit(self._load, (shard, start, stop))
+            return pool.submit(self._load, chunk)
         there: Future[Loaded] = Future()
         there.set_result(kept)
         return there
 
-    def _load(self, chunk: tuple[int, int, int]) -> Loaded:
-        loaded = self.source.load(*chunk)
+    def _load(self, chunk: Chunk) -> Loaded:
+        loaded = self.source.load(chunk.shard, chunk.start, chunk.stop)
         num_bytes = (
             loaded.ids.nbytes
             + loaded.offsets.nbytes
@@ -503,11 +499,13 @@ class Cursor:
         self._read_ahead()
         place, future = self._ahead.popleft()
         loaded = future.result()
-        self.counts.chunk(
-            loaded,
-            min(place.taken, loaded.num_docs),
-            self._deal.share_of(place, ended=loaded.ended),
+        chunk = self._deal.chunk(place)
+        share = (
+            {FILES: int(loaded.ended)}
+            if chunk.of_file
+            else {self._deal.source.unit: chunk.stop - chunk.start}
         )
+        self.counts.chunk(loaded, min(place.taken, loaded.num_docs), share)
         self._pass_docs += loaded.num_docs
         num_tokens = int(loaded.offsets[-1])
         self._chunk_docs = max(
@@ -518,7 +516,7 @@ class Cursor:
             self._held.append((place, loaded))
             self.waiting += loaded.num_docs - place.taken
             self._pass_empty()
-        if loaded.ended and self._deal.entry(place.epoch, place.entry)[2] < 0:
+        if loaded.ended and chunk.of_file:
             self.close()  # what was asked for behind it lies behind the end of the file
         self._next = self._deal.first(self._stream, self._behind(place, loaded.ended))
         self._read_ahead()
@@ -558,7 +556,7 @@ class Cursor:
                 last = self._ahead[-1][0]
                 place = self._deal.first(
                     self._stream,
-                    self._behind(last, self._deal.entry(last.epoch, last.entry)[2] >= 0),
+                    self._behind(last, not self._deal.chunk(last).of_file),
                 )
             else:
                 place = self._next

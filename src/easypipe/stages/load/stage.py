@@ -23,7 +23,6 @@ from easypipe.loader.rows.stored import StoredRows
 from easypipe.loader.streams import spec as streams
 from easypipe.loader.streams.rows import StreamRows
 from easypipe.plan.buckets import bucket_widths, length_counts
-from easypipe.plan.spec import PlanSpec
 from easypipe.stages.config import settings_of, tokenizer_config_of
 from easypipe.stages.decoding import decoder_of
 from easypipe.stages.load.forward import ForwardDocuments
@@ -285,23 +284,18 @@ def _stream_spec(
             schedule,
             batch_sizes=tuple((step, size // num_streams) for step, size in schedule.batch_sizes),
         )
-    shuffle, docs = settings_of(context).order.shuffle, config.shuffle_buffer_size
+    shuffle, docs = mixture.spec.order.shuffle, config.shuffle_buffer_size
     pad, eos, pack = mixture.pad_token_id, None, None
     if packed is not None:
         pad, eos, pack = packed.pad_token_id, packed.eos_token_ids, packed.config.spec()
         eos = packed.eos_token_id if len(set(eos)) < 2 else eos
-    plan = PlanSpec(
-        seed=mixture.seed,
-        weights=mixture.weights if schedule is None else (1,) * len(mixture.parts),
-        stop=mixture.stop,
+    plan = dataclasses.replace(
+        mixture.spec,
         num_epochs=config.num_epochs,
         window_docs=streams.WINDOW_DOCS if docs is None else docs,
         window_tokens=streams.window_tokens(pack) if docs is None else None,
         pack=pack,
         schedule=schedule,
-        unit=mixture.unit,
-        block=mixture.block,
-        max_epochs=mixture.max_epochs,
     )
     return streams.StreamSpec(
         plan=plan,

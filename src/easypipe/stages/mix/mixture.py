@@ -17,7 +17,7 @@ from easypipe.core.aligned import AlignedColumn
 from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import require
-from easypipe.core.protocols import PipelineContext, ShardedSource, Source, info_of
+from easypipe.core.protocols import PipelineContext, ShardedSource, Source, TokenInfo, info_of
 from easypipe.core.schema import LOSS_MASK
 from easypipe.core.values import Int32, Int64, Json, Record
 from easypipe.loader.config import LoadStageConfig
@@ -25,12 +25,9 @@ from easypipe.loader.rows.aligned import joined_columns
 from easypipe.loader.rows.documents import Documents as Tokens
 from easypipe.loader.rows.documents import gather_documents
 from easypipe.loader.rows.planned import PlannedRows
-from easypipe.plan.mix import Stop
 from easypipe.plan.mix_schedule import Schedule
 from easypipe.plan.pack import PackSpec
-from easypipe.plan.spec import Unit
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec, WindowState, window_docs
-from easypipe.stages.config import settings_of
 from easypipe.stages.mix.schedule import batch_sizes_of
 from easypipe.stages.tokenize.documents import Documents, aligned_of, token_info
 
@@ -39,21 +36,15 @@ from easypipe.stages.tokenize.documents import Documents, aligned_of, token_info
 class Mixture:
     """Datasets and how often each is drawn; a dataset on its own is a mixture of one.
 
-    schedule: of weights; block: documents that its shares are rounded to; batch_size: of its steps,
-    where mix.batch_size says it. unit, max_epochs (one for each dataset): as in MixStageConfig.
-    provenance: packed rows tell the dataset of every segment.
+    spec: how they are drawn; each plan says what is packed, in which windows and how often.
+    batch_size: of the steps of its schedule, where mix.batch_size says it. provenance: packed rows
+    tell the dataset of every segment.
     """
 
     parts: Mapping[str, Documents]
-    weights: tuple[int, ...]
-    stop: Stop
-    seed: int
+    spec: PlanSpec
     context: PipelineContext
-    schedule: Schedule | None = None
-    block: int | None = None
     batch_size: int | None = None
-    unit: Unit = "rows"
-    max_epochs: tuple[int | None, ...] | None = None
     provenance: bool = False
     _plans: dict[tuple[PackSpec | None, int | None, int | None], Plan] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -64,17 +55,17 @@ class Mixture:
     @property
     def restarts(self) -> bool:
         """Its datasets begin again on their own, so it has no epochs to be drawn several times."""
-        return self.stop == "restart" and len(self.parts) > 1
+        return not self.spec.has_epochs
 
     @property
     def endless(self) -> bool:
-        return self.restarts and (self.max_epochs is None or None in self.max_epochs)
+        return self.restarts and None in self.spec.caps
 
     def for_load(self, load: LoadStageConfig) -> Mixture:
         """Under a schedule, the mixture that knows how many rows a training step has; else itself.
         Raises ConfigError where mix.batch_size is another.
         """
-        if self.schedule is None:
+        if self.spec.schedule is None:
             return self
         sizes = batch_sizes_of(load)
         require(
@@ -84,20 +75,21 @@ class Mixture:
             f"{', then '.join(str(size) for _, size in sizes)} rows",
             "Leave mix.batch_size out, or give load.batch_size the same.",
         )
-        schedule = dataclasses.replace(self.schedule, batch_sizes=sizes)
-        return dataclasses.replace(self, schedule=schedule)
+        schedule = dataclasses.replace(self.spec.schedule, batch_sizes=sizes)
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, schedule=schedule))
 
     @property
     def steps(self) -> Schedule | None:
         """The schedule. Raises ConfigError where nobody has said how many rows a step has."""
+        schedule = self.spec.schedule
         require(
-            self.schedule is None or self.schedule.batch_sizes,
+            schedule is None or schedule.batch_sizes,
             "mix.weight_schedule",
             "its steps are training steps, and nobody has said how many rows one has",
             "Set load.batch_size in the pipeline's config or call load() first, or set "
             "mix.batch_size.",
         )
-        return self.schedule
+        return schedule
 
     def requested(self, rows: int) -> dict[str, float]:
         """The share that each dataset is asked to have of the first `rows` rows, in the mixture's
@@ -105,10 +97,15 @@ class Mixture:
         """
         if (schedule := self.steps) is not None:
             return dict(zip(self.parts, map(float, schedule.mean_shares(rows)), strict=True))
-        return {
-            name: weight / sum(self.weights)
-            for name, weight in zip(self.parts, self.weights, strict=True)
-        }
+        weights = self.spec.weights
+        shares = (weight / sum(weights) for weight in weights)
+        return dict(zip(self.parts, shares, strict=True))
+
+    @property
+    def tokens(self) -> TokenInfo | None:
+        """Those of the first dataset, whose others are the same but where that was allowed."""
+        info = token_info(next(iter(self.parts.values())))
+        return info and dataclasses.replace(info, vocab_size=self.vocab_size)
 
     @property
     def vocab_size(self) -> int:
@@ -120,7 +117,7 @@ class Mixture:
     @property
     def pad_token_id(self) -> int:
         """What fills up rows that are not packed: the tokenizer's padding, else its EOS, else 0."""
-        info = token_info(next(iter(self.parts.values())))
+        info = self.tokens
         known = () if info is None else (info.pad_token_id, info.eos_token_id)
         return next((token for token in known if token is not None), 0)
 
@@ -144,15 +141,9 @@ class Mixture:
     def description(self) -> str:
         """Digest of what is mixed, and how: known before a text is read."""
         parts = [[name, part.fingerprint] for name, part in self.parts.items()]
-        how = (
-            self.schedule or self.weights,
-            self.block,
-            self.stop,
-            self.seed,
-            self.unit,
-            self.max_epochs,
-        )
-        return digest(parts, *how, settings_of(self.context).order, self.provenance)
+        one, weights = self.spec, self.spec.schedule or self.spec.weights
+        how = (weights, one.block, one.stop, one.seed, one.unit, one.max_epochs, one.order)
+        return digest(parts, *how, self.provenance)
 
     def prepare(self) -> tuple[TokenCache, ...]:
         """One token cache a dataset; tokenizes what is not tokenized yet. Raises ConfigError in
@@ -226,23 +217,13 @@ class Mixture:
 
     def _make(self, pack: PackSpec | None, num_epochs: int | None, eos: int | None) -> Plan:
         datasets = [self._dataset(i, name, eos) for i, name in enumerate(self.parts)]
-        schedule = self.steps
         length = None if pack is None else pack.seq_length
-        spec = PlanSpec(
-            seed=self.seed,
-            weights=self.weights if schedule is None else (1,) * len(datasets),
-            stop=self.stop,
+        spec = dataclasses.replace(
+            self.spec,
             num_epochs=num_epochs,
-            order=settings_of(self.context).order,
             pack=pack,
-            window_docs=min(
-                window_docs(datasets, weights, length)
-                for weights in ([self.weights] if schedule is None else schedule.all_weights)
-            ),
-            schedule=schedule,
-            unit=self.unit,
-            block=self.block,
-            max_epochs=self.max_epochs,
+            window_docs=min(window_docs(datasets, one, length) for one in self.spec.all_weights),
+            schedule=self.steps,
         )
         plan = Plan(datasets, spec)
         states = self._recalled(plan)
@@ -288,9 +269,6 @@ class PlannedSource(Source):
         """Digest of the rows themselves: the same wherever their documents come from. Prepares
         them.
         """
-        return self._content()
-
-    def _content(self) -> str:
         return digest("mixed", self.plan().fingerprint)
 
     def prepare(self, num_epochs: int | None = 1) -> Self:

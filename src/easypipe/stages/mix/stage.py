@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +18,12 @@ from easypipe.core.protocols import (
     Shard,
     ShardedSource,
     SourceInfo,
-    TokenInfo,
 )
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SOURCE, token_dtype, token_list
 from easypipe.plan.mix import integer_weights
 from easypipe.plan.mix_schedule import Schedule
 from easypipe.plan.order import OrderConfig
+from easypipe.plan.spec import PlanSpec
 from easypipe.stages.config import PipelineConfig, settings_of
 from easypipe.stages.mix.config import (
     MixStageConfig,
@@ -37,7 +36,6 @@ from easypipe.stages.tokenize.documents import (
     require_documents,
     same_kind,
     same_tokenizer,
-    token_info,
 )
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
@@ -75,22 +73,22 @@ class MixStage(BaseStage):
             )
         except ConfigError as error:
             raise error.under("mix") from None
-        mixture = Mixture(
-            parts=parts,
-            weights=whole,
-            stop=config.stop_strategy,
+        schedule, settings = self._schedule(names), settings_of(context)
+        spec = PlanSpec(
             seed=context.seed if config.seed is None else config.seed,
-            context=context,
-            schedule=self._schedule(names),
-            block=None if config.weight_schedule is None else config.block_size,
-            batch_size=config.batch_size,
+            weights=whole if schedule is None else (1,) * len(names),
+            stop=config.stop_strategy,
+            num_epochs=None,
+            order=settings.order,
+            schedule=schedule,
             unit=config.unit,
+            block=None if schedule is None else config.block_size,
             max_epochs=None
             if not config.max_epochs
             else tuple(config.max_epochs.get(name) for name in names),
-            provenance=config.provenance,
         )
-        load = settings_of(context).load
+        mixture = Mixture(parts, spec, context, config.batch_size, config.provenance)
+        load = settings.load
         return {"mixed": MixedShardedSource(mixture if load is None else mixture.for_load(load))}
 
     def _schedule(self, names: list[str]) -> Schedule | None:
@@ -167,12 +165,8 @@ class MixedShardedSource(PlannedSource):
     @property
     def info(self) -> SourceInfo:
         aligned = tuple(column.name for column in self.mixture.aligned)
-        return SourceInfo(tokens=self.tokens, pairs=self.mixture.paired, aligned=aligned)
-
-    @property
-    def tokens(self) -> TokenInfo | None:
-        info = token_info(next(iter(self.mixture.parts.values())))
-        return info and dataclasses.replace(info, vocab_size=self.mixture.vocab_size)
+        mixture = self.mixture
+        return SourceInfo(tokens=mixture.tokens, pairs=mixture.paired, aligned=aligned)
 
     @property
     def shards(self) -> tuple[Shard, ...]:

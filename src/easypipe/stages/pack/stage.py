@@ -33,7 +33,8 @@ from easypipe.core.schema import (
 )
 from easypipe.core.values import Int64
 from easypipe.loader.rows.planned import PlannedRows
-from easypipe.plan.windows import Plan
+from easypipe.plan.windows import Plan, PlanSpec
+from easypipe.stages.config import settings_of
 from easypipe.stages.mix.mixture import Mixture, PlannedSource, planned_of
 from easypipe.stages.pack.config import PackStageConfig
 from easypipe.stages.tokenize.documents import prompts_of, require_documents, token_info
@@ -94,9 +95,13 @@ def mixture_of(
         return planned.mixture
     return Mixture(
         parts={name: require_documents(name, source, context, stage=stage)},
-        weights=(1,),
-        stop="all_exhausted",
-        seed=context.seed,
+        spec=PlanSpec(
+            seed=context.seed,
+            weights=(1,),
+            stop="all_exhausted",
+            num_epochs=None,
+            order=settings_of(context).order,
+        ),
         context=context,
     )
 
@@ -136,10 +141,9 @@ class PackedShardedSource(PlannedSource):
 
     @property
     def tokens(self) -> TokenInfo | None:
-        info = token_info(next(iter(self.mixture.parts.values())))
+        info = self.mixture.tokens
         return info and dataclasses.replace(
             info,
-            vocab_size=self.mixture.vocab_size,
             eos_token_id=self.eos_token_id,
             pad_token_id=self.pad_token_id,
             seq_length=self.config.seq_length,
@@ -189,7 +193,7 @@ class PackedShardedSource(PlannedSource):
     def fingerprint(self) -> str:
         return digest("packed", self.mixture.description, self.config.spec(), *self._ends())
 
-    def _content(self) -> str:
+    def content(self) -> str:
         return digest("packed", self.plan().fingerprint, *self._ends())
 
     def _ends(self) -> list[Any]:
@@ -341,7 +345,7 @@ def _pad(mixture: Mixture, config: PackStageConfig, eos: int | None) -> int:
     if config.pad_token_id is not None:
         _in_vocabulary("pack.pad_token_id", config.pad_token_id, mixture)
         return config.pad_token_id
-    info = token_info(next(iter(mixture.parts.values())))
+    info = mixture.tokens
     return info.pad_token_id if info is not None and info.pad_token_id is not None else eos or 0
 
 

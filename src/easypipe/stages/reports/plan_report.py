@@ -229,7 +229,7 @@ def _planned(
             saved = packed.prepare().shards[0].num_bytes
     return dataclasses.replace(
         run.report(name),
-        unit=mixture.unit,
+        unit=mixture.spec.unit,
         datasets=datasets,
         seq_length=None if plan.spec.pack is None else plan.spec.pack.seq_length,
         slots=stats.slots,
@@ -407,7 +407,7 @@ def _datasets(
                 documents=dataset.num_docs,
                 tokens=dataset.total_tokens,
                 requested=requested[dataset.name],
-                realised=token_share if mixture.unit == "tokens" else document_share,
+                realised=token_share if mixture.spec.unit == "tokens" else document_share,
                 document_share=document_share,
                 token_share=token_share,
                 drawn=whole,
@@ -479,14 +479,14 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan) -> list[str]:
 def _mixture_notes(mixture: Mixture, stats: PlanStats, *, whole: bool) -> list[str]:
     """whole: the run goes to the end of the data, but for rows that fill no batch."""
     found = []
-    if whole and mixture.stop == "first_exhausted":
+    if whole and mixture.spec.stop == "first_exhausted":
         found += [
             f"{name}: {part.unreached:,} of {part.passes * part.num_docs:,} documents are not "
             "reached: another dataset ends the mixture before"
             for name, part in stats.datasets.items()
             if part.unreached
         ]
-    if len(mixture.parts) > 1 and mixture.stop == "all_exhausted":
+    if len(mixture.parts) > 1 and mixture.spec.stop == "all_exhausted":
         found.append(
             "stop_strategy all_exhausted draws every document of an epoch once: "
             "weights say how early, not how often"

@@ -58,7 +58,7 @@ def shares_by_step(
         if plan.ends:
             stop = min(stop, plan.num_rows or 0)
         tokens, documents = _counts(plan, row, stop)
-        parts = tokens if mixture.unit == "tokens" else documents
+        parts = tokens if mixture.spec.unit == "tokens" else documents
         total = max(1, int(parts.sum()))
         realised = {
             name: int(part) / total for name, part in zip(mixture.parts, parts, strict=True)
@@ -144,7 +144,11 @@ def unlike_weights(mixture: Mixture, plan: Plan, asked: Mapping[str, float]) -> 
     The shares are those of the long run, from the mean lengths: a run may be too short to show
     them.
     """
-    if len(mixture.parts) == 1 or mixture.unit == "tokens" or mixture.stop == "all_exhausted":
+    if (
+        len(mixture.parts) == 1
+        or mixture.spec.unit == "tokens"
+        or mixture.spec.stop == "all_exhausted"
+    ):
         return None
     weighed = {
         name: share * mean
@@ -171,12 +175,11 @@ def warning_of_weights(source: ShardedSource) -> str | None:
     planned = planned_of(source)
     if planned is None or len(planned.mixture.parts) == 1:
         return None
-    mixture, schedule = planned.mixture, planned.mixture.schedule
+    mixture, schedule = planned.mixture, planned.mixture.spec.schedule
     if schedule is not None and not schedule.batch_sizes:
         return None
     plan = planned.plan()
-    weights = [mixture.weights] if schedule is None else schedule.all_weights
-    for each in weights:
+    for each in mixture.spec.all_weights:
         asked = {name: weight / sum(each) for name, weight in zip(mixture.parts, each, strict=True)}
         if (said := unlike_weights(mixture, plan, asked)) is not None:
             return said
@@ -187,10 +190,12 @@ def far_from_asked(mixture: Mixture, plan: Plan, counted: Steps, steps: int) -> 
     """A line for each stage whose shares are far from those asked for because documents are long
     against it.
     """
-    if len(mixture.parts) == 1 or mixture.stop == "all_exhausted":
+    if len(mixture.parts) == 1 or mixture.spec.stop == "all_exhausted":
         return []
     first, found, means = counted.begin, [], _mean_tokens(plan)
-    points = () if mixture.schedule is None else [step for step, _ in mixture.schedule.points]
+    points = (
+        () if mixture.spec.schedule is None else [step for step, _ in mixture.spec.schedule.points]
+    )
     edges = [first.batch, *(step for step in points if first.batch < step < steps), steps]
     rows = [
         counted.start(step) if plan.num_rows is None else min(plan.num_rows, counted.start(step))
@@ -215,8 +220,8 @@ def far_from_asked(mixture: Mixture, plan: Plan, counted: Steps, steps: int) -> 
             continue
         i = int(np.argmax(apart))
         name, longest = list(mixture.parts)[i], max(long, key=lambda i: means[i])
-        unit = "tokens" if mixture.unit == "tokens" else "documents"
-        set_unit = "" if mixture.unit == "tokens" else "Set mix.unit: tokens. "
+        unit = "tokens" if mixture.spec.unit == "tokens" else "documents"
+        set_unit = "" if mixture.spec.unit == "tokens" else "Set mix.unit: tokens. "
         found.append(
             f"steps {begin + 1:,} to {stop:,}: {name} has {parts[i] / total:.2%} of the {unit} "
             f"where {asked[name]:.2%} is asked for: "
@@ -256,7 +261,7 @@ def _seen(mixture: Mixture, plan: Plan, row: int) -> tuple[Int64, NDArray]:
     tokens = np.array(
         [part.tokens_placed for part in plan.stats(row).datasets.values()], dtype=np.int64
     )
-    return tokens, tokens if mixture.unit == "tokens" else drawn
+    return tokens, tokens if mixture.spec.unit == "tokens" else drawn
 
 
 def _mean_tokens(plan: Plan) -> Sequence[float]:

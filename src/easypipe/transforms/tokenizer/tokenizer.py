@@ -124,9 +124,11 @@ class Tokenizer:
         self._prefix, self._suffix = (
             _specials(self._reference, self.name) if config.add_special_tokens else ((), ())
         )
+        self.specials_per_text = len(self._prefix) + len(self._suffix)
         limit = length_limit(config)
-        self._limit = None if limit is None else limit - self.specials_per_text
-        if self._limit is not None and self._limit <= 0:
+        # most tokens that are kept of a text itself; None keeps all
+        self.content_limit = None if limit is None else limit - self.specials_per_text
+        if self.content_limit is not None and self.content_limit <= 0:
             raise TokenizerError(
                 at=self.name,
                 problem=f"max_length {limit} is filled by {self.specials_per_text} special tokens",
@@ -215,8 +217,8 @@ class Tokenizer:
             column, Tokens(offsets, ids), lambda text, _: (self.special.encode_escaped(text), None)
         )
         cut = np.zeros(len(column), np.int64)
-        if not whole and self._limit is not None:
-            cut = np.maximum(tokens.sizes - self._limit, 0)
+        if not whole and self.content_limit is not None:
+            cut = np.maximum(tokens.sizes - self.content_limit, 0)
         every = np.ones(len(column), np.bool_)
         tokens = tokens.shortened(cut).framed(self._prefix, self._suffix, every, every)
         before = np.full(len(column), len(self._prefix))
@@ -232,7 +234,7 @@ class Tokenizer:
         ids = reference.encode_batch_fast(
             [text], add_special_tokens=self.config.add_special_tokens
         )[0].ids
-        limit = None if whole else self._limit
+        limit = None if whole else self.content_limit
         if limit is not None and len(ids) > limit + self.specials_per_text:
             content = reference.encode(text, add_special_tokens=False).ids[:limit]
             return [*self._prefix, *content, *self._suffix]
@@ -310,16 +312,6 @@ class Tokenizer:
         return self._reference.decode(
             [int(i) for i in ids], skip_special_tokens=skip_special_tokens
         )
-
-    @property
-    def content_limit(self) -> int | None:
-        """Most tokens that are kept of a text itself; None keeps all."""
-        return self._limit
-
-    @property
-    def specials_per_text(self) -> int:
-        """How many special tokens surround each text."""
-        return len(self._prefix) + len(self._suffix)
 
     def __repr__(self) -> str:
         return (
