@@ -110,32 +110,27 @@ class Counts:
 
     def ledger(self, dataset: str, facts: Json) -> Ledger:
         ledger = Ledger(facts=dict(facts))
+        self.enter(ledger, dataset)
+        return ledger
+
+    def enter(self, ledger: Ledger, dataset: str, *, streamed: bool = False) -> None:
+        """Adds what became of the rows and texts, and of the tokens; of those that are streamed,
+        tokens are counted when they are drawn.
+        """
+        stage, written = ("stream", "documents") if streamed else ("tokenize", "written")
         over = dict(self.lengths)
         pieces, overlap = (
             {name: over.pop(name)} if name in over else {} for name in ("pieces", "overlap")
         )
-        ledger.add(
-            "tokenize",
-            dataset,
-            "rows",
-            into={"read": self.rows, **pieces},
-            out={"written": self.docs, **self.rejects},
-        )
-        ledger.add(
-            "tokenize",
-            dataset,
-            "tokens",
-            into={"encoded": self.encoded, "special": self.added, **overlap},
-            out={"stored": self.tokens, "truncated": self.truncated},
-        )
+        into = {"read": self.rows, **pieces}
+        ledger.add(stage, dataset, "rows", into=into, out={written: self.docs, **self.rejects})
+        if not streamed:
+            into = {"encoded": self.encoded, "special": self.added, **overlap}
+            out = {"stored": self.tokens, "truncated": self.truncated}
+            ledger.add(stage, dataset, "tokens", into=into, out=out)
         if over:
-            ledger.add(
-                "lengths",
-                dataset,
-                "documents",
-                into={"over max_length": sum(over.values())},
-                out=over,
-            )
+            into = {"over max_length": sum(over.values())}
+            ledger.add("lengths", dataset, "documents", into=into, out=over)
         if self.trained is not None:
             out = {"targets": self.trained, "masked": self.tokens - self.trained}
             ledger.add("loss_mask", dataset, "tokens", into={"stored": self.tokens}, out=out)
@@ -143,23 +138,12 @@ class Counts:
             into = {"stored": self.tokens}
             ledger.add("aligned", dataset, f"tokens of {name}", into=into, out={"with": count})
         if self.special or self.escaped:
+            into = {"in texts": self.special + self.escaped}
             out = {"special tokens": self.special, "ordinary text": self.escaped}
-            ledger.add(
-                "tokenize",
-                dataset,
-                "special strings",
-                into={"in texts": self.special + self.escaped},
-                out=out,
-            )
+            ledger.add(stage, dataset, "special strings", into=into, out=out)
         if self.lost:
-            ledger.add(
-                "tokenize",
-                dataset,
-                "lost characters",
-                into={"in texts": self.lost},
-                out={"without a token": self.lost},
-            )
-        return ledger
+            into, out = {"in texts": self.lost}, {"without a token": self.lost}
+            ledger.add(stage, dataset, "lost characters", into=into, out=out)
 
 
 def total(counts: Iterable[Counts]) -> Counts:

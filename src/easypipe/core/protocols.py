@@ -298,7 +298,11 @@ class Source(ShardedDataSource):
         """A row as it stands in its file; None where that is no text."""
         return None
 
-    def scan(self: ShardedSource, shard: int, start: int, stop: int) -> Scan:
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        """A source has this or `scan`."""
+        return self.scan(shard, start, stop).batch
+
+    def scan(self, shard: int, start: int, stop: int) -> Scan:
         """What `read` gives, with the rows that were refused.
 
         Law: `scan(...).batch` equals `read(...)` wherever `read` does not raise.

@@ -239,9 +239,6 @@ class FileSource(Source):
         twin._opened = twin._only(opened)
         return twin
 
-    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        return self.scan(shard, start, stop).batch
-
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         """Rows `start` to `stop` of a shard, and those refused; with on_error="error" a bad row
         raises SourceError instead.

@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from easypipe.cache.manifest import Counts
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.protocols import Shard
 from easypipe.core.random import child, fold
@@ -51,24 +52,17 @@ class Loaded:
     """Documents of a chunk: `ids[offsets[i] : offsets[i + 1]]`. ids: UInt16 or UInt32. has_eos:
     Bool[n]. mask: UInt8, one for each id.
 
-    ended: nothing of its entry stands behind the chunk. rows: physical rows that were read;
-    rejects: how many of them by reason.
-    num_bad: rejects that a limit counts; bad: (place, reason) of the first of them. strings: what
-    became of special strings in the texts.
-    lengths: documents over max_length by policy; `pieces`: documents more than rows that became
-    some.
+    counts: what became of rows and texts. ended: nothing of its entry stands behind the chunk.
+    num_bad: rejects that a limit counts; bad: (place, reason) of the first of them.
     """
 
     ids: NDArray[np.unsignedinteger]
     offsets: Int64
     has_eos: Bools
     mask: UInt8 | None
-    rows: int
+    counts: Counts
     # of aligned columns, what each of the ids has: [ids] or [ids, width]
     values: Mapping[str, Array] = field(default_factory=dict[str, Array])
-    rejects: Counter[str] = field(default_factory=Counter)
-    strings: Counter[str] = field(default_factory=Counter)
-    lengths: Counter[str] = field(default_factory=Counter)
     ended: bool = True
     num_bad: int = 0
     bad: tuple[tuple[str, str], ...] = ()
@@ -90,7 +84,7 @@ class Piece(NamedTuple):
         return int(self.loaded.offsets[self.stop] - self.loaded.offsets[self.start])
 
 
-class Counts(Counter[tuple[str, str]]):
+class StreamCounts(Counter[tuple[str, str]]):
     """Counters of one dataset, by subject and by what: of what was read, and of what was drawn."""
 
     def add(self, subject: str, counts: Mapping[str, int]) -> None:
@@ -104,12 +98,26 @@ class Counts(Counter[tuple[str, str]]):
         """A chunk was read. skipped: its documents in front of the place where reading began.
         share: what of the stream's share it is.
         """
+        made = loaded.counts
         self.add("shares read", share)
-        self.add("read", {"rows": loaded.rows, "documents": loaded.num_docs})
+        self.add("read", {"rows": made.rows, "documents": made.docs})
         self.add("drawn", {"again": skipped})
-        self.add("rejects", loaded.rejects)
-        self.add("strings", loaded.strings)
-        self.add("lengths", loaded.lengths)
+        self.add("rejects", made.rejects)
+        self.add("lengths", made.lengths)
+        self.add("texts", {"special": made.special, "escaped": made.escaped, "lost": made.lost})
+
+    @property
+    def made(self) -> Counts:
+        """What became of all rows and texts that were read."""
+        return Counts(
+            rows=self["read", "rows"],
+            docs=self["read", "documents"],
+            rejects=self.of("rejects"),
+            lengths=self.of("lengths"),
+            special=self["texts", "special"],
+            escaped=self["texts", "escaped"],
+            lost=self["texts", "lost"],
+        )
 
     def unread(self) -> Counter[str]:
         """Of every unit in the shares of all passes that were begun, how many were not read."""
@@ -385,7 +393,7 @@ class Cursor:
         stream: int,
         place: Place,
         pool: ReadPool,
-        counts: Counts,
+        counts: StreamCounts,
         passes: int | None,
     ) -> None:
         """passes: a new one begins behind the last document, until there were so many (None:

@@ -9,11 +9,10 @@ import numpy as np
 
 from easypipe.core.ledger import Ledger
 from easypipe.core.values import Int64
-from easypipe.loader.streams.feed import Counts
+from easypipe.loader.streams.feed import StreamCounts
 from easypipe.loader.streams.spec import StreamSpec
 from easypipe.plan.plan_stats import COUNTERS, FIELDS, DrawStats
 
-LOST = "without a token"  # characters of texts, beside what became of special strings
 LEFT_OUT = "left out, for want of a full batch"
 
 
@@ -26,7 +25,7 @@ class Books:
     batches, in windows made anew but given before the state, in no batch, and rows of padding.
     """
 
-    datasets: tuple[Counts, ...]
+    datasets: tuple[StreamCounts, ...]
     table: Int64
     packed_rows: int = 0
     rows_given: int = 0
@@ -37,7 +36,9 @@ class Books:
     @classmethod
     def total(cls, count: int, parts: Iterable[Books] = ()) -> Books:
         """Of several streams together, as they stand now, of `count` datasets."""
-        whole = cls(tuple(Counts() for _ in range(count)), np.zeros((count, COUNTERS), np.int64))
+        whole = cls(
+            tuple(StreamCounts() for _ in range(count)), np.zeros((count, COUNTERS), np.int64)
+        )
         for part in parts:
             for mine, other in zip(whole.datasets, part.datasets, strict=True):
                 mine.update(other)
@@ -81,7 +82,7 @@ def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
     return ledger
 
 
-def _add_read(ledger: Ledger, name: str, counts: Counts) -> None:
+def _add_read(ledger: Ledger, name: str, counts: StreamCounts) -> None:
     """From files to documents."""
     shares, left_at_ends = counts.of("shares"), counts.of("shares left")
     for unit, left in counts.unread().items():
@@ -92,23 +93,12 @@ def _add_read(ledger: Ledger, name: str, counts: Counts) -> None:
             "unread so far": left - left_at_ends[unit],
         }
         ledger.add("files", name, unit, into={"of the passes begun": shares[unit]}, out=out)
-    over, strings = counts.of("lengths"), +counts.of("strings")
-    pieces = {"pieces": over.pop("pieces")} if "pieces" in over else {}
-    into = {"read": counts["read", "rows"], **pieces}
-    out = {"documents": counts["read", "documents"], **counts.of("rejects")}
-    ledger.add("stream", name, "rows", into=into, out=out)
-    over.pop("overlap", None)  # tokens are counted when they are drawn
-    if over:
-        into = {"over max_length": over.total()}
-        ledger.add("lengths", name, "documents", into=into, out=dict(over))
-    if lost := strings.pop(LOST, 0):
-        ledger.add("stream", name, "lost characters", into={"in texts": lost}, out={LOST: lost})
-    if strings:
-        into = {"in texts": strings.total()}
-        ledger.add("stream", name, "special strings", into=into, out=dict(strings))
+    counts.made.enter(ledger, name, streamed=True)
 
 
-def _add_drawn(ledger: Ledger, name: str, counts: Counts, part: DrawStats, stage: str) -> None:
+def _add_drawn(
+    ledger: Ledger, name: str, counts: StreamCounts, part: DrawStats, stage: str
+) -> None:
     """From documents to labels."""
     out = {
         "drawn": part.draws,

@@ -252,9 +252,6 @@ class RandomAccessSource(_Object):
         twin._exact = tuple(columns)
         return twin
 
-    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        return self.scan(shard, start, stop).batch
-
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         require_rows(start, stop, self._rows, self._name)
         none, rows = self._there(start, stop)

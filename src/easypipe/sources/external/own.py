@@ -258,9 +258,6 @@ class OwnSource(Source):
         twin._kept = _Kept(self._given, self._folder, self._skip)
         return twin
 
-    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        return self.scan(shard, start, stop).batch
-
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         """Rows `start` to `stop`; of a shard whose end is not known as many of them as there
         are.

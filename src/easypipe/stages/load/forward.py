@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
 
+from easypipe.cache.encoder import EncodedDocuments
+from easypipe.cache.manifest import Counts
 from easypipe.core.aligned import values_of
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError
@@ -25,7 +27,6 @@ from easypipe.core.protocols import (
 )
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK
 from easypipe.loader.streams.feed import Loaded
-from easypipe.loader.streams.ledger import LOST
 from easypipe.stages.config import datasets_of
 from easypipe.stages.tokenize.documents import Documents, tokenized_of
 from easypipe.stages.tokenize.token_rows import AUDITED_BYTES, AUDITED_SHARE
@@ -65,22 +66,23 @@ class ForwardDocuments:
     def load(self, shard: int, start: int, stop: int) -> Loaded:
         here = self._source.shards[shard]
         try:
-            batch, rejects, strings, lengths = self._scan(shard, start, stop)
-            bad = self._bad(shard, rejects)
+            found = self._documents(shard, start, stop)
+            bad = self._bad(shard, found.rejects)
         except Exception as error:
             at = f"{here.name}, {self.unit} {start}:{stop}"
             error.add_note(f"while streaming dataset {self.name!r}, {at}")
             raise
-        column = batch.column(INPUT_IDS)
+        batch, column = found.batch, found.batch.column(INPUT_IDS)
         offsets = np.asarray(column.offsets.to_numpy(), np.int64)
         first, last = int(offsets[0]), int(offsets[-1])
-        counts = Counter[str]()
-        for reject in rejects:
-            counts[reject.reason] += reject.count
-        made = batch.num_rows - lengths["pieces"]  # rows that became documents
+        rejects = Counter[str]()
+        for reject in found.rejects:
+            rejects[reject.reason] += reject.count
+        # rows that became documents
+        made = batch.num_rows - found.counts.lengths.get("pieces", 0)
         # some say only which rows they pass on
         if self.unit == "records" and here.num_rows is not None:
-            counts["other"] += stop - start - made - sum(counts.values())
+            rejects["other"] += stop - start - made - rejects.total()
         mask = (
             batch.column(LOSS_MASK).values.to_numpy()[first:last]
             if LOSS_MASK in batch.schema.names
@@ -91,14 +93,11 @@ class ForwardDocuments:
             offsets=offsets - first,
             has_eos=batch.column(HAS_EOS).to_numpy().astype(np.bool_),
             mask=None if mask is None else mask.astype(np.uint8),
+            counts=replace(found.counts, rows=made + rejects.total(), rejects=+rejects),
             values={
                 name: values_of(batch.column(name))[first:last]
                 for name in info_of(self._source).aligned
             },
-            rows=made + sum(counts.values()),
-            rejects=+counts,
-            strings=strings,
-            lengths=lengths,
             num_bad=0 if self.max_bad_rows is None else len(bad),
             bad=tuple(
                 (place_of(self._source, shard, reject.row), f"{reject.reason}: {reject.detail}")
@@ -108,25 +107,13 @@ class ForwardDocuments:
             or (isinstance(self._source, Source) and self._source.at_end(shard, stop)),
         )
 
-    def _scan(
-        self, shard: int, start: int, stop: int
-    ) -> tuple[pa.RecordBatch, Sequence[Reject], Counter[str], Counter[str]]:
-        """(documents, rejects, what became of special strings in their texts, and of those over
-        max_length).
-        """
+    def _documents(self, shard: int, start: int, stop: int) -> EncodedDocuments:
         tokenized = tokenized_of(self._source)
-        if tokenized is None:
-            batch, rejects = scan(self._source, shard, start, stop)
-            return batch, rejects, Counter(), Counter()
-        found = tokenized.documents(shard, start, stop, self._audit_key(shard, start, stop))
-        strings = Counter(
-            {
-                "special tokens": found.counts.special,
-                "ordinary text": found.counts.escaped,
-                LOST: found.counts.lost,
-            }
-        )
-        return found.batch, found.rejects, strings, Counter(found.counts.lengths)
+        if tokenized is not None:
+            key = self._audit_key(shard, start, stop)
+            return tokenized.documents(shard, start, stop, key)
+        batch, rejects = scan(self._source, shard, start, stop)
+        return EncodedDocuments(batch, Counts(docs=batch.num_rows), rejects)
 
     def _audit_key(self, shard: int, start: int, stop: int) -> str | None:
         """Of so many chunks that about a thousandth of all text is encoded again with the

@@ -373,9 +373,6 @@ class TransformedSource(Source):
         narrowed._schema = narrowed._after(narrowed.source.schema)
         return narrowed
 
-    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        return self.scan(shard, start, stop).batch
-
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         """Rows `start` to `stop`, and those that were refused or left out.
 
