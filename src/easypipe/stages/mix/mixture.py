@@ -226,8 +226,9 @@ class Mixture:
             schedule=self.steps,
         )
         plan = Plan(datasets, spec)
-        states = self._recalled(plan)
-        return Plan(datasets, spec, checkpoints=states) if states else plan
+        for state in self._recalled(plan):
+            plan.resume(state)
+        return plan
 
     def _recalled(self, plan: Plan) -> Sequence[WindowState]:
         """The checkpoints that `remember` committed; none where they are not there, or damaged:
