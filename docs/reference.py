@@ -370,18 +370,20 @@ def field_names(cls: type) -> list[str]:
 
 
 def docstring_parts(cls: type) -> tuple[str, dict[str, str]]:
-    """The prose of a class docstring, and what its `field: words` (or `field, field: words`) say.
+    """The prose of a class docstring, and the meaning of each field under `Args:`.
 
-    Words go from the beginning of a line or sentence to the next field or blank line.
+    A meaning goes to the next field or blank line.
     """
     text = inspect.cleandoc(cls.__doc__ or "")
     names = "|".join(map(re.escape, field_names(cls)))
-    field = re.compile(rf"(?:^|(?<=\. ))((?:{names})(?:, (?:{names}))*):\s+", re.MULTILINE)
+    field = re.compile(
+        rf"(?:^(?: {{4}})?|(?<=\. ))((?:{names})(?:, (?:{names}))*):\s+", re.MULTILINE
+    )
     prose: list[str] = []
     words: dict[str, str] = {}
     for paragraph in text.split("\n\n"):
         before, *found = field.split(paragraph)
-        prose.append(before.strip())
+        prose.append(before.removesuffix("Args:\n").strip())
         for heads, said in zip(found[::2], found[1::2], strict=True):
             words |= dict.fromkeys(heads.split(", "), " ".join(said.split()))
     return "\n\n".join(filter(None, prose)), words

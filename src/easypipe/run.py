@@ -46,11 +46,14 @@ log = logging.getLogger("easypipe")
 class RunConfig:
     """One run: its data, its model and how it is trained.
 
-    data: what to train on. train: how it is trained, and where to. model: the decoder to train,
-    whose vocab_size may be left to the tokenizer; with `pretrained`, a published model. eval:
-    held-out data by name; what an entry leaves out of seed, cache_dir, default_tokenizer, tokenize,
-    pack and load is taken from `data`, and each is read once, to its last row. `{from: data,
-    fraction: 0.01, seed: 7}` holds rows of `data` out.
+    Args:
+        data: The data to train on.
+        train: How to train, and where to write.
+        model: The decoder to train (its vocab_size may be left to the tokenizer), or with
+            `pretrained` a published model.
+        eval: Held-out data by name, each read once to its end. An entry without seed, cache_dir,
+            default_tokenizer, tokenize, pack or load takes it from `data`. `{from: data, fraction:
+            0.01, seed: 7}` holds rows of `data` out.
     """
 
     data: PipelineConfig

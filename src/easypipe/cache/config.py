@@ -15,19 +15,19 @@ from easypipe.core.errors import require
 
 @config
 class CacheConfig:
-    """How a token cache at a URL (`s3://`, `gs://`) is reached and read. Files of this machine are
-    mapped as they are.
+    """How a token cache at a URL (`s3://`, `gs://`) is reached and read.
 
-    reading: "shards" fetches whole token files, each held against its checksum, which is right for
-    reading most of them, or neighbours
-        (`order.block_rows`); "ranges" fetches the documents that a batch has, in blocks of 64 KiB,
-        each checked.
-    staging_bytes: of fetched tokens that are kept on this machine's disk, for each process and
-    cache folder; what was not read for the
-        longest goes first.
-    staging_dir: the folder for them; None takes the system's temporary one (TMPDIR).
-    storage_options: passed to fsspec: credentials, an endpoint. Never logged, saved or part of an
-    identity.
+    Local files are memory-mapped, and need none of these options.
+
+    Args:
+        reading: "shards" fetches whole token files, each compared with its checksum: for reading
+            most of them, or neighbours (`order.block_rows`). "ranges" fetches the documents of a
+            batch, in checked blocks of 64 KiB.
+        staging_bytes: Bytes of fetched tokens that are kept on this machine's disk, for each
+            process and cache folder; the least recently read go first.
+        staging_dir: The folder for them; None takes the system's temporary one (TMPDIR).
+        storage_options: Passed to fsspec: credentials, an endpoint. Never logged, saved or part of
+            an identity.
     """
 
     reading: Literal["shards", "ranges"] = "shards"

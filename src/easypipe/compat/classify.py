@@ -63,20 +63,25 @@ COPY_VERSION = 1  # counts up when the same rows are copied otherwise
 class ImagesConfig:
     """Rows with an image and a label, and how they become batches.
 
-    data_files, type, split: as DatasetConfig has them: a path, glob or list of parquet, Arrow or
-    JSON files, rows in memory, a dataset of
-        the Hub. Images are what VisionDataCollator takes: encoded bytes, `{bytes, path}`, arrays of
-        0 to 255 or of floats.
-    val_files: rows of the same kind to evaluate on, all of them. val_split: in their place a share
-    of data_files, drawn by the seed and
-        not trained on.
-    image_column, label_column: where they stand. Labels are classes from 0, or names.
-    classes: names of the classes in the order of their numbers; None takes the names among the
-    labels, sorted. batch_size, num_epochs: rows of a batch; passes over the rows, null without end.
-    num_workers: threads that make batches ahead; None: half of the cores, from 1 to 4.
-    seed: of the order and of the split; None draws one and records it.
-    cache_dir: where rows of files are copied to; None: EASYPIPE_CACHE, else the user's cache
-    folder.
+    Args:
+        data_files: A path, glob or list of parquet, Arrow or JSON files, rows in memory, or a
+            dataset of the Hub, as in DatasetConfig. Images are encoded bytes, `{bytes, path}`, or
+            arrays of 0 to 255 or of floats.
+        val_files: Rows of the same kind to evaluate on, all of them.
+        val_split: Instead of val_files: a share of data_files, drawn by the seed and not trained
+            on.
+        type: The format, as in DatasetConfig.
+        split: The split, as in DatasetConfig.
+        image_column: The column of images.
+        label_column: The column of labels: classes from 0, or names.
+        classes: Names of the classes in the order of their numbers; None takes the names among the
+            labels, sorted.
+        batch_size: Rows of a batch.
+        num_epochs: Passes over the rows; None never ends.
+        num_workers: Threads that make batches ahead; None takes half of the cores, from 1 to 4.
+        seed: Seed of the order and of the split; None draws one and records it.
+        cache_dir: The folder that rows of files are copied to; None takes EASYPIPE_CACHE, else the
+            user's cache folder.
     """
 
     data_files: Dataset
@@ -282,9 +287,12 @@ VAL = "val"  # what the held-out rows are called in metrics
 class ClassifyConfig:
     """A run on images: task, data, model and training.
 
-    task: which collator makes batches, and its options (`channels`, `image_size`, `preset`,
-    `mean`, `std`, ...); of modality `vision` and task_type `classification`. data: the images.
-    model: the network; what it leaves out is the data's. train: as for text.
+    Args:
+        task: The collator that makes batches, and its options (`channels`, `image_size`, `preset`,
+            `mean`, `std`, ...); modality `vision`, task_type `classification`.
+        data: The images.
+        train: Training options, as for text.
+        model: The network; what it leaves out follows from the data.
     """
 
     task: TaskSpec

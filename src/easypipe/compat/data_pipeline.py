@@ -29,16 +29,20 @@ VERSION = "1.0"
 
 @config
 class DatasetSection:
-    """Which rows.
+    """The rows of a data module.
 
-    name: of a dataset of the Hub, or a path, glob or URL of files, or a folder of `datasets`.
-    columns: those that may be read: a template that asks for others is refused, and so is a dataset
-    that lacks one. subset, revision: of a dataset of the Hub.
-    data_files: {split: path, glob or URL}, in place of what `name` holds, which then only names the
-    dataset.
-    num_rows: only the first so many rows of a split. streaming: read forward and tokenize on the
-    way, with nothing counted or kept (docs/streaming.md). storage_options: for remote files, as
-    DatasetConfig has them.
+    Args:
+        name: A dataset of the Hub, a path, glob or URL of files, or a folder of `datasets`.
+        columns: The columns that may be read. A template that needs others is refused, and so is a
+            dataset that lacks one.
+        subset: The configuration of a dataset of the Hub.
+        revision: Branch, tag or commit of a dataset of the Hub.
+        data_files: {split: path, glob or URL}, read instead of `name`, which then only names the
+            dataset.
+        num_rows: Read only the first rows of a split, this many.
+        streaming: Read forward and tokenize while training; nothing is counted or kept
+            (docs/streaming.md).
+        storage_options: Options of fsspec for remote files, as in DatasetConfig.
     """
 
     name: str
@@ -102,14 +106,19 @@ class DatasetSection:
 
 @config
 class TokenizerSection:
-    """The tokenizer, as TokenizerConfig has it.
+    """The tokenizer, as in TokenizerConfig.
 
-    name_or_path: a folder, a tokenizer.json or a Hub name. max_length: tokens of a sample, at most.
-    truncation: False keeps what is longer. padding: None pads every batch to max_length where there
-    is one, else to its longest row. padding_side: the side of a row that padding stands on.
-    pad_to_multiple_of: widths of batches are rounded up to a multiple of this. length: what becomes
-    of samples of more than max_length tokens, as DatasetConfig has it; None keeps their start.
-    use_fast: False encodes with the reference.
+    Args:
+        name_or_path: A folder, a tokenizer.json or a Hub name.
+        max_length: Most tokens of a sample.
+        truncation: False keeps longer samples whole.
+        padding: How rows are padded; None pads to max_length if there is one, else to the longest
+            row of the batch.
+        padding_side: The side of a row on which padding is put.
+        pad_to_multiple_of: Round widths of batches up to a multiple of this.
+        length: What happens to samples of more than max_length tokens, as in DatasetConfig; None
+            keeps their start.
+        use_fast: False encodes with the reference.
     """
 
     name_or_path: str
@@ -141,9 +150,13 @@ class TokenizerSection:
 class DataPipelineConfig:
     """The file: `type: data_module`, `version: "1.0"`, and its four sections.
 
-    type: `data_module`. version: `"1.0"`; another is refused. dataset: which rows. tokenizer: what
-    encodes them. prompt_template: how a row becomes text, and which part is trained. dataloader:
-    how rows become batches.
+    Args:
+        type: `data_module`.
+        version: `"1.0"`; others are refused.
+        dataset: The rows.
+        tokenizer: The tokenizer.
+        prompt_template: How a row becomes text, and which part is trained.
+        dataloader: How rows become batches.
     """
 
     type: Literal["data_module"]

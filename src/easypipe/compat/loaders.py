@@ -46,30 +46,32 @@ class TextDataset(Protocol):
 
 @config
 class DataLoaderConfig:
-    """How a dataset becomes batches, in the options of PyTorch's DataLoader.
+    """How a dataset becomes batches, with the options of PyTorch's DataLoader.
 
-    They are there as far as they mean something here (docs/faces.md).
+    docs/faces.md says which of these options have an effect here.
 
-    batch_size: rows of a batch, of each rank. shuffle: a new order every pass, keyed by the seed.
-    num_workers: threads that make batches ahead; 0 makes each when it is asked for. None: half of
-    the cores, from 1 to 4.
-    prefetch_factor: batches that each thread may be ahead; None takes 2.
-    pin_memory, persistent_workers: True changes nothing, which a warning says: jax takes batches
-    from any host memory, and threads cost
-        nothing to start. None and False are what happens.
-    prefetch_to_device: put batches on the devices ahead of their use, as jax.Arrays: what pinned
-    memory is for in PyTorch.
-    drop_last: leave out a last batch that is not full; None: where rows are shuffled, for every
-    shape compiles a program.
-    seed: of the order and of collators that draw. None draws one where it decides anything, logs
-    it, and keeps it as `loader.seed`.
-    collate_fn: a list of rows to a batch. None: what the dataset says of itself, else rows stacked
-    as they are.
-    num_epochs: passes over the data in one iteration, the next one going on behind them; None goes
-    on forever.
-    group_by_length: rows of text of like length in one batch, as LoadStageConfig has it; a rank
-    groups its own rows. rank, world_size: which rows are read: of every world_size neighbours the
-    one with that number.
+    Args:
+        batch_size: Rows of a batch, of each rank.
+        shuffle: A new order every pass, keyed by the seed.
+        num_workers: Threads that make batches ahead; 0 makes each when it is asked for. None takes
+            half of the cores, from 1 to 4.
+        prefetch_factor: Batches that each thread may be ahead; None takes 2.
+        pin_memory: No effect; True gives a warning, because jax takes batches from any host memory.
+        persistent_workers: No effect; True gives a warning, because threads cost nothing to start.
+        prefetch_to_device: Put batches on the devices ahead of their use, as jax.Arrays; PyTorch
+            uses pinned memory for this.
+        drop_last: Leave out a last batch that is not full; None does so for shuffled rows, because
+            every shape compiles a program.
+        seed: Seed of the order and of collators that draw. None draws one where it decides
+            anything, logs it, and keeps it as `loader.seed`.
+        collate_fn: Makes a batch of a list of rows. None takes the dataset's own function, else
+            rows are stacked.
+        num_epochs: Passes over the data in one iteration; the next iteration continues after them.
+            None never ends.
+        group_by_length: Put rows of text of similar length into one batch, as in LoadStageConfig; a
+            rank groups its own rows.
+        rank: This rank: of every world_size neighbouring rows the one with this number is read.
+        world_size: The number of ranks that share the rows.
     """
 
     batch_size: int = 8

@@ -142,11 +142,11 @@ def _dtypes() -> dict[str, str]:
 
 @config
 class OutputSchema:
-    """The dtype of every column of a batch, by NumPy's names; columns that are not named keep their
-    own.
+    """The dtype of every column of a batch, by NumPy's names; other columns keep their own.
 
-    dtypes: {column: dtype}, laid over the usual ones: int32 for tokens, labels and masks, float32
-    for pixel_values.
+    Args:
+        dtypes: {column: dtype}, instead of the usual ones: int32 for tokens, labels and masks,
+            float32 for pixel_values.
     """
 
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -191,14 +191,17 @@ def _cast(name: str, values: np.ndarray[Any, Any], kind: DType) -> np.ndarray[An
 
 @config
 class TaskSpec:
-    """What is learned from what: how a collator is chosen
-    (`CollatorRegistry.get_collator(task_spec=...)`), and its options.
+    """A task: it chooses a collator and its options.
 
-    name: of the task, for messages. modality: of the rows, "text", "vision", "multimodal" or one
-    that a collator was registered for.
-    task_type: what is predicted: "causal_lm", "masked_lm", "seq2seq", "classification" or any other
-    word; it chooses among collators of one
-        modality. options: of the collator, where the caller gives none.
+    See `CollatorRegistry.get_collator(task_spec=...)`.
+
+    Args:
+        name: Name of the task, for messages.
+        modality: Modality of the rows: "text", "vision", "multimodal" or one that a collator was
+            registered for.
+        task_type: What is predicted: "causal_lm", "masked_lm", "seq2seq", "classification" or any
+            other word; it chooses among collators of one modality.
+        options: Options of the collator, if the caller gives none.
     """
 
     name: str

@@ -38,21 +38,25 @@ _AT_REST = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS, LOSS_MASK, LOOK_AHEAD)
 
 @config
 class CollateConfig:
-    """How rows become one rectangle. Packed rows all have their `seq_length` and need no padding.
+    """How rows become one rectangle.
 
-    padding: "longest" (or True) pads to the longest row of the global batch, "max_length" to
-    `max_length`; False pads nothing and refuses a batch of rows of several lengths.
-    padding_side, pad_to_multiple_of, length_buckets: as in TokenizerConfig, of the last the widths.
+    Packed rows all have `seq_length` slots and need no padding.
+
+    Args:
+        padding: "longest" (or True) pads to the longest row of the global batch, "max_length" to
+            `max_length`; False pads nothing and refuses a batch of rows of several lengths.
+        padding_side: As in TokenizerConfig.
+        pad_to_multiple_of: As in TokenizerConfig.
+        length_buckets: As in TokenizerConfig; widths only.
     """
 
     padding: Literal["longest", "max_length"] | bool = "longest"
-    max_length: int | None = None  # the width of rows where padding is "max_length"
+    max_length: int | None = None  # width of rows for padding "max_length"
     padding_side: PaddingSide = "right"
     pad_to_multiple_of: int | None = None
     length_buckets: tuple[int, ...] = ()
-    # adds the column attention_mask: 1 where a token stands, 0 where padding does
-    attention_mask: bool = False
-    segment_ids: bool = True  # False leaves that column out of batches
+    attention_mask: bool = False  # add the column attention_mask: 1 for a token, 0 for padding
+    segment_ids: bool = True  # False leaves this column out of batches
 
     def check(self) -> None:
         require(

@@ -17,47 +17,44 @@ MOST_EPOCHS = 100_000  # of a few documents each, that are planned in a minute
 class LoadStageConfig:
     """How rows become batches, and where the batches go.
 
-    batch_size: rows of the global batch, over all processes: of one training step, all its
-    micro-batches together.
-    batch_size_schedule: `[[step, rows], ...]`, ascending: from that training step on (the first is
-    0) batches have so many rows. Every
-        size is a shape of its own for compiled programs, so there are as many as there are sizes.
-    accumulation_steps: A. Above 1 every column is [A, rows / A, slots], for a program that adds up
-    the gradients of A micro-batches;
-        micro-batch a holds the rows r of the batch with r % A == a, as the Trainer's does.
-    prefetch_enabled: make batches ahead in `prefetch_workers` threads, at most
-    `prefetch_buffer_size` of them; else each is made when it
-        is asked for, and nothing watches for a stall. One thread lays out some hundred million
-        slots a second; more help slow reads.
-    shuffle_buffer_size: rows are permuted within consecutive blocks of this many, keyed by the
-    seed; None keeps the order of the plan.
-        Blocks are counted over the whole run, so one may hold the end of an epoch and the start of
-        the next. With streaming, the documents of a window, which are permuted and packed together;
-        None takes 4,096, or fewer long ones.
-    group_by_length: rows of like length in one batch, so that less of it is padding: in every
-    window of this many batches (64, say) rows
-        are sorted by the slots they need, and the batches cut from them permuted, keyed by the
-        seed. It comes after the permutation of `shuffle_buffer_size`; a window too may hold the end
-        of an epoch and the start of the next. Only for rows that are not packed.
-    drop_last: leave out a last batch that is not full. False yields it: smaller without a mesh; on
-    a mesh, and in micro-batches, filled
-        up with rows of padding (segment 0, labels -100), which weigh nothing, so that no shape is
-        added. `Loader.rows_of(step)` says which rows are real.
-    prefetch_to_device: without a mesh, put batches on a one-axis mesh of this process's devices;
-    with a mesh they always go there.
-    num_epochs: passes over the data, up to 100,000; None goes on forever.
-    mesh: `{axis: size}`, one size may be -1, or a jax Mesh. partition_spec: how batches lie on it;
-    None splits rows over its axes `data`
-        and `fsdp`.
-    stall_timeout_s: how long one batch may take before StallError names the stage it is in.
+    Args:
+        batch_size: Rows of a training step, over all processes and micro-batches.
+        batch_size_schedule: `[[step, rows], ...]`, ascending, the first step 0: the batch size from
+            each training step on. Every size is a shape of its own for compiled programs.
+        accumulation_steps: A. Above 1 every column is [A, rows / A, slots], for a program that adds
+            up the gradients of A micro-batches; micro-batch a holds the rows r of the batch with r
+            % A == a.
+        prefetch_enabled: Make batches ahead, in threads. False makes each batch when it is asked
+            for, without a watch for stalls.
+        prefetch_workers: Threads that make batches ahead. One lays out some hundred million slots a
+            second; more help slow reads.
+        prefetch_buffer_size: Most batches that are ready ahead of their use.
+        shuffle_buffer_size: Permute rows within consecutive blocks of this many, keyed by the seed;
+            None keeps the order of the plan. Blocks are counted over the whole run, so one may hold
+            the end of an epoch and the start of the next. With streaming, the documents of a
+            window, which are permuted and packed together; None takes 4,096, or fewer long ones.
+        group_by_length: Put rows of similar length into one batch, for less padding. In every
+            window of this many batches (such as 64), after the permutation of
+            `shuffle_buffer_size`, rows are sorted by the slots they need, and the resulting batches
+            permuted. Only for rows that are not packed.
+        drop_last: Leave out a last batch that is not full. False yields it: smaller without a mesh;
+            on a mesh, and in micro-batches, filled with rows of padding (segment 0, labels -100),
+            which add no shape and weigh nothing. `Loader.rows_of(step)` returns the real rows.
+        prefetch_to_device: Without a mesh, put batches on a one-axis mesh of this process's
+            devices; with a mesh they always go there.
+        num_epochs: Passes over the data, up to 100,000; None never ends.
+        mesh: `{axis: size}`, one size may be -1, or a jax Mesh.
+        partition_spec: How batches are divided over the mesh; None divides rows over its axes
+            `data` and `fsdp`.
+        stall_timeout_s: Seconds that one batch may take before StallError names the stage it is in.
     """
 
     batch_size: int = 8
     batch_size_schedule: ListOf[tuple[int, int]] = ()
     accumulation_steps: int = 1
     prefetch_enabled: bool = True
-    prefetch_workers: int = 1  # threads that make batches ahead
-    prefetch_buffer_size: int = 8  # batches that are ready ahead of their use, at most
+    prefetch_workers: int = 1
+    prefetch_buffer_size: int = 8
     shuffle_buffer_size: int | None = None
     group_by_length: int | None = None
     drop_last: bool = True

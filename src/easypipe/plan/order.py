@@ -18,11 +18,12 @@ from easypipe.core.values import Int64, UInt64
 
 @config
 class OrderConfig:
-    """In which order the documents of each dataset are drawn.
+    """The order in which the documents of each dataset are drawn.
 
-    shuffle: a new keyed permutation every epoch; False keeps the order of the files.
-    block_rows: permute blocks of so many neighbouring documents as one, so that reads from remote
-    storage stay large. Needs shuffle.
+    Args:
+        shuffle: A new keyed permutation every epoch; False keeps the order of the files.
+        block_rows: Permute blocks of this many neighbouring documents as one, so that reads from
+            remote storage stay large. Needs shuffle.
     """
 
     shuffle: bool = True

@@ -26,33 +26,32 @@ CODECS: dict[str, dict[str, str]] = {
 class SaveStageConfig:
     """Where and how rows are written.
 
-    enabled: False skips the stage.
-    output_dir: folder or URL. Several datasets go to a folder each below it; a dataset's own
-    `save_path` goes before it.
-    format: of the files; a dataset's own `save_format` goes before it.
-    compression: None takes the format's own default: zstd for parquet, none for arrow (so that it
-    can be memory-mapped) and jsonl.
-    num_shards: exactly so many files, the rows dealt evenly; None makes as many as `max_shard_size`
-    asks for.
-    max_shard_size: bytes of a file on disk, as a number or as "500MB". Files are filled to within a
-    tenth of it, judged by what samples of
-        the data take with this format and compression. With num_shards too the one that makes more
-        files decides. None, where num_shards is None too: an eighth of the data, but at least 16
-        MiB and at most 500 MiB before compression, so that several cores can write.
-    overwrite: replace what another run left in the folder. The old shards stay readable until the
-    new ones are complete.
-    storage_options: passed to fsspec, for a remote output_dir or save_path: credentials, an
-    endpoint. Never logged, saved or part of an
-        identity.
-    push_to_hub: when the folder is complete, make the dataset repository `hub_repo_id` of the
-    Hugging Face Hub hold it, in one commit.
-    hub_repo_id: "user/name". Several datasets go to folders below its root. Read back with
-    `load_saved("hf://datasets/user/name")`.
-    hub_private: whether a repository that is made is private. True refuses one that exists and is
-    public.
-    hub_token: None takes HF_TOKEN from the environment, else the token of `hf auth login`. Never
-    logged, saved or part of an identity.
-    hub_revision: branch, made where it is missing; None is main.
+    Args:
+        enabled: False skips the stage.
+        output_dir: Folder or URL. Several datasets go to a folder each below it; a dataset's own
+            `save_path` overrides it.
+        format: The format of the files; a dataset's own `save_format` overrides it.
+        compression: None takes the format's own default: zstd for parquet, none for arrow (so that
+            it can be memory-mapped) and jsonl.
+        num_shards: Exactly this many files, with equal numbers of rows; None makes as many as
+            `max_shard_size` needs.
+        max_shard_size: Bytes of a file on disk, as a number or as "500MB". Files are filled to
+            within a tenth of it, estimated from samples of the data in this format and compression.
+            With num_shards too, whichever makes more files decides. None, if num_shards is None
+            too: an eighth of the data, between 16 MiB and 500 MiB before compression, so that
+            several cores can write.
+        overwrite: Replace the rows of another run in the folder. The old shards stay readable until
+            the new ones are complete.
+        storage_options: Passed to fsspec, for a remote output_dir or save_path: credentials, an
+            endpoint. Never logged, saved or part of an identity.
+        push_to_hub: Upload the complete folder to the dataset repository `hub_repo_id` of the
+            Hugging Face Hub, in one commit.
+        hub_repo_id: "user/name". Several datasets go to folders below its root. Read it back with
+            `load_saved("hf://datasets/user/name")`.
+        hub_private: Whether a new repository is private. True refuses an existing public one.
+        hub_token: None takes HF_TOKEN from the environment, else the token of `hf auth login`.
+            Never logged, saved or part of an identity.
+        hub_revision: Branch, created if it is missing; None is main.
     """
 
     enabled: bool = True

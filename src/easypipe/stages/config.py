@@ -26,26 +26,27 @@ from easypipe.transforms.tokenizer.config import TokenizerConfig
 
 @config
 class PipelineConfig:
-    """Everything a pipeline knows. Stages that are called without a config of their own take theirs
-    from here.
+    """Everything that a pipeline needs.
 
-    default_tokenizer: for datasets without one, where the tokenize stage names none either.
-    seed: of every order in the pipeline; None draws one, logs it and keeps it in
-    `pipeline.get_context().seed`.
-    cache_dir: where tokens, indexes and plans are kept. None: the environment's EASYPIPE_CACHE,
-    else the user's cache folder. A URL
-        (`s3://`, `gs://`) keeps tokens there, and what is of this machine alone in the user's cache
-        folder.
-    streaming: read forward and tokenize on the way: no row is counted, no token kept.
-    docs/streaming.md says what is different then.
-    num_streams: with streaming, the canonical streams that the rows of a batch belong to; it
-    divides the batch size, and decides the order.
-        None takes the largest divisor of the batch size up to 8. As many processes can share the
-        reading.
-    cache: how a cache_dir (or a dataset's cache_path) that is a URL is read and reached.
-    executor: who tokenizes. "local": threads of this process. "ray": tasks on a Ray cluster (the
-    extra `ray`) whose machines all see the
-        sources and cache_dir; the tokens are the same, byte for byte.
+    A stage that is called without a config of its own takes its section of this one.
+
+    Args:
+        default_tokenizer: The tokenizer of datasets without one, if the tokenize stage names none
+            either.
+        seed: Seed of every order in the pipeline; None draws one, logs it and keeps it in
+            `pipeline.get_context().seed`.
+        cache_dir: The folder of tokens, indexes and plans; None takes EASYPIPE_CACHE, else the
+            user's cache folder. At a URL (`s3://`, `gs://`) only tokens are kept; files of this
+            machine alone stay in the user's cache folder.
+        cache: How a cache_dir (or a dataset's cache_path) that is a URL is reached and read.
+        streaming: Read forward and tokenize while training: no row is counted, no token kept.
+            docs/streaming.md says what differs.
+        num_streams: With streaming, the number of canonical streams that the rows of a batch belong
+            to. It divides the batch size, and decides the order; at most as many processes can
+            share the reading. None takes the largest divisor of the batch size up to 8.
+        executor: Where to tokenize. "local": threads of this process. "ray": tasks on a Ray cluster
+            (extra `ray`) whose machines all see the sources and cache_dir; the tokens are
+            byte-equal.
     """
 
     datasets: ListOf[DatasetConfig]

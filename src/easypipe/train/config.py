@@ -29,13 +29,13 @@ class LossConfig:
     """Cross entropy, as kernels/loss/api.py computes it."""
 
     z_loss: float = 0.0  # weight of the squared log-partition (PaLM); keeps logits near zero
-    # what every target shares evenly with the whole vocabulary; `nll` is without it
+    # share of every target that is spread evenly over the vocabulary; `nll` is without it
     label_smoothing: float = 0.0
-    # None: the fastest proven for the device
+    # None: the fastest one that is tested for the device
     implementation: Literal["reference", "chunked", "pallas_tpu", "pallas_gpu"] | None = None
-    # fast: the logits of chunk_size tokens at a time; strict: a tile, and more work
+    # fast: the logits of chunk_size tokens at a time; strict: those of a tile, with more work
     rule: Literal["fast", "strict"] | None = None
-    # tokens whose logits exist at one time, per device; None: 4096 on TPU and CUDA, 1024 elsewhere
+    # tokens whose logits exist at a time, per device; None: 4096 on TPU and CUDA, 1024 elsewhere
     chunk_size: int | None = None
 
     def check(self) -> None:
@@ -83,19 +83,20 @@ _SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo")
 
 @config
 class PreferenceConfig:
-    """Which of two answers is better: direct preference optimization and its kin, for data of pairs
-    (`DatasetConfig(prompt=PromptConfig(rejected_column=...))`).
+    """Training on pairs of answers: direct preference optimization and related losses.
+
+    The data must have pairs (`DatasetConfig(prompt=PromptConfig(rejected_column=...))`).
     """
 
-    # sigmoid is DPO itself; reward trains a reward model: a head of one number for each answer
+    # by its name in TRL: sigmoid is DPO; reward trains a reward model (a head of one number)
     loss: PreferenceLoss = "sigmoid"
-    # how closely the model is held to its reference, smaller lets it go further; orpo: what the
-    # odds weigh beside the chosen answer's own loss
+    # how closely the model is held to its reference: a smaller value lets it go further; orpo:
+    # weight of the odds beside the chosen answer's own loss
     beta: float = 0.1
-    label_smoothing: float = 0.0  # the share of preferences that is thought to be wrong
-    margin: float | None = None  # simpo: by how much the chosen answer has to win; None: 0.5
-    # the model before training (what is trained is kept a second time); cached: the same, asked of
-    # all data before the first step and kept in the cache; none: no bound
+    label_smoothing: float = 0.0  # the share of preferences that is assumed wrong
+    margin: float | None = None  # simpo: by how much the chosen answer must win; None: 0.5
+    # initial: the model before training (its trained parameters are kept a second time); cached:
+    # its log-probs of all data, computed before the first step and cached; none: no reference
     reference: Literal["initial", "cached", "none"] = "initial"
 
     @property
@@ -153,7 +154,8 @@ class CheckpointConfig:
     The last step is always saved.
     """
 
-    every: int | None = 500  # steps; None: only at the end and when stopped by a signal
+    # steps between checkpoints; None: only at the end and when stopped by a signal
+    every: int | None = 500
     keep: int = 2  # newest checkpoints kept; older ones are deleted
 
     def check(self) -> None:
@@ -162,16 +164,18 @@ class CheckpointConfig:
 
 @config
 class SpikeConfig:
-    """When a run goes back to its last good checkpoint: after `patience` bad steps in a row, whose
-    loss is not finite, or more than `threshold` standard deviations above the median of the last
-    `window` good ones (measured by the median absolute deviation). The batches since that
-    checkpoint are skipped; rollbacks.jsonl says which documents they held.
+    """When a run goes back to its last good checkpoint: after `patience` bad steps in succession.
+
+    A step is bad if its loss is not finite, or more than `threshold` standard deviations above the
+    median of the last `window` good ones (measured by the median absolute deviation). The batches
+    since that checkpoint are skipped; rollbacks.jsonl names their documents.
     """
 
-    window: int = 128  # good steps that say what is usual; none is judged before there were so many
-    threshold: float = 10.0  # standard deviations
-    patience: int = 3  # bad steps in a row
-    max_rollbacks: int = 5  # of a run; after one more the run stops
+    # good steps that define the usual loss; no step is judged before there are so many
+    window: int = 128
+    threshold: float = 10.0  # standard deviations above the median at which a step is bad
+    patience: int = 3  # bad steps in succession before the run goes back
+    max_rollbacks: int = 5  # rollbacks of a run; at one more the run stops
 
     def check(self) -> None:
         check_at_least(self, 2, "window")
@@ -193,44 +197,42 @@ class TrainingConfig:
     names of optimizer.learning_rate and seed.
     """
 
-    output_dir: str | Path = "run"  # the folder of all that the run writes
-    # optimizer steps; None: as many as the loader has batches, or `epochs` make
+    output_dir: str | Path = "run"  # the folder that the run writes to
+    # optimizer steps; None: the number of batches of the loader, or of `epochs`
     steps: int | None = None
-    # passes over the data, which the data or the loader is told too; None: what those say
+    # passes over the data; sets the loader's number too; None: the loader's
     epochs: int | None = None
-    # rows of a batch, which the data or the loader is told too; None: what those say
+    # rows of a batch; sets the loader's number too; None: the loader's
     batch_size: int | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
-    # train on pairs of answers, which one is better, in place of next tokens
-    preference: PreferenceConfig | None = None
-    # train low-rank adapters and leave the model's own parameters as they are; None: train those
+    preference: PreferenceConfig | None = None  # train on pairs of answers instead of next tokens
+    # train low-rank adapters only; None: train the model's own parameters
     lora: LoraConfig | None = None
     # a preset (dp, fsdp, zero1, tp, hybrid), or devices along data, fsdp, sequence, tensor: see
     # MeshConfig
     mesh: str | MeshConfig = "dp"
-    # another name of data.load.accumulation_steps, for loaders of one's own: cuts every batch into
-    # this many micro-batches: less memory, the same update
+    # another name of data.load.accumulation_steps, for loaders of your own: cuts every batch into
+    # this many micro-batches, for less memory and the same update
     accumulate_steps: int = 1
-    seed: int = 0  # of the parameters' first values, and of dropout where the model has any
+    seed: int = 0  # seed of the initial parameters, and of dropout if the model has any
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int | None = None  # steps between evaluations; None: only after the last step
-    eval_batches: int | None = None  # of each held-out loader; None: all it has
+    eval_batches: int | None = None  # batches of each held-out loader; None: all
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    # by name; more can be given from Python
+    # callbacks by name; Python can add more
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
-    # a step whose loss or gradient is not finite: leave it out and go on, or stop
+    # a step whose loss or gradient is not finite: skip it and continue, or stop
     on_nonfinite: Literal["skip", "stop"] = "skip"
-    max_nonfinite: int = 10  # skipped steps in a row with which the run stops all the same
-    # go back to the last good checkpoint when the loss leaves its range; None: never
+    max_nonfinite: int = 10  # skipped steps in succession at which the run stops anyway
+    # go back to the last good checkpoint after loss spikes; None: never
     spikes: SpikeConfig | None = None
     # the processes of a run on several hosts
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    # go on from the newest checkpoint in output_dir; False: refuse a folder that has one
+    # continue from the newest checkpoint in output_dir; False: refuse a folder that has one
     resume: bool = True
-    # Key paths that may differ from the checkpoint's, such as "train.steps"; loader.sources,
-    # .tokenizer, .config, .plan; "ended" lets a run
-    # that stopped for good (early_stopping) train on.
+    # key paths that may differ from the checkpoint's, such as "train.steps"; loader.sources,
+    # .tokenizer, .config, .plan; "ended" continues a run that early_stopping ended
     resume_changes: ListOf[str] = ()
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = MappingProxyType(

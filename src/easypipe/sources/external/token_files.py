@@ -35,14 +35,17 @@ CUT_BYTES = 1 << 20
 
 @config
 class TokenFilesConfig:
-    """How documents lie in files of tokens. Arrays of two dimensions, and Megatron's files with an
-    index, need none of these.
+    """How documents lie in files of tokens.
 
-    dtype: the integers of raw `.bin` files, little-endian; `.npy` and `.idx` files say their own.
-    separator_id: the token that ends every document, most often EOS; it stays the document's last
-    token.
-    document_tokens: every document has so many tokens (the last one of a file maybe fewer), in
-    place of a separator.
+    Arrays of two dimensions, and Megatron's files with an index, need none of these options.
+
+    Args:
+        dtype: The integer type of raw `.bin` files, little-endian; `.npy` and `.idx` files record
+            their own.
+        separator_id: The token that ends every document, most often EOS; it stays the document's
+            last token.
+        document_tokens: Every document has this many tokens (the last one of a file maybe fewer),
+            instead of a separator.
     """
 
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None

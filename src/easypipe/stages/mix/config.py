@@ -19,9 +19,10 @@ ScheduleType = Literal["step", "linear", "cosine"]
 class WeightSchedulePoint:
     """The weights of all datasets at one training step.
 
-    step: of the trainer, counted from 0: one batch of the loader is one step.
-    weights: a number of at least 0 for each dataset, in any scale; 0 leaves the dataset out at that
-    step.
+    Args:
+        step: Step of the trainer, counted from 0; one batch of the loader is one step.
+        weights: A number of at least 0 for each dataset, in any scale; 0 leaves the dataset out at
+            that step.
     """
 
     step: int
@@ -48,40 +49,39 @@ class WeightSchedulePoint:
 
 @config
 class MixStageConfig:
-    """How much of each dataset the mixture holds. docs/mixing.md has the rules, and the bounds that
-    they keep.
+    """The shares of the datasets in the mixture.
 
-    weights: a positive number for each dataset, in any scale; None gives every dataset the same.
-    weight_schedule: weights that follow the training step, in place of `weights`, which then hold
-    until the first point (without them, the
-        first point's do). The mixture looks at them where a window of documents ends, and windows
-        end about where they change: where rows are packed, at most 1/32 of a stage or two batches
-        late.
-    weight_schedule_type: between two points the weights stay (`step`), or go over along a line
-    (`linear`) or half a cosine wave (`cosine`).
-    batch_size: rows of a training step, for weight_schedule. None takes that of load(), or of the
-    config's `load`; one that differs from
-        them is refused.
-    unit: what the weights are shares of: documents (`rows`), or the tokens of them that get a place
-    in a row (`tokens`).
-    max_epochs: for each dataset named, how often a document of it may come in the whole run. A
-    dataset that has come so often leaves, and
-        the others go on by their weights. A mixture that restarts ends where all its datasets have
-        such a number.
-    block_size: round the shares to whole documents of a block of so many, so that every block of
-    that many documents in a row holds the
-        same number of each dataset. None keeps the weights as they are; every prefix is then within
-        one document of them. Under a schedule the shares of a window are rounded so; with `unit` at
-        `tokens` there are no such blocks.
-    stop_strategy: `restart` begins an exhausted dataset again and never ends; `first_exhausted`
-    ends before the first document that an
-        exhausted dataset would have to give; `all_exhausted` goes on with the others, so that every
-        document comes exactly once.
-    seed: orders the mixture in place of the pipeline's seed.
-    allow_mixed_tokenizers: datasets of different tokenizers are refused unless this is True.
-    provenance: packed rows get a column `__source__` too: the dataset of every segment, in their
-    order. It is kept by save(), and left
-        out of batches. Mixed rows that are not packed always have it.
+    docs/mixing.md has the rules and their bounds.
+
+    Args:
+        weights: A positive number for each dataset, in any scale; None gives every dataset the
+            same.
+        weight_schedule: Weights by training step. `weights` then hold until the first point
+            (without them, the first point's do). Packed rows follow a change at most 1/32 of a
+            stage or two batches late, because weights are looked up once for each window of
+            documents.
+        weight_schedule_type: Between two points the weights stay (`step`), or change along a line
+            (`linear`) or half a cosine wave (`cosine`).
+        batch_size: Rows of a training step, for weight_schedule. None takes that of load(), or of
+            the config's `load`; a different one is refused.
+        unit: What the weights are shares of: documents (`rows`), or their tokens that get a place
+            in a row (`tokens`).
+        max_epochs: For each named dataset, how often a document of it may come in the whole run.
+            The dataset then leaves, and the others continue by their weights. A mixture that
+            restarts ends if all its datasets have such a number.
+        block_size: Round the shares to whole documents of a block of this size, so that every such
+            block holds the same number of each dataset; under a schedule, the shares of a window.
+            None keeps every prefix within one document of the weights. No effect with unit
+            `tokens`.
+        stop_strategy: `restart` begins an exhausted dataset again and never ends; `first_exhausted`
+            ends before the first document that an exhausted dataset would have to give;
+            `all_exhausted` continues with the others, so that every document comes exactly once.
+        seed: Seed of the mixture, instead of the pipeline's.
+        allow_mixed_tokenizers: Accept datasets of different tokenizers, which are refused
+            otherwise.
+        provenance: Keep the column `__source__` in packed rows too: the dataset of every segment,
+            in their order. save() writes it, batches leave it out. Mixed rows that are not packed
+            always have it.
     """
 
     weights: dict[str, float] | None = None

@@ -13,37 +13,37 @@ DEFAULT_PACKERS = 16
 
 @config
 class PackStageConfig:
-    """How documents are laid into rows of `seq_length` tokens. docs/packing.md describes the
-    strategies.
+    """How documents are laid into rows of `seq_length` tokens.
 
-    enabled: False skips the stage.
-    strategy: `concat` lays documents one behind the other and cuts them wherever a row ends; the
-    others cut only what is longer than a row. `stream` is an older name of `concat`.
-    num_packers: open rows that `pool` keeps (16 where it is None); it has no effect on other
-    strategies, which a warning says.
-    oversize: what becomes of a document longer than a row; `concat` refuses all but `split`. Under
-    `split`,
-        tokenize() cuts conversations between turns to fit rows, unless they have a max_length or a
-        length of their own.
-    train_continued: with `split`, a document that begins with what is no target (a prompt, or the
-    first turn of a conversation) is trained
-        in the pieces behind its first too, which stand in other rows, without that prompt.
-        Elsewhere they have no targets.
-    segments: of `concat`, what a segment is: a `document`, as everywhere else, or the whole `row`:
-    documents of a row then see each other,
-        positions count through, and every token but the first of all is a label.
-    eos_token_id: ends every document that does not end with it already. None: the tokenizer's own;
-    a different one is an error.
-    pad_token_id: fills the rest of a row; such slots have segment 0. None: the tokenizer's own, or
-    its EOS where it has no padding.
-    include_segment_ids: False leaves `segment_ids` out of batches, for models that do not look at
-    them: documents of a row then see each
-        other, which is warned of. Labels never cross documents, and saved rows keep the column.
-    shuffle_packed: permute the rows within a window of documents; without it, `first_fit` gives
-    rows of long documents first.
-    shuffle_buffer_factor: permute rows over the borders of windows as well, when they are loaded:
-    within blocks of so many batches, as
-        load.shuffle_buffer_size does in rows, which goes before it. Needs shuffle_packed.
+    docs/packing.md describes the strategies.
+
+    Args:
+        enabled: False skips the stage.
+        strategy: `concat` (older name: `stream`) lays documents end to end and cuts them wherever a
+            row ends; the others cut only documents longer than a row.
+        num_packers: Open rows of `pool` (default 16). With other strategies it has no effect, and a
+            warning says so.
+        oversize: What happens to a document longer than a row; `concat` accepts only `split`. Under
+            `split`, tokenize() cuts conversations between turns to fit rows, unless they have a
+            max_length or a length of their own.
+        train_continued: With `split`, also train the later pieces of a document that begins with a
+            prompt or a first turn. They are in other rows, without that prompt; by default they
+            have no targets.
+        segments: With `concat`, what a segment is: a `document`, or the whole `row`. In the latter
+            case documents of a row see each other, positions count through, and every token but the
+            very first is a label.
+        eos_token_id: Ends every document that does not end with it already. None takes the
+            tokenizer's own; a different one is an error.
+        pad_token_id: Fills the rest of a row; such slots have segment 0. None takes the tokenizer's
+            own, or its EOS if it has no padding token.
+        include_segment_ids: False leaves `segment_ids` out of batches, for models that do not use
+            them: documents of a row then see each other, and a warning says so. Labels never cross
+            documents, and saved rows keep the column.
+        shuffle_packed: Permute the rows within a window of documents; without it, `first_fit` gives
+            rows of long documents first.
+        shuffle_buffer_factor: Permute rows across the borders of windows too, when they are loaded,
+            within blocks of this many batches. load.shuffle_buffer_size, which counts rows,
+            overrides it. Needs shuffle_packed.
     """
 
     enabled: bool = True

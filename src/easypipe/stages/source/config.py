@@ -82,105 +82,98 @@ MADE_COLUMNS = (LOOK_AHEAD_WEIGHT, "reference_log_probs", PIXEL_VALUES, DECODER_
 
 @config
 class DatasetConfig:
-    """One dataset: where its rows are, and how they are read.
+    r"""One dataset: where its rows are, and how they are read.
 
-    data_files: a path, glob, folder, URL or a list of those; a folder that `save()` wrote, or
-    `datasets` with save_to_disk; a dataset of
-        the Hub (`hf://datasets/owner/name`, or `owner/name` with type="huggingface"); rows in
-        memory (an Arrow table, a list of dicts, a dict of columns), a `datasets.Dataset`, a Grain
-        data source, or anything that gives dicts by number; a source of your own (see
-        ShardedDataSource), or a function without arguments that yields dicts.
-    version: of the rows of an object whose content nobody looks at: a source of your own, a
-    function, what gives dicts by number. Change
-        it when they change. None takes the object's attribute `version`; without one, rows by
-        number are known by their content, and those of the others are read anew in every process.
-    name: how weights, reports and errors call it; None gives `dataset1`, `dataset2`, ... by
-    position.
-    type: the format, where the file names do not tell it. `tokens` reads `.npy`, raw `.bin` and
-    Megatron's `.bin` with `.idx`;
-        `huggingface` reads a dataset of the Hub.
-    split: of a dataset of the Hub (None takes `train`), or of a DatasetDict, in memory or in a
-    folder. Plain files are all `train`. A part
-        of one is written as `datasets` does: `train[:10%]`, `train[100:200]`, `train[-5%:]`;
-        num_rows counts in it.
-    subset: the configuration of a dataset of the Hub; None takes its default.
-    revision: branch, tag or commit of a dataset of the Hub; None takes main. It is resolved to a
-    commit when the source is opened.
-    text_unit: what a document of `.txt` files is: a `line` (what None takes), a `paragraph` (lines
-    up to a blank one, with the line breaks
-        inside), or the whole `file`, as it is.
-    token_files: how documents lie in `.npy` and raw `.bin` files of tokens; for ArrayRecord files,
-    that records are tokens, of its dtype.
-    hold_out: read the rows that are held out for evaluation, or all others. `eval: {held_out:
-    {from: data, fraction: 0.01, seed: 7}}` of a
-        run sets it on both sides.
-    num_rows: only the first so many rows, counted over the files in order.
-    tokenizer: this dataset's own; None takes the stage's, then the pipeline's.
-    tokenizer_kwargs: fields of TokenizerConfig that this dataset changes, whichever tokenizer it
-    takes; and `use_fast`: False encodes with
-        the reference, as backend="tokenizers" does.
-    content_field: the column that is tokenized: text, or conversations (lists of objects with role
-    and content, or JSON of that, as in a
-        column `messages`).
-    prompt_field, completion_field: two columns of text that are tokenized one after the other, in
-    place of content_field; or of messages, of which the second ones answer the first.
-    rejected_field: makes pairs of rows, for train.preference: the column of the answer that was not
-    preferred, beside that of completion_field. Without a prompt_field the prompt is what both
-    begin with.
-    prompt: how rows become text, of which columns, and what of it is trained, in place of
-    content_field and the options down to
-        tools_field, which say the plainest of it.
-    train_on: what the loss sees: `all` tokens, the `assistant`'s turns (what messages have where it
-    is None), its last one
-        (`last_assistant`), the `completion` (what prompts have where it is None; of messages, the
-        last one).
-    train_on_eos: of which trained turns what ends them (`<|im_end|>`, EOS) is trained too: every
-    `turn` (what None takes), the `last` one, or `none`; of a completion of text whether its EOS is.
-    chat_template: a Jinja file, its text, or a built-in template's name (chatml, plain, zephyr,
-    alpaca), in place of the tokenizer's own.
-    template_date: the day (2026-01-31) that templates are told which ask for today's; None refuses
-    those.
-    message_fields: of messages, the keys that they have for OpenAI's (role, content, tool_calls,
-    reasoning_content, train, weight), and for the `text` of typed parts: {role: from, content:
-    value}.
-    chat_template_kwargs: of messages, what their template is told beside them, as
-    `apply_chat_template` of transformers takes it: {enable_thinking: false}. A row's own, in the
-    column `chat_template_kwargs`, goes before it.
-    train_empty_thinking: of messages, whether the thought without words that templates of models
-    that reason write in
-        front of an answer (`<think>\\n\\n</think>`) is trained; None means True, as in TRL's
-        training templates. Where a template has generation markers, they decide.
-    tools_field: the column with the tools of each conversation; None takes the column `tools`,
-    where there is one.
-    length: what becomes of documents with more than max_length tokens; None keeps their start.
-    format_fields: columns under new names, old to new; all other options know the new ones.
-    format_callback: a function that a row (a dict) is passed through, or "module:function"; what it
-    returns is laid over the row. In YAML
-        it needs --allow-code. It adds the content_field as text; further columns are announced in
-        format_columns.
-    format_columns: types of the columns that format_callback adds or changes, such as `{score:
-    float64, tags: "list<string>"}`.
-    format_batched: format_callback takes a pyarrow.RecordBatch instead, and returns one or a
-    mapping of columns, row by row.
-    format_version: raise it when format_callback changes. Without one, here or as the function's
-    attribute `version`, tokens are not kept.
-    additional_fields: columns that stay beside the tokens where documents are saved:
-    `source().tokenize().save()`. Packed and mixed rows
-        have no room for them, which a warning says.
-    aligned_columns: of rows that are tokens, lists as long as input_ids whose values travel with
-    the tokens into batches: weights, log-probs, advantages. Of lists with k values for each token
-    that are not of a fixed size, {name: k}.
-    cache_path: a cache folder for this dataset alone, in place of the pipeline's cache_dir.
-    cache_enabled: False keeps nothing: tokens lie in a temporary folder while the process runs, and
-    are made anew in the next one.
-    on_error: what a bad row does: `error` stops, `skip` counts it by reason, `quarantine` also
-    writes it to a file with its place.
-        Texts of white space alone are no bad rows: they are left out and counted.
-    max_bad_rows: with skip and quarantine, stop at the first bad row after so many; None knows no
-    limit. save_path, save_format: where and how `save()` writes this dataset, in place of the save
-    stage's own.
-    storage_options: passed to fsspec, for remote files; kept out of reports, fingerprints and saved
-    configs, as it may hold credentials.
+    Args:
+        data_files: A path, glob, folder, URL or a list of those; a folder of `save()` or of
+            `datasets`' save_to_disk; a dataset of the Hub (`hf://datasets/owner/name`, or
+            `owner/name` with type="huggingface"); rows in memory (an Arrow table, a list of dicts,
+            a dict of columns); a `datasets.Dataset`, a Grain data source, or any object that
+            returns dicts by number; a source of your own (see ShardedDataSource); a function
+            without arguments that yields dicts.
+        name: Its name in weights, reports and errors; None gives `dataset1`, `dataset2`, ... by
+            position.
+        type: The format, if the file names do not say it. `tokens` reads `.npy`, raw `.bin` and
+            Megatron's `.bin` with `.idx`; `huggingface` reads a dataset of the Hub.
+        split: The split of a dataset of the Hub (None takes `train`) or of a DatasetDict; plain
+            files are all `train`. A part is written as in `datasets`: `train[:10%]`,
+            `train[100:200]`, `train[-5%:]`; num_rows counts in it.
+        subset: The configuration of a dataset of the Hub; None takes its default.
+        revision: Branch, tag or commit of a dataset of the Hub; None takes main. It is resolved to
+            a commit when the source is opened.
+        text_unit: What a document of `.txt` files is: a `line` (the default), a `paragraph` (lines
+            up to a blank one, with the line breaks inside), or the whole `file`.
+        token_files: How documents lie in `.npy` and raw `.bin` files of tokens; for ArrayRecord
+            files, that records are tokens, of its dtype.
+        hold_out: Read the rows that are held out for evaluation, or all others. `eval: {held_out:
+            {from: data, fraction: 0.01, seed: 7}}` of a run sets it on both sides.
+        num_rows: Read only the first rows, this many, counted over the files in order.
+        version: Version of rows whose content is not read to identify them: a source of your own, a
+            function, or an object that returns dicts by number. Change it when they change. None
+            takes the object's attribute `version`; without one, rows by number are identified by
+            their content, and the others are read again in every process.
+        tokenizer: This dataset's tokenizer; None takes the stage's, then the pipeline's.
+        tokenizer_kwargs: Fields of TokenizerConfig that this dataset changes, whichever tokenizer
+            it uses; and `use_fast`: False encodes with the reference, as backend="tokenizers" does.
+        content_field: The column that is tokenized: text, or conversations (lists of objects with
+            role and content, or JSON text of them, as in a column `messages`).
+        prompt_field: The first of two columns that are tokenized together, instead of
+            content_field: text, or messages.
+        completion_field: The second of two columns that are tokenized together: the text after the
+            prompt, or the messages that answer it.
+        rejected_field: The column of the answer that was not preferred, beside completion_field;
+            makes pairs of rows for train.preference. Without a prompt_field, the common beginning
+            of both answers is the prompt.
+        prompt: How rows become text, and which part is trained, instead of content_field and the
+            options down to tools_field, which cover the common cases.
+        train_on: Which tokens the loss sees: `all`; the `assistant`'s turns (default for messages);
+            its last one (`last_assistant`); the `completion` (default for prompts; of messages, the
+            last one).
+        train_on_eos: Whether the end of a trained turn (`<|im_end|>`, EOS) is trained too: of every
+            `turn` (default), the `last` one, or `none`; for a text completion, its EOS.
+        chat_template: A Jinja file, its text, or the name of a built-in template (chatml, plain,
+            zephyr, alpaca), instead of the tokenizer's own.
+        message_fields: Maps the keys of your messages to OpenAI's (role, content, tool_calls,
+            reasoning_content, train, weight), and to the `text` of typed parts: {role: from,
+            content: value}.
+        template_date: The day (2026-01-31) for templates that ask for today's; None refuses those.
+        chat_template_kwargs: Variables of the template besides messages, as in
+            `apply_chat_template` of transformers: {enable_thinking: false}. A row's column
+            `chat_template_kwargs` overrides it.
+        train_empty_thinking: Whether the empty thought that templates of reasoning models write
+            before an answer (`<think>\n\n</think>`) is trained; None means True, as in TRL's
+            training templates. If a template has generation markers, they decide.
+        tools_field: The column with the tools of each conversation; None takes the column `tools`,
+            if there is one.
+        length: What happens to documents with more than max_length tokens; None keeps their start.
+        format_fields: New names of columns, old to new; all other options use the new ones.
+        format_callback: A function that is called with each row (a dict), or "module:function"; the
+            row is updated with its result. In YAML it needs --allow-code. It must return
+            content_field as text; declare further columns in format_columns.
+        format_columns: Types of the columns that format_callback adds or changes, such as `{score:
+            float64, tags: "list<string>"}`.
+        format_batched: Call format_callback with a pyarrow.RecordBatch instead; it returns one, or
+            a mapping of columns, row by row.
+        format_version: Version of format_callback: raise it when the function changes. Without one,
+            here or as the function's attribute `version`, tokens are not kept.
+        additional_fields: Columns that stay beside the tokens of saved documents
+            (`source().tokenize().save()`). Packed and mixed rows cannot hold them, and a warning
+            says so.
+        cache_path: A cache folder for this dataset alone, instead of the pipeline's cache_dir.
+        cache_enabled: False keeps no tokens: they lie in a temporary folder while the process runs,
+            and the next process makes them again.
+        on_error: What happens at a bad row: `error` stops, `skip` counts it by reason, `quarantine`
+            also writes it to a file with its place. Texts of white space alone are not bad rows:
+            they are left out and counted.
+        max_bad_rows: With skip and quarantine, stop after this many bad rows; None means no limit.
+        aligned_columns: For rows of tokens: columns of lists as long as input_ids, whose values
+            travel with the tokens into batches (weights, log-probs, advantages). If a list has k
+            values for each token and its type does not say so, {name: k}.
+        save_path: Where `save()` writes this dataset, instead of the save stage's own.
+        save_format: The format in which `save()` writes this dataset, instead of the save stage's
+            own.
+        storage_options: Passed to fsspec, for remote files; kept out of reports, fingerprints and
+            saved configs, because it may hold credentials.
     """
 
     data_files: Any

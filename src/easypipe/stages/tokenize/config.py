@@ -11,19 +11,17 @@ from easypipe.transforms.tokenizer.config import TokenizerConfig
 class TokenizeStageConfig:
     """How text becomes tokens.
 
-    default_tokenizer: for datasets that name none; itself in place of the pipeline's
-    default_tokenizer.
-    max_length: most tokens of a document, for tokenizers that name none of their own; None keeps
-    all.
-    batch_size: texts encoded at a time; decides memory and speed, never tokens.
-    num_workers: ranges of rows that are read and encoded at a time, each held in memory; None takes
-    one per core.
-    cache_tokenized: False is cache_enabled=False for every dataset; None and True keep tokens.
-    Streaming keeps none, which it says where
-        this is True.
-    remove_columns: columns of the sources that do not stay beside the tokens where documents are
-    saved; all others do. None removes all
-        but each dataset's additional_fields.
+    Args:
+        default_tokenizer: For datasets that name none; None takes the pipeline's default_tokenizer.
+        max_length: Most tokens of a document, for tokenizers without a max_length of their own;
+            None keeps all.
+        batch_size: Texts encoded at a time; affects memory and speed, never tokens.
+        num_workers: Ranges of rows that are read and encoded at a time, each held in memory; None
+            takes one per core.
+        cache_tokenized: False is cache_enabled=False for every dataset; None and True keep tokens.
+            Streaming keeps none, and with True a warning says so.
+        remove_columns: Columns of the sources that do not stay beside the tokens of saved
+            documents; all others do. None removes all but each dataset's additional_fields.
     """
 
     default_tokenizer: TokenizerConfig | str | None = None

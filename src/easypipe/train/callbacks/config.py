@@ -13,18 +13,18 @@ Mode = Literal["min", "max"]
 
 @config
 class EarlyStoppingConfig:
-    """Stops once `metric` did not get better for `patience` of its values in a row.
+    """Stops the run if `metric` did not improve for `patience` of its values in succession.
 
-    The step that shows it is saved, as a last step is, and the run is at its end: run again, it
-    stays there, unless `train.resume_changes: [ended]` lets it go on.
+    The last step is saved, and the run has ended: started again, it stays there, unless
+    `train.resume_changes: [ended]` lets it continue.
     """
 
-    # of held-out data, as eval.held_out.loss, or of each logged step, as loss, or what an own loss
-    # gives by name
+    # of held-out data, as eval.held_out.loss; of each logged step, as loss; or a name of your own
+    # loss
     metric: str
     mode: Mode = "min"  # whether lower or higher is better
     patience: int = 3  # values in a row, not steps
-    min_delta: float = 0.0  # better by no more than this is not better
+    min_delta: float = 0.0  # an improvement of no more than this does not count
 
     def check(self) -> None:
         check_at_least(self, 1, "patience")
@@ -42,9 +42,9 @@ class BestConfig:
     those that `checkpoint.keep` keeps. best.json in the output folder lists them, the best first.
     """
 
-    metric: str  # of held-out data, as eval.held_out.loss
+    metric: str  # a metric of held-out data, as eval.held_out.loss
     mode: Mode = "min"  # whether lower or higher is better
-    keep: int = 1  # checkpoints
+    keep: int = 1  # how many checkpoints to keep
 
     def check(self) -> None:
         check_at_least(self, 1, "keep")
@@ -56,8 +56,9 @@ class TensorBoardConfig:
     on. Needs the extra [tensorboard].
     """
 
-    folder: str | None = None  # where to; None: tensorboard/ in the output folder
-    flush_s: int = 30  # seconds after which what was measured is on the disk
+    # the folder of the event files; None: tensorboard/ in the output folder
+    folder: str | None = None
+    flush_s: int = 30  # seconds after which values are on the disk
 
     def check(self) -> None:
         check_at_least(self, 1, "flush_s")
@@ -74,8 +75,8 @@ class WandbConfig:
     """
 
     project: str = "easypipe"  # the project of Weights & Biases that the run appears in
-    entity: str | None = None  # None: the default one of the account
-    name: str | None = None  # of the run; None: W&B makes one up
+    entity: str | None = None  # None: the default entity of the account
+    name: str | None = None  # name of the run; None: W&B makes one up
     # offline: kept in wandb/ in the output folder, for `wandb sync`
     mode: Literal["online", "offline"] = "online"
 
@@ -102,7 +103,7 @@ class HeartbeatConfig:
     pid. A run that hangs renews nothing: it is the training thread that writes.
     """
 
-    every_s: float = 10.0  # seconds between two renewals, at least
+    every_s: float = 10.0  # least seconds between two renewals
 
     def check(self) -> None:
         require(
@@ -124,11 +125,11 @@ class LmEvalConfig:
     tasks: ListOf[str]  # names that lm-eval knows
     include_path: str | None = None  # a folder of further tasks, in lm-eval's YAML
     limit: int | None = None  # documents of each task; None: all
-    num_fewshot: int | None = None  # examples before each question; None: as the task says
-    chat: bool = False  # ask by the chat template
-    batch_size: int = 16  # rows that are read at once, at most
-    # tokens that the model sees; None: max_position_embeddings of its config.json, or the longest
-    # row of the run, whichever is more; 2048 where neither is known
+    num_fewshot: int | None = None  # examples before each question; None: the task's own number
+    chat: bool = False  # use the chat template
+    batch_size: int = 16  # most rows that are read at once
+    # tokens that the model sees; None: the larger of its config.json's max_position_embeddings and
+    # the longest row of the run; 2048 if neither is known
     max_length: int | None = None
 
     def check(self) -> None:
@@ -145,11 +146,11 @@ class CallbacksConfig:
     Others come from Python: `Trainer(..., callbacks=[...])`.
     """
 
-    # end the run when a metric no longer gets better
+    # end the run when a metric no longer improves
     early_stopping: EarlyStoppingConfig | None = None
-    best: BestConfig | None = None  # keep the checkpoints that do best on held-out data
+    best: BestConfig | None = None  # keep the best checkpoints on held-out data
     tensorboard: TensorBoardConfig | None = None  # event files
     wandb: WandbConfig | None = None  # Weights & Biases
     profile: ProfileConfig | None = None  # trace a few steps
-    heartbeat: HeartbeatConfig | None = None  # a file that says that the run is alive
+    heartbeat: HeartbeatConfig | None = None  # a file that shows that the run is alive
     lm_eval: LmEvalConfig | None = None  # scores of tasks, at every checkpoint

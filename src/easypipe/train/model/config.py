@@ -45,12 +45,12 @@ class RopeScaling:
     # linear: every pair turns `factor` times slower; llama3: those of long wavelength only
     kind: Literal["linear", "llama3"]
     factor: float  # how many times slower pairs turn
-    # llama3: pairs that turn fewer times than this within original_length are slowed by all of
+    # llama3: pairs that turn fewer times than this within original_length are slowed by the whole
     # factor
     low_freq_factor: float = 1.0
-    # llama3: pairs that turn more often stay as they are; between the two it is interpolated
+    # llama3: pairs that turn more often than this stay as they are; in between it is interpolated
     high_freq_factor: float = 4.0
-    original_length: int = 8192  # llama3: tokens a row had in the first training
+    original_length: int = 8192  # llama3: longest row in the original training
 
     def check(self) -> None:
         require(
@@ -89,41 +89,41 @@ class ModelConfig:
     """
 
     vocab_size: int | None = None  # None: the tokenizer's, filled in by the run
-    hidden_size: int = 192  # width of what goes from layer to layer
+    hidden_size: int = 192  # width of the residual stream
     intermediate_size: int = 512  # width inside the MLP of a layer
     num_layers: int = 4  # layers, each of attention and an MLP
     num_heads: int = 6  # heads of the queries
-    num_kv_heads: int = 2  # as many as num_heads: multi-head; 1: multi-query
+    num_kv_heads: int = 2  # heads of keys and values; num_heads: multi-head; 1: multi-query
     head_dim: int | None = None  # None: hidden_size / num_heads
-    # base of the rotations that tell positions; larger turns slower, for longer rows
+    # base of the rotary positions; a larger one turns slower, for longer rows
     rope_theta: float = 10_000.0
     norm_epsilon: float = 1e-6  # added to the mean square before a norm divides by its root
     # True: the head is the embedding table, transposed; fewer parameters, slower learning
     tie_embeddings: bool = False
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of products and activations
-    # of the parameters the optimizer updates
+    dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of products and activations
+    # dtype of the parameters that the optimizer updates
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    # recompute in the backward pass: nothing, all but matrix products, whole layers
+    # recomputed in the backward pass: none, all but matrix products, or layers
     remat: Literal["none", "dots", "full"] = "none"
-    # what computes attention; None: "splash" on TPU, "triton" on NVIDIA, "xla" elsewhere
+    # implementation of attention; None: "splash" on TPU, "triton" on NVIDIA, "xla" elsewhere
     attention: AttentionBackend | None = None
     # one compiled layer run num_layers times; False compiles each: slower to compile, faster on CPU
     scan_layers: bool = True
-    rope_scaling: RopeScaling | None = None  # of layers that turn by rope_theta; None: none
-    # of layers with a window, in place of rope_theta; None: rope_theta
-    local_rope_theta: float | None = None
+    rope_scaling: RopeScaling | None = None  # scaling of layers that use rope_theta; None: none
+    local_rope_theta: float | None = None  # rope_theta of layers with a window; None: rope_theta
     # tokens that a query sees, itself included; None: all before it
     sliding_window: int | None = None
     global_every: int | None = None  # every n-th layer has no window; None: all have it
     qkv_bias: bool = False  # query, key and value projections add a bias
     qk_norm: bool = False  # heads of query and key are normalised before they are rotated
-    attention_width: int | None = None  # attention scores are divided by its root; None: head_dim
+    # attention scores are divided by the root of this; None: head_dim
+    attention_width: int | None = None
     attention_soft_cap: float | None = None  # c: attention scores become c·tanh(score/c)
     logit_soft_cap: float | None = None  # c: logits become c·tanh(logit/c)
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate of the MLP
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # activation of the MLP's gate
     # norms multiply by their scale w, or by 1 + w
     norm_scale: Literal["plain", "one_plus"] = "plain"
-    post_norms: bool = False  # what attention and MLP give is normalised before it is added
+    post_norms: bool = False  # normalise the outputs of attention and MLP before they are added
     scale_embeddings: bool = False  # embeddings are multiplied by the root of hidden_size
 
     def check(self) -> None:
@@ -209,18 +209,19 @@ class ModelConfig:
 
 @config
 class ClassifierConfig:
-    """A small network that tells classes of images apart, untrained.
+    """A small untrained network that classifies images.
 
     The defaults have 19,000 parameters for ten classes of grey images.
 
-    kind: "convnet": for each of hidden_sizes a 3 x 3 convolution with so many channels and a
-    pooling that halves both sides, then the mean
-        over what is left of the image; "mlp": all pixels through layers that are so wide.
+    Args:
+        kind: "convnet": for each of hidden_sizes a 3 x 3 convolution with this many channels and a
+            pooling that halves both sides, then the mean over the rest of the image; "mlp": all
+            pixels through layers of these widths.
     """
 
     kind: Literal["convnet", "mlp"] = "convnet"
     hidden_sizes: ListOf[int] = (32, 64)  # channels of each convolution, or widths of the layers
-    num_classes: int | None = None  # None: those of the data, filled in by the run
+    num_classes: int | None = None  # None: the data's, filled in by the run
     # height, width, channels; None: the data's, filled in by the run
     image_shape: tuple[int, int, int] | None = None
 
@@ -258,17 +259,15 @@ class ClassifierConfig:
 
 @config
 class LoraConfig:
-    """Low-rank adapters (Hu et al., 2021), which are trained while all else is frozen.
+    """Low-rank adapters (Hu et al., 2021), which are trained while everything else is frozen.
 
-    A projection W becomes W + scale·A·B.
-
-    A is [inputs, rank], drawn evenly from ±inputs^-1/2; B is [rank, outputs], zero at first, so
-    that training begins at the model itself. Both are float32, whatever W is. Optimizer state and
-    checkpoints hold nothing of what is frozen.
+    A projection W becomes W + scale·A·B. A is [inputs, rank], drawn uniformly from ±inputs^-1/2; B
+    is [rank, outputs] and zero at first, so training begins at the model itself. Both are float32,
+    whatever W is. Optimizer state and checkpoints hold no frozen parameters.
     """
 
-    rank: int = 8  # columns of A and rows of B: how much an adapter can say
-    # scale is alpha / rank: with it fixed, the rank can be changed and the learning rate stays
+    rank: int = 8  # columns of A and rows of B
+    # scale is alpha / rank, so the learning rate can stay when the rank changes
     alpha: float = 16.0
     # scale is alpha / sqrt(rank) instead (Kalajdzievski, 2023): for ranks of 64 and more
     rank_stabilized: bool = False

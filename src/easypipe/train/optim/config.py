@@ -127,16 +127,15 @@ _LIMITS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str, str | None],
 
 @config
 class ParameterGroup:
-    """Parameters that train otherwise.
+    """Parameters with training options of their own.
 
-    The first group whose `match` fits a parameter's name has it.
-
-    `match` is a pattern of the shell (`*` and `?`) over dotted names such as `layers.query.kernel`;
-    a group that fits none is refused.
+    A parameter belongs to the first group whose `match` fits its name. `match` is a shell pattern
+    (`*` and `?`) over dotted names such as `layers.query.kernel`; a group that fits none is
+    refused.
     """
 
-    match: str  # a pattern of the shell over dotted names, such as "layers.query.*"
-    learning_rate_scale: float = 1.0  # times the schedule; 0.0 freezes
+    match: str  # a shell pattern over dotted names, such as "layers.query.*"
+    learning_rate_scale: float = 1.0  # factor on the schedule; 0.0 freezes
     weight_decay: float | None = None  # None: the optimizer's, on matrices
 
     def check(self) -> None:
@@ -157,35 +156,36 @@ class OptimizerConfig:
     """
 
     name: OptimizerName = "adamw"  # which optimizer
-    learning_rate: float | None = None  # the peak; prodigy: a factor on the rate it finds by itself
-    # how the rate goes on after the warm-up; None: cosine (schedule_free: constant, and no other)
+    learning_rate: float | None = None  # the peak; prodigy: a factor on the rate that it finds
+    # the rate after the warm-up; None: cosine (schedule_free: constant, and no other)
     schedule: ScheduleName | None = None
     # step k of them (from 0) runs at learning_rate * (k + 1) / (warmup_steps + 1)
     warmup_steps: int = 0
-    # last steps, in which wsd, constant and inverse_sqrt fall; None: a tenth for wsd, else 0
+    # last steps, in which the rate of wsd, constant and inverse_sqrt falls; None: a tenth for wsd,
+    # else 0
     cooldown_steps: int | None = None
-    # how they fall; None: linear; sqrt: 1 - sqrt(progress) (Haegele et al., 2024)
+    # shape of the cool-down; None: linear; sqrt: 1 - sqrt(progress) (Haegele et al., 2024)
     cooldown_shape: Literal["linear", "cosine", "sqrt"] | None = None
-    # a schedule that ends, ends at learning_rate * final_fraction; None: 0.1
+    # the schedule ends at learning_rate * final_fraction; None: 0.1
     final_fraction: float | None = None
     power: float | None = None  # exponent of the polynomial schedule; None: 2
     beta1: float | None = None  # how much of the first moment a step keeps
     beta2: float | None = None  # how much of the second moment a step keeps
     beta3: float | None = None  # ademamix: the slow average; adan: the squares
     epsilon: float | None = None  # added where an update is divided by the second moment
-    weight_decay: float | None = None  # times rate and value, taken off matrices alone
+    weight_decay: float | None = None  # multiplied by the rate, on matrices only
     momentum: float | None = None  # muon: how much of the momentum a step keeps
     newton_schulz_steps: int | None = None  # muon: iterations that make an update orthogonal
     decay_rate: float | None = None  # adafactor: second moments at step t keep 1 - t^-decay_rate
     gamma: float | None = None  # sophia: scale of the curvature; larger clips less
     alpha: float | None = None  # ademamix: weight of the slow average
-    # sophia: steps between curvature estimates; soap: between turns of its basis
+    # sophia: steps between curvature estimates; soap: steps between new bases
     update_interval: int | None = None
-    max_precondition_dim: int | None = None  # soap: a longer side of a matrix keeps its own basis
-    # gradients longer than this, over all parameters together, are scaled to it; None: never
+    max_precondition_dim: int | None = None  # soap: a longer side of a matrix is not rotated
+    # gradients of a larger norm, over all parameters together, are scaled to it; None: never
     clip_norm: float | None = 1.0
-    # what is evaluated, saved and exported is a running average of the weights, of which step k
-    # (from 0) keeps min(ema_decay, (1 + k) / (10 + k)); None: the weights themselves
+    # evaluate, save and export a running average of the weights; its decay at step k (from 0) is
+    # min(ema_decay, (1 + k) / (10 + k)); None: the weights themselves
     ema_decay: float | None = None
     groups: ListOf[ParameterGroup] = ()
 

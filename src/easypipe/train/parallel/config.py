@@ -40,25 +40,28 @@ _TOGETHER = (
 
 @config
 class MeshConfig:
-    """Devices along each axis of the mesh; -1: those that remain.
+    """Devices along each axis of the mesh; -1 takes the remaining ones.
 
-    An axis that is not given has one device, or what the preset says.
+    An axis that is not given has one device, or the preset's number.
 
-    data: replicas of the model, each with rows of its own. fsdp: replicas that share one copy of
-    the parameters. sequence: devices that share the slots of a row. tensor: devices that share
-    every layer.
     Presets: dp, all devices along data; fsdp, along fsdp; tp, along tensor; zero1 is dp with the
-    optimizer's state divided over data; hybrid has data across what slow links join (slices of
-    TPUs, else hosts) and fsdp within.
+    optimizer's state divided over data; hybrid has data across slow links (between slices of TPUs,
+    else hosts) and fsdp within.
+
+    Args:
+        data: Replicas of the model, each with rows of its own.
+        fsdp: Replicas that share one copy of the parameters.
+        sequence: Devices that share the slots of a row.
+        tensor: Devices that share every layer.
     """
 
-    # dp, fsdp, tp, zero1 or hybrid, as above; axes that are given beside it go before
+    # dp, fsdp, tp, zero1 or hybrid, as above; axes that are given too override it
     preset: Preset | None = None
     data: int | None = None
     fsdp: int | None = None
     sequence: int | None = None
     tensor: int | None = None
-    # over which axes of the mesh a named dimension of the parameters is divided; null: over none
+    # the mesh axes over which a named dimension of the parameters is divided; null: none
     axis_rules: dict[str, str | tuple[str, ...] | None] = field(default_factory=dict)
     # where dimensions of parameters lie, by their meaning (embed, heads, mlp, vocab, layers), where
     # that is not RULES; null: whole
@@ -143,17 +146,18 @@ class MeshConfig:
 class DistributedConfig:
     """The processes of a run on several hosts.
 
-    All left out: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID are asked, then the
-    scheduler (TPU pods, Slurm, Kubernetes, Open MPI); where none speaks of several processes there
-    is one.
+    Without these options, JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID decide,
+    then the scheduler (TPU pods, Slurm, Kubernetes, Open MPI); if none of them names several
+    processes, there is one.
     """
 
     enabled: bool = True  # False: this process is alone, whatever the environment says
     coordinator_address: str | None = None  # "host:port" of process 0, as the others reach it
     num_processes: int | None = None  # how many processes the run has, on all hosts
-    process_id: int | None = None  # of this process, from 0; process 0 writes the files of the run
-    timeout: int = 300  # seconds in which all have to come together
-    # seconds after which a process that is silent counts as lost, and the others end
+    # number of this process, from 0; process 0 writes the files of the run
+    process_id: int | None = None
+    timeout: int = 300  # seconds in which all processes must have connected
+    # seconds without a sign after which a process counts as lost, and the others end
     heartbeat: int = 100
 
     def check(self) -> None:

@@ -17,13 +17,15 @@ from easypipe.transforms.columns.base import ColumnTransform, Rows
 
 @config
 class HoldOutConfig:
-    """Which rows of a dataset are read: those that are held out, or the others.
+    """Which rows of a dataset are read: the held-out rows, or all others.
 
-    What a row holds decides it, so equal rows fall together, and files that are added, renamed
+    The content of a row decides, so equal rows fall on one side, and files that are added, renamed
     or written in another format move no row from one side to the other.
 
-    fraction: of the rows that are held out, about. seed: another one holds out others. held: True
-    reads these, False all others.
+    Args:
+        fraction: About this share of the rows is held out.
+        seed: Another seed holds out other rows.
+        held: True reads the held-out rows, False all others.
     """
 
     fraction: float

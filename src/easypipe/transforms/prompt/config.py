@@ -64,16 +64,18 @@ def check_message_fields(fields: Mapping[str, str] | None) -> None:
 
 @config
 class FewShotConfig:
-    """Solved examples in front of every row, of which no token is trained.
+    """Solved examples before every row; none of their tokens is trained.
 
-    examples: rows, as dicts with the columns of the format: these, in this order, for every row.
-    data_files: a file of rows (JSON lines, a JSON array, parquet) to draw from instead, such as the
-    dataset's own; it is held in memory.
-    count: how many are drawn for each row; a row that equals the one at hand is never one of them.
-    Which, follows from seed and row alone.
-    seed: of the draws.
-    separator: what stands between examples, and between the last one and the row; chat templates
-    write their own.
+    Args:
+        examples: Rows, as dicts with the columns of the format: these, in this order, for every
+            row.
+        data_files: A file of rows (JSON lines, a JSON array, parquet) to draw from instead, such as
+            the dataset's own; it is held in memory.
+        count: How many are drawn for each row, by seed and row alone; an example that equals the
+            row is never drawn.
+        seed: Seed of the draws.
+        separator: The text between examples, and between the last one and the row; chat templates
+            write their own.
     """
 
     examples: ListOf[dict[str, Any]] = ()
@@ -115,52 +117,48 @@ class FewShotConfig:
 
 @config
 class PromptConfig:
-    """How a row becomes a text, and which of its characters are trained.
+    r"""How a row becomes a text, and which of its characters are trained.
 
-    format_type: "chat" (or "openai"): messages of role and content, tool calls too, through a chat
-    template; "sharegpt": the same from
-        lists of `from` and `value`; "alpaca": instruction, input (may be empty) and output;
-        "custom": your template; "prompt_completion": two columns, one after the other; "text": a
-        column as it is, all of it trained.
-    template: of messages a chat template, as a file, as its text, or by the name of a built-in one
-    (chatml, plain, zephyr, alpaca); None
-        takes the tokenizer's own. Of "custom" a file or a text, with `{column}` or in Jinja2. The
-        other formats have none.
-    input_columns: what is read beside the label: of messages the column that holds them, of
-    "custom" the columns that the template names.
-    label_column: the column that is trained; "custom" without one trains all. Of messages, the
-    column of those that answer the conversation in input_columns.
-    rejected_column: makes pairs of rows, for train.preference: each is written twice, the second
-    time with this column in place of the
-        label (of messages without one, and of "text", of the column itself), as the answer that was
-        not preferred. Of "text", and of messages with train_on "completion", what both begin with
-        is the prompt.
-    tools_column: of messages, the column of tools; None takes the column `tools`, where there is
-    one.
-    roles: of "sharegpt", what `from` says to which role: {"bot": "assistant"}, beside human, gpt,
-    system, function_call, observation, ...
-    message_fields: of messages, the keys that they have for OpenAI's (role, content, tool_calls,
-    reasoning_content, train, weight), and for the `text` of typed parts: {role: from, content:
-    value}.
-    system_prompt: of messages, the system message of conversations without one; else text in front,
-    with an empty line behind.
-    few_shot: examples in front of every row.
-    train_on: of messages `assistant` (the default), `last_assistant`, `completion` (the last
-    message, if it is the assistant's; with a label_column, where it is the default, all that the
-    template writes behind the prompt) or `all`;
-        a message's own `train` (true or false) goes before it. Else `completion` (the default where
-        there is a label) or `all`.
-    train_on_eos: of which trained turns what ends them (`<|im_end|>`, EOS) is trained too: every
-    `turn` (what None takes), the `last` one, or `none`; of a completion of text whether its EOS is.
-    template_date: the day (2026-01-31) that templates are told which ask for today's; None refuses
-    those.
-    chat_template_kwargs: of messages, what their template is told beside them, as
-    `apply_chat_template` of transformers takes it: {enable_thinking: false}. A row's own, in the
-    column `chat_template_kwargs`, goes before it.
-    train_empty_thinking: of messages, whether the thought without words that templates of models
-    that reason write in
-        front of an answer (`<think>\\n\\n</think>`) is trained; None means True, as in TRL's
-        training templates. Where a template has generation markers, they decide.
+    Args:
+        format_type: "chat" (or "openai"): messages of role and content, tool calls too, through a
+            chat template; "sharegpt": the same from lists of `from` and `value`; "alpaca":
+            instruction, input (may be empty) and output; "custom": your template;
+            "prompt_completion": two columns, one after the other; "text": a column as it is, all of
+            it trained.
+        template: For messages a chat template: a file, its text, or the name of a built-in one
+            (chatml, plain, zephyr, alpaca); None takes the tokenizer's own. For "custom" a file or
+            a text, with `{column}` or in Jinja2. The other formats have none.
+        input_columns: The columns that are read besides the label: for messages the column that
+            holds them, for "custom" the columns that the template names.
+        label_column: The column that is trained; "custom" without one trains all. For messages, the
+            column of those that answer the conversation in input_columns.
+        rejected_column: The column of the answer that was not preferred; makes pairs of rows for
+            train.preference. The second row of a pair has it in place of the label (for "text", and
+            messages without a label, of the column itself). For "text", and messages with train_on
+            "completion", the common beginning is the prompt.
+        tools_column: For messages, the column of tools; None takes the column `tools`, if there is
+            one.
+        roles: For "sharegpt", the role of each value of `from`: {"bot": "assistant"}, beside human,
+            gpt, system, function_call, observation, ...
+        message_fields: Maps the keys of your messages to OpenAI's (role, content, tool_calls,
+            reasoning_content, train, weight), and to the `text` of typed parts: {role: from,
+            content: value}.
+        system_prompt: For messages, the system message of conversations without one; else text
+            before the row, followed by an empty line.
+        few_shot: Examples before every row.
+        train_on: For messages `assistant` (the default), `last_assistant`, `completion` (the last
+            message, if it is the assistant's; with a label_column, where it is the default, all
+            that the template writes after the prompt) or `all`; a message's own `train` (true or
+            false) overrides it. Else `completion` (the default if there is a label) or `all`.
+        train_on_eos: Whether the end of a trained turn (`<|im_end|>`, EOS) is trained too: of every
+            `turn` (default), the `last` one, or `none`; for a text completion, its EOS.
+        template_date: The day (2026-01-31) for templates that ask for today's; None refuses those.
+        chat_template_kwargs: Variables of the template besides messages, as in
+            `apply_chat_template` of transformers: {enable_thinking: false}. A row's column
+            `chat_template_kwargs` overrides it.
+        train_empty_thinking: Whether the empty thought that templates of reasoning models write
+            before an answer (`<think>\n\n</think>`) is trained; None means True, as in TRL's
+            training templates. If a template has generation markers, they decide.
     """
 
     format_type: FormatType = "chat"

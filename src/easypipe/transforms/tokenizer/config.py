@@ -75,34 +75,31 @@ def length_limit(config: TokenizerConfig) -> int | None:
 
 @config
 class TokenizerConfig:
-    """Which tokenizer, and what it does to a text.
+    """A tokenizer, and how it encodes a text.
 
-    name_or_path: a tokenizer.json, a folder that holds one, or a Hub name; what looks like a path
-    is never looked up on the Hub.
-    max_length: most tokens of a document, special tokens included; None keeps all.
-    truncation: False keeps documents longer than max_length, which then is only what
-    padding="max_length" fills up to.
-    padding: how rows that are not packed are filled in a batch: to the "longest" of it (also True)
-    or to "max_length"; False refuses
-        rows of unequal length.
-    padding_side: "left" puts padding before the tokens of such rows, as generation wants it, in
-    every column.
-    pad_to_multiple_of: the "longest" row, rounded up to a multiple of this; longest rows of many
-    lengths then make few shapes.
-    length_buckets: every batch gets the first of these widths (ascending) that holds its longest
-    row, so there are no more shapes than
-        widths. A row that is longer than the last of them is an error. A number in place of widths:
-        so many are chosen, from the lengths of all documents, so that rows of batches of their own
-        would have the least padding; the last is the longest document's.
-    add_special_tokens: add what the tokenizer's own post-processor adds.
-    special_strings: what becomes of strings such as "<|endoftext|>" in raw text: "allow" makes them
-    special tokens, which are counted in
-        the ledger; "escape" takes them for ordinary text; "error" makes a bad row of theirs.
-    return_attention_mask: batches carry `attention_mask` (1 where a token stands, 0 where padding
-    does).
-    trust_remote_code: refused; easypipe reads tokenizer.json files, which hold no code.
-    backend: "auto" takes gigatoken where it is proved equal; "gigatoken" makes anything else an
-    error; "tokenizers" is the reference.
+    Args:
+        name_or_path: A tokenizer.json, a folder that holds one, or a Hub name; what looks like a
+            path is never looked up on the Hub.
+        max_length: Most tokens of a document, special tokens included; None keeps all.
+        truncation: False keeps documents longer than max_length, which then is only the width for
+            padding="max_length".
+        padding: How rows that are not packed are padded: to the "longest" of the batch (also True)
+            or to "max_length"; False refuses rows of unequal length.
+        padding_side: "left" puts the padding before the tokens, in every column, as generation
+            needs it.
+        pad_to_multiple_of: With "longest", round the width up to a multiple of this, so that there
+            are fewer shapes.
+        length_buckets: Widths (ascending): every batch gets the first one that holds its longest
+            row; a longer row is an error. A number instead chooses so many widths from the lengths
+            of all documents, with the least padding; the last is that of the longest document.
+        add_special_tokens: Add what the tokenizer's own post-processor adds.
+        special_strings: What happens to strings such as "<|endoftext|>" in raw text: "allow" makes
+            them special tokens, counted in the ledger; "escape" makes them ordinary text; "error"
+            makes the row a bad row.
+        return_attention_mask: Add `attention_mask` to batches (1 for a token, 0 for padding).
+        trust_remote_code: Refused; easypipe reads tokenizer.json files, which hold no code.
+        backend: "auto" uses gigatoken if a check found it equal; "gigatoken" makes anything else an
+            error; "tokenizers" is the reference.
     """
 
     name_or_path: str

@@ -36,22 +36,22 @@ _ENDS: dict[str, re.Pattern[str]] = {
 
 @config
 class LengthPolicy:
-    """What becomes of samples with more than max_length tokens.
+    """What happens to samples with more than max_length tokens.
 
-    policy: "error" makes a bad row of them; "drop" leaves them out; "keep_start" and "keep_end"
-    keep that end of them; "middle" keeps both
-        ends, half of the length each; "split" makes several documents of them; "trim_oldest_turns"
-        leaves out the oldest turns of a conversation, whole ones, never the system prompt nor the
-        last turn; "trim_prompt_first" cuts the beginning of what stands before the first trained
-        token, and what is trained only where that is not enough, at its end.
-    overlap: with "split", tokens of the document before it that each begins with, for context: they
-    are not trained again. Without it
-        the first token of each document is nobody's next token, and so not trained at all.
-    boundary: cut where a sentence, a clause (or sentence) or a word ends, as far as at least half
-    of the room stays; where there is
-        none, at the next finer one, and at any token where no word ends.
-    budgets: most tokens of columns of a prompt, cut at their end before the prompt is written:
-    {"context": 512}. Not of the label.
+    Args:
+        policy: "error" makes them bad rows; "drop" leaves them out; "keep_start" and "keep_end"
+            keep that end; "middle" keeps both ends, half of the length each; "split" makes several
+            documents; "trim_oldest_turns" removes whole turns of a conversation, the oldest first,
+            but never the system prompt or the last turn; "trim_prompt_first" removes the beginning
+            of the part before the first trained token, and cuts trained tokens at their end only if
+            that is not enough.
+        overlap: With "split", tokens of the previous document that each document begins with, as
+            context; they are not trained again. With 0, the first token of each document is not
+            trained.
+        boundary: Cut at the end of a sentence, a clause (or sentence) or a word, if at least half
+            of the length stays; else at the next finer one, and at any token if no word ends.
+        budgets: Most tokens of columns of a prompt (not the label), cut at their end before the
+            prompt is written: {"context": 512}.
     """
 
     policy: Literal[

@@ -14,20 +14,21 @@ from easypipe.train.model.pretrained.files import commit_of, model_folder
 
 @config
 class PretrainedConfig:
-    """A published model to train further, in place of a ModelConfig.
+    """A published model to train further, instead of a ModelConfig.
 
-    Its shape is in its own config.json, its first values in its files. Its tokenizer is the default
-    of data that names none.
+    Its shape comes from its own config.json, its initial values from its files. Its tokenizer is
+    the default of data that names none.
     """
 
-    pretrained: str | Path  # a folder in the manner of transformers, or a Hub name
+    pretrained: str | Path  # a `transformers` folder, or a Hub name
     # branch, tag or commit of a Hub repository; None: main. A run records the commit
     revision: str | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of products and activations
-    # of the parameters; None: dtype with adapters (train.lora), else float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of products and activations
+    # dtype of the parameters; None: dtype with adapters (train.lora), else float32
     param_dtype: Literal["float32", "bfloat16"] | None = None
     remat: Literal["none", "dots", "full"] = "none"  # what is recomputed in the backward pass
-    attention: AttentionBackend | None = None  # what computes attention; None: by the device
+    # implementation of attention; None: chosen by the device
+    attention: AttentionBackend | None = None
     scan_layers: bool = True  # one compiled layer, run for each; False compiles each
     # new tokens of its tokenizer; their rows of embeddings and head begin as the mean of the others
     add_tokens: ListOf[str] = ()
