@@ -18,7 +18,7 @@ from easypipe.cache.location import cache_folder
 from easypipe.cache.verify import Verification
 from easypipe.cache.writer import CacheWriter
 from easypipe.core.config import fields_of, from_dict, load_yaml
-from easypipe.core.errors import ConfigError, StageOrderError
+from easypipe.core.errors import StageOrderError, require
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import (
     BaseStage,
@@ -204,12 +204,12 @@ class Pipeline:
         """Adds a stage of one's own. The first of a chain is given {} and brings its own
         sources.
         """
-        if not isinstance(stage, BaseStage):
-            raise ConfigError(
-                at="add_stage",
-                problem=f"{stage!r} is no BaseStage",
-                fix="Subclass easypipe.core.protocols.BaseStage.",
-            )
+        require(
+            isinstance(stage, BaseStage),
+            "add_stage",
+            f"{stage!r} is no BaseStage",
+            "Subclass easypipe.core.protocols.BaseStage.",
+        )
         return self._add(stage)
 
     def get_data(self) -> dict[str, ShardedSource]:
@@ -290,12 +290,12 @@ class Pipeline:
 
         Whoever builds the pipeline afterwards finds the parts done, and tokenizes what nobody did.
         """
-        if not 0 <= number < count:
-            raise ConfigError(
-                at="number",
-                problem=f"there is no part {number} of {count}",
-                fix=f"Parts count from 0 to {count - 1}.",
-            )
+        require(
+            0 <= number < count,
+            "number",
+            f"there is no part {number} of {count}",
+            f"Parts count from 0 to {count - 1}.",
+        )
         self._require_cache()
         self._build_is_under_way()
         rows = 0
@@ -523,11 +523,12 @@ class Pipeline:
 
     def _sources(self, stage: BaseStage, made: Any) -> dict[str, ShardedSource]:
         """What a stage of the user's made, each a source that every stage knows how to read."""
-        if not isinstance(made, Mapping):
-            problem = (
-                f"process() of {stage.name!r} returned {type(made).__name__}, not a dict of sources"
-            )
-            raise ConfigError(at="add_stage", problem=problem, fix="Return {name: source}.")
+        require(
+            isinstance(made, Mapping),
+            "add_stage",
+            f"process() of {stage.name!r} returned {type(made).__name__}, not a dict of sources",
+            "Return {name: source}.",
+        )
         if not made:
             problem = f"stage {stage.name!r} is the first, and gives no source"
             raise StageOrderError(
@@ -539,9 +540,12 @@ class Pipeline:
             "folder": context.cache_dir / "indexes",
         }
         for name, source in made.items():
-            if not is_dataset_object(source):
-                problem = f"stage {stage.name!r} gave {source!r:.80} for {name!r}"
-                raise ConfigError(at="add_stage", problem=problem, fix="Return {name: source}.")
+            require(
+                is_dataset_object(source),
+                "add_stage",
+                f"stage {stage.name!r} gave {source!r:.80} for {name!r}",
+                "Return {name: source}.",
+            )
         return {name: open_object(source, name=name, **options) for name, source in made.items()}
 
     def _require_source(self) -> None:
@@ -558,10 +562,9 @@ class Pipeline:
             given = own if own is not None else {}
         if isinstance(given, Mapping):
             given = from_dict(kind, given, at)
-        if not isinstance(given, kind):
-            raise ConfigError(
-                at=at, problem=f"expected {kind.__name__}, got {type(given).__name__}"
-            )
+        require(
+            isinstance(given, kind), at, f"expected {kind.__name__}, got {type(given).__name__}"
+        )
         if self._config.streaming:
             require_streamable(at, given)
         return given

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from easypipe.core.config import apply_overrides, from_dict, load_yaml
-from easypipe.core.errors import ConfigError, did_you_mean, require
+from easypipe.core.errors import did_you_mean, require
 from easypipe.history import host_load
 from easypipe.jobs import chain, with_hold_outs, with_tokenizer_of
 from easypipe.pipeline import Pipeline
@@ -104,10 +104,11 @@ def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
     for key in values:
         require(key in known, key, "unknown key", did_you_mean(str(key), known), have=known)
     held_out = {} if values.get("eval") is None else values["eval"]
-    if not isinstance(held_out, dict):
-        raise ConfigError(
-            at="eval", problem=f"expected names with a pipeline config each, got {held_out!r}"
-        )
+    require(
+        isinstance(held_out, dict),
+        "eval",
+        f"expected names with a pipeline config each, got {held_out!r}",
+    )
     data, model = from_dict(PipelineConfig, values["data"], "data"), values.get("model")
     if isinstance(model, dict) and "pretrained" in model:
         data = with_tokenizer_of(data, from_dict(PretrainedConfig, model, "model"))

@@ -32,7 +32,7 @@ from easypipe.core.config import (
     load_yaml,
     to_dict,
 )
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place, require
 from easypipe.core.protocols import ShardedSource, select
 from easypipe.core.schema import LABELS, PIXEL_VALUES, TaskSpec
 from easypipe.core.values import Batch, Dataset, Int64, JsonObject, Settings
@@ -102,22 +102,24 @@ class ImagesConfig:
         self.dataset("data_files")
         if self.val_files is not None:
             self.dataset("val_files")
-        if not 0 <= self.val_split < 1:
-            raise ConfigError(
-                at="val_split",
-                problem=f"{self.val_split} is no share of the rows",
-                fix="Give one from 0 up to 1.",
-            )
-        if self.val_split and self.val_files is not None:
-            raise ConfigError(
-                at="val_split",
-                problem="has no effect beside val_files",
-                fix="Leave one of them out.",
-            )
-        if self.image_column == self.label_column:
-            raise ConfigError(
-                at="label_column", problem="is the image_column too", fix="Name another column."
-            )
+        require(
+            0 <= self.val_split < 1,
+            "val_split",
+            f"{self.val_split} is no share of the rows",
+            "Give one from 0 up to 1.",
+        )
+        require(
+            not self.val_split or self.val_files is None,
+            "val_split",
+            "has no effect beside val_files",
+            "Leave one of them out.",
+        )
+        require(
+            self.image_column != self.label_column,
+            "label_column",
+            "is the image_column too",
+            "Name another column.",
+        )
         if self.classes is not None and (
             len(set(self.classes)) < len(self.classes) or len(self.classes) < 2
         ):
@@ -313,14 +315,13 @@ class ClassifyConfig:
             ("modality", self.task.modality, "vision"),
             ("task_type", self.task.task_type, "classification"),
         ):
-            if value != known:
-                problem = f"{value!r} is nothing that is trained from a config"
-                raise ConfigError(
-                    at=f"task.{key}",
-                    problem=problem,
-                    have=[known],
-                    fix="From Python: UniversalDataModule and Trainer.",
-                )
+            require(
+                value == known,
+                f"task.{key}",
+                f"{value!r} is nothing that is trained from a config",
+                "From Python: UniversalDataModule and Trainer.",
+                [known],
+            )
         try:
             CollatorRegistry.get_instance().get_collator(self.task)
         except ConfigError as error:
@@ -332,24 +333,24 @@ class ClassifyConfig:
             ) from None
         if changes := told(self.data, self.train, "data"):
             object.__setattr__(self, "data", dataclasses.replace(self.data, **changes))
-        if self.train.preference is not None:
-            raise ConfigError(
-                at="train.preference",
-                problem="is for pairs of answers, and these are images",
-                fix="Leave it out.",
-            )
-        if self.train.lora is not None:
-            raise ConfigError(
-                at="train.lora",
-                problem="adapts the projections of a decoder, and there is none here",
-                fix="Leave it out.",
-            )
-        if self.train.distributed != DistributedConfig():
-            raise ConfigError(
-                at="train.distributed",
-                problem="images are read by one process",
-                fix="Leave it out.",
-            )
+        require(
+            self.train.preference is None,
+            "train.preference",
+            "is for pairs of answers, and these are images",
+            "Leave it out.",
+        )
+        require(
+            self.train.lora is None,
+            "train.lora",
+            "adapts the projections of a decoder, and there is none here",
+            "Leave it out.",
+        )
+        require(
+            self.train.distributed == DistributedConfig(),
+            "train.distributed",
+            "images are read by one process",
+            "Leave it out.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,8 +378,7 @@ def inputs_of(run: ClassifyConfig) -> Inputs:
     images = Images(data, "data_files")
     classes = images.names if data.classes is None else list(data.classes)
     rows = images.rows(classes)
-    if not len(rows):
-        raise ConfigError(at="data.data_files", problem="has no rows", fix="Give it some.")
+    require(len(rows), "data.data_files", "has no rows", "Give it some.")
     held_out = None if data.val_files is None else Images(data, "val_files").rows(classes)
     count = max(len(classes or ()), int(rows.labels.max()) + 1)
     num_classes = _num_classes(model, count, held_out)
@@ -397,13 +397,12 @@ def inputs_of(run: ClassifyConfig) -> Inputs:
         raise error.under("data") from None
     train = module.train_dataloader()
     shape = tuple(np.shape(_first(train)[PIXEL_VALUES])[1:])
-    if model.image_shape is not None and model.image_shape != shape:
-        problem = f"{list(model.image_shape)}, but the images are {list(shape)}"
-        raise ConfigError(
-            at="model.image_shape",
-            problem=problem,
-            fix="Leave it out, or set task.options.image_size.",
-        )
+    require(
+        model.image_shape is None or model.image_shape == shape,
+        "model.image_shape",
+        f"{list(model.image_shape or ())}, but the images are {list(shape)}",
+        "Leave it out, or set task.options.image_size.",
+    )
     try:
         model = dataclasses.replace(model, num_classes=num_classes, image_shape=shape)
     except ConfigError as error:
@@ -423,12 +422,12 @@ def inputs_of(run: ClassifyConfig) -> Inputs:
 
 def _num_classes(model: ClassifierConfig, count: int, held_out: ImageRows | None) -> int:
     """Raises ConfigError and SourceError for labels that the model has no class for."""
-    if model.num_classes is not None and model.num_classes < count:
-        raise ConfigError(
-            at="model.num_classes",
-            problem=f"{model.num_classes}, but labels go to {count - 1}",
-            fix=f"Leave it out, or give at least {count}.",
-        )
+    require(
+        model.num_classes is None or model.num_classes >= count,
+        "model.num_classes",
+        f"{model.num_classes}, but labels go to {count - 1}",
+        f"Leave it out, or give at least {count}.",
+    )
     num_classes = model.num_classes or max(count, 2)
     if held_out is not None and len(held_out) and int(held_out.labels.max()) >= num_classes:
         row = int(held_out.labels.argmax())
@@ -449,12 +448,12 @@ def train(
 
     inputs: what `inputs_of(run)` gave. Raises what that raises, and what `Trainer.run` raises.
     """
-    if initialize():
-        raise ConfigError(
-            at="train.distributed",
-            problem="this is one of several processes, and images are read by one",
-            fix="Start one.",
-        )
+    require(
+        not initialize(),
+        "train.distributed",
+        "this is one of several processes, and images are read by one",
+        "Start one.",
+    )
     inputs = inputs_of(run) if inputs is None else inputs
     evals = {} if inputs.val is None else {VAL: inputs.val}
     resolved = inputs.run

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from easypipe.compat.foreign import Rows, TokenizerLike, as_tokenizer, pad_of
-from easypipe.core.errors import ConfigError, SourceError, place
+from easypipe.core.errors import ConfigError, SourceError, place, require
 from easypipe.core.schema import (
     ATTENTION_MASK,
     DECODER_ATTENTION_MASK,
@@ -67,12 +67,12 @@ class Padding:
     def __post_init__(self) -> None:
         if self.schema is None:
             object.__setattr__(self, "schema", OutputSchema())
-        if self.padding_side not in ("right", "left"):
-            raise ConfigError(
-                at="padding_side",
-                problem=f"{self.padding_side!r} is no side",
-                have=["right", "left"],
-            )
+        require(
+            self.padding_side in ("right", "left"),
+            "padding_side",
+            f"{self.padding_side!r} is no side",
+            have=["right", "left"],
+        )
         if self.max_length is not None and self.max_length < 1:
             raise ConfigError(
                 at="max_length",
@@ -326,11 +326,13 @@ def default_collate(rows: Sequence[Item]) -> Any:
 def check_tensors(return_tensors: Tensors) -> None:
     """Raises ConfigError for kinds of arrays that no collator makes."""
     known = (True, False, "np", "jax")
-    if return_tensors not in known:
-        fix = "For torch tensors wrap the loader: easypipe.interop.torch.TorchBatches(loader)."
-        raise ConfigError(
-            at="return_tensors", problem=f"{return_tensors!r} is not made here", have=known, fix=fix
-        )
+    require(
+        return_tensors in known,
+        "return_tensors",
+        f"{return_tensors!r} is not made here",
+        "For torch tensors wrap the loader: easypipe.interop.torch.TorchBatches(loader).",
+        known,
+    )
 
 
 def handed_out(batch: Row, schema: OutputSchema | None, return_tensors: Tensors) -> Batch:

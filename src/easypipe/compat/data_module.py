@@ -18,7 +18,7 @@ from easypipe.compat.foreign import MESSAGES, TEXT, TokenizerLike, is_own, token
 from easypipe.compat.loaders import DataLoaderConfig, DataLoaderFactory, require_rows, text_loader
 from easypipe.compat.registry import DEFAULT, CollatorRegistry
 from easypipe.compat.vision import IMAGE_COLUMNS
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.random import draw_seed, fold
 from easypipe.core.schema import INPUT_IDS, TaskSpec
 from easypipe.core.values import Collate, Dataset, Int64, Item
@@ -84,12 +84,12 @@ class UniversalDataModule:
         collate_fn: Collate | None = None,
         **options: Any,
     ) -> None:
-        if not 0 <= val_split < 1:
-            raise ConfigError(
-                at="val_split",
-                problem=f"{val_split} is no share of the rows",
-                fix="Give one from 0 up to 1.",
-            )
+        require(
+            0 <= val_split < 1,
+            "val_split",
+            f"{val_split} is no share of the rows",
+            "Give one from 0 up to 1.",
+        )
         if val_data is not None and val_split:
             log.warning("val_split=%s has no effect: val_data is given", val_split)
         for name, data in (("train_data", train_data), ("val_data", val_data)):
@@ -102,8 +102,7 @@ class UniversalDataModule:
         self._train, self._val, self._collate_fn = train_data, val_data, collate_fn
         self._passes: dict[str, int] = {}
         self.options = DataLoaderConfig(batch_size=batch_size, seed=self.seed, **options)
-        if not len(train_data):
-            raise ConfigError(at="train_data", problem="has no rows", fix="Give it some.")
+        require(len(train_data), "train_data", "has no rows", "Give it some.")
         first = _row(train_data[0])
         self.task_spec = task_spec or _task_of(first)
         self._column = next(

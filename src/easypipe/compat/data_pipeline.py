@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 from easypipe.compat.loaders import DataLoaderConfig, text_loader, text_stream
 from easypipe.core.config import ListOf, config, from_dict, load_yaml
-from easypipe.core.errors import ConfigError, EasypipeError, did_you_mean
+from easypipe.core.errors import ConfigError, EasypipeError, did_you_mean, require
 from easypipe.core.result import Err, Result, attempt
 from easypipe.core.values import Arguments, Settings
 from easypipe.loader.epochs import EpochLoader
@@ -57,17 +57,19 @@ class DatasetSection:
     )
 
     def check(self) -> None:
-        if self.columns is not None and not self.columns:
-            raise ConfigError(
-                at="columns",
-                problem="an empty list",
-                fix="Name the columns to read, or leave it out for all.",
-            )
+        require(
+            self.columns is None or self.columns,
+            "columns",
+            "an empty list",
+            "Name the columns to read, or leave it out for all.",
+        )
         for name, value in (("subset", self.subset), ("revision", self.revision)):
-            if self.data_files is not None and value is not None:
-                raise ConfigError(
-                    at=name, problem="has no effect beside data_files", fix="Leave it out."
-                )
+            require(
+                self.data_files is None or value is None,
+                name,
+                "has no effect beside data_files",
+                "Leave it out.",
+            )
 
     def rows(self, split: str) -> Arguments:
         """The fields of DatasetConfig that say where a split's rows are.
@@ -167,19 +169,19 @@ class DataPipelineConfig:
     dataloader: DataLoaderConfig = field(default_factory=DataLoaderConfig)
 
     def check(self) -> None:
-        if str(self.version) != VERSION:
-            raise ConfigError(
-                at="version",
-                problem=f"{self.version!r} is not known",
-                have=[VERSION],
-                fix=f'Write version: "{VERSION}".',
-            )
-        if self.dataloader.collate_fn is not None:
-            raise ConfigError(
-                at="dataloader.collate_fn",
-                problem="the rows are text, which the Loader collates",
-                fix="Leave it out.",
-            )
+        require(
+            str(self.version) == VERSION,
+            "version",
+            f"{self.version!r} is not known",
+            f'Write version: "{VERSION}".',
+            [VERSION],
+        )
+        require(
+            self.dataloader.collate_fn is None,
+            "dataloader.collate_fn",
+            "the rows are text, which the Loader collates",
+            "Leave it out.",
+        )
 
     def problems(self) -> list[ConfigError]:
         """What is wrong between the sections; each has checked itself when it was made."""

@@ -13,7 +13,7 @@ import numpy as np
 from easypipe.compat.collators import create_causal_lm_collate
 from easypipe.compat.foreign import pad_of, tokenizer_config
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.errors import ConfigError, SourceError, require
 from easypipe.core.random import fold
 from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import Array, Collate, Dataset, Item, Row, attribute_of
@@ -47,13 +47,12 @@ class PreprocessedDataset:
         self, hf_dataset: Dataset, prompt_engine: PromptEngine, cache_enabled: bool = True
     ) -> None:
         _require_engine(prompt_engine)
-        if is_streamed(hf_dataset):
-            problem = f"{type(hf_dataset).__name__} gives no rows by number"
-            raise ConfigError(
-                at="hf_dataset",
-                problem=problem,
-                fix="Use create_preprocessed_dataset(..., streaming=True).",
-            )
+        require(
+            not is_streamed(hf_dataset),
+            "hf_dataset",
+            f"{type(hf_dataset).__name__} gives no rows by number",
+            "Use create_preprocessed_dataset(..., streaming=True).",
+        )
         self._data, self._engine = hf_dataset, prompt_engine
         self._kept: dict[int, Encoded] = {}
         self._keeps = cache_enabled
@@ -142,15 +141,12 @@ class StreamingPreprocessedDataset:
                 at="buffer_size", problem=f"{buffer_size} rows", fix="Give 0 to keep the order."
             )
         check_rank(rank, world_size)
-        if iter(hf_iterable) is hf_iterable:
-            problem = (
-                f"{type(hf_iterable).__name__} can be read once, and every iteration begins anew"
-            )
-            raise ConfigError(
-                at="hf_iterable",
-                problem=problem,
-                fix="Give what makes the iterator: a dataset, or a class with __iter__.",
-            )
+        require(
+            iter(hf_iterable) is not hf_iterable,
+            "hf_iterable",
+            f"{type(hf_iterable).__name__} can be read once, and every iteration begins anew",
+            "Give what makes the iterator: a dataset, or a class with __iter__.",
+        )
         known_to_torch(StreamingPreprocessedDataset)
         self._data, self._engine = hf_iterable, prompt_engine
         self.buffer_size, self.skip_errors, self.seed = buffer_size, skip_errors, seed

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.errors import ConfigError, SourceError, require
 from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import Integers, Row, attribute_of
 from easypipe.transforms.tokenizer.config import TokenizerConfig
@@ -43,12 +43,12 @@ def tokenizer_config(tokenizer: TokenizerLike, **changes: Any) -> TokenizerConfi
         vocabulary = attribute_of(tokenizer, "get_vocab") if foreign else None
         if vocabulary is not None:
             size, known = max(vocabulary().values()) + 1, load_tokenizer(name).vocab_size
-            if size != known:
-                raise ConfigError(
-                    at="tokenizer",
-                    problem=f"it has {size} tokens, and {name}, which it names, has {known}",
-                    fix="Write it with save_pretrained(folder), and give the folder.",
-                )
+            require(
+                size == known,
+                "tokenizer",
+                f"it has {size} tokens, and {name}, which it names, has {known}",
+                "Write it with save_pretrained(folder), and give the folder.",
+            )
         tokenizer = TokenizerConfig(name_or_path=name)
     given = {name: value for name, value in changes.items() if value is not None}
     return dataclasses.replace(tokenizer, **given) if given else tokenizer

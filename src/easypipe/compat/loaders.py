@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from easypipe.compat.collators import default_collate, draws
 from easypipe.core.config import config
-from easypipe.core.errors import ConfigError, did_you_mean, require_columns
+from easypipe.core.errors import ConfigError, did_you_mean, require, require_columns
 from easypipe.core.random import draw_seed
 from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import Arguments, Collate, Dataset, attribute_of
@@ -90,18 +90,18 @@ class DataLoaderConfig:
     world_size: int = 1
 
     def check(self) -> None:
-        if self.num_workers is not None and self.num_workers < 0:
-            raise ConfigError(
-                at="num_workers",
-                problem=f"{self.num_workers} threads",
-                fix="Give 0 for none, or leave it out.",
-            )
-        if self.num_workers == 0 and self.prefetch_factor is not None:
-            raise ConfigError(
-                at="prefetch_factor",
-                problem="has no effect while num_workers is 0",
-                fix="Leave it out, or give num_workers at least 1.",
-            )
+        require(
+            self.num_workers is None or self.num_workers >= 0,
+            "num_workers",
+            f"{self.num_workers} threads",
+            "Give 0 for none, or leave it out.",
+        )
+        require(
+            self.num_workers != 0 or self.prefetch_factor is None,
+            "prefetch_factor",
+            "has no effect while num_workers is 0",
+            "Leave it out, or give num_workers at least 1.",
+        )
         check_rank(self.rank, self.world_size)
         if self.world_size > 1 and self.order_is_drawn and self.seed is None:
             raise ConfigError(
@@ -109,8 +109,11 @@ class DataLoaderConfig:
                 problem="every rank would draw its own, and read other rows twice",
                 fix="Give all ranks one seed.",
             )
-        if self.seed is not None and not 0 <= self.seed < 1 << 63:
-            raise ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^63)")
+        require(
+            self.seed is None or 0 <= self.seed < 1 << 63,
+            "seed",
+            f"{self.seed} is outside [0, 2^63)",
+        )
         self.load_options()
 
     @property
@@ -203,15 +206,12 @@ class DataLoaderFactory:
         )
         if spelled is not None:
             return text_loader(dataclasses.replace(spelled, name=name), options)
-        if options.group_by_length is not None:
-            problem = (
-                f"how long rows of {type(dataset).__name__} are is not known before they are read"
-            )
-            raise ConfigError(
-                at="group_by_length",
-                problem=problem,
-                fix="Give rows of text with a tokenizer: PreprocessedDataset(...).",
-            )
+        require(
+            options.group_by_length is None,
+            "group_by_length",
+            f"how long rows of {type(dataset).__name__} are is not known before they are read",
+            "Give rows of text with a tokenizer: PreprocessedDataset(...).",
+        )
         if is_streamed(dataset):
             return _forward_loader(dataset, options, name)
         require_rows(dataset, at="dataset")
@@ -363,18 +363,18 @@ def require_rows(dataset: Dataset, *, at: str) -> None:
 
 
 def _forward_loader(dataset: Dataset, options: DataLoaderConfig, name: str) -> EpochLoader:
-    if options.shuffle:
-        raise ConfigError(
-            at="shuffle",
-            problem=f"{type(dataset).__name__} is read from its start",
-            fix="Give it a buffer_size that it shuffles within.",
-        )
-    if options.num_epochs != 1:
-        raise ConfigError(
-            at="num_epochs",
-            problem=f"{options.num_epochs}, but a stream is read once",
-            fix="Leave it out.",
-        )
+    require(
+        not options.shuffle,
+        "shuffle",
+        f"{type(dataset).__name__} is read from its start",
+        "Give it a buffer_size that it shuffles within.",
+    )
+    require(
+        options.num_epochs == 1,
+        "num_epochs",
+        f"{options.num_epochs}, but a stream is read once",
+        "Leave it out.",
+    )
     own_ranks = attribute_of(dataset, "sharded")
     if options.world_size > 1 and own_ranks is not None:
         dataset, options = (

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from easypipe.compat.collators import Padding, Side, Tensors, integers, token_columns
 from easypipe.compat.foreign import OwnTokenizer, Rows, TokenizerLike, as_tokenizer
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, place
+from easypipe.core.errors import ConfigError, SourceError, place, require
 from easypipe.core.random import fold, mix64
 from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, OutputSchema
 from easypipe.core.values import Batch, Bools, Identity, Int64, Row
@@ -154,12 +154,12 @@ def create_masked_lm_collate(
     whole_word. Raises ConfigError where something is missing.
     """
     known = None if tokenizer is None else as_tokenizer(tokenizer)
-    if not 0 < probability < 1:
-        raise ConfigError(
-            at="probability",
-            problem=f"{probability} is no share of tokens",
-            fix="Give one between 0 and 1.",
-        )
+    require(
+        0 < probability < 1,
+        "probability",
+        f"{probability} is no share of tokens",
+        "Give one between 0 and 1.",
+    )
     special, starts = list(special_token_ids), None
     if known is not None:
         own, masks = _specials(known)
@@ -197,19 +197,19 @@ def _special(mask_token_id: int, special: Sequence[int], vocab_size: int) -> Boo
     """Bool[vocab_size]: the tokens that are never hidden."""
     for name, ids in (("mask_token_id", [mask_token_id]), ("special_token_ids", special)):
         for number in ids:
-            if not 0 <= number < vocab_size:
-                raise ConfigError(
-                    at=name,
-                    problem=f"{number} is outside the vocabulary of {vocab_size}",
-                    fix="Give a larger vocab_size.",
-                )
+            require(
+                0 <= number < vocab_size,
+                name,
+                f"{number} is outside the vocabulary of {vocab_size}",
+                "Give a larger vocab_size.",
+            )
     is_special = np.zeros(vocab_size, np.bool_)
     is_special[[*special, mask_token_id]] = True
-    if is_special.all():
-        raise ConfigError(
-            at="special_token_ids",
-            problem=f"all {vocab_size} tokens are special: none can be hidden",
-        )
+    require(
+        not is_special.all(),
+        "special_token_ids",
+        f"all {vocab_size} tokens are special: none can be hidden",
+    )
     return is_special
 
 

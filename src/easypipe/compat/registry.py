@@ -25,7 +25,7 @@ from easypipe.compat.collators import (
 from easypipe.compat.foreign import TEXT, Rows, TokenizerLike, as_tokenizer, pad_of
 from easypipe.compat.masking import create_masked_lm_collate
 from easypipe.compat.vision import MultimodalCollator, create_vision_collate
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place, require
 from easypipe.core.schema import INPUT_IDS, TaskSpec
 from easypipe.core.values import Batch, Collate, Identity, Row
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
@@ -54,12 +54,12 @@ class LanguageModelingDataCollator:
         **options: Any,
     ) -> None:
         if mlm_probability is not None:
-            if not mlm:
-                raise ConfigError(
-                    at="mlm_probability",
-                    problem="has no effect without mlm",
-                    fix="Leave it out, or set mlm=True.",
-                )
+            require(
+                mlm,
+                "mlm_probability",
+                "has no effect without mlm",
+                "Leave it out, or set mlm=True.",
+            )
             options["probability"] = mlm_probability
         known: Any = None if tokenizer is None else as_tokenizer(tokenizer)
         if pad_token_id is None and known is not None and not mlm:
@@ -240,13 +240,12 @@ class CollatorRegistry:
                     fix=did_you_mean(key, list(known)),
                 )
         for key, needed in known.items():
-            if needed and key not in values:
-                raise ConfigError(
-                    at=f"collator {entry.name!r}, option {key!r}",
-                    problem="is needed, and there is none",
-                    fix=f"Give it to get_collator({key}=...), or to TaskSpec(options={{{key!r}: "
-                    f"...}}).",
-                )
+            require(
+                not needed or key in values,
+                f"collator {entry.name!r}, option {key!r}",
+                "is needed, and there is none",
+                f"Give it to get_collator({key}=...), or to TaskSpec(options={{{key!r}: ...}}).",
+            )
         if anything or TASK in inspect.signature(entry.factory).parameters:
             values[TASK] = task_spec
         return entry.factory(**values)

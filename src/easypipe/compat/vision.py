@@ -28,7 +28,7 @@ from easypipe.compat.collators import (
     stacked,
 )
 from easypipe.compat.foreign import Rows
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place, require
 from easypipe.core.schema import LABELS, PIXEL_VALUES, OutputSchema
 from easypipe.core.values import Array, Batch, Collate, Identity, Item, attribute_of
 
@@ -68,13 +68,13 @@ class VisionDataCollator:
             raise ConfigError(
                 at="preset", problem=f"no preset {self.preset!r}", have=PRESETS, fix=fix
             )
-        if self.channels not in (1, 3):
-            raise ConfigError(
-                at="channels",
-                problem=f"{self.channels} channels",
-                have=[1, 3],
-                fix="1 is grey, 3 is RGB.",
-            )
+        require(
+            self.channels in (1, 3),
+            "channels",
+            f"{self.channels} channels",
+            "1 is grey, 3 is RGB.",
+            [1, 3],
+        )
         mean, std, size = self.mean, self.std, self.image_size
         wrong = None
         if (mean is None) != (std is None):

@@ -306,12 +306,12 @@ def parse_yaml(text: str, at: str) -> JsonObject:
         raise ConfigError(
             at=at, problem=f"not valid YAML: {error}", fix="Correct the line that it names."
         ) from None
-    if not isinstance(values, dict):
-        raise ConfigError(
-            at=at,
-            problem=f"expected a mapping at the top, got {type(values).__name__}",
-            fix="Write one option a line, as key: value.",
-        )
+    require(
+        isinstance(values, dict),
+        at,
+        f"expected a mapping at the top, got {type(values).__name__}",
+        "Write one option a line, as key: value.",
+    )
     require_harmless(values, "")
     return values
 
@@ -426,8 +426,7 @@ def _structure(value: Any, hint: Any, at: str) -> Any:
         return from_dict(hint, value, at) if isinstance(value, Mapping) else value
     if origin is tuple and isinstance(value, list | tuple):
         items = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments
-        if len(items) != len(value):
-            raise ConfigError(at=at, problem=f"expected {len(items)} items, got {len(value)}")
+        require(len(items) == len(value), at, f"expected {len(items)} items, got {len(value)}")
         return tuple(
             _structure(item, h, f"{at}[{i}]")
             for i, (item, h) in enumerate(zip(value, items, strict=True))

@@ -18,7 +18,7 @@ from types import BuiltinFunctionType, CodeType, MethodType
 from typing import Any
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, did_you_mean, require
 from easypipe.core.values import attribute_of
 
 logger = logging.getLogger("easypipe")
@@ -41,12 +41,12 @@ class UserFunction:
         self, function: Callable[[Any], Any] | str, version: str | int | None, *, of: str
     ) -> None:
         self._call = find_function(function, of) if isinstance(function, str) else function
-        if not callable(self._call):
-            raise ConfigError(
-                at=of,
-                problem=f"{function!r} is no function",
-                fix='Give a function, or "module:function".',
-            )
+        require(
+            callable(self._call),
+            of,
+            f"{function!r} is no function",
+            'Give a function, or "module:function".',
+        )
         self.name = function if isinstance(function, str) else name_of(function)
         version = version if version is not None else attribute_of(self._call, "version")
         self.cacheable = version is not None
@@ -93,12 +93,12 @@ def find_function(name: str, at: str) -> Callable[[Any], Any]:
                 fix=did_you_mean(part, have),
             )
         found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(
-            at=at,
-            problem=f"{name!r} is {type(found).__name__}, not a function",
-            fix="Name a function.",
-        )
+    require(
+        callable(found),
+        at,
+        f"{name!r} is {type(found).__name__}, not a function",
+        "Name a function.",
+    )
     return found
 
 

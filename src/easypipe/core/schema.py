@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from easypipe.core.config import config
-from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.errors import SourceError, require
 from easypipe.core.values import Arguments, Batch, Columns, DType, Int64
 
 # pyright: strict
@@ -157,12 +157,12 @@ class OutputSchema:
                 numeric = np.dtype(kind).kind in "iufb"
             except TypeError:
                 numeric = False
-            if not numeric:
-                raise ConfigError(
-                    at=f"dtypes.{name}",
-                    problem=f"{kind!r} is no dtype of numbers",
-                    fix="Write 'int32', 'float32', ...",
-                )
+            require(
+                numeric,
+                f"dtypes.{name}",
+                f"{kind!r} is no dtype of numbers",
+                "Write 'int32', 'float32', ...",
+            )
 
     def cast(self, batch: Columns) -> Batch:
         """The batch in these dtypes. Raises SourceError for a whole number that does not fit."""
@@ -212,8 +212,7 @@ class TaskSpec:
     def check(self) -> None:
         words = {"name": self.name, "modality": self.modality, "task_type": self.task_type}
         for key, word in words.items():
-            if not word:
-                raise ConfigError(at=key, problem="is empty", fix="Give a word.")
+            require(word, key, "is empty", "Give a word.")
 
     @classmethod
     def lm_tiny(cls) -> TaskSpec:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from easypipe.cache.location import cache_folder
-from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.errors import ConfigError, SourceError, require
 from easypipe.core.remote import StorageOptions, public_url
 from easypipe.core.values import Json, Settings
 from easypipe.discovery.findings import Discovery, Part
@@ -77,12 +77,12 @@ def discover(
     """
     if sample_rows < 0:
         raise ConfigError(at="sample_rows", problem=f"{sample_rows} rows", fix="Give 0 or more.")
-    if split is not None and parse_split(split)[1] is not None:
-        raise ConfigError(
-            at="split",
-            problem=f"{split!r} is a part of a split",
-            fix="Name the split: what is in it is the same.",
-        )
+    require(
+        split is None or parse_split(split)[1] is None,
+        "split",
+        f"{split!r} is a part of a split",
+        "Name the split: what is in it is the same.",
+    )
     if isinstance(data, os.PathLike):
         data = os.fspath(data)
     files = _names_files(data)

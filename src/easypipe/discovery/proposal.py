@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from easypipe.core.config import fields_of, is_config, to_dict
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import JsonValue, Row, Settings
 from easypipe.stages.source.config import DatasetConfig
@@ -263,14 +263,13 @@ def _with_one_prompt(at: str, found: Kind, rows: Sequence[Row]) -> Kind:
     talks = _is_talk(found.column("chosen"), rows)
     if not talks or _is_talk(found.column("prompt"), rows):
         return found
-    if not _begin_with_prompts(found, rows):
-        problem = (
-            "preference pairs whose conversations begin with the answer: the prompt stands "
-            "in a column of its own"
-        )
-        raise ConfigError(
-            at=at, problem=problem, fix="Put it in front of both with format_callback."
-        )
+    require(
+        _begin_with_prompts(found, rows),
+        at,
+        "preference pairs whose conversations begin with the answer: the prompt stands "
+        "in a column of its own",
+        "Put it in front of both with format_callback.",
+    )
     return replace(found, choices=tuple(one for one in found.choices if one.slot != "prompt"))
 
 

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from easypipe.core.errors import CacheError, ConfigError, raising
+from easypipe.core.errors import CacheError, ConfigError, raising, require
 from easypipe.core.protocols import ProgressEvent, ProgressListener, silent
 
 RANGES_PER_TASK = 64  # at most: a task costs some milliseconds, and so does losing one
@@ -89,13 +89,13 @@ def prepare_on_ray(
                 ray.cancel(left, force=False)
     for name, source in sources.items():
         missing, total = source.missing()
-        if missing:
-            raise ConfigError(
-                at="cache_dir",
-                problem=f"Ray's workers are done, and {len(missing)} of {total} ranges of dataset "
-                f"{name!r} are not in this folder",
-                fix="Set cache_dir to a folder that all machines of the cluster share.",
-            )
+        require(
+            not missing,
+            "cache_dir",
+            f"Ray's workers are done, and {len(missing)} of {total} ranges of dataset "
+            f"{name!r} are not in this folder",
+            "Set cache_dir to a folder that all machines of the cluster share.",
+        )
 
 
 def _work(

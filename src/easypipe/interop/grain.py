@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from easypipe.core.errors import ConfigError, StateError
+from easypipe.core.errors import ConfigError, StateError, require
 from easypipe.core.values import Batch, JsonObject
 from easypipe.loader.collate import with_asked
 from easypipe.loader.loader import Loader
@@ -101,14 +101,13 @@ class LoaderIterator(grain.DatasetIterator):
         return self._loader.state().batch
 
     def _set_next_index(self, index: int) -> None:
-        if not self._loader.rows.by_number:
-            raise ConfigError(
-                at="next index",
-                problem=f"{index}, but streams are read forward: no batch can be named that was "
-                "not reached",
-                fix="Keep get_state() where the iteration is to go on, and give it to set_state(); "
-                "or leave streaming out.",
-            )
+        require(
+            self._loader.rows.by_number,
+            "next index",
+            f"{index}, but streams are read forward: no batch can be named that was not reached",
+            "Keep get_state() where the iteration is to go on, and give it to set_state(); "
+            "or leave streaming out.",
+        )
         self.set_state({STATE_KEY: self._loader.state_at(index).to_json()})
 
     def _end(self) -> None:
@@ -190,12 +189,12 @@ def map_dataset(source: RowsByNumber | BatchesByNumber) -> Any:
 
 def by_number(loader: Loader) -> Loader:
     """Raises ConfigError where rows have no numbers."""
-    if not loader.rows.by_number:
-        raise ConfigError(
-            at="as_grain",
-            problem="streams are read forward, so their rows have no numbers",
-            fix="Leave streaming out, or use LoaderDataset, which iterates.",
-        )
+    require(
+        loader.rows.by_number,
+        "as_grain",
+        "streams are read forward, so their rows have no numbers",
+        "Leave streaming out, or use LoaderDataset, which iterates.",
+    )
     return loader
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from easypipe.core import storage
-from easypipe.core.errors import ConfigError, StorageError
+from easypipe.core.errors import StorageError, require
 from easypipe.core.protocols import ProgressEvent, ProgressListener, silent
 from easypipe.core.publication import Publication, PublishedFile, Pushed
 from easypipe.core.trust import hub_token
@@ -137,14 +137,13 @@ class _Repository:
             lambda: self.api.create_repo(**self.where, private=private, exist_ok=True),
         )
         info = self._ask("looking at it", lambda: self.api.repo_info(**self.where))
-        if private and info.private is False:
-            raise ConfigError(
-                at="save.hub_private",
-                problem=f"the repository {self.repo_id!r} exists and is public: what is pushed can "
-                "be read by everybody",
-                fix="Set hub_private=False if that is meant, or make the repository private on the "
-                "Hub.",
-            )
+        require(
+            not private or info.private is not False,
+            "save.hub_private",
+            f"the repository {self.repo_id!r} exists and is public: what is pushed can "
+            "be read by everybody",
+            "Set hub_private=False if that is meant, or make the repository private on the Hub.",
+        )
         if not private and info.private:
             log.warning(
                 "hub: the repository %s is private and stays so; hub_private=False applies to "

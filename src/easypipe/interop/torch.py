@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from easypipe.core.errors import ConfigError, StateError
+from easypipe.core.errors import ConfigError, StateError, require
 from easypipe.core.values import Item, Json
 from easypipe.interop.workers import torch_worker
 from easypipe.loader.epochs import EpochLoader
@@ -54,14 +54,14 @@ class TorchBatches(data.IterableDataset):
 
     def __iter__(self) -> Iterator[Tensors]:
         worker, workers = torch_worker()
-        if self._restored_by not in (None, os.getpid()):
-            raise ConfigError(
-                at="num_workers",
-                problem="a worker, but the state was loaded in the process that started it, which "
-                "reads no batch",
-                fix="Set num_workers=0, or use torchdata's StatefulDataLoader, whose workers load "
-                "their own.",
-            )
+        require(
+            self._restored_by in (None, os.getpid()),
+            "num_workers",
+            "a worker, but the state was loaded in the process that started it, which "
+            "reads no batch",
+            "Set num_workers=0, or use torchdata's StatefulDataLoader, whose workers load "
+            "their own.",
+        )
         if workers == 1:
             for batch in self._loader:
                 yield _tensors(batch)

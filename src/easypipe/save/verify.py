@@ -23,7 +23,7 @@ from easypipe.cache.verify import (
     wrong_bytes,
 )
 from easypipe.core import storage
-from easypipe.core.errors import ConfigError, EasypipeError, MissingFileError
+from easypipe.core.errors import EasypipeError, MissingFileError, require
 from easypipe.core.remote import StorageOptions
 from easypipe.save import saved
 from easypipe.save.folder import RUN
@@ -53,13 +53,14 @@ def verify(path: str | Path, storage_options: StorageOptions = None) -> tuple[Ve
     if local and (checkpoints := checkpoint_files.checkpoints_below(local)):
         return tuple(map(_checkpoint, checkpoints))
     folders = _saved_folders(text, storage_options)
-    if not folders:
-        problem = (
-            "is neither a token cache, nor a folder that save() wrote, nor the output_dir "
-            "of "
-            "a run with checkpoints"
-        )
-        raise ConfigError(at=text, problem=problem, fix="Give one of those.")
+    require(
+        folders,
+        text,
+        "is neither a token cache, nor a folder that save() wrote, nor the output_dir "
+        "of "
+        "a run with checkpoints",
+        "Give one of those.",
+    )
     return tuple(_saved(folder, storage_options) for folder in folders)
 
 

@@ -55,12 +55,12 @@ def parse_hub_name(text: str) -> HubName:
         )
         rest = rest.removeprefix("datasets/")
     parts = rest.strip("/").split("/")
-    if rest == text and len(parts) > 2:
-        raise ConfigError(
-            at="data_files",
-            problem=f"{text!r} names no dataset of the Hub",
-            fix="Write owner/name, or hf://datasets/owner/name/*.parquet.",
-        )
+    require(
+        rest != text or len(parts) <= 2,
+        "data_files",
+        f"{text!r} names no dataset of the Hub",
+        "Write owner/name, or hf://datasets/owner/name/*.parquet.",
+    )
     name, pattern = "/".join(parts[:2]), "/".join(parts[2:])
     repo, at, revision = name.partition("@")
     if not repo or any(not part for part in repo.split("/")) or (at and not revision):

@@ -393,12 +393,12 @@ def same_tokenizer(parts: Mapping[str, Documents], *, allow: bool) -> None:
                 f"datasets {first[0]!r} and {name!r} have different tokenizers, "
                 f"{first[1].tokenizer!r} and {info.tokenizer!r}"
             )
-            if not allow:
-                raise ConfigError(
-                    at="mix",
-                    problem=problem,
-                    fix="Give them one tokenizer, or set mix.allow_mixed_tokenizers=True.",
-                )
+            require(
+                allow,
+                "mix",
+                problem,
+                "Give them one tokenizer, or set mix.allow_mixed_tokenizers=True.",
+            )
             log.warning(
                 "mix: %s: equal ids mean different tokens, and each document ends with its own "
                 "tokenizer's EOS",

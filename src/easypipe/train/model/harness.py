@@ -80,12 +80,12 @@ class HarnessModel:
         """Raises ConfigError for a tokenizer without BOS and EOS."""
         tokenizer = asked.tokenizer
         found = [n for n in (tokenizer.bos_token_id, tokenizer.eos_token_id) if n is not None]
-        if not found:
-            raise ConfigError(
-                at="tokenizer",
-                problem="names neither BOS nor EOS, one of which stands before what is scored",
-                fix="Name one in its tokenizer_config.json.",
-            )
+        require(
+            found,
+            "tokenizer",
+            "names neither BOS nor EOS, one of which stands before what is scored",
+            "Name one in its tokenizer_config.json.",
+        )
         self.asked, self.prefix = asked, found[0]
         self._ends = {*asked.ends, found[-1]}
 
@@ -184,12 +184,12 @@ class HarnessModel:
         length = self.asked.max_length
         same: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
         for i, (before, scored) in enumerate(pairs):
-            if not 0 < len(scored) <= length:
-                raise ConfigError(
-                    at="tasks",
-                    problem=f"a continuation of {len(scored)} tokens, and the model sees {length}",
-                    fix="Give a longer max_length, or another task.",
-                )
+            require(
+                0 < len(scored) <= length,
+                "tasks",
+                f"a continuation of {len(scored)} tokens, and the model sees {length}",
+                "Give a longer max_length, or another task.",
+            )
             read = (*before, *scored)[-(length + 1) : -1]
             same[read, len(scored)].append(i)
         found: dict[int, Scored] = {}

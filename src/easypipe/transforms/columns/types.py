@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, did_you_mean, require
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _SCALARS = ("string", "binary", "bool", *_INTEGERS, "float32", "float64", "double")
@@ -44,9 +44,12 @@ def parse_type(kind: str | pa.DataType, at: str = "type") -> pa.DataType:
     if nested[1] == "list":
         return pa.large_list(parse_type(nested[2], at))
     fields = [_FIELD.fullmatch(field) for field in _parts(nested[2])]
-    if None in fields:
-        fix = "Write it like 'list<struct<role: string>>'."
-        raise ConfigError(at=at, problem=f"{kind!r} is no type: a field has no name", fix=fix)
+    require(
+        None not in fields,
+        at,
+        f"{kind!r} is no type: a field has no name",
+        "Write it like 'list<struct<role: string>>'.",
+    )
     return pa.struct([(field[1], parse_type(field[2], at)) for field in fields if field])
 
 

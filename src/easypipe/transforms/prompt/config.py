@@ -47,9 +47,12 @@ ROLES = {
 
 def check_thinking(options: Any) -> None:
     """Raises ConfigError where options say something of empty thoughts that has no effect."""
-    if options.train_empty_thinking is not None and options.train_on == "all":
-        problem = "has no effect beside train_on 'all', which trains every token"
-        raise ConfigError(at="train_empty_thinking", problem=problem, fix="Leave it out.")
+    require(
+        options.train_empty_thinking is None or options.train_on != "all",
+        "train_empty_thinking",
+        "has no effect beside train_on 'all', which trains every token",
+        "Leave it out.",
+    )
 
 
 def check_message_fields(fields: Mapping[str, str] | None) -> None:
@@ -85,28 +88,24 @@ class FewShotConfig:
     separator: str = "\n\n"
 
     def check(self) -> None:
-        if bool(self.examples) == (self.data_files is not None):
-            problem = (
-                "given beside data_files" if self.examples else "there are none, and no data_files"
-            )
-            raise ConfigError(at="examples", problem=problem, fix="Give one of the two.")
-        if (self.data_files is None) != (self.count is None):
-            problem = (
-                "data_files needs it" if self.count is None else "has no effect without data_files"
-            )
-            raise ConfigError(
-                at="count",
-                problem=problem,
-                fix="Give how many are drawn for each row."
-                if self.count is None
-                else "Leave it out.",
-            )
-        if self.count is not None and self.count < 1:
-            raise ConfigError(
-                at="count",
-                problem=f"{self.count} examples are none",
-                fix="Give at least 1, or leave few_shot out.",
-            )
+        require(
+            bool(self.examples) != self.data_files is not None,
+            "examples",
+            "given beside data_files" if self.examples else "there are none, and no data_files",
+            "Give one of the two.",
+        )
+        require(
+            self.data_files is None == self.count is None,
+            "count",
+            "data_files needs it" if self.count is None else "has no effect without data_files",
+            "Give how many are drawn for each row." if self.count is None else "Leave it out.",
+        )
+        require(
+            self.count is None or self.count >= 1,
+            "count",
+            f"{self.count} examples are none",
+            "Give at least 1, or leave few_shot out.",
+        )
         require(
             not self.examples or not self.seed,
             "seed",
@@ -199,10 +198,7 @@ class PromptConfig:
         check_thinking(self)
         known = set(ROLES.values())
         for name, role in (self.roles or {}).items():
-            if role not in known:
-                raise ConfigError(
-                    at=f"roles.{name}", problem=f"{role!r} is no role", have=sorted(known)
-                )
+            require(role in known, f"roles.{name}", f"{role!r} is no role", have=sorted(known))
         if self.template_date is not None:
             check_date(self.template_date)
         check_kwargs(self.chat_template_kwargs)
@@ -212,15 +208,14 @@ class PromptConfig:
     def _check_columns(self) -> None:
         kind = self.format_type
         least, most = {"alpaca": (1, 2), "custom": (0, len(self.inputs))}.get(kind, (1, 1))
-        if not least <= len(self.inputs) <= most:
-            fix = (
-                "Name the columns of instruction and input."
-                if kind == "alpaca"
-                else "Name one column."
-            )
-            raise ConfigError(
-                at="input_columns", problem=f"{list(self.inputs)} for format_type {kind!r}", fix=fix
-            )
+        require(
+            least <= len(self.inputs) <= most,
+            "input_columns",
+            f"{list(self.inputs)} for format_type {kind!r}",
+            "Name the columns of instruction and input."
+            if kind == "alpaca"
+            else "Name one column.",
+        )
         if self.rejected_column is not None and self.answer is None:
             fix = "Name the label_column, whose place it takes."
             raise ConfigError(

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, MissingFileError, SourceError
+from easypipe.core.errors import ConfigError, MissingFileError, SourceError, require
 from easypipe.core.random import fold, permute
 from easypipe.core.storage import read_bytes
 from easypipe.transforms.chat.sandbox import Json, Row
@@ -113,12 +113,12 @@ def _read(path: str, columns: tuple[str, ...]) -> list[Row]:
             problem=f"there is no file {path}",
             fix="Name a file of rows: .jsonl, .json or .parquet.",
         ) from None
-    if len(data) > MOST_BYTES:
-        raise ConfigError(
-            at=at,
-            problem=f"{path} has {len(data)} bytes, more than {MOST_BYTES} to draw from",
-            fix="Name a smaller file.",
-        )
+    require(
+        len(data) <= MOST_BYTES,
+        at,
+        f"{path} has {len(data)} bytes, more than {MOST_BYTES} to draw from",
+        "Name a smaller file.",
+    )
     try:
         if data[:4] == b"PAR1":
             rows = pq.read_table(io.BytesIO(data)).to_pylist()

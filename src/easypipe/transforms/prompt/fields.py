@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, did_you_mean, require
 from easypipe.core.values import Identity
 from easypipe.transforms.chat.sandbox import Json, Row
 from easypipe.transforms.chat.spans import Rendered
@@ -79,13 +79,12 @@ class FieldTemplate:
                 )
                 raise ConfigError(at=at, problem=f"it has a field {{{name}}}", have=known, fix=fix)
         for name in have:
-            if name not in named:
-                where = "label_column" if name == label else "input_columns"
-                raise ConfigError(
-                    at=where,
-                    problem=f"{name!r} stands nowhere in the template",
-                    fix=f"Write {{{name}}} in it, or leave it out.",
-                )
+            require(
+                name in named,
+                "label_column" if name == label else "input_columns",
+                f"{name!r} stands nowhere in the template",
+                f"Write {{{name}}} in it, or leave it out.",
+            )
         if label is not None and named.count(label) != 1:
             raise ConfigError(
                 at=at,

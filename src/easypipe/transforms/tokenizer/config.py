@@ -49,17 +49,19 @@ def check_padding(rule: Padding) -> None:
     if not isinstance(buckets, int) and any(b <= a for a, b in itertools.pairwise((0, *buckets))):
         fix = "Give widths of at least 1 in ascending order, for example [128, 256, 512]."
         raise ConfigError(at="length_buckets", problem=f"{list(buckets)} do not ascend", fix=fix)
-    if multiple is not None and buckets:
-        fix = "Leave one of them out, and give buckets that are multiples."
-        raise ConfigError(
-            at="pad_to_multiple_of", problem="length_buckets say every width already", fix=fix
-        )
+    require(
+        multiple is None or not buckets,
+        "pad_to_multiple_of",
+        "length_buckets say every width already",
+        "Leave one of them out, and give buckets that are multiples.",
+    )
     for name, value in (("pad_to_multiple_of", multiple), ("length_buckets", buckets)):
-        if value and rule.padding not in ("longest", True):
-            problem = f"padding={rule.padding!r} leaves it nothing to do"
-            raise ConfigError(
-                at=name, problem=problem, fix="Leave it out, or set padding='longest'."
-            )
+        require(
+            not value or rule.padding in ("longest", True),
+            name,
+            f"padding={rule.padding!r} leaves it nothing to do",
+            "Leave it out, or set padding='longest'.",
+        )
     require(
         rule.padding_side != "left" or rule.padding is not False,
         "padding_side",
