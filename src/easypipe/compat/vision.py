@@ -28,7 +28,7 @@ from easypipe.compat.collators import (
     stacked,
 )
 from easypipe.compat.foreign import Rows
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place, require
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place, raising, require
 from easypipe.core.schema import LABELS, PIXEL_VALUES, OutputSchema
 from easypipe.core.values import Array, Batch, Collate, Identity, Item, attribute_of
 
@@ -279,7 +279,19 @@ def _decoded(given: Item, at: str, channels: int) -> Array:
     Image = _pillow(at)
     if isinstance(given, Mapping):
         given = given.get("bytes") or given.get("path")
-    try:
+    with raising(
+        SourceError,
+        at,
+        "is no image that Pillow reads",
+        "Leave such rows out of the dataset.",
+        (
+            OSError,
+            ValueError,
+            SyntaxError,
+            AttributeError,
+            Image.DecompressionBombError,
+        ),
+    ):
         opened = (
             given
             if attribute_of(given, "convert") is not None
@@ -294,18 +306,6 @@ def _decoded(given: Item, at: str, channels: int) -> Array:
                 fix="Give an array of floats.",
             )
         pixels = np.asarray(opened.convert("L" if channels == 1 else "RGB"))
-    except (
-        OSError,
-        ValueError,
-        SyntaxError,
-        AttributeError,
-        Image.DecompressionBombError,
-    ) as error:
-        raise SourceError(
-            at=at,
-            problem=f"is no image that Pillow reads: {error}",
-            fix="Leave such rows out of the dataset.",
-        ) from error
     return pixels.reshape(*pixels.shape[:2], channels)
 
 

@@ -18,7 +18,7 @@ from types import BuiltinFunctionType, CodeType, MethodType
 from typing import Any
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, did_you_mean, require
+from easypipe.core.errors import ConfigError, did_you_mean, raising, require
 from easypipe.core.values import attribute_of
 
 logger = logging.getLogger("easypipe")
@@ -75,13 +75,14 @@ def find_function(name: str, at: str) -> Callable[[Any], Any]:
         raise ConfigError(
             at=at, problem=f"{name!r} names no function", fix='Write "module:function".'
         )
-    try:
+    with raising(
+        ConfigError,
+        at,
+        f"{name!r}: {module_name!r} cannot be imported",
+        "Put its folder on PYTHONPATH, or install it.",
+        ImportError,
+    ):
         found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        fix = "Put its folder on PYTHONPATH, or install it."
-        raise ConfigError(
-            at=at, problem=f"{name!r}: {module_name!r} cannot be imported: {error}", fix=fix
-        ) from error
     for part in path.split("."):
         # a name that a config gives: `module:Class.method`
         if not hasattr(found, part):

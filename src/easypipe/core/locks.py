@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from easypipe.core.errors import StallError, StorageError, TrainError
+from easypipe.core.errors import StallError, StorageError, TrainError, raising
 from easypipe.core.storage import make_folder
 
 FOLDER = "locks"
@@ -233,14 +233,8 @@ def training(folder: Path) -> Generator[None]:
 
 
 def _make(folder: Path) -> None:
-    try:
+    with raising(StorageError, folder, "cannot be written", "Check the path and permissions."):
         make_folder(folder)
-    except OSError as error:
-        raise StorageError(
-            at=str(folder),
-            problem=f"cannot be written: {error}",
-            fix="Check the path and permissions.",
-        ) from error
 
 
 def remove(path: Path) -> None:

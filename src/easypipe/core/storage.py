@@ -287,12 +287,8 @@ def _remote(
 def read_json(path: str | Path, storage_options: StorageOptions = None) -> Any:
     """Raises StorageError where the file is not JSON."""
     data = read_bytes(path, storage_options)
-    try:
+    with raising(StorageError, path, "not JSON", "Delete the file and run again.", ValueError):
         return json.loads(data)
-    except ValueError as error:
-        raise StorageError(
-            at=str(path), problem=f"not JSON: {error}", fix="Delete the file and run again."
-        ) from error
 
 
 def commit_bytes(path: str | Path, data: bytes, storage_options: StorageOptions = None) -> Stamp:
@@ -344,16 +340,12 @@ def commit_file(
     done: list[Stamp] = []
     remote = is_remote(path)
     target = str(path) if remote else str(_local(path))
-    try:
+    with raising(StorageError, target, "cannot be written", "Check the path and permissions."):
         if remote:
             folder = Path(tempfile.mkdtemp(prefix="easypipe-"))
             temporary = folder / "commit"
         else:
             temporary, folder = temporary_of(Path(target)), None
-    except OSError as error:
-        raise StorageError(
-            at=target, problem=f"cannot be written: {error}", fix="Check the path and permissions."
-        ) from error
     try:
         _step("write", target)
         try:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pc
 
-from easypipe.core.errors import SourceError
+from easypipe.core.errors import SourceError, raising
 from easypipe.core.protocols import Reject, left_out
 from easypipe.sources.base import FileSource, Format, Rows
 from easypipe.sources.files import COMPRESSIONS, FileRef
@@ -148,14 +148,14 @@ def _header(
         record = head[at + int(starts[0]) : at + int(ends[0])]
         at += consumed
         if record:
-            try:
+            with raising(
+                SourceError,
+                f"{file.path}, header",
+                "cannot be read",
+                "Check the file.",
+                (UnicodeDecodeError, csv.Error),
+            ):
                 names = next(csv.reader([record.decode()], delimiter=delimiter, strict=True))
-            except (UnicodeDecodeError, csv.Error) as error:
-                raise SourceError(
-                    at=f"{file.path}, header",
-                    problem=f"cannot be read: {error}",
-                    fix="Check the file.",
-                ) from error
             for name in names:
                 if not name.strip() or names.count(name) > 1:
                     problem = (

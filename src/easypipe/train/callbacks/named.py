@@ -297,7 +297,13 @@ class Wandb(Callback):
 
     def on_init(self, event: TrainEvent) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        try:
+        with raising(
+            ConfigError,
+            "train.callbacks.wandb",
+            "W&B does not begin",
+            "Run `wandb login`, or set train.callbacks.wandb.mode to offline.",
+            self._wandb.Error,
+        ):
             self._run = self._wandb.init(
                 project=self.config.project,
                 entity=self.config.entity,
@@ -309,11 +315,6 @@ class Wandb(Callback):
                 config=self._run_config,
                 settings=self._wandb.Settings(console="off", save_code=False, silent=True),
             )
-        except self._wandb.Error as error:
-            fix = "Run `wandb login`, or set train.callbacks.wandb.mode to offline."
-            raise ConfigError(
-                at="train.callbacks.wandb", problem=f"W&B does not begin: {error}", fix=fix
-            ) from error
         self.id = self._run.id
         self._run.define_metric("*", step_metric="step")
 

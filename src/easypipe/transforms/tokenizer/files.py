@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from easypipe.core.errors import TokenizerError, did_you_mean
+from easypipe.core.errors import TokenizerError, did_you_mean, raising
 from easypipe.core.reachable import hub_unreachable
 from easypipe.core.trust import hub_token
 
@@ -132,14 +132,14 @@ def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
         own, config = (_optional_from_hub(name_or_path, name) for name in names)
     options = _options(config)
     if own is not None and os.path.isfile(own):
-        try:
+        with raising(
+            TokenizerError,
+            own,
+            "cannot be read",
+            "Give a Jinja template in UTF-8.",
+            (OSError, UnicodeDecodeError),
+        ):
             return own.read_text(encoding="utf-8"), None, str(own)
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(
-                at=str(own),
-                problem=f"cannot be read: {error}",
-                fix="Give a Jinja template in UTF-8.",
-            ) from error
     template = options.get("chat_template")
     if isinstance(template, list):  # several, each with a name
         template = {
@@ -198,13 +198,15 @@ def _from_folder(folder: Path) -> TokenizerFiles:
 
 
 def _read(path: Path, folder: Path) -> TokenizerFiles:
-    try:
+    with raising(
+        TokenizerError,
+        path,
+        "cannot be read",
+        "Give a tokenizer.json in UTF-8.",
+        (OSError, UnicodeDecodeError),
+    ):
         # megabytes; reading as text would look for line ends
         definition = _decoded(path.read_bytes())
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(
-            at=str(path), problem=f"cannot be read: {error}", fix="Give a tokenizer.json in UTF-8."
-        ) from error
     return TokenizerFiles(definition, _options(folder / "tokenizer_config.json"), str(path))
 
 
@@ -226,12 +228,14 @@ def _options(path: Path | None) -> Options:
     """What names eos, bos and pad. Not every tokenizer has it."""
     if path is None or not os.path.isfile(path):
         return {}
-    try:
+    with raising(
+        TokenizerError,
+        path,
+        "not JSON",
+        "Correct the file, or delete it.",
+        (OSError, ValueError, RecursionError),
+    ):
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(
-            at=str(path), problem=f"not JSON: {error}", fix="Correct the file, or delete it."
-        ) from error
     if not isinstance(values, dict):
         raise TokenizerError(
             at=str(path), problem="not a JSON object", fix="Correct the file, or delete it."
