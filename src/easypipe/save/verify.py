@@ -56,8 +56,7 @@ def verify(path: str | Path, storage_options: StorageOptions = None) -> tuple[Ve
     require(
         folders,
         text,
-        "is neither a token cache, nor a folder that save() wrote, nor the output_dir "
-        "of "
+        "is neither a token cache, nor a folder that save() wrote, nor the output_dir of "
         "a run with checkpoints",
         "Give one of those.",
     )

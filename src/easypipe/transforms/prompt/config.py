@@ -89,13 +89,13 @@ class FewShotConfig:
 
     def check(self) -> None:
         require(
-            bool(self.examples) != self.data_files is not None,
+            bool(self.examples) != (self.data_files is not None),
             "examples",
             "given beside data_files" if self.examples else "there are none, and no data_files",
             "Give one of the two.",
         )
         require(
-            self.data_files is None == self.count is None,
+            (self.data_files is None) == (self.count is None),
             "count",
             "data_files needs it" if self.count is None else "has no effect without data_files",
             "Give how many are drawn for each row." if self.count is None else "Leave it out.",
