@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -159,8 +159,12 @@ def _in_float32(model: Decoder, *, first_merged: bool) -> Decoder:
 def _logits(ours: Decoder, theirs: Any) -> Iterator[str]:
     torch, vocab = _needed("torch"), ours.config.vocabulary
     ids = np.random.default_rng(0).integers(0, vocab, (ROWS, LENGTH))
-    asked: Callable[[Decoder, jax.Array], jax.Array]
-    asked = Decoder.__call__ if ours.score is None else _rewards
+
+    def asked(model: Decoder, ids: jax.Array) -> jax.Array:
+        if model.score is None:
+            return model(ids)
+        return model.scores(model.hidden(ids)[:, -1:])[..., None]  # of whole rows: [B, 1, 1]
+
     own = np.asarray(nnx.jit(asked)(ours, jnp.asarray(ids, jnp.int32)))
     with torch.no_grad():  # row by row: scores of several need a padding token
         rows = [theirs(torch.from_numpy(row[None])).logits.numpy() for row in ids]
@@ -176,11 +180,6 @@ def _logits(ours: Decoder, theirs: Any) -> Iterator[str]:
             f"(token {token} behind {place + 1} tokens: {found[row, place, token]:.6g}, "
             f"and the run's {own[row, place, token]:.6g})"
         )
-
-
-def _rewards(model: Decoder, ids: jax.Array) -> jax.Array:
-    """Of whole rows: [B, 1, 1]."""
-    return model.scores(model.hidden(ids)[:, -1:])[..., None]
 
 
 def _texts(tokenizer: Tokenizer, named: _Tokenizer) -> Iterator[str]:
