@@ -15,7 +15,7 @@ import pytest
 from easypipe.core.errors import PlacementError
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
-from easypipe.loader.placement import Placement
+from easypipe.loader.placement import Placement, make_mesh
 from loader_processes import finish, python
 from loader_support import MemoryCache, plan_rows, some_docs
 
@@ -107,3 +107,25 @@ def test_numpy_loading_does_not_import_jax():
 def test_bad_placements(mesh, spec, message):
     with pytest.raises(PlacementError, match=message):
         Placement(mesh, spec, 8)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [
+        ({"data": -1}, (8,)),
+        ({"data": 8}, (8,)),
+        ({"data": 2, "tensor": -1}, (2, 4)),
+        ({"data": -1, "tensor": 4}, (2, 4)),
+        ({"data": 2, "fsdp": -1, "tensor": 2}, (2, 2, 2)),
+        ({"data": -1, "fsdp": 8}, (1, 8)),
+        ({"data": -1, "fsdp": 1}, (8, 1)),
+    ],
+)
+def test_one_axis_takes_what_the_others_leave(mesh, sizes, monkeypatch):
+    import jax
+
+    asked = []
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    monkeypatch.setattr(jax, "make_mesh", lambda *given, **options: asked.append(given))
+    make_mesh(mesh)
+    assert asked == [(sizes, tuple(mesh))]

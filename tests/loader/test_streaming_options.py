@@ -4,12 +4,15 @@ they keep, and exact resume.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,9 +32,12 @@ from easypipe import (
 from easypipe.core.errors import BudgetError, ConfigError, SourceError, StateError
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.loader import Loader
+from easypipe.loader.streams import rows as stream_rows
 from easypipe.loader.streams.feed import Place
+from easypipe.loader.streams.rows import StreamMark
 from easypipe.loader.streams.state import StreamState, from_text, to_text
 from easypipe.plan.pack import PackSpec, placed_tokens
+from easypipe.plan.spec import WindowState
 from easypipe.stages.load.forward import NAMED_ROWS
 from laws import assert_conserved, assert_exact_resume, assert_no_new_threads, assert_same_batches
 from strategies import examples
@@ -469,3 +475,43 @@ def test_a_pass_without_a_batch_is_an_error_and_not_the_end_of_data(
         ):
             next(iter(loader))
     assert loader.state().batch == 0
+
+
+@examples(20)
+@given(st.data())
+def test_a_state_gathers_what_every_process_holds(data: st.DataObject) -> None:
+    """Streams are dealt in any way; every process ends up with the states of all of them."""
+    count, datasets = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 3))
+    number = st.integers(0, 1 << 40)
+    place = st.builds(Place, number, number, number, number, bad=st.integers(0, 9))
+    states = {
+        i: WindowState(
+            first_row=data.draw(number),
+            epoch=data.draw(st.integers(0, 300)),
+            drawn=tuple(data.draw(place) for _ in range(datasets)),
+            deficits=tuple(data.draw(st.integers(-(1 << 50), 1 << 50)) for _ in range(datasets)),
+            active=tuple(data.draw(st.booleans()) for _ in range(datasets)),
+            cut=data.draw(st.none() | st.tuples(st.integers(0, datasets - 1), number)),
+        )
+        for i in range(count)
+    }
+    whose = [0, 1, *(data.draw(st.integers(0, 1)) for _ in range(count - 2))]
+    rows: Any = SimpleNamespace(spec=SimpleNamespace(num_streams=count), sources=[None] * datasets)
+    marks = [
+        StreamMark(rows, {i: state for i, state in states.items() if whose[i] == own}, (), {})
+        for own in (0, 1)
+    ]
+    tables: list[bytes] = []
+
+    def gather(own: bytes) -> list[bytes]:
+        tables.append(own)
+        return tables
+
+    with mock.patch.object(stream_rows, "gather_bytes", gather):
+        for mark in marks:  # the first to ask sees its own alone
+            with contextlib.suppress(KeyError):
+                mark.hint()
+    with mock.patch.object(stream_rows, "gather_bytes", return_value=tables):
+        found = [mark.hint() for mark in marks]
+    assert found[0] == found[1] == [to_text(states[i]) for i in range(count)]
+    assert [from_text(text, datasets) for text in found[0]] == list(states.values())

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from easypipe import DatasetConfig
+from easypipe import ConfigError, DatasetConfig
+from easypipe.cache.folder import CONFIGS, CacheFolder
+from easypipe.core.checked import remember_checked
 from easypipe.core.config import CODE_KEYS
-from easypipe.stages.build_record import _reasons
+from easypipe.save.folder import prefix_of
+from easypipe.stages.build_record import _reasons, recall_saved
 
 CODE = sorted(CODE_KEYS)[0]
 
@@ -38,3 +41,21 @@ CODE = sorted(CODE_KEYS)[0]
 )  # fmt: skip
 def test_what_plain_values_do_not_say(value: Any, reasons: list[str]) -> None:
     assert _reasons(value, "") == reasons
+
+
+def test_a_saved_folder_without_manifest_is_known_by_its_shards(tmp_path: Path) -> None:
+    """Where they are those of one config; else nobody knows which of them made it."""
+    folder, out = CacheFolder(tmp_path / "cache"), tmp_path / "out"
+    out.mkdir()
+    names = ["0" * 16, "1" * 16]
+    for name in names:
+        kept = {"config": name, "stages": [], "folder": str(tmp_path), "unknown": ""}
+        remember_checked(folder.at(CONFIGS, f"{name}.json"), kept)
+    for there, found in (((), None), ((1,), 1), ((0, 1), None)):
+        for number in there:
+            (out / f"{prefix_of(names[number])}00000-of-00001.parquet").write_bytes(b"x")
+        if found is None:
+            with pytest.raises(ConfigError, match="nobody knows what made this"):
+                recall_saved(str(out), folder)
+        else:
+            assert recall_saved(str(out), folder)["config"] == names[found]
