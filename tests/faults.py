@@ -426,6 +426,18 @@ FAULTS = [
           'seen.append(f"no file ({error.strerror})")', "pass"),
     fault("the doctor does not see positions that go on", "doctor/data.py", "tests/test_doctor.py -k not_well",
           "first[starts] = starts\n", "first[starts[:1]] = starts[:1]\n"),
+    fault("rows of a part keep the numbers of the whole", "sources/splits.py", "tests/sources/test_splits.py -k bad_row",
+          "batch.column(at).to_numpy() - first", "batch.column(at).to_numpy()"),
+    fault("a text that begins with BOS is asked with two", "train/model/harness.py", "tests/train/test_harness.py -k begins_once",
+          "return (ids[:1], ids[1:]) if own else ([self.prefix], ids)", "return ([self.prefix], ids)"),
+    fault("export --check names the wrong one of two that refuse", "interop/exported.py", "tests/interop/test_exported.py -k who_refuses",
+          'which = "transformers" if found is None else', 'which = "transformers" if own is None else'),
+    fault("an array that holds only spaces is broken", "sources/formats/scanners.py", "tests/sources/test_scanners.py -k spaces_of",
+          "        i += 1\n        i = skip_space(data, i, n)\n        if opening", "        i += 1\n        if opening"),
+    fault("values of rows are spread as tokens are", "train/parallel/mesh.py", "tests/train/test_step.py -k values_of_rows",
+          '["sequence"] * (value.ndim > axis + 1)', '["sequence"] * (value.ndim > axis)'),
+    fault("a file of the Hub's cache may be longer than it is", "sources/hub/repo.py", "tests/sources/test_hub.py -k clients_cache_are",
+          "if status.st_size != file.num_bytes:", "if status.st_size < file.num_bytes:"),
 ]
 # fmt: on
 

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from flax import nnx
 
 from easypipe import train_bpe
 from easypipe.cli import main
+from easypipe.interop import exported as exported_
 from easypipe.interop.exported import differences, token_differences
 from easypipe.train import load_pretrained, save_pretrained
 from easypipe.train import state as states
@@ -33,6 +35,7 @@ from easypipe.train.model.pretrained.save import Seen
 from easypipe.train.optim.optimizers import Optimizer
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from pipelines import texts
 from train.hf_support import CONFIGS, tensors, write_model
 
@@ -199,3 +202,22 @@ def test_reward_models_of_every_family_are_what_was_trained(
     model.add_score(0)
     run = trained(model, tokenizer, Seen())
     assert list(differences(run, exported(run, tmp_path / "out"))) == []
+
+
+@pytest.mark.parametrize(
+    ("own", "found", "who"),
+    [(None, [1], "the run's template"), ("text", None, "transformers"), (None, None, None)],
+)
+def test_who_refuses_a_conversation_is_told(
+    own: str | None,
+    found: list[int] | None,
+    who: str | None,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exported_, "_written", lambda *_: own)
+    monkeypatch.setattr(exported_, "_applied", lambda *_: found)
+    template = CHAT_TEMPLATES["chatml"]
+    said = [*exported_._conversations(load_tokenizer(tokenizer), template, SimpleNamespace())]
+    assert bool(said) == (who is not None)
+    assert all(f": {who} refuses it" in one for one in said)

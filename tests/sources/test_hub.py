@@ -208,13 +208,20 @@ def test_files_in_the_clients_cache_are_read_there(hub: WebServer) -> None:
     source = HuggingFaceShardedSource("org/stories", split="validation")
     rows, identity = texts(source), source.shard_identity(0)
     name = "data/validation-00000-of-00001.parquet"
-    huggingface_hub.hf_hub_download(
-        "org/stories", name, repo_type="dataset", revision=MAIN, endpoint=hub.url
-    )
+    there = Path(
+        huggingface_hub.hf_hub_download(
+            "org/stories", name, repo_type="dataset", revision=MAIN, endpoint=hub.url
+        )
+    ).resolve()
     hub.seen.clear()
     cached = HuggingFaceShardedSource("org/stories", split="validation")
     assert (texts(cached), cached.shard_identity(0)) == (rows, identity)
     assert not [path for _, path, _ in hub.seen if "resolve" in path]
+    whole = there.read_bytes()
+    for other in (whole[:-1], whole + b"x"):
+        there.write_bytes(other)
+        with pytest.raises(SourceError, match=f"{len(other)} bytes in the cache of the Hub's"):
+            texts(HuggingFaceShardedSource("org/stories", split="validation"))
 
 
 def test_passing_failures(hub: WebServer) -> None:

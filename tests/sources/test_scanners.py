@@ -96,6 +96,15 @@ def test_elements(values: list[tuple[bytes, bytes, bytes]], cuts: list[int], roo
     assert left == b" behind"
 
 
+@pytest.mark.parametrize("text", [b"[]", b"[ ]", b"[\n\t]", b"[ 1 , 2 ]"])
+def test_spaces_of_an_array(text: bytes) -> None:
+    found, left = split(split_elements, text, [], 5)
+    assert [one[1:].strip() for one in found] == text.strip(b"[] \n\t").replace(b" ", b"").split(
+        b","
+    ) * (b"1" in text)
+    assert left == b""
+
+
 FIELDS = [b"a", b'"b;c"', b'"d\ne"', b'"f""g"', b'h"i', b'""']
 records = st.lists(st.sampled_from(FIELDS), min_size=1, max_size=3).map(b";".join)
 

@@ -17,6 +17,7 @@ import pipelines
 from easypipe import DatasetConfig, Pipeline
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.protocols import ShardedSource
+from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
 from easypipe.sources.splits import PartialSource, parse_split
@@ -162,6 +163,9 @@ def test_a_bad_row_in_a_part_is_named(tmp_path: Path) -> None:
     source = PartialSource(open_files(tmp_path / "a.jsonl", on_error="skip"), part)
     (found,) = source.scan(0, 5, 20).rejects  # rows count from where the part begins
     assert (found.row, source.raw(0, found.row)) == (10, "nonsense")
+    numbers = source.read(0, 5, 20).column(ROW_NUMBER).to_pylist()
+    assert numbers == [row for row in range(5, 20) if row != 10]
+    assert_stateless_reads(source, [7, 13])
 
 
 def test_a_part_is_cut_where_its_file_is(tmp_path: Path) -> None:

@@ -98,6 +98,19 @@ def test_continuations_are_as_likely_as_their_rows_say(asked: Asked) -> None:
     assert is_greedy
 
 
+def test_a_pair_is_cut_where_its_text_ends_and_begins_once(asked: Asked) -> None:
+    model, encode = HarnessModel(asked), asked.tokenizer.reference_encode
+    begin = asked.tokenizer.decode([model.prefix])
+    for given in ("what", f"{begin}what"):
+        assert model._pair("", given) == ([model.prefix], encode("what"))
+    for text, continuation in (("is", " longer"), ("is ", "longer"), (f"{begin}is", " longer")):
+        before, scored = model._pair(text, continuation)
+        whole = encode("is longer")
+        assert [*before, *scored][-len(whole) :] == whole
+        assert before[-len(encode("is")) :] == encode("is")
+        assert before.count(model.prefix) == (begin in text)
+
+
 def test_a_text_is_read_in_windows_each_token_once(asked: Asked) -> None:
     text = "what is longer than a window of the model is read in several " * 3
     ids = asked.tokenizer.reference_encode(text)

@@ -368,6 +368,14 @@ def test_meshes_and_batches_that_do_not_fit_say_what_would():
         check_batch_size(rows, MESH, 4)
 
 
+def test_values_of_rows_are_placed_beside_their_tokens():
+    batch = {"weight": np.arange(4.0), "input_ids": np.zeros((4, 8), np.int32)}
+    placed = place_batch(batch, make_mesh({"data": 1}, devices=jax.devices()[:1]))
+    for name, value in batch.items():
+        np.testing.assert_array_equal(placed[name], value)
+        assert len(placed[name].sharding.spec) == value.ndim
+
+
 def test_short_batches_are_filled_with_what_trains_nothing():
     batch = Arithmetic(1, last=3).batch(1)
     placed = place_batch(batch, MESH, rows=8)
