@@ -161,6 +161,16 @@ def disasters(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Draws bad input for ten minutes, or `nox -s fuzz -- MINUTES [TARGET ...]`: readers, configs,
+    templates, tokenizer files, answers of web servers. What it finds becomes a case of
+    tests/bad_input. With `--atheris`, which is installed then, it follows branches of one target.
+    """
+    session.install(".[test]", *(["atheris>=3"] if "--atheris" in session.posargs else []))
+    session.run("python", "tests/fuzz.py", *(session.posargs or ["10"]), env=TEST_ENV)
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Loaders with pauses, restores and epochs for 30 minutes, or `nox -s soak -- MINUTES`: memory,
     threads and handles stay as they are, and batches are those of the plan.

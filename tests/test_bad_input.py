@@ -13,6 +13,7 @@ from bad_input import KINDS
 from bad_input.case import Case, expect, try_out, warm_up
 from bad_input.page import PAGE, cell
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
+from fuzz import TARGETS, Hunt
 
 CASES = [
     pytest.param(case, id=f"{kind}: {case.what}"[:120]) for kind in KINDS for case in KINDS[kind]
@@ -28,6 +29,15 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input(case: Case, tmp_path: Path) -> None:
     expect(case, try_out(case, tmp_path.resolve()))
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("target", TARGETS)
+def test_drawn_cases(target: str) -> None:
+    """Two of each kind, always the same: `nox -s fuzz` draws them for minutes."""
+    hunt = Hunt(target)
+    hunt.test(2, derandomize=True)()
+    assert hunt.tried >= 2
 
 
 def test_the_page_lists_every_case() -> None:

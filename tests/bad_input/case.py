@@ -79,14 +79,21 @@ def expect(case: Case, answer: Answer) -> None:
     """Asserts that `answer` is what the case wants: in time, and an error of ours with cause and
     fix, or none.
     """
-    assert answer.seconds < DEADLINE_S
+    well_answered(answer)
     if case.says is None:
         assert not answer.failed, answer.said
         return
     assert answer.failed, "it is accepted"
-    assert answer.own, f"not an error of ours: {answer.said}"
     wanted = ".*".join(re.escape(part) for part in case.says.split(THEN))
     assert re.search(wanted, answer.said, re.DOTALL), f"{case.says!r} is not in: {answer.said}"
+
+
+def well_answered(answer: Answer) -> None:
+    """Asserts that it came in time, and that an error is one of ours with a fix."""
+    assert answer.seconds < DEADLINE_S, f"not done after {answer.seconds:.0f} s"
+    if not answer.failed:
+        return
+    assert answer.own, f"not an error of ours: {answer.said}"
     first = answer.said.partition("\nwhile ")[0].partition("\ndataset ")[0]
     assert re.search(
         r"[.?!)]\s+\S.*|\(have: |: wants |expected |is outside |ends before it", first, re.DOTALL
