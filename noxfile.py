@@ -275,8 +275,8 @@ def peers(session: nox.Session) -> None:
 
 @nox.session
 def html(session: nox.Session) -> None:
-    """The pages of `easypipe preview` and `report` in a headless Chromium: the one of this machine,
-    else one that playwright downloads.
+    """The pages of commands in a headless Chromium: the one of this machine, else one that
+    playwright downloads.
     """
     session.install(".[test]")
     browser = next(
@@ -292,6 +292,7 @@ def html(session: nox.Session) -> None:
         browser = str(session.run("python", "-c", where, silent=True)).strip()
     session.run(
         "pytest",
+        "tests/test_pages.py",
         "tests/test_preview.py",
         "tests/train/test_report.py",
         *session.posargs,

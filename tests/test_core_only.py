@@ -108,6 +108,13 @@ def test_commands_on_data_work_and_others_name_the_extra(project: Path) -> None:
     assert not (project / "run").exists()
 
 
+def test_quickstart_refuses_before_it_writes(tmp_path: Path) -> None:
+    done = easypipe(tmp_path, "quickstart", "--output-dir", "project")
+    assert done.returncode == 2, done.stderr
+    assert REFUSED in " ".join(done.stderr.split())
+    assert not (tmp_path / "project").exists()
+
+
 def test_names_that_train_name_the_extra(project: Path) -> None:
     code = """
 for code in (

@@ -19,15 +19,16 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 SOURCE = Path(__file__).with_name("interposer.c")
 OFF, RECORD, KILL, FAIL, FAIL_ON = range(5)  # as in interposer.c
-DEADLINE_S = 120.0
+DEADLINE_S = float(os.environ.get("EASYPIPE_PATIENCE_S", "120"))  # more where a machine is busy
+GRACE_S = 5.0
 THEN = ", then "
 ERROR_OF_OURS, BARE = 3, 4  # exit codes of a fork
 
@@ -43,7 +44,8 @@ def missing() -> str:
 class Order:
     """What a fork is to do: `job` in `folder`, and at its `at`-th file operation `action`.
 
-    job: the name of one, or of several with THEN between them.
+    job: the name of one, or of several with THEN between them. environment: variables of the
+    fork.
     """
 
     job: str
@@ -51,6 +53,7 @@ class Order:
     action: int = OFF
     at: int = 0
     errno: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)
@@ -87,13 +90,15 @@ class Interposed:
     def run(self, order: Order) -> Outcome:
         return self.together([order])[0]
 
-    def together(self, orders: Sequence[Order]) -> list[Outcome]:
-        """What becomes of forks that run at the same time."""
+    def together(self, orders: Sequence[Order], *, as_one: bool = False) -> list[Outcome]:
+        """What becomes of forks that run at the same time. as_one: where one does not end well, the
+        others are ended GRACE_S later, as those that start the processes of a run do it.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         said = [self._said.with_name(f"said-{i}") for i in range(len(orders))]
         told = [[asdict(order), str(path)] for order, path in zip(orders, said, strict=True)]
-        self._process.stdin.write(json.dumps(told) + "\n")
+        self._process.stdin.write(json.dumps([told, as_one]) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, "the process that forks has ended"
@@ -125,7 +130,7 @@ def _fork(order: Order, said: str) -> int:
     return child
 
 
-def _exit_codes(children: Sequence[int]) -> list[int]:
+def _exit_codes(children: Sequence[int], *, as_one: bool) -> list[int]:
     """Of forks, when all have ended. Those that never do are killed."""
     ends = time.monotonic() + DEADLINE_S * len(children)
     codes: dict[int, int] = {}
@@ -134,6 +139,8 @@ def _exit_codes(children: Sequence[int]) -> list[int]:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 codes[child] = os.waitstatus_to_exitcode(status)
+                if as_one and codes[child]:
+                    ends = min(ends, time.monotonic() + GRACE_S)
             elif time.monotonic() > ends:
                 os.kill(child, 9)
                 os.waitpid(child, 0)
@@ -153,6 +160,7 @@ def _carry_out(order: Order, said: str) -> None:
     os.dup2(out, 2)
     try:
         os.chdir(order.folder)
+        os.environ.update(order.environment)
         library: Any = ctypes.CDLL(None)
         library.disaster_arm(
             order.folder.encode(), order.action, ctypes.c_long(order.at), order.errno, log
@@ -194,8 +202,9 @@ def _serve() -> None:
     if "arrays" in sys.argv:
         import easypipe.run  # noqa: F401
     for line in sys.stdin:
-        told = json.loads(line)
-        codes = _exit_codes([_fork(Order(**order), said) for order, said in told])
+        told, as_one = json.loads(line)
+        children = [_fork(Order(**order), said) for order, said in told]
+        codes = _exit_codes(children, as_one=as_one)
         for _, said in told:
             imported = Path(f"{said}.modules")  # not there where a fork was killed
             for name in imported.read_text().split() if imported.exists() else ():

@@ -41,12 +41,18 @@ TRAIN = {
 
 @dataclass(frozen=True)
 class Job:
-    """before: what has been run when it begins. run: is called in the folder. arrays: needs jax."""
+    """before: what has been run when it begins. run: is called in the folder. arrays: needs jax.
+
+    processes: as many run it at the same time, and meet by jax.distributed; `struck` is the one
+    that is struck.
+    """
 
     name: str
     run: Callable[[], object]
     before: tuple[str, ...] = ()
     arrays: bool = False
+    processes: int = 1
+    struck: int = 0
 
 
 def command(*arguments: str) -> Callable[[], None]:
@@ -60,6 +66,9 @@ def command(*arguments: str) -> Callable[[], None]:
             raise SystemExit(code)
 
     return call
+
+
+TRAINED = command("train", "train.yaml", "--samples", "0")
 
 
 def tokenize_and_save() -> None:
@@ -124,9 +133,11 @@ JOBS = {
         Job("prepare", command("prepare", "run.yaml")),
         Job("tokenize_and_save", tokenize_and_save),
         Job("save", command("prepare", "save.yaml"), before=("prepare",)),
-        Job("checkpoint", command("train", "train.yaml", "--samples", "0"), ("prepare",), True),
+        Job("checkpoint", TRAINED, ("prepare",), True),
         Job("export", command("export", "run", "out"), ("prepare", "checkpoint"), True),
         Job("report", command("report", "run"), ("prepare", "checkpoint"), True),
+        Job("first of two processes", TRAINED, ("prepare",), True, processes=2),
+        Job("second of two processes", TRAINED, ("prepare",), True, processes=2, struck=1),
     )
 }
 READERS = {
@@ -148,7 +159,7 @@ READERS = {
         Job("save again", command("prepare", "save.yaml"), ("save",)),
         Job(
             "train again",
-            command("train", "train.yaml", "--samples", "0"),
+            TRAINED,
             ("checkpoint",),
             True,
         ),
@@ -162,7 +173,7 @@ TOGETHER = {
     for job in (
         Job("read", read_batches(state=False)),
         Job("clear", command("cache", "clear", "cache")),
-        Job("train", command("train", "train.yaml", "--samples", "0"), arrays=True),
+        Job("train", TRAINED, arrays=True),
     )
 }
 

@@ -30,6 +30,9 @@ and nothing else. *Power lost* empties what was written and not synced. The norm
 It needs Linux and a C compiler: a small library counts the calls of libc that change files, of all threads. Calls that go past it are not struck: writes
 to memory that is mapped, and the renaming of `model.safetensors` within an export that has no name yet.
 
+*First* and *second of two processes* are a run of two processes of `jax.distributed`, of which one is struck; the other is ended 5 s after it, as those do that start
+such runs. A worker of Ray is not struck yet. `EASYPIPE_PATIENCE_S` is how long a job may take, 120 s without it.
+
 `python tests/disasters/page.py` writes the tables of this page.
 
 ## A server that fails

@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from disasters.interposer import (
     Outcome,
 )
 from disasters.jobs import JOBS, write_inputs
+from loader_processes import free_port
 
 WRITES = frozenset(("write", "pwrite", "writev", "pwritev", "sendfile", "copy_file_range"))
 SYNCS = frozenset(("fsync", "fdatasync"))
@@ -44,6 +45,7 @@ MEASURED = frozenset(
         "facts",
         "seconds",
         "xxh3_128",
+        "metrics.jsonl",  # a checksum of its lines, which say how long a step took
         "megabytes_per_second",
         "tokens_per_second",
         "data_wait",
@@ -116,8 +118,24 @@ class Trial:
             return f"the next run fails: {again.said[-1500:]} (before: {outcome.said[-600:]})"
         return left
 
-    def _run(self, job: str, action: int = 0, at: int = 0, code: int = 0) -> Outcome:
-        return self._interposed.run(Order(job, str(self._work), action, at, code))
+    def _run(self, name: str, action: int = 0, at: int = 0, code: int = 0) -> Outcome:
+        """What becomes of the process that is struck."""
+        job, folder = JOBS[name], str(self._work)
+        struck = Order(name, folder, action, at, code)
+        if job.processes == 1:
+            return self._interposed.run(struck)
+        told = {
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+            "JAX_NUM_PROCESSES": str(job.processes),
+        }
+        orders = [
+            replace(
+                struck if rank == job.struck else Order(name, folder),
+                environment=told | {"JAX_PROCESS_ID": str(rank)},
+            )
+            for rank in range(job.processes)
+        ]
+        return self._interposed.together(orders, as_one=True)[job.struck]
 
     def _set_back(self) -> None:
         shutil.rmtree(self._work, ignore_errors=True)

@@ -128,6 +128,13 @@ def test_a_bomb_is_not_unpacked(web: WebServer) -> None:
 
 
 @pytest.mark.usefixtures("large")
+def test_an_empty_encoding_packs_nothing(web: WebServer) -> None:
+    """Found by tests/fuzz.py."""
+    web.extra["/data/c.jsonl"] = {"Content-Encoding": ""}
+    assert open_files(f"{web.url}/data/c.jsonl").read(0, 0, 1).column("text").to_pylist()
+
+
+@pytest.mark.usefixtures("large")
 def test_a_stall_is_cut_by_what_other_requests_took(web: WebServer) -> None:
     """Not by the policy's minute; and a server that became slow is waited for longer each time."""
     remote.set_retry_policy(remote.RetryPolicy())

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from easypipe.cli.arguments import AsJson
-from easypipe.cli.show import say
+from easypipe.cli.arguments import AsJson, Html
+from easypipe.cli.show import say, write_page
 from easypipe.core.errors import ConfigError, require
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def discover(
     ] = False,
     columns: Columns = None,
     roles: Roles = None,
+    html: Html = None,
     as_json: AsJson = False,
     cache_dir: Annotated[
         Path | None, typer.Option(help="Where indexes of counted files are kept.")
@@ -86,7 +87,11 @@ def discover(
     proposals = list(
         _proposals(found, _decisions(columns, "--column"), _decisions(roles, "--role"))
     )
-    if as_json:
+    if html is not None:
+        from easypipe.discovery.page import page
+
+        write_page(html, page(found, proposals))
+    elif as_json:
         shown = found.to_json()
         for part, made in zip(shown["parts"], proposals, strict=True):
             part["refused" if isinstance(made, ConfigError) else "proposal"] = str(made)

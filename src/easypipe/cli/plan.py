@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from easypipe.cli.arguments import AsJson, ConfigFile, Overrides
-from easypipe.cli.show import console, progress, say
+from easypipe.cli.arguments import AsJson, ConfigFile, Html, Overrides
+from easypipe.cli.show import console, progress, say, write_page
 from easypipe.core.errors import EasypipeError, require
 
 if TYPE_CHECKING:
     from easypipe.cli.configs import Described
     from easypipe.compat.classify import ClassifyPlan
+    from easypipe.core.pages import Section
     from easypipe.core.protocols import ProgressListener
     from easypipe.stages.reports.plan_report import PlanReport
     from easypipe.train.plan.aot import StepPlan
+
+    Found = ClassifyPlan | PlanReport | StepPlan | str
 
 
 def plan(
@@ -27,6 +31,7 @@ def plan(
         int | None,
         typer.Option(min=1, help="Steps of the run; else train.steps, else what the data gives."),
     ] = None,
+    html: Html = None,
     as_json: AsJson = False,
     prepare: Annotated[
         bool,
@@ -52,15 +57,15 @@ def plan(
     if of_images(config, overrides or []):
         require(prepare, "--no-prepare", "images have no tokens to prepare", "Leave it out.")
         planned = _images_plan(config, overrides or [], steps, topology)
-        _show(planned, as_json)
+        _show([planned], as_json, html)
         return
     run = described(config, overrides or [])
     if topology is None:
         report = _data_plan(run, steps, prepare, as_json)
-        _show(report, as_json)
+        _show([report], as_json, html)
         return
     compiled = _compiled(config, overrides or [], topology, as_json)
-    if not as_json:
+    if not as_json and html is None:
         say(f"{compiled}\n\ndata")
     try:
         data, missing = _data_plan(run, steps, prepare, as_json), None
@@ -69,7 +74,9 @@ def plan(
             raise
         data, missing = None, str(error)
     found = {"step": compiled.to_json(), "data": data and data.to_json(), "data_missing": missing}
-    if as_json:
+    if html is not None:
+        _show([compiled, data or f"not known: {missing}"], as_json, html)
+    elif as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
         say(str(data or f"  not known: {missing}"))
@@ -122,8 +129,24 @@ def _compiled(config: Path, overrides: list[str], topology: str, quiet: bool) ->
         return runs.plan_on(run, topology)
 
 
-def _show(found: ClassifyPlan | PlanReport, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=1))
+def _show(found: Sequence[Found], as_json: bool, html: Path | None) -> None:
+    [first, *_] = found
+    if html is not None:
+        from easypipe.core.pages import page_of
+
+        write_page(html, page_of("easypipe plan", [one for part in found for one in _parts(part)]))
+    elif as_json and not isinstance(first, str):
+        typer.echo(json.dumps(first.to_json(), indent=1))
     else:
-        say(str(found))
+        say(str(first))
+
+
+def _parts(found: Found) -> Sequence[Section]:
+    from easypipe.core.pages import Section
+    from easypipe.stages.reports.plan_page import plan_sections
+    from easypipe.stages.reports.plan_report import PlanReport
+
+    if isinstance(found, PlanReport):
+        return plan_sections(found)
+    heading = "The data" if isinstance(found, str) else "The run"
+    return [Section(heading, text=str(found))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -213,6 +214,7 @@ def quickstart(
     """Write a small project, and train a model on it. A tokenizer is trained first; the model has a
     few million parameters. Stopped and run again, it goes on.
     """
+    importlib.import_module("easypipe.run")  # refused without `[train]`, before a file is written
     began = Path.cwd()
     folder = output_dir.expanduser().absolute()
     written = write_project(folder)

@@ -396,9 +396,7 @@ async def _http_facts(fs: Any, url: str) -> HttpFacts:
         answer.raise_for_status()
         if answer.status == 206:
             total = _total(answer.headers.get("Content-Range", ""))
-        elif answer.headers.get("Content-Length", "").isdigit() and answer.headers.get(
-            "Content-Encoding", "identity"
-        ) in ("", "identity"):
+        elif answer.headers.get("Content-Length", "").isdigit() and not _packed(answer.headers):
             total = int(answer.headers["Content-Length"])
         identity = _http_identity(answer.headers)
         if not identity and answer.content_type == "text/html":  # made anew, so no file
@@ -424,7 +422,7 @@ async def _http_range(
             and now.partition(":")[0] == identity.partition(":")[0]
         ):
             raise ChangedError("the server says that the file is another now")
-        if (packed := answer.headers.get("Content-Encoding", "identity")) != "identity":
+        if packed := _packed(answer.headers):
             answer.close()  # before it is unpacked: it may be of any size
             raise OtherAnswerError(f"the server packed it ({packed}), which nobody asked for")
         skipped = start  # the server sends the whole file whatever is asked for: take the part
@@ -472,6 +470,11 @@ def _get(fs: Any, url: str, byte_range: str) -> Coroutine[Any, Any, Any]:
 def _total(content_range: str) -> int | None:
     total = content_range.rpartition("/")[2]
     return int(total) if total.isdigit() else None
+
+
+def _packed(headers: Mapping[str, str]) -> str:
+    """How the bytes on the way are packed; "" where they are those of the file."""
+    return headers.get("Content-Encoding", "").strip().lower().replace("identity", "")
 
 
 def _http_identity(headers: Mapping[str, str]) -> str:

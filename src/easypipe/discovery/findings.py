@@ -185,7 +185,7 @@ def _part_lines(part: Part) -> Iterator[str]:
             yield f"  refused  {trial}"
         yield from (f"  refused  {tie.error(part.name).problem}" for tie in part.kind.ties)
         yield from (
-            f"  row {i}    {json.dumps(_shown(row), ensure_ascii=False)}"
+            f"  row {i}    {json.dumps(shown_value(row), ensure_ascii=False)}"
             for i, row in enumerate(part.sample)
         )
     yield from (f"  note     {note}" for note in part.notes)
@@ -197,10 +197,10 @@ def _part_json(part: Part) -> JsonObject:
         del values[name]
     for choice, known in zip(values["kind"]["choices"], part.kind.choices, strict=True):
         choice["reason"] = known.reason
-    return values | {"files": list(part.files), "sample": [_shown(row) for row in part.sample]}
+    return values | {"files": list(part.files), "sample": [shown_value(row) for row in part.sample]}
 
 
-def _shown(value: object) -> JsonValue:
+def shown_value(value: object) -> JsonValue:
     """A value for people: long texts cut, bytes told by their number, what JSON does not know as
     text.
     """
@@ -209,10 +209,10 @@ def _shown(value: object) -> JsonValue:
     if isinstance(value, bytes):
         return f"<{len(value)} bytes>"
     if isinstance(value, Mapping):
-        return {str(key): _shown(item) for key, item in value.items() if item is not None}
+        return {str(key): shown_value(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
         return [
-            *(_shown(item) for item in value[:8]),
+            *(shown_value(item) for item in value[:8]),
             *([f"… {len(value) - 8} more"] if len(value) > 8 else []),
         ]
     return value if value is None or isinstance(value, bool | int | float) else str(value)

@@ -120,7 +120,7 @@ class PlanReport:
         for d in self.datasets:
             counts = [f"{count:,}" for count in (d.documents, d.tokens)]
             shares = [f"{share:.4%}" for share in (d.requested, d.realised, d.token_share)]
-            drawn = [f"{d.drawn:,}", f"{d.epochs:.3f}", _megabytes(d.cache_bytes)]
+            drawn = [f"{d.drawn:,}", f"{d.epochs:.3f}", megabytes(d.cache_bytes)]
             lines.append([d.name, *counts, *shares, *drawn])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = [
@@ -135,12 +135,12 @@ class PlanReport:
             slots = f"of {self.seq_length:,} slots, {self.fill:.3%} filled"
         saved = ""
         if self.saved_bytes is not None:
-            saved = f", {_megabytes(self.saved_bytes)} to save, before compression"
+            saved = f", {megabytes(self.saved_bytes)} to save, before compression"
         text += [
             f"steps   {self.steps:,} of {self.batch_size:,} rows ({ends})",
             f"rows    {self.rows:,} {slots}; {self.rows_left_over:,} left over at the end",
             f"tokens  {self.slots - self.padding:,}, and {self.padding:,} slots of padding",
-            f"disk    {_megabytes(self.cache_bytes)} of token cache{saved}",
+            f"disk    {megabytes(self.cache_bytes)} of token cache{saved}",
         ]
         return "\n".join(text + [f"note    {note}" for note in self.notes])
 
@@ -508,7 +508,7 @@ def _continued_notes(mixture: Mixture, stats: PlanStats) -> list[str]:
     return found
 
 
-def _megabytes(num_bytes: int) -> str:
+def megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
 
 

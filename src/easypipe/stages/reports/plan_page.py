@@ -1,0 +1,46 @@
+"""The page of what a run would do: its size, its datasets, and what to know before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from easypipe.core.pages import Section
+from easypipe.core.values import JsonValue
+from easypipe.stages.reports.plan_report import DatasetPlan, PlanReport, megabytes
+
+
+def plan_sections(plan: PlanReport) -> Sequence[Section]:
+    """What stands on the page of a plan, as `str(plan)` tells it on a terminal."""
+    head = ("dataset", "documents", "tokens", f"asked ({plan.unit})", "realised", "of tokens")
+    head += ("drawn", "epochs", "tokens cut or dropped", "token cache")
+    return (
+        Section("The run", (), _run(plan)),
+        Section("Datasets", head, [_dataset(one) for one in plan.datasets]),
+        Section("Before it starts", notes=plan.notes or ("There is nothing to know.",)),
+    )
+
+
+def _run(plan: PlanReport) -> list[tuple[str, JsonValue]]:
+    ends = "never" if plan.steps_available is None else f"after {plan.steps_available:,} steps"
+    lines: list[tuple[str, JsonValue]] = [
+        ("steps", plan.steps),
+        ("the data ends", ends),
+        ("rows of a step", plan.batch_size),
+        ("rows", plan.rows),
+        ("rows left over at the end", plan.rows_left_over),
+        ("slots of a row", plan.seq_length or "as many as its document has"),
+        ("slots filled", f"{plan.fill:.3%}"),
+        ("tokens", plan.slots - plan.padding),
+        ("slots of padding", plan.padding),
+        ("token cache", megabytes(plan.cache_bytes)),
+    ]
+    if plan.saved_bytes is not None:
+        lines.append(("to save, before compression", megabytes(plan.saved_bytes)))
+    return lines
+
+
+def _dataset(one: DatasetPlan) -> Sequence[JsonValue]:
+    shares = (f"{share:.4%}" for share in (one.requested, one.realised, one.token_share))
+    lost = one.tokens_cut + one.tokens_truncated + one.tokens_dropped
+    epochs, cache = f"{one.epochs:.3f}", megabytes(one.cache_bytes)
+    return (one.name, one.documents, one.tokens, *shares, one.drawn, epochs, lost, cache)
