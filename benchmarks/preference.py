@@ -95,7 +95,8 @@ def main() -> None:
     for way, lora, wanted in (("full", None, 0.8), ("lora", LoraConfig(rank=8), 0.7)):
         with tempfile.TemporaryDirectory() as folder:
             both = {
-                name: Contender(Path(folder, name), name, lora) for name in ("initial", "cached")
+                name: Contender(Path(folder, name), name, lora)
+                for name in ("initial", "cached", "none")
             }
             for one in both.values():
                 one.seconds(1)  # compiles
@@ -104,6 +105,8 @@ def main() -> None:
                     report.seconds.setdefault(f"{name}, {way}", []).append(one.seconds(given.steps))
         part = report.figure(f"cached, {way}") / report.figure(f"initial, {way}")
         report.target(f"cached / initial, {way}", part, below=wanted)
+        left = report.figure(f"cached, {way}") / report.figure(f"none, {way}")
+        report.target(f"cached / no reference at all, {way}", left, below=1.05)
     report.finish(given.out)
 
 
