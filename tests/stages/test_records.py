@@ -28,7 +28,14 @@ from easypipe.cache.manifest import (
     read_manifest,
     total,
 )
-from easypipe.cache.ranges import Record, kept_rejects, read_record, record_path, write_record
+from easypipe.cache.ranges import (
+    Range,
+    Record,
+    kept_rejects,
+    read_record,
+    record_path,
+    write_record,
+)
 from easypipe.cache.reader import cache_schema
 from easypipe.core.aligned import AlignedColumn
 from easypipe.core.checked import read_checked
@@ -78,7 +85,7 @@ def test_no_field_of_a_sample_is_as_ever(sample: Any) -> None:
 
 @pytest.mark.parametrize("shard", [0, 3, 8])
 def test_a_record_comes_back_for_the_shard_that_it_is_of_now(tmp_path: Path, shard: int) -> None:
-    path = record_path(CacheFolder(tmp_path), "recipe", "key")
+    path = record_path(CacheFolder(tmp_path), Range(3, 10, 40, "recipe", "key"))
     assert path == tmp_path / "ranges" / "recipe" / "key.json"
     assert read_record(path, shard) is None
     write_record(path, RECORD)

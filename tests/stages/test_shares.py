@@ -41,8 +41,9 @@ def plan_of(pack: PackSpec | None, **changes: Any) -> Plan:
 
 
 def mixture_of(**changes: Any) -> Mixture:
-    values = {"weights": (3, 1), "stop": "first_exhausted", "seed": 3, "context": None}
-    return Mixture(parts=dict.fromkeys(LENGTHS), **{**values, **changes})  # type: ignore[arg-type]
+    values = {"seed": 3, "weights": (3, 1), "stop": "first_exhausted", "num_epochs": None}
+    spec = PlanSpec(**{**values, "window_docs": 8, **changes})
+    return Mixture(dict.fromkeys(LENGTHS), spec, None)  # type: ignore[arg-type]
 
 
 def counted(plan: Plan, start: int, stop: int) -> tuple[list[int], list[int]]:
