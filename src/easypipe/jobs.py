@@ -57,14 +57,19 @@ def tokenize_and_save(
     output_storage_options: StorageOptions = None,
     progress: ProgressListener | None = None,
 ) -> SaveReport:
-    """Tokenizes one dataset and writes its documents in their order: the Pipeline of source,
-    tokenize and save, whose options these are.
+    """Tokenizes one dataset and writes its documents in their order.
 
-    A run that was stopped goes on where it was; one that was complete is up to date.
-    storage_options: of data_files, and of output_path unless output_storage_options are given.
-    progress: None keeps a line on the terminal with rows and MB a second and the time to go, or
-    logs one every half minute; `easypipe.core.protocols.silent` says nothing. Raises what
-    `Pipeline.build` raises.
+    It is the Pipeline of source, tokenize and save, and takes their options. An interrupted run
+    continues where it was; a complete one is up to date.
+
+    Args:
+        storage_options: For data_files, and for output_path unless output_storage_options are
+            given.
+        progress: None shows rows and MB a second and the remaining time on the terminal, or logs a
+            line every half minute; `easypipe.core.protocols.silent` shows nothing.
+
+    Raises:
+        EasypipeError: What `Pipeline.build` raises.
     """
     dataset = DatasetConfig(
         data_files=data_files,

@@ -225,14 +225,17 @@ def create_collate_fn(
     *,
     schema: OutputSchema | None = None,
 ) -> PaddingCollator:
-    """Rows to one rectangle, labels where the tokens are: for models that shift themselves.
+    """Makes a collator that pads rows and leaves labels at their tokens.
 
-    `create_causal_lm_collate` shifts.
+    It is for models that shift labels themselves; `create_causal_lm_collate` shifts.
 
-    label_pad_token_id: label of what is not trained: padding, tokens with attention_mask 0, with
-    loss_mask 0 or label -100. padding_side: where the tokens are not. max_length: the width of
-    every batch; None: of its longest row. return_tensors: NumPy arrays (True, "np"), jax Arrays
-    ("jax") or lists (False). schema: dtypes; default int32 for tokens.
+    Args:
+        label_pad_token_id: Label of what is not trained: padding, tokens with attention_mask 0,
+            with loss_mask 0 or label -100.
+        padding_side: The side of a row on which padding is put.
+        max_length: The width of every batch; None takes that of its longest row.
+        return_tensors: NumPy arrays (True, "np"), jax Arrays ("jax") or lists (False).
+        schema: Dtypes of the columns; the default is int32 for tokens.
     """
     rule = (pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema)
     return PaddingCollator(Padding(*rule))
@@ -247,12 +250,11 @@ def create_causal_lm_collate(
     *,
     schema: OutputSchema | None = None,
 ) -> CausalLMCollator:
-    """Rows to the batch that a Pipeline's loader makes of them.
+    """Makes a collator of the batches of a Pipeline's loader.
 
-    `labels[t]` is the token at t + 1 where that is a target, else -100.
-
-    `input_ids`, `labels`, `segment_ids`, `position_ids`, `attention_mask`, Int32[B, T]. Options as
-    create_collate_fn has them.
+    `labels[t]` is the token at t + 1 if that is a target, else -100. Batches have `input_ids`,
+    `labels`, `segment_ids`, `position_ids`, `attention_mask`, Int32[B, T]. Options are those of
+    create_collate_fn.
     """
     rule = (pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema)
     return CausalLMCollator(Padding(*rule))
@@ -270,14 +272,18 @@ def create_seq2seq_collate(
     max_target_length: int | None = None,
     schema: OutputSchema | None = None,
 ) -> Seq2SeqCollator:
-    """Rows of `input_ids` (read) and `labels` (to be said) for an encoder and a decoder.
+    """Makes a collator for an encoder and a decoder.
 
-    `decoder_input_ids[t]` is the label at t - 1, `decoder_start_token_id` at 0; so decoders need no
-    shift of their own. Int32: `input_ids`, `attention_mask` [B, T], `decoder_input_ids`,
-    `decoder_attention_mask`, `labels` [B, U]. max_target_length: U; None: the longest.
-    tokenizer: names what is not given: its pad token (else its EOS, else 0 pads), and the token
-    that starts the decoder, which is its BOS or, where it has none, its pad token. Without a
-    tokenizer too the pad token starts, which a warning says.
+    Rows have `input_ids`, which the encoder reads, and `labels`, the answer.
+    `decoder_input_ids[t]` is the label at t - 1, `decoder_start_token_id` at 0, so decoders need no
+    shift of their own. Batches have, as Int32, `input_ids`, `attention_mask` [B, T],
+    `decoder_input_ids`, `decoder_attention_mask`, `labels` [B, U].
+
+    Args:
+        max_target_length: U; None takes the longest row.
+        tokenizer: Supplies the tokens that are not given: its pad token (else its EOS, else 0), and
+            as the start of the decoder its BOS, else its pad token. Without a tokenizer the pad
+            token starts, and a warning says so.
     """
     own = None if tokenizer is None else as_tokenizer(tokenizer)
     if pad_token_id is None:

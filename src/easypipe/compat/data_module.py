@@ -32,9 +32,9 @@ log = logging.getLogger("easypipe")
 
 @runtime_checkable
 class DataModuleProtocol(Protocol):
-    """What has a loader to train on and one to validate on.
+    """Any class with a loader to train on and a loader to validate on.
 
-    Any class with these two methods is one; none is a base of it.
+    A class with these two methods implements it; it needs no base class.
     """
 
     def train_dataloader(self) -> Any: ...
@@ -51,23 +51,25 @@ class Splits(NamedTuple):
 class UniversalDataModule:
     """Loaders over any map-style dataset, for training and for validation.
 
-    It may be one of `datasets`, torch's (known by what they do), tuples, a list of integer
-    arrays, or a PreprocessedDataset.
+    The dataset may be one of `datasets`, torch's, tuples, a list of integer arrays, or a
+    PreprocessedDataset. The training loader is shuffled, with a new order every pass, and leaves
+    out a last batch that is not full. The validation loader is ordered, complete, and the same
+    every time. Rows without text are left out and counted, as with on_error="skip". Further options
+    are those of DataLoaderConfig.
 
-    train_data, val_data: the rows. val_split: the share of train_data that is validated on, drawn
-    by the seed, disjoint from what is trained on; it says nothing where val_data is given, which a
-    warning tells.
-    task_spec: chooses the collator (CollatorRegistry). None looks at the first row: tokens, `text`
-    or `messages` are text, an image column is vision, anything else is stacked as it is.
-    collate_fn: a collator of one's own, in place of all that.
-    tokenizer: of rows of text: a Tokenizer, its config, a name, or another library's with
-    `name_or_path`; `messages` go through its chat template, and the assistant's turns are trained.
-    max_length: tokens that are kept of a text. Rows without text are left out and counted, as
-    on_error="skip" does. The training loader is shuffled, every iteration the next pass in an order
-    of its own, and leaves out a last batch that is not full; the validation loader is ordered,
-    complete, and the same every time.
-    seed: of split, order and collators; None draws one, logs it, and keeps it as `seed`. Further
-    options are DataLoaderConfig's.
+    Args:
+        train_data: The rows to train on.
+        val_data: The rows to validate on.
+        val_split: The share of train_data to validate on, drawn by the seed and not trained on.
+            With val_data it has no effect, and a warning says so.
+        task_spec: Chooses the collator (CollatorRegistry). None looks at the first row: tokens,
+            `text` or `messages` are text, an image column is vision, anything else is stacked.
+        collate_fn: A collator of your own, instead of all that.
+        tokenizer: For rows of text: a Tokenizer, its config, a name, or another library's with
+            `name_or_path`. `messages` go through its chat template, and the assistant's turns are
+            trained.
+        max_length: Most tokens of a text.
+        seed: Seed of split, order and collators; None draws one, logs it, and keeps it as `seed`.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class UniversalDataModule:
         return Splits(train=np.sort(order[held_out:]), val=np.sort(order[:held_out]))
 
     def train_dataloader(self) -> EpochLoader:
-        """A loader that begins behind the last pass that a loader of this method has finished."""
+        """A loader that begins after the last pass that a loader of this method finished."""
         train = (
             self._train
             if len(self.splits.train) == len(self._train)
@@ -166,7 +168,7 @@ class UniversalDataModule:
         )
 
     def val_dataloader(self) -> Loader | None:
-        """None where nothing is held out."""
+        """The loader of held-out rows; None if nothing is held out."""
         if self._val is None and not len(self.splits.val):
             return None
         val = self._val if self._val is not None else subset(self._train, self.splits.val.tolist())

@@ -209,13 +209,12 @@ class DataPipelineConfig:
 
 
 class DataPipeline:
-    """The loaders of the splits that a YAML file describes, every failure a Result.
+    """The loaders of the splits that a YAML file describes, with every failure as a Result.
 
     `DataPipeline.from_config("pipeline_config.yaml").unwrap().get_dataloader("train",
     shuffle=True).unwrap()`
 
-    The constructor raises what `from_config` gives as Err, and `validate` lists it: three views of
-    one check.
+    `from_config` returns an error as Err, the constructor raises it, and `validate` lists it.
     """
 
     def __init__(self, config: DataPipelineConfig) -> None:
@@ -234,7 +233,7 @@ class DataPipeline:
 
     @staticmethod
     def validate(config: DataPipelineConfig | Settings | str | Path) -> list[str]:
-        """Everything that is wrong with a config, [] where it is right.
+        """Lists everything that is wrong with a config; [] if it is right.
 
         Opens no dataset and no tokenizer.
         """

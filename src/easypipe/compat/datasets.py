@@ -31,16 +31,20 @@ Encoded = dict[str, Array]
 
 
 class PreprocessedDataset:
-    """The rows of a map-style dataset as tokens, kept once they were made.
+    """The rows of a map-style dataset as tokens, kept once they are made.
 
-    `dataset[i]` is what `prompt_engine.encode` makes of row i.
+    `dataset[i]` is the result of `prompt_engine.encode` for row i. A loader over it
+    (DataLoaderBuilder) reads the Pipeline's token cache instead, byte for byte the same, and leaves
+    out rows with nothing to train on, as the Pipeline does. With an engine of your own (any object
+    whose `encode(row)` returns `input_ids`) it reads the rows. Thread safe.
 
-    hf_dataset: a `datasets.Dataset`, a list of dicts, or anything that gives dicts by number.
-    cache_enabled: keep encoded rows in memory; False encodes a row each time it is asked for. A
-    loader over it (DataLoaderBuilder) reads the Pipeline's token cache instead, byte for byte the
-    same, and leaves out rows with nothing to train on, as the Pipeline does; over an engine of
-    one's own (anything whose `encode(row)` gives `input_ids`) it reads the rows. Thread safe.
-    Reading raises SourceError naming the row.
+    Args:
+        hf_dataset: A `datasets.Dataset`, a list of dicts, or any object that returns dicts by
+            number.
+        cache_enabled: Keep encoded rows in memory; False encodes a row each time it is asked for.
+
+    Raises:
+        SourceError: When a row is read that cannot be encoded; names the row.
     """
 
     def __init__(
@@ -114,15 +118,18 @@ class PreprocessedDataset:
 class StreamingPreprocessedDataset:
     """The rows of an iterable as tokens, encoded while they are read.
 
-    Every iteration begins at its start.
+    Every iteration begins at its start. Workers of a torch DataLoader share the rows of a rank, so
+    each row appears once over all ranks and workers. A torch IterableDataset, such as a stream of
+    `datasets`, divides its rows over workers itself. Ranks that skip rows may have different
+    lengths.
 
-    buffer_size: rows that are shuffled together, block by block, keyed by the seed (0 keeps the
-    order); they are held in memory.
-    skip_errors: leave out rows that are no sample, counted by reason in `skipped`; else the first
-    one raises SourceError. rank, world_size: of every world_size neighbouring rows the one that
-    this process reads; a torch DataLoader's workers share these further, so that each row appears
-    once over all ranks and workers; a torch IterableDataset, as the streams of `datasets` are,
-    gives workers rows of their own itself. Ranks that skip rows are not equally long.
+    Args:
+        buffer_size: Rows that are shuffled together, block by block, keyed by the seed, and held in
+            memory; 0 keeps the order.
+        skip_errors: Leave out rows that cannot be encoded, counted by reason in `skipped`; else the
+            first one raises SourceError.
+        rank: The number of this process: of every world_size neighbouring rows it reads one.
+        world_size: The number of processes that share the rows.
     """
 
     def __init__(
@@ -179,9 +186,9 @@ class StreamingPreprocessedDataset:
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes later iterations those of pass `epoch`, in an order of its own.
+        """Makes the next iterations pass `epoch`, in an order of its own.
 
-        Loaders call it, and a torch DataLoader's user does.
+        Loaders call it; with a torch DataLoader, call it yourself.
         """
         self.epoch = epoch
         if (passed_on := attribute_of(self._data, "set_epoch")) is not None:

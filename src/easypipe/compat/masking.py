@@ -141,17 +141,21 @@ def create_masked_lm_collate(
     return_tensors: Tensors = True,
     schema: OutputSchema | None = None,
 ) -> MaskedLMCollator:
-    """Rows of tokens to batches with some of them hidden.
+    """Makes a collator for masked language models: batches of tokens, some of them hidden.
 
-    They have `input_ids`, `attention_mask` and `labels`, Int32[B, T].
+    Batches have `input_ids`, `attention_mask` and `labels`, Int32[B, T]; labels are the chosen
+    tokens, else -100, not shifted. Each token is chosen with `probability`; with whole_word each
+    word is, and each of its tokens is then replaced by 80/10/10. Special tokens and padding are
+    never chosen. In a loader, a row's draws depend on seed, pass and row, so they differ between
+    passes; called by hand, on `seed` and the row's tokens.
 
-    labels: the token where it was chosen, else -100; not shifted. Each token is chosen with
-    `probability`; with whole_word each word, of which each token then goes by 80/10/10. Special
-    tokens and padding are never chosen. In a loader a row's draws depend on its seed, pass and row,
-    so they differ from pass to pass; called by hand, on `seed` and the row's tokens.
-    tokenizer: gives mask token, vocabulary, special tokens, padding and the marks of words; or give
-    mask_token_id, vocab_size, special_token_ids and pad_token_id, and rows a column `word_ids` for
-    whole_word. Raises ConfigError where something is missing.
+    Args:
+        tokenizer: Supplies mask token, vocabulary, special tokens, padding and word borders. Or
+            give mask_token_id, vocab_size, special_token_ids and pad_token_id, and for whole_word
+            rows with a column `word_ids`.
+
+    Raises:
+        ConfigError: If something is missing.
     """
     known = None if tokenizer is None else as_tokenizer(tokenizer)
     require(

@@ -38,9 +38,10 @@ class LanguageModelingDataCollator:
 
     It is `create_causal_lm_collate`, or with mlm `create_masked_lm_collate`.
 
-    tokenizer: encodes rows that have `text` in place of `input_ids`, and says which token pads.
-    max_length: the width of every batch, at which texts are cut. options: of the function that is
-    named above.
+    Args:
+        tokenizer: Encodes rows with `text` instead of `input_ids`, and supplies the padding token.
+        max_length: The width of every batch, at which texts are cut.
+        options: Options of the function named above.
     """
 
     def __init__(
@@ -150,14 +151,12 @@ class Registered:
 
 
 class CollatorRegistry:
-    """Which collators there are.
+    """The registered collators.
 
-    `CollatorRegistry.get_instance()` is the one of this process; `CollatorRegistry()` is one of
-    its own.
-
-    A task finds the collator that is registered for its modality and task type; else the one that
-    has the modality's name; else the only one of the modality; else "default", with a warning.
-    Several that fit are refused, by name.
+    `CollatorRegistry.get_instance()` is the one of this process; `CollatorRegistry()` makes
+    another. A task gets the collator that is registered for its modality and task type; else the
+    one with the modality's name; else the only one of the modality; else "default", with a warning.
+    If several fit, this is an error that names them.
     """
 
     def __init__(self) -> None:

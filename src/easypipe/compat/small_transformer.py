@@ -45,7 +45,7 @@ ROWS_AT_A_TIME = 1024
 class BPETokenizer:
     """A byte-level BPE in a folder, as `train_tokenizer` writes it.
 
-    Any other tokenizer folder or Hub name does too.
+    It also opens any other tokenizer folder or Hub name.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -108,13 +108,18 @@ def train_tokenizer(
     content_field: str = "text",
     is_jsonl: bool | None = None,
 ) -> BPETokenizer:
-    """A byte-level BPE of the texts, written to the folder `output_dir`.
+    """Trains a byte-level BPE on the texts, and writes it to the folder `output_dir`.
 
-    data_files, content_field: as in DatasetConfig: JSON lines, plain text, rows in memory.
-    is_jsonl: see TransformerDataset. vocab_size,
-    special_tokens: as in train_bpe; "<|endoftext|>", which ends documents, is always one more. The
-    same texts give the same files. Raises what train_bpe raises, and SourceError for a column that
-    holds no text.
+    The same texts give the same files.
+
+    Args:
+        data_files: As in DatasetConfig, like content_field: JSON lines, plain text, rows in memory.
+        is_jsonl: As in TransformerDataset.
+        vocab_size: As in train_bpe.
+        special_tokens: As in train_bpe; "<|endoftext|>", which ends documents, is always added.
+
+    Raises:
+        SourceError: For a column that holds no text; and what train_bpe raises.
     """
     pipeline = Pipeline(
         PipelineConfig(datasets=(_dataset(data_files, content_field, is_jsonl),), seed=0)
@@ -127,19 +132,21 @@ def train_tokenizer(
 
 
 class TransformerDataset:
-    """Sequences of a continuous stream of tokens, and what follows each token.
+    """Sequences of a continuous stream of tokens, and the token after each.
 
-    `dataset[i]` begins at token `i * stride`.
+    `dataset[i]` begins at token `i * stride`. It is `{"input_ids": Int32[seq_length], "labels":
+    Int32[seq_length]}`, where labels[t] is the token after input_ids[t]. Every item is full; the
+    rest at the end of the stream is no item, but a row of the validation loader. Tokens are made
+    once and stay on disk (docs/cache.md); an item is read when it is asked for.
 
-    data_path: JSON lines or plain text, or anything else that DatasetConfig.data_files takes.
-    tokenizer: a BPETokenizer, a folder, a Hub name, or an object of your own with `encode(text)`,
-    which gives ids or a dict with `input_ids`: its `eos_token_id` stands between documents, and its
-    tokens are kept where it has a `version`, which has to change when `encode` does.
-    is_jsonl: whether the file is JSON lines; None goes by its name. content_field: of JSON lines,
-    the column of text. An item is `{"input_ids": Int32[seq_length], "labels": Int32[seq_length]}`,
-    where labels[t] is the token behind input_ids[t]. Every item is full: what is left at the end of
-    the stream is no item, but a row of the validation loader. Tokens are made once and stay on disk
-    (docs/cache.md); an item is read when it is asked for.
+    Args:
+        data_path: JSON lines or plain text, or anything else that DatasetConfig.data_files takes.
+        tokenizer: A BPETokenizer, a folder, a Hub name, or an object of your own with
+            `encode(text)`, which returns ids or a dict with `input_ids`. Its `eos_token_id` is put
+            between documents. Its tokens are cached if it has a `version`, which must change when
+            `encode` does.
+        is_jsonl: Whether the file is JSON lines; None decides by its name.
+        content_field: For JSON lines, the column of text.
     """
 
     def __init__(
@@ -201,16 +208,22 @@ def create_dataloaders(
     rank: int = 0,
     world_size: int = 1,
 ) -> tuple[EpochLoader, Loader]:
-    """A training and a validation loader over streams of tokens.
+    """Makes a training and a validation loader over streams of tokens.
 
-    Batches have `input_ids` and `labels`, Int32[batch_size, seq_length].
+    Batches have `input_ids` and `labels`, Int32[batch_size, seq_length]. Rows follow each other in
+    the stream without overlap, and labels are the tokens after them, -100 if there is none.
+    Training: rows are shuffled, with another order every pass, and a last batch that is not full is
+    left out. Validation: in order and complete; the last batch may be short, and its last row is
+    padded.
 
-    Rows follow each other in the stream without overlap, and labels are the tokens behind them,
-    -100 where there is none. Training: the rows shuffled, another order every pass, a last batch
-    that is not full left out. Validation: in order and complete, the last batch as short as it is,
-    its last row padded. seed: of the training order; None draws one and logs it. num_workers,
-    pin_memory, persistent_workers, rank, world_size: as in DataLoaderConfig.
-    tokenizer: as of TransformerDataset. Raises ConfigError where a stream has not one batch.
+    Args:
+        seed: Seed of the training order; None draws one and logs it.
+        num_workers: As in DataLoaderConfig, like pin_memory, persistent_workers, rank and
+            world_size.
+        tokenizer: As in TransformerDataset.
+
+    Raises:
+        ConfigError: If a stream has not one batch.
     """
     options = DataLoaderConfig(
         batch_size=batch_size,

@@ -42,42 +42,44 @@ _FIELDS = {one.name for one in dataclasses.fields(TrainingConfig)}
 
 
 class Trainer(Engine):
-    """`Trainer(ModelConfig(...), TrainingConfig(...), loader, {"held_out": other}).run()`, or, with
-    data in place of loaders, `Trainer("owner/model", data=[DatasetConfig(...)], seq_length=2048,
-    output_dir="runs/a", lora=LoraConfig()).run().save("tuned")`.
+    """Trains a model.
 
-    model: a ModelConfig or ClassifierConfig; a published model, by its folder or Hub name (more in
-    a PretrainedConfig), whose files are
-        read onto the mesh when the run begins; a function of nnx.Rngs that builds an nnx.Module;
-        such a module, whose arrays are copied; or a Flax Linen module, through nnx.bridge.
-    config: options of TrainingConfig may be given by name too, in place of it or to change it.
-    train: anything that is a BatchLoader; batches have input_ids and labels, Int32[B, S], and
-    segment_ids and position_ids where rows are
-        packed. A batch is the batch of one optimizer step.
-    data: in place of `train`: a PipelineConfig, or a YAML file with one (a run's config: its
-    `data`), or datasets. Tokenized and planned
-        here, when the Trainer is made, unless that was done before. Its tokenizer, where it names
-        none, is that of a published model.
-    evals: held-out data by name, each a loader or as `data`; `{"from": "data", "fraction": 0.01,
-    "seed": 7}` holds rows of `data` out.
-    seq_length: tokens of a packed row of `data`; datasets alone need it. batch_size: rows of a
-    batch; None: LoadStageConfig's.
-    progress: hears how preparing goes; None: a line on the terminal.
-    loss: a function of (module, batch), in place of next-token cross entropy: it gives the mean
-    over the batch's targets, `(mean, {name:
-        mean})`, or a LossOutput of sums (docs/training.md); or options of the built-in loss, as
-        TrainingConfig has them.
-    optimizer: any optax transformation over a flat dict of parameters by dotted name, schedule and
-    clipping included; or options.
-    callbacks: Callback objects (easypipe.train.events), besides those that the config names; or
-    callbacks by name, as it has them.
-    mesh: a jax.sharding.Mesh with the axes of `easypipe.train.parallel.mesh.make_mesh`, which a
-    loader shall have too, so that its batches are used
-        where they lie; or what TrainingConfig takes.
-    listener: any function of the run's events. run_config: the resolved configuration of the whole
-    run, kept in every checkpoint.
-    tokenizer: name or path of the one that made the tokens; recorded, so that it can be saved with
-    the model.
+    `Trainer(ModelConfig(...), TrainingConfig(...), loader, {"held_out": other}).run()`.
+
+    With data instead of loaders: `Trainer("owner/model", data=[DatasetConfig(...)],
+    seq_length=2048, output_dir="runs/a", lora=LoraConfig()).run().save("tuned")`.
+
+    Args:
+        model: A ModelConfig or ClassifierConfig; a published model by its folder or Hub name (or a
+            PretrainedConfig), whose files are read onto the mesh when the run begins; a function of
+            nnx.Rngs that builds an nnx.Module; such a module, whose arrays are copied; or a Flax
+            Linen module, through nnx.bridge.
+        config: Options of the run. Options of TrainingConfig may also be given by name, instead of
+            it or to change it.
+        train: Any BatchLoader. Batches have input_ids and labels, Int32[B, S], and for packed rows
+            segment_ids and position_ids. A batch is the batch of one optimizer step.
+        data: Instead of `train`: a PipelineConfig, a YAML file with one (of a run's config: its
+            `data`), or datasets. Tokenized and planned when the Trainer is made, unless that was
+            done before. The default tokenizer is that of a published model.
+        evals: Held-out data by name, each a loader or as `data`; `{"from": "data", "fraction":
+            0.01, "seed": 7}` holds rows of `data` out.
+        seq_length: Tokens of a packed row of `data`; required for datasets.
+        batch_size: Rows of a batch; None takes LoadStageConfig's.
+        progress: Receives the progress of preparing; None prints a line on the terminal.
+        loss: A function of (module, batch) instead of next-token cross entropy: it returns the mean
+            over the batch's targets, `(mean, {name: mean})`, or a LossOutput of sums
+            (docs/training.md). Or options of the built-in loss, as in TrainingConfig.
+        optimizer: Any optax transformation over a flat dict of parameters by dotted name, schedule
+            and clipping included; or options.
+        callbacks: Callback objects (easypipe.train.events), besides those that the config names; or
+            callbacks by name, as in the config.
+        mesh: A jax.sharding.Mesh with the axes of `easypipe.train.parallel.mesh.make_mesh`; give a
+            loader the same mesh, so that its batches are used where they are. Or what
+            TrainingConfig takes.
+        listener: Any function of the run's events.
+        run_config: The resolved configuration of the whole run, kept in every checkpoint.
+        tokenizer: Name or path of the tokenizer that made the tokens; recorded, so that it can be
+            saved with the model.
     """
 
     def __init__(

@@ -187,17 +187,19 @@ def create_vision_collate(
     return_tensors: Tensors = True,
     schema: OutputSchema | None = None,
 ) -> VisionDataCollator:
-    """Rows with an image, and maybe a label, to batches of pixels.
+    """Makes a collator of rows with an image, and maybe a label, to batches of pixels.
 
-    The image is called `pixel_values`, `image` or `img`, the label `labels` or `label`; or rows
-    are (image, label) tuples.
+    The image is called `pixel_values`, `image` or `img`, the label `labels` or `label`; or rows are
+    (image, label) tuples. Images are encoded bytes, paths, Pillow images, those of `datasets`
+    ({"bytes", "path"}), or arrays [H, W], [H, W, C] or [C, H, W]: integers from 0 to 255, or
+    floats, which are taken as they are.
 
-    Images: encoded bytes, paths, Pillow images, what `datasets` gives ({"bytes", "path"}), or
-    arrays [H, W], [H, W, C] or [C, H, W]: whole numbers from 0 to 255, or floats that are taken as
-    they are. normalize: subtract the mean and divide by the standard deviation of each channel, of
-    `preset` or one's own `mean` and `std`. image_size: resize to it (bilinear, antialiased); None:
-    all images of a batch have one size. channels: 1 makes colours grey, 3 repeats grey.
-    channels_last: [B, H, W, C], as JAX wants it; False: [B, C, H, W].
+    Args:
+        normalize: Subtract the mean and divide by the standard deviation of each channel, of
+            `preset` or your own `mean` and `std`.
+        image_size: Resize to it (bilinear, antialiased); None: all images of a batch have one size.
+        channels: 1 makes colours grey, 3 repeats grey.
+        channels_last: [B, H, W, C], as JAX expects it; False: [B, C, H, W].
     """
     own: Any = {"mean": mean, "std": std, "image_size": image_size}  # made tuples of
     return VisionDataCollator(

@@ -111,7 +111,7 @@ def raising(
 
 
 class MissingExtraError(EasypipeError, ImportError):
-    """What only an extra of easypipe installs is asked for; `at` is the package."""
+    """A package is missing that an extra of easypipe installs; `at` is the package."""
 
 
 TRAIN_EXTRA = ("jax", "jaxlib", "flax", "optax", "orbax", "jaxtyping", "matplotlib")
@@ -143,7 +143,7 @@ class SourceError(EasypipeError, ValueError):
 
 
 class MissingFileError(SourceError, FileNotFoundError):
-    """A file that is not there."""
+    """A path or glob that matches no file."""
 
     __str__ = EasypipeError.__str__  # OSError's own would print the argument tuple
 
@@ -157,7 +157,7 @@ class BudgetError(SourceError):
 
 
 class TokenizerError(EasypipeError, ValueError):
-    """A tokenizer that does not load, or does not do what it says."""
+    """A tokenizer that does not load, or does not encode as it should."""
 
 
 class PlanError(EasypipeError, ValueError):
@@ -200,7 +200,7 @@ class StallError(EasypipeError, TimeoutError):
 
 
 class TrainError(EasypipeError, RuntimeError):
-    """The trainer cannot go on."""
+    """The trainer cannot continue."""
 
 
 def place(

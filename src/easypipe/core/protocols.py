@@ -28,10 +28,11 @@ from easypipe.core.values import Batch, Int64, Record
 class Shard:
     """A part of a source that can be read on its own, usually one file.
 
-    num_rows: physical records before any filter; None where they cannot be counted.
-    cuts: ascending row numbers (0 first) at which reading may start cheaply; a reader may start
-    anywhere, at a cost.
-    num_bytes: size at rest, 0 where unknown; used to cut work evenly, never for correctness.
+    Args:
+        num_rows: Physical records before any filter; None if they cannot be counted.
+        cuts: Ascending row numbers (0 first) at which reading may start cheaply; a reader may start
+            anywhere, at a cost.
+        num_bytes: Size at rest, 0 if unknown; used to cut work evenly, never for correctness.
     """
 
     name: str
@@ -126,15 +127,14 @@ class ShardedSource(Protocol):
 
 
 class ShardedDataSource:
-    """Shards by name, for whoever wants rows one at a time; every source here has it, and your own
-    may take it as a base.
+    """Shards by name, to read rows one at a time; the base of a source of your own.
 
-    A source of your own gives `shard_names` and `open_shard`. With `open_shard_at_row` in its
-    place, or beside it, its rows are read from anywhere and none are kept beside the tokens;
-    `shards` in place of `shard_names` says how many rows there are, where that is known. Its rows
-    are the same whenever a shard is opened; `version`, a text or number, says whose rows they are:
-    change it when they change. One that gives `schema`, `shards`, `fingerprint` and `read` is a
-    ShardedSource, and has the rest from here.
+    Every source of easypipe has these methods. A source of your own defines `shard_names` and
+    `open_shard`, which must yield the same rows whenever a shard is opened. With
+    `open_shard_at_row` too, or instead, its rows are read from anywhere and none are kept beside
+    the tokens. `shards` instead of `shard_names` says how many rows there are, if that is known.
+    `version`, a text or number, identifies the rows: change it when they change. A class with
+    `schema`, `shards`, `fingerprint` and `read` is a ShardedSource, and inherits the rest.
     """
 
     # `self` is Any: a user gives `open_shard`, `open_shard_at_row` or `read`, one of the three
@@ -388,10 +388,13 @@ class Transform(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressEvent:
-    """How far one piece of long work has come. `done` and `total` count `unit`s; total is None
-    where it is unknown.
+    """The progress of one piece of long work.
 
-    num_bytes: of what was read or written so far, uncompressed; 0 where nobody counts them.
+    `done` and `total` count `unit`s.
+
+    Args:
+        total: None if it is unknown.
+        num_bytes: Bytes read or written so far, uncompressed; 0 if they are not counted.
     """
 
     stage: str

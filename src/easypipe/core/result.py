@@ -32,7 +32,7 @@ class UnwrapError(ValueError):
 
 @dataclass(frozen=True)
 class Ok(Generic[T]):
-    """What was asked for."""
+    """A success, with its value."""
 
     value: T
 
@@ -62,7 +62,7 @@ class Ok(Generic[T]):
 
 @dataclass(frozen=True)
 class Err(Generic[E]):
-    """Why there is nothing."""
+    """A failure, with its error."""
 
     error: E
 

@@ -64,16 +64,24 @@ def discover(
     count: bool = False,
     cache_dir: str | Path | None = None,
 ) -> Discovery:
-    """What stands in `data`: anything that DatasetConfig.data_files takes, files of several kinds
-    in one folder too.
+    """Looks at `data`, and says what it holds.
 
-    type, subset, revision, token_files, storage_options: as in DatasetConfig. split, subset: look
-    at these alone. sample_rows: how many are shown. count: count the rows of files of lines by
-    reading them; their indexes are kept in cache_dir, where the pipeline finds them.
+    `data` is anything that DatasetConfig.data_files takes, also a folder with files of several
+    kinds. type, subset, revision, token_files and storage_options are those of DatasetConfig.
+    Nothing is mapped silently: `discovery.propose()` returns a config with the reason for every
+    column.
 
-    Nothing is mapped silently: `discovery.propose()` gives a config with the reason for every
-    column. Raises MissingFileError for what is not there, SourceError where nothing in it can be
-    read, ConfigError for options that do not go together.
+    Args:
+        split: Look at this split alone.
+        subset: Look at this subset alone.
+        sample_rows: How many rows are shown.
+        count: Count the rows of files of lines by reading them; their indexes are kept in
+            cache_dir, where the pipeline finds them.
+
+    Raises:
+        MissingFileError: If nothing is there.
+        SourceError: If nothing can be read.
+        ConfigError: For options that conflict.
     """
     if sample_rows < 0:
         raise ConfigError(at="sample_rows", problem=f"{sample_rows} rows", fix="Give 0 or more.")

@@ -87,7 +87,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Discovery:
-    """What stands at `source`."""
+    """What was found at `source`."""
 
     source: str
     parts: tuple[Part, ...]

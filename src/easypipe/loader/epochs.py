@@ -26,19 +26,23 @@ MOVED = ("rows", "_order", "_seed", "_latest", "_entry", "_restored", "_kept_ent
 
 
 class EpochLoader(Loader):
-    """A Loader for `for epoch in range(n): for batch in loader:`, as the data loaders of other
-    libraries are used.
+    """A Loader whose iterations are passes, like the data loaders of other libraries.
 
-    Law: an iteration behind one that met the end of the data is the next pass; one that was left
-    before the end is begun again. The orders of all passes follow from the seed, so that every rank
-    and every new process has the same ones. `state()` knows the pass, and restoring it goes on in
-    it; the state behind a pass is the one in front of the next. `len()`, `rows`, `explain` and
-    `batch` are those of the pass that is under way, or that the next iteration begins; `ledger()`
-    tells of the newest iteration, behind the end of its pass too.
+    It is for `for epoch in range(n): for batch in loader:`.
+
+    Law: after an iteration that reached the end of the data comes the next pass; an abandoned pass
+    is begun again. The orders of all passes follow from the seed, so every rank and every new
+    process has the same ones. `state()` knows the pass, and restoring it continues in it; the state
+    after a pass is the one before the next. `len()`, `rows`, `explain` and `batch` are those of the
+    current pass, or of the one that the next iteration begins; `ledger()` is that of the newest
+    iteration, also after the end of its pass.
+
     `loader(epoch)` is the Loader of a pass, which begins at its first batch every time. Loaders
     made of this one (`copy`, `map_rows`, `of_rank`) have passes of their own, from the first one
     on.
-    make: the Loader of a pass; those of all passes have one config.
+
+    Args:
+        make: Makes the Loader of a pass; those of all passes have one config.
     """
 
     # passes that one iteration chains, each with a last batch of its own: it ends behind every pass

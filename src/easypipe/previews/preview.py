@@ -71,7 +71,7 @@ class Sample:
 class Preview:
     """Samples as they would be trained.
 
-    notes: how they were made, and what became of rows that are not among them.
+    `notes` say how they were made, and what happened to rows that are not among them.
     """
 
     samples: tuple[Sample, ...]

@@ -44,12 +44,16 @@ def preview(
 ) -> Preview:
     """The first `n` samples of a config, or of a Pipeline with its own stages.
 
-    config: a PipelineConfig, a dict, a YAML file, also that of a run.
+    No file is read to its end and nothing is kept. The samples show what rows look like, not which
+    come first in training.
 
-    first_rows: of each dataset so many rows are read, tokenized, mixed and packed as the config
-    says; no file is read through for it, and nothing is kept, so the samples are those of a run
-    over these rows alone: what they look like, not which come first in training. Raises what the
-    pipeline raises; ConfigError where `n` is none.
+    Args:
+        config: A PipelineConfig, a dict, or a YAML file, also that of a run.
+        first_rows: This many rows of each dataset are read, tokenized, mixed and packed as the
+            config says.
+
+    Raises:
+        ConfigError: If `n` is not valid; and what the pipeline raises.
     """
     if n < 1 or first_rows < 1:
         raise ConfigError(

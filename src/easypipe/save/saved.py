@@ -231,15 +231,15 @@ class SavedSource(Source):
 
 
 def load_saved(path: str | Path, storage_options: StorageOptions = None) -> SavedSource:
-    """The rows that `save()` wrote to `path`, in their columns and types: a folder or URL,
-    `hf://datasets/user/name` too.
+    """The rows that `save()` wrote to `path`, in their columns and types.
 
-    A `DatasetConfig(data_files=path)` reads the same rows in a Pipeline, where `tokenize()` leaves
-    tokens as they are.
+    `path` is a folder or URL, also `hf://datasets/user/name`. A `DatasetConfig(data_files=path)`
+    reads the same rows in a Pipeline, where `tokenize()` leaves tokens as they are.
 
-    Raises MissingFileError where no complete saved folder is there, or a shard of it is gone;
-    CacheError where one has another size than its manifest says, or where the manifest is of
-    another version.
+    Raises:
+        MissingFileError: If there is no complete saved folder, or a shard is missing.
+        CacheError: If a shard has another size than its manifest says, or the manifest is of
+            another version.
     """
     if is_saved(path, storage_options):
         return SavedSource(path, storage_options)

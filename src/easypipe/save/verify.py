@@ -34,11 +34,13 @@ CHECKPOINT = "checkpoint"
 
 
 def verify(path: str | Path, storage_options: StorageOptions = None) -> tuple[Verification, ...]:
-    """Everything below `path`: a token cache (its folder, or one manifest in it), a saved folder,
-    or a folder of saved folders; the output_dir of a run, its folder of checkpoints, or one of
-    these.
+    """Verifies everything below `path`, reading every byte.
 
-    Reads every byte. Raises ConfigError where there is nothing that can be verified.
+    `path` is a token cache (its folder, or one manifest in it); a saved folder, or a folder of
+    saved folders; or the output_dir of a run, its folder of checkpoints, or one of these.
+
+    Raises:
+        ConfigError: If there is nothing that can be verified.
     """
     text = str(path)
     place = cache_folder_of(path, storage_options)

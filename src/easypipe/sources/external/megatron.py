@@ -169,10 +169,17 @@ def write_megatron(
     dtype: Literal["uint16", "int32"] = "uint16",
 ) -> tuple[int, int]:
     """Writes `prefix.bin` and `prefix.idx`, one sequence per document; the .idx is the commit.
-    Returns documents and tokens written.
 
-    documents: a source with `input_ids`, or one-dimensional integer arrays. Memory does not grow
-    with them. Raises SourceError for a token that `dtype` does not hold.
+    Memory does not grow with the documents.
+
+    Args:
+        documents: A source with `input_ids`, or one-dimensional integer arrays.
+
+    Returns:
+        Documents and tokens written.
+
+    Raises:
+        SourceError: For a token that does not fit `dtype`.
     """
     target = os.fspath(prefix)
     if not storage.is_remote(target):

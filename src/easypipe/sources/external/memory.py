@@ -24,10 +24,15 @@ CUT_ROWS = 8192  # rows in memory can be read from anywhere; cuts only say where
 class InMemoryShardedSource(Source):
     """A table, list of dicts or dict of columns as a source of one shard; implements ShardedSource.
 
-    data: pa.Table or pa.RecordBatch; a list of dicts (keys may differ: what a row lacks is null); a
-    dict of equally long columns (lists, NumPy or Arrow arrays). Columns get plain types
-    (large_string, large_list). Lists, and objects, that have no common type inside are kept as
-    JSON. Raises SourceError naming row and column where the values of a column have no common type.
+    Columns get plain types (large_string, large_list). Lists and objects without a common type
+    inside are kept as JSON.
+
+    Args:
+        data: pa.Table or pa.RecordBatch; a list of dicts (missing keys are null); a dict of equally
+            long columns (lists, NumPy or Arrow arrays).
+
+    Raises:
+        SourceError: If the values of a column have no common type; names row and column.
     """
 
     def __init__(

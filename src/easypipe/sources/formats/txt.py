@@ -47,11 +47,12 @@ def text_format(unit: TextUnit) -> RecordFormat:
 class TextShardedSource(FileSource):
     """Rows of text files, in the column `text`. Other options are those of FileSource.
 
-    text_unit: what a row is. A `line`, without its line break; a `paragraph`, the lines between two
-    that are blank, with the
-      line breaks inside it; or a whole `file`, every character of it (a byte order mark is none).
-
     Reasons of rejects: blank_line (benign; lines of white space only), invalid_utf8.
+
+    Args:
+        text_unit: What a row is: a `line`, without its line break; a `paragraph`, the lines between
+            two blank ones, with the line breaks inside it; or a whole `file`, without its byte
+            order mark.
     """
 
     kind = "txt"

@@ -18,14 +18,18 @@ from easypipe.stages.mix.config import (
 
 
 class WeightScheduler:
-    """Weights by training step, from a few points: the ones that a mixture under the same schedule
-    has.
+    """Weights by training step, from a few points, as in a mixture with the same schedule.
 
-    points: WeightSchedulePoints, or mappings with `step` and `weights`; steps ascending, the same
-    datasets in all.
-    type: between two points weights stay (`step`), or go over along a line (`linear`) or half a
-    cosine wave (`cosine`). Before the first point they are those of the first, after the last those
-    of the last. Raises ConfigError for points that are none.
+    Before the first point the weights are those of the first, after the last those of the last.
+
+    Args:
+        points: WeightSchedulePoints, or mappings with `step` and `weights`; steps ascending, the
+            same datasets in all.
+        type: Between two points the weights stay (`step`), or change along a line (`linear`) or
+            half a cosine wave (`cosine`).
+
+    Raises:
+        ConfigError: For invalid points.
     """
 
     def __init__(

@@ -108,10 +108,10 @@ class MixStage(BaseStage):
 
 
 class MixedShardedSource(PlannedSource):
-    """The documents of a mixture in the order of their draws: `input_ids` as they are stored, and
-    `__source__`, the dataset they came from.
+    """The documents of a mixture in the order of their draws.
 
-    Opening it reads nothing; `prepare()` counts its rows. An endless mixture has no row count.
+    Its columns are `input_ids` as stored, and `__source__`, the dataset of the document. Opening it
+    reads nothing; `prepare()` counts its rows. An endless mixture has no row count.
     """
 
     def __init__(self, mixture: Mixture) -> None:
@@ -130,12 +130,16 @@ class MixedShardedSource(PlannedSource):
     ) -> MixedShardedSource:
         """A mixture without a pipeline.
 
-        sources: documents of tokens by name, as `Pipeline.tokenize()` makes them, or any with a
-        column `input_ids`. cache_dir: where plans are kept, and tokens that are in no cache yet;
-        None takes EASYPIPE_CACHE, else the user's cache folder. shuffle: a new permutation of every
-        dataset each pass; False keeps their order.
-        tokenizer: whose the tokens are, where a source does not say it.
-        Raises what `Pipeline.mix` raises.
+        Args:
+            sources: Documents of tokens by name, as `Pipeline.tokenize()` makes them, or any source
+                with a column `input_ids`.
+            cache_dir: The folder of plans, and of tokens that are in no cache yet; None takes
+                EASYPIPE_CACHE, else the user's cache folder.
+            shuffle: A new permutation of every dataset each pass; False keeps their order.
+            tokenizer: The tokenizer of the tokens, if a source does not say it.
+
+        Raises:
+            EasypipeError: What `Pipeline.mix` raises.
         """
 
         options = PipelineConfig(

@@ -107,12 +107,12 @@ def mixture_of(
 
 
 class PackedShardedSource(PlannedSource):
-    """Rows of `seq_length` slots: `input_ids`, `segment_ids`, `position_ids` (and `loss_mask` where
-    a dataset has one).
+    """Packed rows of `seq_length` slots.
 
-    Those of strategy `concat` have a number each too, `look_ahead`: the label of the last slot,
-    which is the first token of another row. Opening it reads nothing; its rows are counted by
-    `prepare()`, those of an endless mixture never.
+    Their columns are `input_ids`, `segment_ids`, `position_ids`, and `loss_mask` if a dataset has
+    one. With strategy `concat` they also have `look_ahead`: the label of the last slot, which is
+    the first token of another row. Opening it reads nothing; `prepare()` counts its rows, except
+    those of an endless mixture.
     """
 
     def __init__(self, mixture: Mixture, config: PackStageConfig) -> None:

@@ -81,12 +81,15 @@ class DatasetPlan:
 class PlanReport:
     """A run of `steps` batches over `rows` rows.
 
-    unit: what weights and realised shares are of: documents ("rows"), or "tokens".
-    steps_available: batches that the data gives; None where it never ends. rows_left_over: rows at
-    the end of the data that fill no batch. slots = tokens + padding, `fill` is the part of them
-    that holds tokens. saved_bytes: what save() would write before compression, of one epoch; None
-    without save(). prepared: datasets that had to be tokenized for this report. notes: what to know
-    before starting.
+    Args:
+        unit: What weights and realised shares count: documents ("rows"), or "tokens".
+        steps_available: Batches of the data; None if it never ends.
+        rows_left_over: Rows at the end of the data that fill no batch.
+        slots: Tokens and padding; `fill` is the share that holds tokens.
+        saved_bytes: Bytes that save() would write before compression, for one epoch; None without
+            save().
+        prepared: Datasets that were tokenized for this report.
+        notes: What to know before starting.
     """
 
     name: str

@@ -77,18 +77,22 @@ def block_mixture_interleave(
 ) -> InterleavedSource:
     """One source of the rows of several, drawn by weight.
 
-    datasets: by name, or a list of them, called dataset1, dataset2, ...; each a source, or rows in
-    memory (a list of dicts, a table, a
-        dict of columns, a `datasets.Dataset`). Their rows are counted and have the same columns.
-    weights: a positive number for each, in any scale; None gives every dataset the same.
-    block_size: round the shares to whole rows of a block of so many; None keeps every prefix within
-    one row of its share.
-    seed: read the rows of each dataset in a permuted order, a new one every pass; None keeps the
-    order that they have.
-    block_rows: with a seed, blocks of so many neighbouring rows are permuted as one, so that reads
-    stay large.
-    stop_strategy: as in MixStageConfig; `restart` never ends, so its shard has no row count.
-    Raises ConfigError where these do not fit together, PlanError for a dataset without rows.
+    Args:
+        datasets: Sources by name, or a list of them, called dataset1, dataset2, ...; each a source,
+            or rows in memory (a list of dicts, a table, a dict of columns, a `datasets.Dataset`).
+            Their rows are counted and have the same columns.
+        weights: A positive number for each, in any scale; None gives every dataset the same.
+        block_size: Round the shares to whole rows of a block of this size; None keeps every prefix
+            within one row of its share.
+        seed: Read the rows of each dataset in a permuted order, a new one every pass; None keeps
+            their order.
+        block_rows: With a seed, permute blocks of this many neighbouring rows as one, so that reads
+            stay large.
+        stop_strategy: As in MixStageConfig; `restart` never ends, so its shard has no row count.
+
+    Raises:
+        ConfigError: If these conflict.
+        PlanError: For a dataset without rows.
     """
     named, by_name = _named(datasets, weights)
     names = list(named)

@@ -38,16 +38,19 @@ Sample = dict[str, NDArray[np.int32 | np.uint8]]
 
 
 class PromptEngine:
-    """Rows as texts with the characters that are trained, and as tokens with a loss mask. Thread
-    safe.
+    """Turns rows into texts with trained characters, and into tokens with a loss mask. Thread safe.
 
-    tokenizer: a loaded one, or what names one. config: PromptConfig() where it is None: messages
-    through the tokenizer's chat template.
-    max_length: most tokens of a sample, in place of the tokenizer's own. length: what becomes of
-    longer ones; None cuts them at their end.
     Law: `encode(row)` equals what `DatasetConfig(prompt=config, length=length)` stores of that row.
-    Raises ConfigError for options that do not go together, TokenizerError where there is no
-    tokenizer, or no chat template.
+
+    Args:
+        tokenizer: A loaded tokenizer, or what names one.
+        config: None takes PromptConfig(): messages through the tokenizer's chat template.
+        max_length: Most tokens of a sample, instead of the tokenizer's own.
+        length: What happens to longer samples; None cuts them at their end.
+
+    Raises:
+        ConfigError: For options that conflict.
+        TokenizerError: Without a tokenizer, or without a chat template.
     """
 
     def __init__(
