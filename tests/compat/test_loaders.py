@@ -405,12 +405,16 @@ def test_rows_of_like_length_stand_together_as_in_the_pipeline():
         for batch in text_loader(dataset, part)
         for row in unpadded(batch)
     ]
-    whole = [
-        row.tobytes()
-        for batch in text_loader(dataset, DataLoaderConfig(batch_size=4))
-        for row in unpadded(batch)
-    ]
+    whole, again = (
+        [
+            row.tobytes()
+            for batch in text_loader(dataset, DataLoaderConfig(batch_size=4, seed=seed))
+            for row in unpadded(batch)
+        ]
+        for seed in (1, 9)
+    )
     assert sorted(seen) == sorted(whole)
+    assert again == whole, "rows come in their order, whatever the seed, unless they are shuffled"
 
 
 def unpadded(batch):
