@@ -33,7 +33,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if "--atheris" in sys.argv:  # which has to see our code before it is imported
     import atheris  # pyright: ignore[reportMissingImports]
 
-    kernels = ["easypipe.sources.formats.scanners"]  # which numba compiles
+    # which numba compiles
+    kernels = ["easypipe.sources.formats.scanners", "easypipe.sources.formats.jsontypes"]
     with atheris.instrument_imports(include=["easypipe.sources"], exclude=kernels):
         importlib.import_module("easypipe.sources.open")
         importlib.import_module("easypipe.stages.source.stage")
