@@ -6,6 +6,10 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from numba.core import entrypoints
 
 import easypipe
 from easypipe.core.jit import jit
@@ -99,6 +103,39 @@ def test_threads_that_call_a_kernel_first_at_the_same_time_get_one() -> None:
         thread.join()
     assert {result for result, _ in made} == {42}
     assert len({id(kernel) for _, kernel in made}) == 1
+
+
+def test_no_kernel_compiles_while_an_extension_of_numba_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else what it registers empties a table that the other thread reads: a KeyError, seldom."""
+    compiled = threading.Event()
+
+    @jit
+    def first(x: int) -> int:
+        return ~x
+
+    @jit
+    def second(x: int) -> int:
+        return ~x
+
+    monkeypatch.setattr(second, "_make", lambda make=second._make: (compiled.set(), make())[1])  # pyright: ignore[reportFunctionMemberAccess]
+    other, seen = threading.Thread(target=lambda: second(1)), []
+
+    def extension() -> None:
+        other.start()
+        seen.append(compiled.wait(0.5))
+
+    class Found:
+        def select(self, **_: str) -> list[SimpleNamespace]:
+            return [SimpleNamespace(load=lambda: extension)]
+
+    monkeypatch.setattr(entrypoints, "_already_initialized", False)
+    monkeypatch.setattr(entrypoints.importlib_metadata, "entry_points", Found)
+    assert first(1) == -2
+    other.join()
+    assert seen == [False], "the second kernel waits for the extension"
+    assert compiled.is_set()
 
 
 KERNEL = """

@@ -42,11 +42,15 @@ class _Later:
 
     def made(self) -> Any:
         """Numba's tables of types are not for several threads: while one compiles, no other may
-        add to them, so both hold Numba's own lock.
+        add to them, so both hold Numba's own lock. Extensions of other packages add to them too:
+        else the first thread to compile would load those without the lock, and a second one would
+        not wait for them.
         """
         from numba.core.compiler_lock import global_compiler_lock
+        from numba.core.entrypoints import init_all
 
         with global_compiler_lock:
+            init_all()
             if self._value is None:
                 self._value = self._make()
             return self._value
