@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from easypipe.core.values import Batch
 from easypipe.doctor.check import Check, Failed, Skipped
 from easypipe.history import host_load
 from easypipe.jobs import chain
+from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
 from easypipe.loader.state import LoaderState
 from easypipe.pipeline import Pipeline
@@ -58,10 +58,13 @@ class Sample:
             raise Skipped(f"the first {self._rows} rows of each dataset make no batch")
         return found
 
-    def loader(self, mesh: Any = None) -> Loader:
-        """mesh: of jax devices, where batches shall lie on them."""
-        load = dataclasses.replace(host_load(self._config), drop_last=False, mesh=mesh)
-        return self.pipeline.copy().load(load).loader()
+    @property
+    def load(self) -> LoadStageConfig:
+        """How batches are made of it, on no device."""
+        return dataclasses.replace(host_load(self._config), drop_last=False)
+
+    def loader(self, load: LoadStageConfig | None = None) -> Loader:
+        return self.pipeline.copy().load(load or self.load).loader()
 
     def elsewhere(self, name: str) -> Sample:
         """The same rows, prepared in a folder of their own, perhaps by another process."""
