@@ -250,6 +250,16 @@ def test_the_buffer_shuffles_within_its_blocks(
     ]
 
 
+def test_every_block_of_the_buffer_has_an_order_of_its_own(engine: PromptEngine) -> None:
+    rows, size = ROWS[:32], 16
+    plain = [engine.encode(row)["input_ids"].tolist() for row in rows]
+    made = [
+        plain.index(row["input_ids"].tolist())
+        for row in StreamingPreprocessedDataset(Stream(rows), engine, size, seed=1)
+    ]
+    assert made[:size] != [at - size for at in made[size:]]
+
+
 def test_skip_errors(engine: PromptEngine, caplog: pytest.LogCaptureFixture) -> None:
     rows = [*ROWS[:3], {"prompt": "a"}, *ROWS[3:5], {"prompt": "a", "completion": ""}]
     with pytest.raises(SourceError, match=r"row 3, .*no column 'completion'"):

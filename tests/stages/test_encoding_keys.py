@@ -141,14 +141,19 @@ def key(folder: Path, base: str, option: str = "", value: Any = None) -> str:
     return source.encoder.key()
 
 
-@pytest.mark.parametrize(("base", "option", "value"), CHANGES)
+def named(value: Any) -> str | None:
+    """The name of a test, without the folder of a process."""
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else None
+
+
+@pytest.mark.parametrize(("base", "option", "value"), CHANGES, ids=named)
 def test_what_decides_tokens_is_in_the_key(
     tmp_path: Path, base: str, option: str, value: Any
 ) -> None:
     assert key(tmp_path, base, option, value) != key(tmp_path, base)
 
 
-@pytest.mark.parametrize(("base", "option", "value"), SAME)
+@pytest.mark.parametrize(("base", "option", "value"), SAME, ids=named)
 def test_what_decides_none_is_not(tmp_path: Path, base: str, option: str, value: Any) -> None:
     if value == "max_length":
         assert key(tmp_path, base, option, value) == key(

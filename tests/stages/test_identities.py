@@ -162,7 +162,12 @@ def identities(
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change.option} {change.value}")
+@pytest.mark.parametrize(
+    # without the folder of a process
+    "change",
+    CHANGES,
+    ids=lambda change: f"{change.option} {change.value}".rpartition("/")[2],
+)
 def test_an_option_changes_the_identities_of_what_it_decides(
     identities: Callable[..., dict[str, str]], change: Change, streaming: bool
 ) -> None:

@@ -131,6 +131,19 @@ def test_pieces_are_conversations_and_train_what_the_whole_does(
     assert targets(forward) == trained
 
 
+def test_what_fills_a_row_exactly_is_not_cut(tmp_path: Path) -> None:
+    rows = [{"messages": talk(*("fox", "Four") * n)} for n in (3, 2)]
+    source = pipeline(tmp_path, rows, None).get_data()["chat"]
+    three, two = (len(ids) for ids in source.read(0, 0, 2).column(INPUT_IDS).to_pylist())
+
+    def pieces(room: int) -> list[int]:
+        found = documents(tmp_path, rows[:1], PackStageConfig(seq_length=room))
+        return [text.count("Four") for _, text, *_ in found]
+
+    assert [pieces(room) for room in (three, three - 1)] == [[3], [1, 2]]
+    assert [pieces(room) for room in (two, two - 1)] == [[1, 2], [1, 1, 1]]
+
+
 @pytest.mark.parametrize("system", [None, "Be brief, and think of " + "the fox, " * 3])
 def test_pieces_hold_as_many_exchanges_as_fit(tmp_path: Path, system: str | None) -> None:
     """But the first, which has what is left: with one exchange more each would be too long."""

@@ -609,6 +609,10 @@ def test_types_as_text() -> None:
     assert parse_type(chat) == pa.large_list(
         pa.struct([("role", pa.large_string()), ("content", pa.large_string())])
     )
+    pair = pa.struct([("b", pa.large_string()), ("c", pa.int64())])
+    assert parse_type("struct<a: struct<b: string, c: int64>, d: int32>") == pa.struct(
+        [("a", pair), ("d", pa.int32())]
+    )
     assert parse_type(" list< list<int32> > ") == pa.large_list(pa.large_list(pa.int32()))
     assert parse_type(pa.list_(pa.string())) == pa.large_list(pa.large_string())
     for wrong in (
