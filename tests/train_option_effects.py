@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from option_effects import Effect
 
+_ADDED = "train/test_added_tokens.py::"
 _TRAINER = "train/test_trainer.py::"
 _NAMED = "train/test_named_callbacks.py::"
 _HARNESS = "train/test_harness.py::"
@@ -168,6 +169,16 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output+error",
             _TUNED + "test_a_hub_name_is_trained_at_the_commit_that_it_has_today",
             "which commit of it",
+        ),
+        "add_tokens": Effect(
+            "output+error",
+            _ADDED + "test_a_run_with_new_tokens_is_saved_and_opened_again",
+            "tokens that the model did not have",
+        ),
+        "only_added_tokens": Effect(
+            "output",
+            _ADDED + "test_rows_of_new_tokens_begin_as_the_mean_of_all_others",
+            "whether they alone are trained",
         ),
         **{
             option: Effect(

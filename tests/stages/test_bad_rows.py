@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig
 from easypipe.cache import bad_rows
 from easypipe.cache.bad_rows import ErrorBudget
 from easypipe.cache.folder import CacheFolder
@@ -18,6 +20,7 @@ from easypipe.cache.ranges import Record
 from easypipe.core.errors import BudgetError, SourceError
 from easypipe.core.protocols import Reject
 from easypipe.sources.external.memory import InMemoryShardedSource
+from pipelines import tokenizer
 from strategies import examples
 
 
@@ -123,3 +126,40 @@ def test_the_quarantine_has_a_line_for_every_bad_row(
     assert lines[0]["detail"] == "first"
     assert len(checksum) == 32
     assert "ä" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_that_are_tokens_have_the_policy_of_their_dataset(
+    tmp_path: Path, streaming: bool
+) -> None:
+    rows = [json.dumps({"input_ids": [1, 2, 3]}) for _ in range(9)]
+    rows[2], rows[4], rows[6] = "{broken", json.dumps({"input_ids": []}), "[1]"
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+
+    def read(**options: Any) -> int:
+        config = PipelineConfig(
+            datasets=[DatasetConfig(name="d", data_files=str(tmp_path / "rows.jsonl"), **options)],
+            default_tokenizer=tokenizer(),
+            cache_dir=tmp_path / "cache",
+            seed=1,
+            pack=PackStageConfig(seq_length=6),
+            load=LoadStageConfig(batch_size=2, drop_last=False),
+            streaming=streaming,
+        )
+        chain = Pipeline.from_config(config).source().tokenize().pack().load()
+        loader = chain.build()
+        rows = sum(len(batch["input_ids"]) for batch in loader)
+        stage, made = ("stream", "documents") if streaming else ("tokenize", "written")
+        became = (loader if streaming else chain).ledger().find(stage, "d", "rows").out
+        assert dict(became) == {made: 6, "empty": 1, "unparsable": 1, "not_an_object": 1}
+        return rows
+
+    for options in ({"on_error": "error"}, {"on_error": "skip", "max_bad_rows": 1}):
+        with pytest.raises(SourceError, match=r"rows\.jsonl"):
+            read(**options)
+    assert read(on_error="skip", max_bad_rows=2) == read(on_error="skip")
+    assert not list(tmp_path.rglob("*.quarantine.jsonl"))
+    if not streaming:
+        read(on_error="quarantine")
+        (kept,) = tmp_path.rglob("*.quarantine.jsonl")
+        assert len(kept.read_text().splitlines()) == 2

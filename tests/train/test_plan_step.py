@@ -149,7 +149,7 @@ def test_what_does_not_fit_says_what_to_change(tpu):
     assert "IT DOES NOT FIT" in str(plan)
     assert any("fsdp in place of data" in one for one in plan.advice)
     assert any("remat" in one for one in plan.advice)
-    assert any("train.accumulate_steps: 2 (now 1)" in one for one in plan.advice)
+    assert any("data.load.accumulation_steps: 2 (now 1)" in one for one in plan.advice)
 
 
 @pytest.mark.parametrize(

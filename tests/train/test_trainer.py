@@ -434,15 +434,14 @@ def test_out_of_memory_says_what_is_held_and_what_to_change(tmp_path):
 
     def hungry(module, batch):
         out = loss_sums(module, batch)
-        return out._replace(
-            loss_sum=out.loss_sum
-            + 0
-            * jax.numpy.sort(jax.numpy.broadcast_to(out.loss_sum, (1 << 30, 1 << 14)), axis=0)[0, 0]
-        )
+        large = jax.lax.broadcasted_iota(jax.numpy.float32, (1 << 30, 1 << 14), 0)
+        sorted_ = jax.numpy.sort(jax.lax.stop_gradient(large * out.loss_sum), axis=0)
+        return out._replace(loss_sum=out.loss_sum + 0 * sorted_[0, 0])
 
     heard = []
     message = (
-        r"^step [12]: a device is out of memory.* holds parameters .*: train\.accumulate_steps: 2 "
+        r"^step [12]: a device is out of memory.* holds parameters .*: "
+        r"data\.load\.accumulation_steps: 2 "
     )
     for run in (
         trainer(tmp_path / "state", model=Huge),

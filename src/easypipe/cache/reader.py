@@ -112,21 +112,28 @@ class TokenFiles(Protocol):
 
 
 class TokenCache(Source):
-    """Documents as tokens, by number or as a ShardedSource whose rows have the physical numbers of
-    the source they came from.
+    """Documents as tokens: by number, or as a source whose rows keep the row numbers of the source
+    that they were made of.
 
     Law: `read(shard, a, b)` gives what tokenizing rows a to b of that shard of the source gives.
-    Nothing is held in anonymous memory but a few words per part. Thread safe; raises CacheError at
-    opening where a file is missing, cut short or foreign, and where a block that is touched for the
-    first time is damaged, before a token of it is handed out.
+    Only a few words per part are held in anonymous memory. Thread safe.
+
+    Raises:
+        CacheError: At opening, a file is missing, cut short or foreign; later, a block that is
+            touched for the first time is damaged, before a token of it is handed out.
     """
 
     def __init__(
         self, path: str | Path, *, dataset: str | None = None, folder: CacheFolder | None = None
     ) -> None:
-        """path: a manifest. dataset: the name to report under, where it is not the one the cache
-        was prepared as. folder: that the manifest is in, where it is none of this machine; kept for
-        as long as this object lives."""
+        """Opens a cache.
+
+        Args:
+            path: A manifest.
+            dataset: The name to report under; None: the one that the cache was prepared as.
+            folder: The folder of the manifest, needed if it is not on this machine; kept for as
+                long as this object lives.
+        """
         self.folder = folder or CacheFolder(Path(path).parent.parent)
         self.path: Path | str = str(path) if self.folder.remote else Path(path)
         # Held for as long as this object lives, so that nobody clears what it maps.

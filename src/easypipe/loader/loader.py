@@ -43,7 +43,7 @@ class After(NamedTuple):
 
 
 class Loader:
-    """Batches `{column: Int32[batch, slots]}`: NumPy arrays, or jax.Arrays where there is a mesh.
+    """Batches `{column: Int32[batch, slots]}`: NumPy arrays, or jax.Arrays on a mesh.
 
     With `accumulation_steps` A above 1 they are Int32[A, batch / A, slots].
 
@@ -52,14 +52,19 @@ class Loader:
     yields batch n + 1 onward. Every `iter(loader)` starts at the first batch, the one after
     `restore` at the restored one. `next(loader)` is the next batch of one iteration that the loader
     keeps, which no other one moves. `state()` belongs to the newest iteration.
-    rows: PlannedRows, StoredRows, or StreamRows, which are read forward: there nothing can be asked
-    of a batch that was not reached, restoring costs at most one window of each stream, and on
-    several processes `state()` of endless data is collective: each process knows its own streams,
-    so all call it after the same batch. decoder, remember: for `explain`, the tokenizer of each
-    dataset, and what keeps the plan's checkpoints.
-    seed: of the permutations of `shuffle_buffer_size` and `group_by_length`; without them, it
-    changes nothing. Raises PlacementError where batch and mesh do not fit, ConfigError where
-    `num_epochs` is not that of the rows.
+
+    Args:
+        rows: PlannedRows, StoredRows, or StreamRows. StreamRows are read forward: nothing can be
+            asked of a batch that was not reached, and restoring reads at most one window of each
+            stream again. On several processes `state()` of endless streams is collective: each
+            process knows its own streams, so all call it after the same batch.
+        seed: Seed of the permutations of `shuffle_buffer_size` and `group_by_length`.
+        decoder: The tokenizer of each dataset, for `explain`.
+        remember: Keeps the plan's checkpoints, for `explain`.
+
+    Raises:
+        PlacementError: Batch and mesh do not fit.
+        ConfigError: `num_epochs` is not that of the rows.
     """
 
     def __init__(

@@ -73,19 +73,22 @@ def parse_hub_name(text: str) -> HubName:
 
 
 class HuggingFaceShardedSource(Source):
-    """Rows of one split of a dataset on the Hub. One shard per file.
+    """Rows of one split of a dataset on the Hub. One shard per file; `commit` is what is read.
 
-    dataset: `owner/name` or `hf://datasets/owner/name[@revision][/pattern]`. split: None takes
-    `train`; no split with a pattern.
-    subset: one of the configurations that the dataset's card or folders name; None takes the
-    default one. revision: branch, tag or commit; None takes main. storage_options: `token` (None:
-    HF_TOKEN, or the login of the Hub's client) and `endpoint` (None: HF_ENDPOINT).
-    num_rows: so many rows will be read at most: files behind them are not opened. text_unit: as in
-    TextShardedSource. Other options are those of FileSource.
+    Args:
+        dataset: `owner/name`, or `hf://datasets/owner/name[@revision][/pattern]`.
+        split: None takes `train`; there is no split with a pattern.
+        subset: A configuration that the dataset's card or folders name; None takes the default.
+        revision: Branch, tag or commit; None takes main.
+        num_rows: Most rows that are read; files behind them are not opened.
+        text_unit: As in TextShardedSource.
+        options: Those of FileSource. `storage_options` may have `token` (None: HF_TOKEN, or the
+            login of the Hub's client) and `endpoint` (None: HF_ENDPOINT).
 
-    `commit` is the commit that is read. Raises MissingFileError for a dataset, revision, subset or
-    split that is not there; SourceError for a gated one, with the page of its licence, and where
-    the files of a split have several formats.
+    Raises:
+        MissingFileError: The dataset, revision, subset or split does not exist.
+        SourceError: The dataset is gated (the error names the page of its licence), or the files
+            of a split have several formats.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from easypipe.core.protocols import (
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK
 from easypipe.loader.streams.feed import Loaded
 from easypipe.stages.config import datasets_of
-from easypipe.stages.tokenize.documents import Documents, tokenized_of
+from easypipe.stages.tokenize.documents import Documents, cached_of
 from easypipe.stages.tokenize.token_rows import AUDITED_BYTES, AUDITED_SHARE
 from easypipe.transforms.refused import advice
 
@@ -108,10 +108,9 @@ class ForwardDocuments:
         )
 
     def _documents(self, shard: int, start: int, stop: int) -> EncodedDocuments:
-        tokenized = tokenized_of(self._source)
-        if tokenized is not None:
-            key = self._audit_key(shard, start, stop)
-            return tokenized.documents(shard, start, stop, key)
+        encoded = cached_of(self._source)
+        if encoded is not None:
+            return encoded.documents(shard, start, stop, self._audit_key(shard, start, stop))
         batch, rejects = scan(self._source, shard, start, stop)
         return EncodedDocuments(batch, Counts(docs=batch.num_rows), rejects)
 

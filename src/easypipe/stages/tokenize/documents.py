@@ -86,6 +86,28 @@ class EncodedSource(Source):
     def shards(self) -> Sequence[Shard]:
         return self.source.shards
 
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        batch, rejects = self.scan(shard, start, stop)
+        bad = next(bad_of(rejects), None)
+        if bad is not None and self.writer.on_error == "error":
+            at = place(self.shards[shard].name, row=bad.row, column=self.writer.encoder.label)
+            raise bad_row(at, bad)
+        return batch
+
+    def scan(self, shard: int, start: int, stop: int) -> Scan:
+        documents = self.documents(shard, start, stop)
+        return Scan(documents.batch, documents.rejects)
+
+    def documents(
+        self, shard: int, start: int, stop: int, audit_key: str | None = None
+    ) -> EncodedDocuments:
+        """What `scan` gives, with what was counted on the way. audit_key: as in `encode_texts`."""
+        encoder = self.writer.encoder
+        rows = encoder.read(self.source, shard, start, stop)
+        made = encoder.encode(rows, at=self.shards[shard].name, audit_key=audit_key)
+        rejects = sorted((*rows.rejects, *made.rejects), key=lambda reject: reject.row)
+        return dataclasses.replace(made, rejects=tuple(rejects))
+
     def materialize(self) -> TokenCache:
         """The token cache of all rows: opened, finished or made; see CacheWriter.fill."""
         return self.writer.fill()
@@ -150,27 +172,6 @@ class TokenizedShardedSource(EncodedSource):
         recipe = self.form.recipe(self.tokenizer, refuted=False)
         return digest("tokenized", self.source.fingerprint, recipe, self.writer.on_error)
 
-    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        batch, rejects = self.scan(shard, start, stop)
-        bad = next(bad_of(rejects), None)
-        if bad is not None and self.writer.on_error == "error":
-            at = place(self.shards[shard].name, row=bad.row, column=self.form.label)
-            raise bad_row(at, bad)
-        return batch
-
-    def scan(self, shard: int, start: int, stop: int) -> Scan:
-        documents = self.documents(shard, start, stop)
-        return Scan(documents.batch, documents.rejects)
-
-    def documents(
-        self, shard: int, start: int, stop: int, audit_key: str | None = None
-    ) -> EncodedDocuments:
-        """What `scan` gives, with what was counted on the way. audit_key: as in `encode_texts`."""
-        rows = self.encoder.read(self.source, shard, start, stop)
-        made = self.encoder.encode(rows, at=self.shards[shard].name, audit_key=audit_key)
-        rejects = sorted((*rows.rejects, *made.rejects), key=lambda reject: reject.row)
-        return dataclasses.replace(made, rejects=tuple(rejects))
-
 
 class ImportedTokens(EncodedSource):
     """Documents of a source of tokens. Reads nothing until `materialize()`, which gives its token
@@ -183,8 +184,8 @@ class ImportedTokens(EncodedSource):
         source: ShardedSource,
         tokens: TokenInfo,
         folder: CacheFolder,
-        progress: ProgressListener,
         aligned: tuple[AlignedColumn, ...] = (),
+        **options: Unpack[WriterOptions],
     ) -> None:
         self.source = source
         self._tokens = tokens
@@ -194,9 +195,8 @@ class ImportedTokens(EncodedSource):
             encoder=self.encoder,
             dataset=name,
             folder=folder,
-            on_error="skip",
-            progress=progress,
             stage="adopt",
+            **options,
         )
 
     @property
@@ -208,9 +208,6 @@ class ImportedTokens(EncodedSource):
     def fingerprint(self) -> str:
         # the key alone: in streaming nobody has counted the rows that ranges are cut from
         return digest(self.encoder.key(), self.source.fingerprint)
-
-    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        return self.encoder.read(self.source, shard, start, stop).documents.batch
 
 
 class Documents(ShardedSource, Protocol):
@@ -266,7 +263,11 @@ def require_documents(
     tokens = token_info(source) or _named_tokenizer(name, context)
     folder = cache_folder_of(own, source, context)
     aligned = aligned_columns(name, source, context)
-    return ImportedTokens(name, source, tokens, folder, context.progress, aligned)
+    # under "error" the source raises at a bad row; rows without tokens are no bad ones
+    options: WriterOptions = {"progress": context.progress, "on_error": "skip"}
+    if own is not None and own.on_error != "error":
+        options |= {"on_error": own.on_error, "max_bad_rows": own.max_bad_rows}
+    return ImportedTokens(name, source, tokens, folder, aligned, **options)
 
 
 def require_tokens(name: str, source: ShardedSource, stage: str) -> None:

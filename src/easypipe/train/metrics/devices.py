@@ -137,10 +137,11 @@ def advice(
             "query and key"
         )
     if rows > 1:
-        twice = (
-            f"train.accumulate_steps: {2 * train.accumulate_steps} (now {train.accumulate_steps})"
+        pieces = train.accumulate_steps
+        said.append(
+            f"data.load.accumulation_steps: {2 * pieces} (now {pieces}): {rows:g} rows are at once "
+            "on a device"
         )
-        said.append(f"{twice}: {rows:g} rows are at once on a device")
     if mesh.shape["data"] > 1:
         said.append(
             "train.mesh: fsdp in place of data: every replica along data holds all parameters and "
