@@ -59,12 +59,10 @@ def tokenize_and_save(
 ) -> SaveReport:
     """Tokenizes one dataset and writes its documents in their order.
 
-    It is the Pipeline of source, tokenize and save, and takes their options. An interrupted run
-    continues where it was; a complete one is up to date.
+    It is source, tokenize and save of a Pipeline, with their options. Interrupted, it continues.
 
     Args:
-        storage_options: For data_files, and for output_path unless output_storage_options are
-            given.
+        storage_options: For data_files; for output_path too, without output_storage_options.
         progress: None shows rows and MB a second and the remaining time on the terminal, or logs a
             line every half minute; `easypipe.core.protocols.silent` shows nothing.
 
@@ -79,6 +77,7 @@ def tokenize_and_save(
         max_bad_rows=max_bad_rows,
         storage_options=storage_options,
     )
+    written = storage_options if output_storage_options is None else output_storage_options
     save = SaveStageConfig(
         output_dir=output_path,
         format=output_format,
@@ -86,9 +85,7 @@ def tokenize_and_save(
         max_shard_size=max_shard_size,
         compression=compression,
         overwrite=overwrite,
-        storage_options=storage_options
-        if output_storage_options is None
-        else output_storage_options,
+        storage_options=written,
     )
     config = PipelineConfig(
         datasets=(dataset,),

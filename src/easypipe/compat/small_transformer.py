@@ -212,14 +212,12 @@ def create_dataloaders(
 
     Batches have `input_ids` and `labels`, Int32[batch_size, seq_length]. Rows follow each other in
     the stream without overlap, and labels are the tokens after them, -100 if there is none.
-    Training: rows are shuffled, with another order every pass, and a last batch that is not full is
-    left out. Validation: in order and complete; the last batch may be short, and its last row is
-    padded.
+    Training: rows are shuffled, anew every pass, and a last batch that is not full is left out.
+    Validation: in order and complete; the last batch may be short, and its last row is padded.
 
     Args:
         seed: Seed of the training order; None draws one and logs it.
-        num_workers: As in DataLoaderConfig, like pin_memory, persistent_workers, rank and
-            world_size.
+        num_workers: As in DataLoaderConfig; so pin_memory, persistent_workers, rank, world_size.
         tokenizer: As in TransformerDataset.
 
     Raises:
@@ -238,7 +236,6 @@ def create_dataloaders(
     options.warn_of_what_has_no_effect()
     options = options.with_seed(drawing=True)
     load = options.load_options()
-
     encoders = {train: _encoder(tokenizer, content_field) for train in (True, False)}
 
     def made(path: Dataset, order: int, *, train: bool) -> Loader:

@@ -68,34 +68,28 @@ def discover(
 
     `data` is anything that DatasetConfig.data_files takes, also a folder with files of several
     kinds. type, subset, revision, token_files and storage_options are those of DatasetConfig.
-    Nothing is mapped silently: `discovery.propose()` returns a config with the reason for every
-    column.
+    `discovery.propose()` returns a config, with the reason for every column.
 
     Args:
         split: Look at this split alone.
         subset: Look at this subset alone.
         sample_rows: How many rows are shown.
-        count: Count the rows of files of lines by reading them; their indexes are kept in
-            cache_dir, where the pipeline finds them.
+        count: Count the rows of files of lines by reading them; cache_dir keeps their indexes.
 
     Raises:
         MissingFileError: If nothing is there.
         SourceError: If nothing can be read.
         ConfigError: For options that conflict.
     """
-    if sample_rows < 0:
-        raise ConfigError(at="sample_rows", problem=f"{sample_rows} rows", fix="Give 0 or more.")
-    require(
-        split is None or parse_split(split)[1] is None,
-        "split",
-        f"{split!r} is a part of a split",
-        "Name the split: what is in it is the same.",
-    )
+    require(sample_rows >= 0, "sample_rows", f"{sample_rows} rows", "Give 0 or more.")
+    if split is not None and parse_split(split)[1] is not None:
+        fix = "Name the split: what is in it is the same."
+        raise ConfigError(at="split", problem=f"{split!r} is a part of a split", fix=fix)
     if isinstance(data, os.PathLike):
         data = os.fspath(data)
     files = _names_files(data)
     chooses = not files or type == "huggingface" or _has_splits(data)
-    dataset = DatasetConfig(  # which knows what goes together
+    dataset = DatasetConfig(
         data_files=data,
         type=type,
         split=split if chooses else None,

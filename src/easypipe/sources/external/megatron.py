@@ -190,11 +190,7 @@ def write_megatron(
     with tempfile.TemporaryFile() as lengths_file:
         with storage.commit_file(f"{target}.bin") as (temporary, _), open(temporary, "wb") as out:
             for values, lengths in _blocks(documents):
-                wrong = (
-                    np.flatnonzero((values < limits.min) | (values > limits.max))
-                    if len(values)
-                    else values
-                )
+                wrong = np.flatnonzero((values < limits.min) | (values > limits.max))
                 if len(wrong):
                     row = docs + int(np.searchsorted(np.cumsum(lengths), wrong[0], side="right"))
                     raise SourceError(
