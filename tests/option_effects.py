@@ -10,9 +10,29 @@ streaming  what it means with streaming=True: SAME; "refused: why"; or other wor
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import typing
+from typing import Any, NamedTuple
+
+from easypipe.core.config import is_config
 
 SAME = "the same"
+
+
+def config_classes(*roots: type) -> dict[str, type]:
+    """`roots` and every config class that their fields, and theirs, are made of."""
+    found: dict[str, type] = {}
+
+    def look(hint: Any) -> None:
+        if is_config(hint) and hint.__name__ not in found:
+            found[hint.__name__] = hint
+            for inner in typing.get_type_hints(hint).values():
+                look(inner)
+        for argument in typing.get_args(hint):
+            look(argument)
+
+    for root in roots:
+        look(root)
+    return found
 
 
 class Effect(NamedTuple):

@@ -9,7 +9,6 @@ import functools
 import re
 import threading
 import time
-import typing
 from pathlib import Path
 from typing import Any
 
@@ -29,35 +28,18 @@ from easypipe import (
 )
 from easypipe.compat.classify import ClassifyConfig
 from easypipe.compat.data_pipeline import DataPipelineConfig
-from easypipe.core.config import is_config
 from easypipe.core.schema import INPUT_IDS, OutputSchema, TaskSpec
 from easypipe.run import RunConfig
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.streamable import KNOWN
-from option_effects import OPTIONS
+from option_effects import OPTIONS, config_classes
 from pipelines import config, jsonl, texts
 
 TESTS = Path(__file__).parent
 KINDS = {"output", "files", "threads", "memory", "cost", "error"}
 
 
-def config_classes(root: type = PipelineConfig) -> dict[str, type]:
-    """`root` and every config class that its fields, and theirs, are made of."""
-    found: dict[str, type] = {}
-
-    def look(hint: Any) -> None:
-        if is_config(hint) and hint.__name__ not in found:
-            found[hint.__name__] = hint
-            for inner in typing.get_type_hints(hint).values():
-                look(inner)
-        for argument in typing.get_args(hint):
-            look(argument)
-
-    look(root)
-    return found
-
-
-OF_PIPELINES = config_classes()
+OF_PIPELINES = config_classes(PipelineConfig)
 OF_RUNS = {name: cls for name, cls in config_classes(RunConfig).items() if name not in OF_PIPELINES}
 OF_COMPAT = {
     name: cls

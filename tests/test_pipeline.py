@@ -42,6 +42,7 @@ from easypipe.core.config import to_dict
 from easypipe.core.protocols import PipelineContext, ProgressEvent, ShardedDataSource
 from easypipe.core.schema import INPUT_IDS
 from easypipe.save.saved import SavedSource
+from easypipe.transforms.columns.functions import Map
 from pipelines import config, jsonl, texts, tokenizer, two_datasets
 
 MIX = MixStageConfig(weights={"code": 0.7, "docs": 0.3}, stop_strategy="all_exhausted")
@@ -263,6 +264,40 @@ def test_a_stage_of_ones_own(tmp_path: Path) -> None:
     assert not loud.read(0, 0, 1).equals(plain.read(0, 0, 1))
     with pytest.raises(ConfigError, match=r"is no BaseStage. Subclass"):
         pipeline.add_stage(Shout)
+
+
+class Unshown:
+    def __repr__(self) -> str:
+        raise AssertionError("written out, and nothing is refused")
+
+
+class UnshownRows(Unshown):
+    version = "1"
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, number: int) -> dict[str, str]:
+        return [{"text": "a"}][number]
+
+
+class UnshownStage(Unshown, Shout):
+    def process(
+        self, data: dict[str, ShardedDataSource], context: PipelineContext
+    ) -> dict[str, ShardedDataSource]:
+        return {"x": UnshownRows()}  # type: ignore[dict-item]
+
+
+class UnshownFunction(Unshown):
+    def __call__(self, row: dict[str, str]) -> dict[str, str]:
+        return row
+
+
+def test_what_is_a_users_is_written_out_only_where_it_is_refused(tmp_path: Path) -> None:
+    """Rows may be millions, and an object of a user's own may show what it likes."""
+    chain = Pipeline(config(tmp_path, datasets=())).add_stage(UnshownStage())
+    assert chain.get_data()["x"].read(0, 0, 1)["text"].to_pylist() == ["a"]
+    assert Map(UnshownFunction(), version="1") is not None
 
 
 # the config

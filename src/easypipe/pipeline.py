@@ -18,7 +18,7 @@ from easypipe.cache.location import cache_folder
 from easypipe.cache.verify import Verification
 from easypipe.cache.writer import CacheWriter
 from easypipe.core.config import fields_of, from_dict, load_yaml
-from easypipe.core.errors import StageOrderError, require
+from easypipe.core.errors import ConfigError, StageOrderError, require
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import (
     BaseStage,
@@ -204,12 +204,12 @@ class Pipeline:
         """Adds a stage of one's own. The first of a chain is given {} and brings its own
         sources.
         """
-        require(
-            isinstance(stage, BaseStage),
-            "add_stage",
-            f"{stage!r} is no BaseStage",
-            "Subclass easypipe.core.protocols.BaseStage.",
-        )
+        if not isinstance(stage, BaseStage):
+            raise ConfigError(
+                at="add_stage",
+                problem=f"{stage!r} is no BaseStage",
+                fix="Subclass easypipe.core.protocols.BaseStage.",
+            )
         return self._add(stage)
 
     def get_data(self) -> dict[str, ShardedSource]:
@@ -540,12 +540,9 @@ class Pipeline:
             "folder": context.cache_dir / "indexes",
         }
         for name, source in made.items():
-            require(
-                is_dataset_object(source),
-                "add_stage",
-                f"stage {stage.name!r} gave {source!r:.80} for {name!r}",
-                "Return {name: source}.",
-            )
+            if not is_dataset_object(source):  # rows may be many: written out only where refused
+                problem = f"stage {stage.name!r} gave {source!r:.80} for {name!r}"
+                raise ConfigError(at="add_stage", problem=problem, fix="Return {name: source}.")
         return {name: open_object(source, name=name, **options) for name, source in made.items()}
 
     def _require_source(self) -> None:

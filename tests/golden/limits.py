@@ -20,6 +20,7 @@ from easypipe.loader.collate import CollateConfig
 from easypipe.run import RunConfig
 from easypipe.stages.config import PipelineConfig
 from golden.cases import golden
+from option_effects import config_classes
 
 ROOTS = (RunConfig, ClassifyConfig, DataPipelineConfig, DataLoaderConfig, CollateConfig)
 NUMBERS = (-1, 0, 1, 2, 3)
@@ -66,19 +67,7 @@ ACCEPTED = "ok"
 
 def classes() -> dict[str, type]:
     """The classes that the configs of runs, and of other libraries' names, are made of."""
-    found: dict[str, type] = {}
-
-    def look(hint: Any) -> None:
-        if is_config(hint) and hint.__name__ not in found:
-            found[hint.__name__] = hint
-            for inner in typing.get_type_hints(hint).values():
-                look(inner)
-        for argument in typing.get_args(hint):
-            look(argument)
-
-    for root in ROOTS:
-        look(root)
-    return dict(sorted(found.items()))
+    return dict(sorted(config_classes(*ROOTS).items()))
 
 
 def values_of(name: str, hint: Any) -> list[Any]:

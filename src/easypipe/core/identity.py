@@ -41,12 +41,12 @@ class UserFunction:
         self, function: Callable[[Any], Any] | str, version: str | int | None, *, of: str
     ) -> None:
         self._call = find_function(function, of) if isinstance(function, str) else function
-        require(
-            callable(self._call),
-            of,
-            f"{function!r} is no function",
-            'Give a function, or "module:function".',
-        )
+        if not callable(self._call):
+            raise ConfigError(
+                at=of,
+                problem=f"{function!r} is no function",
+                fix='Give a function, or "module:function".',
+            )
         self.name = function if isinstance(function, str) else name_of(function)
         version = version if version is not None else attribute_of(self._call, "version")
         self.cacheable = version is not None
