@@ -104,17 +104,18 @@ def test_a_row_ends_with_the_token_that_completes_a_stop_string() -> None:
 
 
 def test_a_repetition_penalty_weighs_what_the_row_holds() -> None:
-    logits = np.asarray(MODEL(jnp.array([[3, 1, 4]], jnp.int32))[0, -1])
+    prompts = np.random.default_rng(0).integers(0, MODEL.config.vocabulary, (8, 12))
+    logits = np.asarray(MODEL(jnp.asarray(prompts, jnp.int32))[:, -1])
     for penalty in (1.3, 5.0):
         weighed = logits.copy()
-        for token in {3, 1, 4}:
-            weighed[token] = (
-                logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
-            )
-        (new,) = generate(
-            MODEL, [[3, 1, 4]], max_new_tokens=1, temperature=0, repetition_penalty=penalty
+        for row, prompt in zip(weighed, prompts, strict=True):
+            for token in set(prompt.tolist()):
+                row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
+        new = generate(
+            MODEL, prompts.tolist(), max_new_tokens=1, temperature=0, repetition_penalty=penalty
         )
-        assert new == [int(weighed.argmax())]
+        assert new == weighed.argmax(axis=-1)[:, None].tolist()
+    assert new != logits.argmax(axis=-1)[:, None].tolist()
     (row,) = generate(MODEL, [[3, 1, 4]], max_new_tokens=20, temperature=0, repetition_penalty=1e9)
     assert len(set(row)) == 20, "what the row wrote counts too"
 

@@ -4,6 +4,7 @@ resumes bit for bit.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -75,6 +76,9 @@ def test_first_values_follow_from_seed_and_name_alone(decoder: Decoder) -> None:
     np.testing.assert_array_equal(
         adapters(one)["layers.query"].lora_a[...], adapters(other)["layers.query"].lora_a[...]
     )
+    drawn = [adapter.lora_a[...] for adapter in adapters(one).values()]
+    assert len(drawn) == 7
+    assert not any(np.array_equal(a, b) for a, b in itertools.combinations(drawn, 2))
     again = add_lora(nnx.clone(decoder), LoraConfig(rank=2), 6)
     assert not np.array_equal(
         adapters(one)["layers.query"].lora_a[...], adapters(again)["layers.query"].lora_a[...]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import jax
@@ -13,10 +15,17 @@ from flax import nnx
 
 from easypipe.train import trainer as trainers
 from easypipe.train.losses.loss import loss_sums
+from easypipe.train.metrics import meter as meters
 from easypipe.train.metrics.log import read_metrics
-from easypipe.train.metrics.meter import peak_memory
+from easypipe.train.metrics.meter import WINDOW_STEPS, Meter, peak_memory
+from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.decoder import ModelConfig
-from easypipe.train.model.flops import flops_per_step, palm_flops_per_step
+from easypipe.train.model.flops import (
+    adapter_flops,
+    flops_from_sums,
+    flops_per_step,
+    palm_flops_per_step,
+)
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.trainer import Trainer
 from train.runs import LENGTH, ROWS, Arithmetic, Tiny, settings
@@ -48,6 +57,90 @@ def test_utilisation_is_told_both_ways(tmp_path, monkeypatch):
     assert records[-1]["mfu_palm"] == pytest.approx(
         palm_flops_per_step(MODEL, 4 * ROWS * LENGTH, LENGTH) / seconds / 1e12, rel=1e-5
     )
+
+
+TOLD = ("loss", "nll", "grad_norm", "param_norm", "num_targets", "updates")  # by every step
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """A number of a step that is through, or still under way."""
+
+    value: float
+    ready: bool
+
+    def item(self) -> float:
+        return self.value
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def copy_to_host_async(self) -> None:
+        pass
+
+
+def test_rates_are_sums_over_the_last_steps(monkeypatch):
+    """By a clock of whole seconds: steps and batches take any time, each is read behind the next
+    one, and all counts anew from the end of an evaluation.
+    """
+    random, now = np.random.default_rng(0), 0
+    monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    def passing() -> Iterator[dict]:
+        nonlocal now
+        while True:
+            now += int(random.integers(1, 9))
+            yield {}
+
+    meter = Meter(lambda host: (3 * host["num_tokens"], host["num_slots"]), 10)
+    batches, ready, waited, unread = passing(), True, 0, None
+    ends = []  # (time, seconds waited until then, tokens) of each step
+    for step in range(1, 5 * WINDOW_STEPS):
+        before = now
+        meter.next_batch(batches)
+        waited += (now - before) * ready  # a device at work waits for nothing
+        ready = bool(random.integers(2))
+        sizes = {"num_tokens": int(random.integers(1, 90)), "num_slots": 90}
+        values = dict.fromkeys(TOLD, 1.0) | sizes
+        measured = {name: OnDevice(value, ready) for name, value in values.items()}
+        meter.push(measured)
+        next(batches)
+        if unread is not None:
+            meter.read(step - 1, unread)
+            ends.append((now, waited, unread["num_tokens"].value))
+        unread = measured
+        if step % 37 == 0:
+            next(batches)
+            meter.restart()
+            ends = [(now, waited, 0)]
+        rates, last = meter.rates(), ends[-WINDOW_STEPS - 1 :]
+        if len(last) < 2:
+            assert rates["tokens_per_second"] is rates["mfu"] is rates["data_wait"] is None
+            continue
+        seconds, tokens = last[-1][0] - last[0][0], sum(one[2] for one in last[1:])
+        assert rates["tokens_per_second"] == pytest.approx(tokens / seconds)
+        assert rates["mfu"] == pytest.approx(3 * tokens / seconds / 10)
+        assert rates["mfu_palm"] == pytest.approx(90 * (len(last) - 1) / seconds / 10)
+        assert rates["data_wait"] == pytest.approx((last[-1][1] - last[0][1]) / seconds)
+
+
+def test_adapters_cost_more_by_either_count(tmp_path, monkeypatch):
+    """Of tokens by the exact one, of slots by that of PaLM; a step of a second here."""
+    now = 0
+    monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(trainers, "peak_flops", lambda device: 1e12)
+    config = settings(tmp_path, lora=LoraConfig(rank=2))
+    run = Trainer(MODEL, config, Arithmetic(), mesh=MESH)
+    sizes = {"num_tokens": 30, "num_slots": 96, "seq_length": LENGTH, "attended": 77}
+    values = dict.fromkeys(TOLD, 1.0) | sizes
+    meter = run.meter()
+    for now in (1, 2):
+        meter.read(now, {name: OnDevice(value, True) for name, value in values.items()})
+    rates, adapted = meter.rates(), sum(leaf.size for leaf in run.layout.params.values())
+    more = adapter_flops(MODEL, adapted)
+    assert rates["mfu"] == pytest.approx((flops_from_sums(MODEL, 30, 77) + 30 * more) / 1e12)
+    palm = palm_flops_per_step(MODEL, 96, LENGTH) + 96 * more
+    assert rates["mfu_palm"] == pytest.approx(palm / 1e12)
 
 
 def test_norm_of_the_parameters_after_the_step(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 from easypipe.core.errors import ConfigError
+from easypipe.train.finished import load_trained
 from easypipe.train.losses.loss import logits_loss_sums, loss_sums
 from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.parallel.mesh import make_mesh
@@ -60,7 +61,12 @@ def test_a_module_that_gives_logits_is_trained_and_resumed(model: Any, tmp_path:
     assert again.resumed_from == 2
     assert again.last["loss"] < first.last["loss"]
     assert again.last["eval"]["held"]["loss"] > 0
-    assert again.model(jnp.zeros((2, 5), jnp.int32)).shape == (2, 5, VOCAB)
+    ids = jnp.arange(10).reshape(2, 5)
+    assert again.model(ids).shape == (2, 5, VOCAB)
+    opened = load_trained(tmp_path, base=model).model
+    np.testing.assert_array_equal(opened(ids), again.model(ids))
+    with pytest.raises(ConfigError, match="a module or a function from Python, which is not known"):
+        load_trained(tmp_path)
 
 
 @pytest.mark.parametrize("options", [{}, {"z_loss": 0.1, "label_smoothing": 0.2}])

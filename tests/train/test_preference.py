@@ -43,6 +43,7 @@ from easypipe.train.config import (
 )
 from easypipe.train.events import TrainEvent
 from easypipe.train.finished import load_trained
+from easypipe.train.losses import preference as preferences
 from easypipe.train.losses.cached_reference import CachedReference, Passes
 from easypipe.train.losses.preference import (
     LOSSES,
@@ -283,6 +284,32 @@ def test_losses_of_means_are_those_of_the_pairs_of_a_batch(loss: PreferenceLoss)
     np.testing.assert_allclose(out.loss_sum, want, rtol=1e-4)
 
 
+@pytest.mark.parametrize("loss", get_args(PreferenceLoss))
+def test_half_a_pair_is_no_pair(loss: PreferenceLoss, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an answer has nothing to train (it was cut, or masked), the other one counts as little:
+    neither in the loss and what it tells, nor in a gradient.
+    """
+    likely = np.random.default_rng(0).normal(-2, 1, (2, SLOTS)).astype(np.float32)
+    for of in ("log_probs", "scores"):
+        monkeypatch.setattr(
+            preferences, of, lambda w, given: jnp.where(given[LABELS] != IGNORE, w * likely, 0.0)
+        )
+    smoothing = 0.1 if loss in SMOOTHED else 0.0
+    total = preference_loss(PreferenceConfig(loss=loss, label_smoothing=smoothing))
+
+    def run(*without: int) -> Any:
+        given = on_device()
+        gone = jnp.isin(given[SEGMENT_IDS][0], jnp.array(without))
+        given[LABELS] = given[LABELS].at[0].set(jnp.where(gone, IGNORE, given[LABELS][0]))
+        out = total(1.0, given)  # type: ignore[arg-type]
+        return [*out[:2], *out.more.values(), jax.grad(lambda w: total(w, given).loss_sum)(1.0)]
+
+    wanted = run(3, 4)
+    assert int(wanted[1]) == 2
+    for half in (3, 4):
+        np.testing.assert_allclose(run(half), wanted, rtol=1e-6)
+
+
 def test_micro_batches_have_the_reference_of_the_whole():
     given = on_device()
     cut = reference_of(
@@ -444,6 +471,16 @@ def test_answers_that_were_asked_before_are_looked_up(tmp_path):
         passes = Passes(lambda rows=rows: [Once(rows)], tmp_path)
         cached.fill(first, passes, layout.mesh, None)
         np.testing.assert_allclose(sums(given), live, rtol=1e-5, atol=1e-5)
+    swapped = jnp.arange(SLOTS).at[jnp.array([2, 3])].set(jnp.array([3, 2]))
+    others = [  # answers of which one token, one target or the order is another
+        {INPUT_IDS: given[INPUT_IDS].at[1, 2].add(-1)},
+        {LABELS: given[LABELS].at[1, 2].set(IGNORE)},
+        {name: given[name][:, swapped] for name in (INPUT_IDS, LABELS)},
+    ]
+    for other in (given | changes for changes in others):
+        wanted = by_segment(reference_of(model(1), other), given[SEGMENT_IDS])
+        assert np.abs(wanted - live).max() > 1e-3
+        np.testing.assert_allclose(sums(other), wanted, rtol=1e-5, atol=1e-5)
     assert not list(tmp_path.iterdir())
     alone = {name: column[:1] for name, column in given.items()}
     np.testing.assert_allclose(sums(alone), live[:1], rtol=1e-5, atol=1e-5)

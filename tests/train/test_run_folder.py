@@ -7,6 +7,7 @@ import shutil
 from html.parser import HTMLParser
 from importlib.metadata import version
 from pathlib import Path
+from platform import platform, python_version
 
 import jax
 import pytest
@@ -100,6 +101,17 @@ def test_other_versions_are_added_and_the_same_are_not(folder, tmp_path):
         (0, "0.1"),
         (8, version("jax")),
     ]
+
+
+def test_whatever_has_a_say_in_the_numbers_begins_an_entry_of_versions(tmp_path):
+    path = tmp_path / "versions.json"
+    here = write_versions(tmp_path, 0)
+    assert (here["python"], here["platform"]) == (python_version(), platform())
+    assert (here["devices"], here["processes"]) == (jax.device_count(), jax.process_count())
+    for name in here:
+        write_kept(path, [{"from_step": 0, **here, name: "another"}])
+        write_versions(tmp_path, 8)
+        assert [one[name] for one in read_kept(path)] == ["another", here[name]]
 
 
 KEPT = (

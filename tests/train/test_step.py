@@ -206,6 +206,8 @@ def test_dropout_draws_anew_each_step_and_not_in_evaluation():
     assert float(first.loss_sum) == float(again.loss_sum)
     count = next(name for name in layout.rest if name.endswith("count"))
     assert int(state.rest[count]) == int(before[count]) + 2
+    _, state, _ = run(1, dropout=0.5, accumulate_steps=4)  # each micro-batch draws its own
+    assert int(state.rest[count]) == int(before[count]) + 4
 
 
 def test_the_given_state_is_consumed():

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+from easypipe.core import storage
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, StateError, TrainError
 from easypipe.train import state as states
@@ -53,6 +57,16 @@ def trainer(folder, train, *, listener=lambda event: None, **changes):
 
 def lines(folder):
     return numbers(read_metrics(folder / "metrics.jsonl"))
+
+
+def kept_of(folder, step):
+    """What the checkpoint of a step has besides arrays, without what differs from run to run: its
+    folder, and lines that hold times.
+    """
+    with Checkpoints(folder / "checkpoints", keep=None) as checkpoints:
+        found = checkpoints.run(step)
+    apart = {"train": found["train"] | {"output_dir": None}}
+    return found | apart | {"lines": found["lines"]["rollbacks.jsonl"]}
 
 
 def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(tmp_path):
@@ -183,16 +197,15 @@ def test_stopped_anywhere_a_rough_run_goes_on_bit_for_bit(rough, tmp_path, stop)
     assert (tmp_path / "rollbacks.jsonl").read_bytes() == (
         rough[0] / "rollbacks.jsonl"
     ).read_bytes()
+    assert kept_of(tmp_path, 30) == kept_of(rough[0], 30)
 
 
 def test_the_good_checkpoint_is_kept_and_the_documents_are_told(tmp_path):
-    class Segment:
-        dataset, file, row, token_start, token_stop = "d", "f.txt", 3, 0, 9
-
     class Explaining(Shaken):
-        def explain(self, step):
-            row = type("Row", (), {"row": 0, "segments": [Segment]})
-            return type("Batch", (), {"rows": [row]})
+        def explain(self, step):  # of batch `step`, counted from 0
+            place = {"dataset": "d", "file": "f.txt", "row": step, "token_start": 0}
+            row = SimpleNamespace(row=0, segments=[SimpleNamespace(**place, token_stop=9)])
+            return SimpleNamespace(rows=[row])
 
     def listener(event):
         if event.kind == "rollback":
@@ -207,16 +220,38 @@ def test_the_good_checkpoint_is_kept_and_the_documents_are_told(tmp_path):
         listener=listener,
         checkpoint=CheckpointConfig(every=4, keep=1),
     ).run()
-    first = json.loads((tmp_path / "rollbacks.jsonl").read_text().splitlines()[0])
-    place = {
-        "row_of_batch": 0,
-        "dataset": "d",
-        "file": "f.txt",
-        "row": 3,
-        "token_start": 0,
-        "token_stop": 9,
-    }
-    assert first == {"step": 15, "to": 12, "batch_of_step": 13, "documents": [place]}
+    place = {"row_of_batch": 0, "dataset": "d", "file": "f.txt", "token_start": 0, "token_stop": 9}
+    assert read_metrics(tmp_path / "rollbacks.jsonl") == [
+        {"step": 15, "to": 12, "batch_of_step": step, "documents": [{**place, "row": step - 1}]}
+        for step in (13, 14, 15)
+    ]
+
+
+def test_lines_are_on_the_disk_before_a_checkpoint_that_counts_on_them(tmp_path, monkeypatch):
+    """When a checkpoint gets its name, all lines up to its step are synced."""
+    fsync, synced, seen = os.fsync, {}, []
+    files = [tmp_path / "metrics.jsonl", tmp_path / "rollbacks.jsonl"]
+
+    def recorded(descriptor):
+        fsync(descriptor)
+        found = os.fstat(descriptor)
+        synced[found.st_ino] = found.st_size
+
+    def struck(event, path):
+        if event == "rename" and Path(path).parent == tmp_path / "checkpoints":
+            step = int(Path(path).name)
+            told = [file.read_bytes()[: synced.get(file.stat().st_ino, 0)] for file in files]
+            seen.append((step, *(told.count(b"\n") for told in told)))
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    storage.set_fault_hook(struck)
+    try:
+        trainer(tmp_path, Shaken(odd_steps=(14, 15)), steps=16, spikes=SPIKES).run()
+    finally:
+        storage.set_fault_hook(None)
+    assert [step for step, _, _ in seen] == [4, 8, 12, 16]
+    assert all(lines >= step for step, lines, _ in seen)
+    assert seen[-1][2] == 3
 
 
 def test_a_run_that_spikes_for_ever_stops(tmp_path):
@@ -246,6 +281,57 @@ def test_the_limit_is_robust():
         assert watch.limit() is None
         watch.judge({"step": step, "loss": loss, **record})
     assert watch.limit() == pytest.approx(3.0 + 2.0 * 1.4826 * 1.0)
+
+
+def trailing(flags):
+    """How many at the end are True."""
+    return next((n for n, flag in enumerate(reversed(flags)) if not flag), len(flags))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_guard_judges_as_its_rules_say_also_where_it_was_saved_at_every_step(seed):
+    """Against lists of all that was, of any losses; each step is judged by a guard that was made
+    anew from what the one before it keeps in a checkpoint.
+    """
+    random = np.random.default_rng(seed)
+    window, patience, most = (int(random.integers(2, 5)) for _ in range(3))
+    spikes = SpikeConfig(window=window, threshold=4.0, patience=patience, max_rollbacks=most)
+    limit = patience + int(random.integers(3))
+    config = TrainingConfig(output_dir="x", spikes=spikes, max_nonfinite=limit)
+    kept = SpikeGuard(config).state()
+    sound, bad, skipped, rollbacks = [], [], [], 0
+    for step in range(1, 60):
+        loss, grad_norm, param_norm = float(random.normal(9, 1)), 1.0, 1.0
+        kind = random.choice(["spike", "loss", "gradient", "parameters"] + ["sound"] * 4)
+        loss = None if kind == "loss" else 900.0 if kind == "spike" else loss
+        record = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": None if kind == "gradient" else grad_norm,
+            "param_norm": None if kind == "parameters" else param_norm,
+        }
+        highest = math.inf
+        if len(sound) >= window:
+            middle = np.median(sound[-window:])
+            away = np.median(np.abs(np.array(sound[-window:]) - middle))
+            highest = middle + 4.0 * 1.4826 * away
+        skipped.append(kind in ("loss", "gradient"))
+        bad.append(kind not in ("sound", "spike") or loss > highest)
+        sound += [] if bad[-1] else [loss]
+        back = trailing(bad) >= patience
+        rollbacks += back
+        ends = trailing(skipped) >= limit or rollbacks > most
+        guard = SpikeGuard(config)
+        guard.restore(json.loads(json.dumps(kept)), step - 1, ())
+        if ends:
+            with pytest.raises(TrainError):
+                guard.judge(record)
+            return
+        assert guard.judge(record) == back
+        if back:
+            bad, skipped = [], []
+        assert guard.in_doubt == (trailing(bad) > 0)
+        kept = guard.state()
 
 
 @pytest.mark.parametrize(
