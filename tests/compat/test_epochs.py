@@ -230,6 +230,17 @@ def test_a_data_module_keeps_its_pass_and_a_new_one_begins_at_the_first() -> Non
     assert bits(held_out) == bits(held_out) == bits(one.val_dataloader())
 
 
+def test_a_pass_counts_of_a_loader_that_only_its_loop_has(tmp_path: Path) -> None:
+    data, stream = module(), yaml(tmp_path, streaming=True, num_epochs=2)
+    for asked in (
+        data.train_dataloader,
+        lambda: stream.get_dataloader("train", shuffle=True).unwrap(),
+    ):
+        # each loop's own iterator is all that keeps its loader
+        passes = [[bits([batch]) for batch in asked()] for _ in range(3)]
+        assert passes[0] != passes[1] != passes[2] != passes[0]
+
+
 def test_what_is_validated_on_is_masked_alike_every_time() -> None:
     mask = create_masked_lm_collate(mask_token_id=3, vocab_size=50)
     data = UniversalDataModule(TOKENS, collate_fn=mask, batch_size=4, val_split=0.5, seed=1)

@@ -1,4 +1,4 @@
-"""Document 004: UniversalDataModule, any dataset to a training and a validation loader.
+"""Document 004: UniversalDataModule, any dataset to loaders of training and validation rows.
 
 The task chooses the collator.
 """

@@ -1,4 +1,4 @@
-"""Checks of a config's data, on the first rows of each dataset, in a folder that goes away."""
+"""Checks of a config's data on its first rows: resume, conservation, packing, tokens, masks."""
 
 from __future__ import annotations
 

@@ -115,9 +115,9 @@ class EpochLoader(Loader):
         other._together = self._together
         return other
 
-    def _begin(self, entry: LoaderState | None) -> Iterator[Batch]:
-        first = super()._begin(entry)
-        return first if self._together == 1 else _chain(self, first)
+    def _begin(self, entry: LoaderState | None, *, holding: bool = True) -> Iterator[Batch]:
+        first = super()._begin(entry, holding=holding)
+        return first if self._together == 1 else _chain(self, first, holding)
 
     def _state(self, after: After) -> LoaderState:
         return dataclasses.replace(super()._state(after), epoch=self.epoch)
@@ -140,9 +140,9 @@ class EpochLoader(Loader):
             vars(self).pop(known, None)
 
 
-def _chain(loader: EpochLoader, first: Iterator[Batch]) -> Iterator[Batch]:
+def _chain(loader: EpochLoader, first: Iterator[Batch], holding: bool) -> Iterator[Batch]:
     """The batches of `first`, the newest iteration over a pass, and of the passes behind it up to
-    the end of the iteration. It moves the loader while it is the newest, and does not keep it.
+    the end of the iteration. It moves the loader while it is the newest.
     """
     kept, make, together = weakref.ref(loader), loader._made, loader._together
     epoch, number = loader.epoch, loader._newest
@@ -158,7 +158,7 @@ def _chain(loader: EpochLoader, first: Iterator[Batch]) -> Iterator[Batch]:
                 return
             moved = kept()
             if moved is not None and (moved.epoch, moved._newest) == (epoch, number + 1):
-                following, number = Loader._begin(moved, None), moved._newest
+                following, number = Loader._begin(moved, None, holding=holding), moved._newest
             else:
                 following = iter(make(epoch))
             del moved

@@ -117,14 +117,15 @@ class Loader:
         """
         if self._kept is None:
             entry, self._kept_entry = self._kept_entry, None
-            self._kept = self._begin(entry)
+            self._kept = self._begin(entry, holding=False)
         return next(self._kept)
 
-    def _begin(self, entry: LoaderState | None) -> Iterator[Batch]:
+    def _begin(self, entry: LoaderState | None, *, holding: bool = True) -> Iterator[Batch]:
+        """An iteration. holding: it keeps this loader, which does not keep it."""
         self._entry, self._mark = entry, None
         self._latest = After(0, 0) if entry is None else After(entry.batch, entry.row)
         self._newest += 1
-        return Batches(self, entry, self._newest, self._counted())
+        return Batches(self, entry, self._counted(), holding=holding)
 
     @property
     def can_change(self) -> bool:
@@ -501,11 +502,14 @@ class Batches(Iterator[Batch]):
     """
 
     def __init__(
-        self, loader: Loader, entry: LoaderState | None, number: int, steps: Steps
+        self, loader: Loader, entry: LoaderState | None, steps: Steps, *, holding: bool
     ) -> None:
         settings = loader.config
-        self._loader = weakref.ref(loader)  # which may keep this iteration
-        self._number = number
+        # one that the loader keeps must not keep it; any other tells it of its end, though nobody
+        # else may have it: `for batch in module.train_dataloader()`
+        self._loader = weakref.ref(loader)
+        self._held = loader if holding else None
+        self._number = loader._newest
         start = 0 if entry is None else entry.batch
         self._none_yet = start == 0
         # of these rows, whatever pass the loader goes to meanwhile

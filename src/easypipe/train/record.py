@@ -1,4 +1,4 @@
-"""Files of a run's folder: configuration, versions, fingerprints of its data, changes on resume.
+"""Files of a run folder beside its checkpoints: config, versions, fingerprints, changes.
 
 Files of JSON carry a checksum of themselves: `write_kept` writes one and `read_kept` reads it.
 

@@ -1,4 +1,4 @@
-"""Which implementation of the loss runs, and by which rule.
+"""Which implementation of the loss runs, by which rule, and how many tokens a piece of it takes.
 
 The platform is that which the program is *lowered* for, not the one it is traced on.
 

@@ -1,4 +1,4 @@
-"""The pack stage: documents become rows of a fixed number of tokens."""
+"""The pack stage: documents become rows of a fixed number of tokens; which ids end and pad them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The callbacks that a configuration names: early stopping, best checkpoints, trackers, profile."""
+"""Callbacks that a config names: early stopping, best checkpoints, trackers, heartbeat, profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, one line for each logged step, in step order.
+"""metrics.jsonl, written and read: one JSON object for each logged step, in step order.
 
 Law: the values of `loss`, `nll`, `grad_norm` and `learning_rate` are float32s written so that they
 read back bit for bit, and a run that was killed and resumed leaves the same ones as a run that was

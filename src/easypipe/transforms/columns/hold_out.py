@@ -1,4 +1,4 @@
-"""Rows that are kept apart for evaluation, chosen by what stands in them."""
+"""Rows that are held out of training for evaluation, drawn by a hash of what stands in them."""
 
 from __future__ import annotations
 
