@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import pipelines
@@ -698,6 +698,7 @@ def test_what_only_a_pipeline_shows_is_refused(tmp_path: Path) -> None:
     packed=st.booleans(),
 )
 @examples(40)
+@example(sizes=[2, 3], end=False, num_rows=3, packed=False)
 def test_num_rows_are_the_first_lines(
     tmp_path_factory: pytest.TempPathFactory,
     sizes: list[int],

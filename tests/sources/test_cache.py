@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from pathlib import Path
 
@@ -32,6 +33,19 @@ def test_stateless_reads(cache: TokenCache) -> None:
     assert [shard.cuts for shard in cache.shards] == [(0, 10, 20), (0,), (0, 10, 20)]
     with pytest.raises(SourceError, match="shard-2: rows 0:29 of 28 do not exist"):
         cache.read(2, 0, 29)
+
+
+def test_ranges_without_documents_stand_between_others(tmp_path: Path) -> None:
+    source = ShardedTexts([None] * 10 + texts(10), [None] * 3, [*texts(5, seed=2), *[""] * 15])
+    cache = prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path, on_error="skip")
+    assert [part.docs for part in cache.manifest.parts] == [0, 10, 0, 5, 0]
+    assert_stateless_reads(cache, cuts=(0, 3, 9, 10, 11, 15))
+    assert [cache.where(doc) for doc in (0, 9, 10)] == [
+        ("shard-0", 10),
+        ("shard-0", 19),
+        ("shard-2", 0),
+    ]
+    assert all(len(cache.tokens(doc)) == cache.lengths(np.array([doc]))[0] for doc in range(15))
 
 
 def test_lengths_ends_and_places_agree_with_the_rows(cache: TokenCache) -> None:
@@ -106,6 +120,63 @@ def test_a_cache_trains_without_its_sources_and_elsewhere(
     again.verify()
     assert again.lengths(np.arange(56)).tolist() == before
     assert again.ledger.find("tokenize", "renamed", "rows").out["null"] == 1
+
+
+def mapped_parts(cache: TokenCache) -> list[int]:
+    """Which token files of a cache stand in the memory of this process."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    there = {line.partition("/")[2] for line in lines}
+    return [i for i, name in enumerate(cache._names) if name.lstrip("/") in there]
+
+
+needs_maps = pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="needs /proc to see what is mapped"
+)
+
+
+@needs_maps
+def test_of_files_that_come_and_go_those_stay_that_were_read_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapping, "most_maps", lambda: 8)  # two files at once
+    cache = prepare(ShardedTexts(texts(60)), small_tokenizer(), dataset="d", cache_dir=tmp_path)
+    files = cache._files
+    for i in (0, 1, 0, 2):
+        with files.hold(np.array([i])):
+            assert i in mapped_parts(cache)
+            assert len(mapped_parts(cache)) <= 2
+    assert mapped_parts(cache) == [0, 2]
+    with files.hold(np.array([2, 3, 4])):
+        assert mapped_parts(cache) == [2, 3, 4]
+        for _ in range(2):  # what is held twice is held until both end
+            with files.hold(np.array([1, 3])):
+                assert mapped_parts(cache) == [1, 2, 3, 4]
+            assert mapped_parts(cache) == [2, 3, 4]
+    assert len(mapped_parts(cache)) == 2
+    kept = cache.tokens(0).tolist()
+    names = list(cache._names)
+    del cache, files
+    gc.collect()
+    assert kept
+    assert not any(name in Path("/proc/self/maps").read_text(encoding="utf-8") for name in names)
+
+
+@needs_maps
+def test_caches_that_were_closed_make_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = mapping._standing + 3
+    monkeypatch.setattr(mapping, "most_maps", lambda: 2 * room)
+    paths = [
+        prepare(ShardedTexts(texts(30)), small_tokenizer(), dataset=name, cache_dir=tmp_path).path
+        for name in "ab"
+    ]
+    gc.collect()
+    first = TokenCache(paths[0])
+    assert [first.comes_and_goes, TokenCache(paths[1]).comes_and_goes] == [False, True]
+    del first
+    gc.collect()
+    assert not TokenCache(paths[1]).comes_and_goes
 
 
 def edit(path: Path, **values: object) -> None:

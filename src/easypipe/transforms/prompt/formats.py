@@ -20,7 +20,7 @@ from easypipe.transforms.chat.conversations import (
 from easypipe.transforms.chat.pool import WrittenTalk
 from easypipe.transforms.chat.render import ChatTemplate, check_whole, is_jinja, wrong_kwargs
 from easypipe.transforms.chat.sandbox import Json, Message, Row
-from easypipe.transforms.chat.spans import FLAG, MASKED_END, OPEN, TRAINED_END, Rendered, num_shared
+from easypipe.transforms.chat.spans import FLAG, MASKED_END, OPEN, Rendered, num_shared
 from easypipe.transforms.chat.turns import Request, split_at_turns, trimmed
 from easypipe.transforms.prompt.config import ROLES, PromptConfig
 from easypipe.transforms.prompt.few_shot import FewShot
@@ -314,7 +314,7 @@ class TemplateFormat:
         made = self._writer.write([row for row, _ in cut])
         for i, (one, system) in enumerate(zip(made, systems, strict=True)):
             if isinstance(one, Rendered):
-                if self._open and one.end == TRAINED_END:
+                if self._open:
                     one = one._replace(end=MASKED_END)
                 spans = [[max(a, shared[i]), b] for a, b in one.spans] if shared[i] else one.spans
                 made[i] = (
