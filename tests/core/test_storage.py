@@ -10,9 +10,12 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
 import xxhash
+from fsspec.implementations.memory import MemoryFileSystem
 
 from easypipe.core import remote, storage
 from easypipe.core.errors import MissingFileError, StorageError
@@ -236,6 +239,63 @@ def test_a_file_comes_in_pieces(root: str, size: int, monkeypatch: pytest.Monkey
     assert [len(piece) for piece in pieces] == [4] * (size // 4) + [size % 4] * (size % 4 > 0)
     with pytest.raises(FileNotFoundError):
         list(storage.chunks(f"{root}/nothing"))
+
+
+class Remembering(MemoryFileSystem):
+    """A store whose client remembers listings, as those of S3 and GCS do, until it is told to
+    forget them.
+    """
+
+    protocol = "remembering"
+    known: ClassVar[dict[str, list[dict[str, Any]]]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.replace("remembering://", "memory://"))
+
+    def ls(self, path: str, detail: bool = True, **_: object) -> list[Any]:
+        path = self._strip_protocol(path)
+        if path not in self.known:
+            self.known[path] = super().ls(path, detail=True)
+        return [one if detail else one["name"] for one in self.known[path]]
+
+    def info(self, path: str, **more: Any) -> dict[str, Any]:
+        path = self._strip_protocol(path)
+        listed = self.known.get(self._parent(path))
+        if listed is None:
+            return super().info(path, **more)
+        for one in listed:
+            if one["name"] == path:
+                return one
+        raise FileNotFoundError(path)
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.known.clear()
+
+
+def test_what_another_process_has_done_is_seen_whatever_the_client_remembers() -> None:
+    fsspec.register_implementation("remembering", Remembering, clobber=True)
+    # as another process writes: nobody tells this one's client
+    others = MemoryFileSystem()
+    others.pipe_file("/shared/a", b"1")
+    for call, before, after in (
+        (storage.names_in, ["a"], ["a", "b"]),
+        (lambda _: storage.exists("remembering://shared/b"), False, True),
+        (lambda _: storage.size_of("remembering://shared/b"), None, 2),
+    ):
+        assert call("remembering://shared") == before
+        others.ls("/shared")
+        Remembering().ls("/shared")  # which is remembered
+        others.pipe_file("/shared/b", b"22")
+        assert call("remembering://shared") == after
+        Remembering().ls("/shared")
+        others.rm("/shared/b")
+        assert call("remembering://shared") == before
+    Remembering().ls("/shared")
+    others.pipe_file("/shared/c", b"333")
+    assert not storage.create_bytes("remembering://shared/c", b"else")
+    storage.remove("remembering://shared/c")
+    assert not others.exists("/shared/c")
 
 
 def test_only_the_first_creates() -> None:

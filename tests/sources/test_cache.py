@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from easypipe.cache import mapping
 from easypipe.cache.reader import Buffers, TokenCache
+from easypipe.core import locks
 from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.errors import CacheError, MissingFileError, SourceError
 from laws import assert_stateless_reads
@@ -177,6 +179,19 @@ def test_caches_that_were_closed_make_room_for_others(
     del first
     gc.collect()
     assert not TokenCache(paths[1]).comes_and_goes
+
+
+def test_many_may_read_a_cache_and_nobody_clears_it_before_the_last_has_ended(
+    cache: TokenCache, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    readers = [TokenCache(cache.path) for _ in range(2)]
+    assert time.monotonic() - began < 30
+    lock = locks.reader_lock(tmp_path, Path(cache.path).stem)
+    while readers:
+        readers.pop()
+        gc.collect()
+        assert locks.try_hold(lock, exclusive=True) is None
 
 
 def edit(path: Path, **values: object) -> None:

@@ -17,7 +17,7 @@ from easypipe.cache.bad_rows import ErrorBudget
 from easypipe.cache.folder import CacheFolder
 from easypipe.cache.manifest import Counts, Part
 from easypipe.cache.ranges import Record
-from easypipe.core.errors import BudgetError, SourceError
+from easypipe.core.errors import BudgetError, ConfigError, SourceError
 from easypipe.core.protocols import Reject
 from easypipe.sources.external.memory import InMemoryShardedSource
 from pipelines import tokenizer
@@ -128,9 +128,10 @@ def test_the_quarantine_has_a_line_for_every_bad_row(
     assert "ä" in path.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_rows_that_are_tokens_have_the_policy_of_their_dataset(
-    tmp_path: Path, streaming: bool
+    tmp_path: Path, streaming: bool, packed: bool
 ) -> None:
     rows = [json.dumps({"input_ids": [1, 2, 3]}) for _ in range(9)]
     rows[2], rows[4], rows[6] = "{broken", json.dumps({"input_ids": []}), "[1]"
@@ -146,7 +147,8 @@ def test_rows_that_are_tokens_have_the_policy_of_their_dataset(
             load=LoadStageConfig(batch_size=2, drop_last=False),
             streaming=streaming,
         )
-        chain = Pipeline.from_config(config).source().tokenize().pack().load()
+        chain = Pipeline.from_config(config).source().tokenize()
+        chain = (chain.pack() if packed else chain).load()
         loader = chain.build()
         rows = sum(len(batch["input_ids"]) for batch in loader)
         stage, made = ("stream", "documents") if streaming else ("tokenize", "written")
@@ -163,3 +165,27 @@ def test_rows_that_are_tokens_have_the_policy_of_their_dataset(
         read(on_error="quarantine")
         (kept,) = tmp_path.rglob("*.quarantine.jsonl")
         assert len(kept.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"on_error": "skip", "max_bad_rows": 3}, "max_bad_rows"),
+        ({"on_error": "quarantine"}, "on_error"),
+    ],
+)
+def test_packed_rows_have_no_policy_for_bad_ones(
+    tmp_path: Path, options: dict[str, Any], key: str
+) -> None:
+    row = {"input_ids": [1, 2, 3], "segment_ids": [1, 1, 1]}
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 4))
+
+    def chain(**options: Any) -> Pipeline:
+        dataset = DatasetConfig(name="d", data_files=str(tmp_path / "rows.jsonl"), **options)
+        config = PipelineConfig(datasets=[dataset], cache_dir=tmp_path / "cache", seed=1)
+        return Pipeline.from_config(config).source()
+
+    with pytest.raises(ConfigError, match=rf"datasets\.d\.{key}: has no effect on rows that are"):
+        chain(**options).load({"batch_size": 2})
+    loader = chain(on_error="skip").load({"batch_size": 2}).build()
+    assert sum(len(batch["input_ids"]) for batch in loader) == 4

@@ -134,11 +134,7 @@ def exists(path: str | Path, storage_options: StorageOptions = None) -> bool:
         if is_http(str(path)):
             _remote(path, storage_options, http_facts, kind="facts")
         else:
-            _remote(
-                path,
-                storage_options,
-                lambda fs, name, timeout_s: remote_call(fs, "info", timeout_s, name),
-            )
+            _remote(path, storage_options, _fresh_info)
     except MissingFileError:
         return False
     return True

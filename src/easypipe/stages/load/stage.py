@@ -23,7 +23,7 @@ from easypipe.loader.rows.stored import StoredRows
 from easypipe.loader.streams import spec as streams
 from easypipe.loader.streams.rows import StreamRows
 from easypipe.plan.buckets import bucket_widths, length_counts
-from easypipe.stages.config import settings_of, tokenizer_config_of
+from easypipe.stages.config import datasets_of, settings_of, tokenizer_config_of
 from easypipe.stages.decoding import decoder_of
 from easypipe.stages.load.forward import ForwardDocuments
 from easypipe.stages.mix.mixture import Mixture, planned_of
@@ -31,6 +31,7 @@ from easypipe.stages.mix.stage import MixedShardedSource
 from easypipe.stages.pack.stage import PackedShardedSource, mixture_of, packed_of
 from easypipe.stages.tokenize.documents import (
     aligned_columns,
+    require_documents,
     require_tokens,
     token_info,
     tokenized_of,
@@ -44,7 +45,7 @@ __all__ = ["LoadStage", "LoadStageConfig", "require_a_batch"]
 
 
 class LoadStage(BaseStage):
-    """Passes its data on unchanged; `open` is what `Pipeline.build()` calls."""
+    """Passes packed rows on, and tokens as documents; `open` is what `Pipeline.build()` calls."""
 
     config: LoadStageConfig
 
@@ -55,9 +56,9 @@ class LoadStage(BaseStage):
     def process(
         self, data: dict[str, ShardedSource], context: PipelineContext
     ) -> dict[str, ShardedSource]:
-        for name, source in data.items():
-            require_tokens(name, source, "load")
-        return {name: _stepped(source, self.config) for name, source in data.items()}
+        """Raises StageOrderError for text, ConfigError for a policy that packed rows have not."""
+        found = {name: _with_policy(name, source, context) for name, source in data.items()}
+        return {name: _stepped(source, self.config) for name, source in found.items()}
 
     def open(self, name: str, source: ShardedSource, context: PipelineContext) -> Loader:
         """The loader over one dataset. Tokenizes what is not tokenized yet, and plans as far as the
@@ -161,6 +162,26 @@ class LoadStage(BaseStage):
                     "max_length": options.max_length if options.padding == "max_length" else None,
                 }
         return CollateConfig(**rule)
+
+
+def _with_policy(name: str, source: ShardedSource, context: PipelineContext) -> ShardedSource:
+    """Rows of tokens as documents that have the bad-row policy of their dataset; packed rows as
+    they are: nobody counts which of them are bad.
+    """
+    require_tokens(name, source, "load")
+    if planned_of(source) is not None:
+        return source
+    if SEGMENT_IDS not in source.schema.names:
+        return require_documents(name, source, context, stage="load")
+    own = datasets_of(context).get(name)
+    asked = own and ("max_bad_rows" if own.max_bad_rows is not None else "on_error")
+    require(
+        own is None or (own.max_bad_rows is None and own.on_error != "quarantine"),
+        f"datasets.{name}.{asked}",
+        "has no effect on rows that are packed already: they are read where they lie",
+        "Leave it out, or give the documents that were packed.",
+    )
+    return source
 
 
 def _tokenizer_options(
