@@ -222,3 +222,31 @@ def test_a_cache_that_everybody_may_write_to_is_warned_of(
         (tmp_path / "all").chmod(0o777)
         cache_folder(tmp_path / "all")
     assert "all: every user of this machine may write to this cache" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("url", "trusted"),
+    [
+        (ELSEWHERE, True),
+        (f"{ELSEWHERE}:443/hub", True),
+        ("https://MIRROR.example.org./", True),
+        (f"{ELSEWHERE}:8443", False),
+        ("https://example.org", False),
+        ("https://mirror.example.org.evil.example", False),
+        ("https://mirror.example.org@evil.example", False),
+        ("http://mirror.example.org", False),
+        ("http://mirror.example.org:443", False),
+    ],
+)
+def test_a_server_is_known_by_scheme_host_and_port_however_they_are_written(
+    monkeypatch: pytest.MonkeyPatch, url: str, trusted: bool
+) -> None:
+    for named in (ELSEWHERE, f"{ELSEWHERE}:443", f"{ELSEWHERE}/some/path"):
+        monkeypatch.setenv(trust.TRUSTED, named)
+        assert trust.hub_token(url) is (None if trusted else False)
+        options = {"endpoint_url": url}
+        if trusted:
+            trust.require_trusted_storage(options, "storage_options")
+        else:
+            with pytest.raises(ConfigError, match="credentials of this machine"):
+                trust.require_trusted_storage(options, "storage_options")

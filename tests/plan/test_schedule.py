@@ -5,6 +5,7 @@ the refusals.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from easypipe.plan.mix import (
     integer_weights,
     weights_of,
 )
-from easypipe.plan.mix_schedule import KINDS, Schedule, apportion, half_wave
+from easypipe.plan.mix_schedule import KINDS, Kind, Schedule, apportion, half_wave
 from easypipe.plan.order import OrderConfig
 from easypipe.plan.pack import STRATEGIES, PackSpec
 from easypipe.plan.spec import PlanDataset, PlanSpec
@@ -309,6 +310,33 @@ def test_weights_change_late_by_a_32nd_of_a_stage_or_two_batches(
         batch = schedule.first_row(step + 1) - schedule.first_row(step)
         assert late <= max(stage / 32, 2 * batch) or window.dataset.size == 1
         begun, row = row if late >= 0 else begun, window.after.first_row
+
+
+@given(
+    steps=st.lists(st.integers(1, 300), min_size=1, max_size=3),
+    size=st.integers(1, 5),
+    kind=st.sampled_from(KINDS),
+)
+@examples(60)
+def test_a_stage_ends_at_a_point_or_within_a_64th_of_the_way(
+    steps: list[int], size: int, kind: Kind
+) -> None:
+    """Whoever goes from stage to stage comes to every point, over stages of whole steps."""
+    at = list(itertools.accumulate(steps))
+    points = tuple((step, (1 + i % 2, 1)) for i, step in enumerate(at))
+    schedule = Schedule(points=points, kind=kind, batch_sizes=((0, size),))
+    row, ends = 0, [0]
+    while (left := schedule.rows_left(row)) is not None:
+        assert left > 0
+        row += left
+        ends.append(row)
+    assert {step * size for step in at} <= set(ends)
+    assert row == at[-1] * size
+    for a, b in itertools.pairwise(ends):
+        place = sum(step * size <= a for step in at)
+        ramp = place > 0 and kind != "step"
+        way = at[place] - at[place - 1] if ramp else at[place]
+        assert b - a <= max(size, size * way // 64 if ramp else size * way)
 
 
 @given(made=staged())
