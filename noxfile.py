@@ -274,6 +274,19 @@ def peers(session: nox.Session) -> None:
 
 
 @nox.session
+def shards(session: nox.Session) -> None:
+    """MDS folders and WebDataset tars that these libraries write, read by both, row by row."""
+    session.install(".", "pytest>=8", "mosaicml-streaming==0.13.0", "webdataset==1.0.2")
+    session.run(
+        "pytest",
+        "--noconftest",
+        "tests/interop/test_shards.py",
+        *session.posargs,
+        env=TEST_ENV | {"EASYPIPE_SHARDS": "all"},
+    )
+
+
+@nox.session
 def html(session: nox.Session) -> None:
     """The pages of commands in a headless Chromium: the one of this machine, else one that
     playwright downloads.

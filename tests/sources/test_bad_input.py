@@ -534,7 +534,7 @@ def test_unknown_extension_and_options(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"type: 'jsno' is no file format \(have: parquet, arrow, json, csv, txt, tokens, "
-        r"arrayrecord\)\. Did you mean 'json'",
+        r"arrayrecord, mds, webdataset\)\. Did you mean 'json'",
     ):
         open_files(path, type="jsno")
     with pytest.raises(

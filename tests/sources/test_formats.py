@@ -8,8 +8,11 @@ import bz2
 import csv
 import gzip
 import io
+import itertools
 import json
 import os
+import struct
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +28,7 @@ from easypipe import DatasetConfig, Pipeline
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.external.memory import InMemoryShardedSource
-from easypipe.sources.formats import parquet, records, streams
+from easypipe.sources.formats import members, parquet, records, streams
 from easypipe.sources.formats.arrow import ArrowShardedSource
 from easypipe.sources.open import open_files
 from easypipe.sources.splits import limited
@@ -93,6 +96,31 @@ def _dictionary_stream(table: pa.Table) -> bytes:
     return out.getvalue()
 
 
+def _mds(table: pa.Table) -> bytes:
+    """A shard as MDSWriter writes it (nox -s shards compares with its own)."""
+    told = {"column_names": ["n", "text"], "column_encodings": ["int", "str"]}
+    header = json.dumps({**told, "column_sizes": [8, None], "format": "mds"}).encode()
+    rows = []
+    for row in table.to_pylist():
+        text = row["text"].encode()
+        rows.append(struct.pack("<Iq", len(text), row["n"]) + text)
+    begin = 4 + 4 * (len(rows) + 1) + len(header)
+    ends = itertools.accumulate(map(len, rows), initial=begin)
+    return struct.pack(f"<{len(rows) + 2}I", len(rows), *ends) + header + b"".join(rows)
+
+
+def _tar(table: pa.Table) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for number, row in enumerate(table.to_pylist()):
+            for name, value in row.items():
+                member = tarfile.TarInfo(f"a/{number}.{name}")
+                data = str(value).encode()
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
 def _many_members(data: bytes) -> bytes:
     """gzip of several members, as BGZF and concatenated files have them, padded with zeros as tapes
     do.
@@ -132,10 +160,13 @@ BINARY: dict[str, tuple[str, Callable[[pa.Table], bytes]]] = {
     "feather": (".feather", _feather),
     "stream": (".arrows", _stream),
     "dictionary_stream": (".arrow", _dictionary_stream),
+    "mds": (".mds", _mds),
+    "webdataset": (".tar", _tar),
 }
 EVERY = [
     *((kind, ending, packing) for kind, (ending, _) in KINDS.items() for packing in PACKINGS),
     *((kind, ending, "") for kind, (ending, _) in BINARY.items()),
+    ("mds", ".mds", ".zst"),
 ]
 
 
@@ -175,6 +206,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             "KEPT_BLOCKS": 2,
             "RESTART_BYTES": 30,
         },
+        members: {"CUT_BYTES": 64, "WINDOW_BYTES": 80},
         parquet: {"SMALL_GROUP_BYTES": 0, "STREAMED_BYTES": 64, "KEPT_PLACES": 2, "CUT_BYTES": 64},
     }.items():
         for name, value in sizes.items():
@@ -190,6 +222,13 @@ def expected(path: Path, table: pa.Table) -> list[dict]:
         return [{"text": line} for line in lines if line.strip(" \t\r")]
     if ".csv" in path.name:
         return [{"text": row["text"], "n": str(row["n"])} for row in rows]
+    if ".mds" in path.name:  # columns in order of their names
+        return [{"n": row["n"], "text": row["text"]} for row in rows]
+    if ".tar" in path.name:
+        return [
+            {"__key__": f"a/{i}", "text": row["text"], "n": str(row["n"]).encode()}
+            for i, row in enumerate(rows)
+        ]
     return rows
 
 

@@ -47,7 +47,17 @@ DataFiles = Any  # whatever DatasetConfig.data_files takes
 PARTS = 24  # that are looked into; those of a Hub dataset that follow are listed
 
 Type = Literal[
-    "json", "jsonl", "parquet", "csv", "arrow", "txt", "tokens", "arrayrecord", "huggingface"
+    "json",
+    "jsonl",
+    "parquet",
+    "csv",
+    "arrow",
+    "txt",
+    "tokens",
+    "arrayrecord",
+    "mds",
+    "webdataset",
+    "huggingface",
 ]
 
 

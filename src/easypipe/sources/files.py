@@ -13,7 +13,7 @@ import io
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
@@ -179,7 +179,9 @@ def open_binary(file: FileRef, ahead_bytes: int = 1 << 22) -> Any:
     """
     if not file.remote:
         return io.BufferedReader(open_local(file))
-    return io.BufferedReader(_RemoteFile(file), ahead_bytes)
+    size = file.num_bytes
+    fetch = lambda start, stop: read_range(file, start, min(stop, size))  # noqa: E731
+    return io.BufferedReader(RangeFile(fetch, size), ahead_bytes)
 
 
 @contextlib.contextmanager
@@ -195,12 +197,11 @@ def library_errors(at: str, what: str) -> Iterator[None]:
         ) from error
 
 
-class _RemoteFile(io.RawIOBase):
-    """A remote file read by `read_range`, so that every read is tried again on its own."""
+class RangeFile(io.RawIOBase):
+    """A file of which each read is a range: fetch(start, stop) gives as much of it as there is."""
 
-    def __init__(self, file: FileRef) -> None:
-        self._file = file
-        self._at = 0
+    def __init__(self, fetch: Callable[[int, int], bytes], num_bytes: int) -> None:
+        self._fetch, self._num_bytes, self._at = fetch, num_bytes, 0
 
     def readable(self) -> bool:
         return True
@@ -209,7 +210,7 @@ class _RemoteFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.num_bytes}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
         self._at = max(0, base + offset)
         return self._at
 
@@ -218,10 +219,7 @@ class _RemoteFile(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         view = memoryview(buffer).cast("B")
-        stop = min(self._at + len(view), self._file.num_bytes)
-        if stop <= self._at:
-            return 0
-        data = read_range(self._file, self._at, stop)
+        data = self._fetch(self._at, self._at + len(view))
         view[: len(data)] = data
         self._at += len(data)
         return len(data)

@@ -9,17 +9,19 @@ from easypipe.core.errors import ConfigError, SourceError, require, require_know
 from easypipe.core.values import Arguments
 from easypipe.sources.base import FileOptions, FileSource
 from easypipe.sources.external.token_files import TokenFilesConfig, TokenShardedSource
-from easypipe.sources.files import COMPRESSIONS, EXTENSIONS, DataFiles, format_of, resolve
+from easypipe.sources.files import COMPRESSIONS, DataFiles, format_of, resolve
 from easypipe.sources.formats.arrayrecord import ArrayRecordShardedSource
 from easypipe.sources.formats.arrow import ArrowShardedSource
 from easypipe.sources.formats.csv import CsvShardedSource
 from easypipe.sources.formats.jsonlines import JsonShardedSource
+from easypipe.sources.formats.mds import MdsShardedSource
 from easypipe.sources.formats.parquet import ParquetShardedSource
 from easypipe.sources.formats.txt import TextShardedSource, TextUnit
-from easypipe.sources.refs import TOKEN_EXTENSIONS
+from easypipe.sources.formats.webdataset import WebDatasetShardedSource
+from easypipe.sources.refs import ALL_EXTENSIONS, TOKEN_EXTENSIONS
 
 # compressions and archives that people have
-UNREAD = (".xz", ".lzma", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".br", ".rar")
+UNREAD = (".xz", ".lzma", ".zip", ".tgz", ".7z", ".lz4", ".br", ".rar")
 
 FORMATS: dict[str, type[FileSource]] = {
     "parquet": ParquetShardedSource,
@@ -29,6 +31,8 @@ FORMATS: dict[str, type[FileSource]] = {
     "txt": TextShardedSource,
     "tokens": TokenShardedSource,
     "arrayrecord": ArrayRecordShardedSource,
+    "mds": MdsShardedSource,
+    "webdataset": WebDatasetShardedSource,
 }
 
 
@@ -106,12 +110,7 @@ def _unknown(path: str) -> SourceError:
             problem="an index holds no tokens",
             fix=f"Name the file beside it: {os.path.basename(stem)}.bin.",
         )
-    endings = [
-        ending
-        for known in (EXTENSIONS, TOKEN_EXTENSIONS)
-        for endings in known.values()
-        for ending in endings
-    ]
+    endings = [ending for endings in ALL_EXTENSIONS.values() for ending in endings]
     return SourceError(
         at=path,
         problem="its extension names no format",

@@ -23,14 +23,18 @@ EXTENSIONS: dict[str, tuple[str, ...]] = {
     "json": (".jsonl", ".ndjson", ".json"),
     "csv": (".csv", ".tsv"),
     "txt": (".txt", ".text"),
+    "mds": (".mds",),
 }
 # Read where they are named, or by type=: a folder of text may hold a .bin of anything.
 TOKEN_EXTENSIONS: dict[str, tuple[str, ...]] = {
     "tokens": (".npy", ".bin"),
     "arrayrecord": (".array_record", ".arrayrecord"),
 }
+# Read where they are named, or by type=, too: not every .tar is a WebDataset.
+ARCHIVE_EXTENSIONS: dict[str, tuple[str, ...]] = {"webdataset": (".tar",)}
+ALL_EXTENSIONS = {**EXTENSIONS, **TOKEN_EXTENSIONS, **ARCHIVE_EXTENSIONS}
 COMPRESSIONS: dict[str, str] = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": "bz2"}
-COMPRESSIBLE = ("json", "csv", "txt")
+COMPRESSIBLE = ("json", "csv", "txt", "mds", "webdataset")
 
 T = TypeVar("T")
 
@@ -85,7 +89,7 @@ def format_of(path: str) -> str | None:
     compressed = f"{dot}{last}" in COMPRESSIONS
     if compressed:
         name = stem
-    for kind, endings in {**EXTENSIONS, **TOKEN_EXTENSIONS}.items():
+    for kind, endings in ALL_EXTENSIONS.items():
         if name.endswith(endings) and (not compressed or kind in COMPRESSIBLE):
             return kind
     return None
@@ -114,8 +118,10 @@ def data_files_in(
         parts = name[len(folder) :].strip("/").split("/")
         if not any(part.startswith((".", "_")) for part in parts) and format_of(name) in kinds:
             kept.append(name)
+    if any(format_of(name) == "mds" for name in kept):  # whose index is no data
+        kept = [name for name in kept if not name.endswith("/index.json")]
     if not kept:
-        endings = [ending for kind in kinds for ending in {**EXTENSIONS, **TOKEN_EXTENSIONS}[kind]]
+        endings = [ending for kind in kinds for ending in ALL_EXTENSIONS[kind]]
         raise MissingFileError(
             at=text,
             problem=f"the folder holds no data file ({' '.join(endings)})",

@@ -1,1 +1,1 @@
-"""Readers of file formats: parquet, arrow, JSON, CSV, text, ArrayRecord."""
+"""Readers of file formats: parquet, arrow, JSON, CSV, text, ArrayRecord, MDS, WebDataset."""

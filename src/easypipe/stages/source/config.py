@@ -188,6 +188,8 @@ class DatasetConfig:
             "txt",
             "tokens",
             "arrayrecord",
+            "mds",
+            "webdataset",
             "huggingface",
         ]
         | None

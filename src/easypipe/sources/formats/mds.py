@@ -1,0 +1,178 @@
+"""MDS shards of MosaicML streaming, plain or compressed, checked against the index.json beside.
+
+A shard, little-endian: uint32 rows; uint32[rows + 1] bytes at which rows begin, and the last ends;
+JSON that names the columns, their encodings and sizes; the rows. A row: uint32 for the size of each
+column without a fixed one, and the values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Unpack
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.core.errors import MissingFileError, SourceError, place, raising
+from easypipe.core.values import Array, DType, Int64
+from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
+from easypipe.sources.files import (
+    DataFiles,
+    FileRef,
+    compression_of,
+    format_of,
+)
+from easypipe.sources.formats.mds_index import COPY, INDEX, MdsIndexes
+from easypipe.sources.formats.members import (
+    BYTES,
+    FLOAT,
+    INTEGER,
+    JSON_TEXT,
+    TEXT,
+    Kind,
+    cuts_of,
+    rows_of,
+    spans,
+    unread,
+)
+from easypipe.sources.formats.streams import PlainBytes
+
+SCALARS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+SCALARS += ("float16", "float32", "float64")
+KINDS = {"str": TEXT, "bytes": BYTES, "jpeg": BYTES, "png": BYTES, "json": JSON_TEXT}
+KINDS |= {"str_int": INTEGER, "str_float": FLOAT}
+
+
+class _Shard(NamedTuple):
+    offsets: Int64  # [rows + 1]
+    names: list[str]
+    sizes: list[int | None]
+    kinds: dict[str, Kind]
+
+
+class MdsFormat(Format):
+    numbered = False
+
+    def __init__(self) -> None:
+        self._plain = PlainBytes()
+        self.indexes = MdsIndexes()
+
+    def survey(
+        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
+    ) -> Survey:
+        head = np.frombuffer(self._plain.fetch(file, 0, 4), "<u4")
+        behind = 4 + 4 * (int(head[0]) + 1) if len(head) else 0
+        offsets = np.frombuffer(self._plain.fetch(file, 4, behind), "<u4").astype(np.int64)
+        broken = SourceError(at=file.path, problem="not an MDS shard, or truncated", fix=COPY)
+        if (
+            not len(head)
+            or len(offsets) != head[0] + 1
+            or (np.diff(offsets, prepend=behind) < 0).any()
+        ):
+            raise broken
+        if compression_of(file.path) is None and offsets[-1] != file.num_bytes:
+            raise broken
+        with raising(
+            SourceError, file.path, "not an MDS shard", COPY, (ValueError, KeyError, TypeError)
+        ):
+            told = json.loads(self._plain.fetch(file, behind, int(offsets[0])))
+            keys = ("column_names", "column_encodings", "column_sizes")
+            named = [
+                (str(name), str(encoding), None if size is None else int(size))
+                for name, encoding, size in zip(*(told[key] for key in keys), strict=True)
+            ]
+        self.indexes.check(file, len(offsets) - 1)
+        kinds: dict[str, Kind] = {}
+        for name, encoding, _ in named:
+            kind = _kind(encoding)
+            if kind is not None:
+                kinds[name] = kind
+            elif columns is None or name in columns:
+                raise unread(
+                    file, name, "pickle" if encoding == "pkl" else f"encoding {encoding!r}"
+                )
+        return Survey(
+            num_rows=len(offsets) - 1,
+            total_rows=len(offsets) - 1,
+            cuts=cuts_of(offsets[1:] - offsets[0]),
+            schema=pa.schema([(name, kind.type) for name, kind in kinds.items()]),
+            detail=_Shard(offsets, [name for name, _, _ in named], [s for *_, s in named], kinds),
+        )
+
+    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+        self.indexes.check_hashes(file)
+        shard: _Shard = survey.detail
+        values: dict[str, list[bytes | None]] = {name: [] for name in fields.names}
+        own = [i for i, size in enumerate(shard.sizes) if size is None]
+        sizes = np.array([size or 0 for size in shard.sizes], np.int64)
+        begins, ends = shard.offsets[start:stop], shard.offsets[start + 1 : stop + 1]
+        for row, data in enumerate(spans(self._plain, file, begins, ends), start):
+            if len(data) >= 4 * len(own):
+                sizes[own] = np.frombuffer(data, "<u4", len(own))
+            edges = 4 * len(own) + np.cumsum(sizes)
+            if edges[-1] != len(data):
+                at = place(file.path, row=row)
+                raise SourceError(at=at, problem="its sizes do not add up to its bytes", fix=COPY)
+            for name, size, edge in zip(shard.names, sizes, edges, strict=True):
+                if name in values:
+                    values[name].append(data[edge - size : edge])
+        return rows_of({n: (shard.kinds[n], v) for n, v in values.items()}, start, stop)
+
+
+class MdsShardedSource(FileSource):
+    """Rows of MDS shards. Options are those of FileSource.
+
+    Of a folder, every shard that its index.json names must be there. A shard that lies there plain
+    and compressed is read once. Reasons of rejects: unparsable (JSON), invalid_utf8.
+    """
+
+    kind = "mds"
+
+    def __init__(self, data_files: DataFiles, **options: Unpack[FileOptions]) -> None:
+        super().__init__(data_files, **options)
+        plain = {file.path for file in self.files}
+        self.files = tuple(f for f in self.files if _stem(f.path) not in plain)
+        given = [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files)
+        if all(isinstance(one, FileRef) or format_of(str(one)) == "mds" for one in given):
+            return  # some shards, by their names
+        assert isinstance(self._format, MdsFormat)
+        have = {_stem(file.address) or file.address for file in self.files}
+        for file in self.files:
+            folder = file.address.rpartition("/")[0]
+            for name in self._format.indexes.of(file) or ():
+                whole = f"{folder}/{name}"
+                if (_stem(whole) or whole) not in have:
+                    problem = f"no such file, which {INDEX} names"
+                    raise MissingFileError(at=whole, problem=problem, fix=COPY)
+
+    def _make_format(self) -> MdsFormat:
+        return MdsFormat()
+
+
+def _stem(path: str) -> str | None:
+    """The name without the ending of its compression."""
+    return path.rpartition(".")[0] if compression_of(path) else None
+
+
+def _kind(encoding: str) -> Kind | None:
+    name, *more = encoding.split(":")
+    name = "int64" if encoding == "int" else name
+    if name in SCALARS:
+        return Kind(pa.from_numpy_dtype(np.dtype(name)), lambda data: np.frombuffer(data, name)[0])
+    if name == "ndarray" and more and more[0] in SCALARS and "," not in "".join(more[1:]):
+        dtype = np.dtype(more[0])
+        kind = pa.large_list(pa.from_numpy_dtype(dtype))
+        return Kind(kind, partial(_array, dtype, fixed=len(more) > 1))
+    return KINDS.get(name)
+
+
+def _array(dtype: DType, data: bytes, *, fixed: bool) -> Array:
+    """A one-dimensional array, in front of which stand its dimensions and shape, unless fixed."""
+    if not fixed:
+        if data[0] >> 2 != 1:
+            raise ValueError(f"an array of {data[0] >> 2} dimensions")
+        data = data[1 + 2 ** (data[0] % 4) :]
+    return np.frombuffer(data, dtype)

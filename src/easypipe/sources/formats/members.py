@@ -1,0 +1,107 @@
+"""Rows whose columns are byte strings of a kind each: what MDS shards and WebDatasets share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.core.errors import SchemaError, place
+from easypipe.core.protocols import Reject
+from easypipe.core.schema import is_json
+from easypipe.core.values import Array, Int64
+from easypipe.sources.base import Rows
+from easypipe.sources.files import FileRef, changed
+from easypipe.sources.formats.streams import PlainBytes
+from easypipe.sources.schemas import JSON, json_array
+
+CUT_BYTES = 1 << 20  # cuts of a shard are at least so many plain bytes apart
+WINDOW_BYTES = 4 << 20  # read at a time
+
+
+Value = str | np.generic | Array
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a byte string holds. decode: raises ValueError, IndexError or OverflowError where it
+    holds something else; None: it is text or bytes as it stands.
+    """
+
+    type: pa.DataType
+    decode: Callable[[bytes], Value] | None = None
+
+
+def _checked_json(data: bytes) -> str:
+    json.loads(data)
+    return data.decode()
+
+
+TEXT = Kind(pa.large_string())
+BYTES = Kind(pa.large_binary())
+INTEGER = Kind(pa.int64(), lambda data: np.int64(int(data)))
+FLOAT = Kind(pa.float64(), lambda data: np.float64(float(data)))
+JSON_TEXT = Kind(JSON, _checked_json)
+
+
+def cuts_of(ends: Int64) -> tuple[int, ...]:
+    """Rows at which to cut a shard whose rows end at these plain bytes."""
+    windows = np.append(0, ends[:-1]) // CUT_BYTES
+    return (0, *(np.flatnonzero(np.diff(windows)) + 1).tolist())
+
+
+def spans(plain: PlainBytes, file: FileRef, begins: Int64, ends: Int64) -> Iterator[bytes]:
+    """The plain bytes of each span; the spans ascend. Raises SourceError where the file is
+    shorter.
+    """
+    data, at = b"", 0
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        if not data or end > at + len(data):
+            at = begin
+            data = plain.fetch(file, at, min(max(end, at + WINDOW_BYTES), int(ends[-1])))
+        if end > at + len(data):
+            raise changed(file)
+        yield data[begin - at : end - at]
+
+
+def rows_of(
+    columns: Mapping[str, tuple[Kind, Sequence[bytes | None]]], start: int, stop: int
+) -> Rows:
+    """Rows `start` to `stop`, without those in which a value is not what its column holds."""
+    arrays: dict[str, pa.Array] = {}
+    bad: dict[int, Reject] = {}
+    for name, (kind, values) in columns.items():
+        if kind.decode is None:
+            arrays[name] = pa.array(values, pa.large_binary()).view(kind.type)
+            continue
+        found: list[Value | None] = []
+        for row, value in enumerate(values, start):
+            try:
+                found.append(None if value is None else kind.decode(value))
+            except (ValueError, IndexError, OverflowError, RecursionError) as error:
+                found.append(None)
+                why = f"column {name!r} cannot be read: {error}"
+                bad.setdefault(row, Reject(row=row, reason="unparsable", detail=why))
+        arrays[name] = (
+            json_array([None if one is None else str(one) for one in found])
+            if is_json(kind.type)
+            else pa.array(found, kind.type)
+        )
+    numbers = np.setdiff1d(np.arange(start, stop), list(bad))
+    table = pa.table(arrays)
+    if bad:
+        table = table.take(pa.array(numbers - start))
+    return Rows(table, numbers, [bad[row] for row in sorted(bad)])
+
+
+def unread(file: FileRef, column: str, kind: str) -> SchemaError:
+    """A column that is not read; where it is not asked for, it does no harm."""
+    return SchemaError(
+        at=place(file.path, column=column),
+        problem=f"{kind} is not read"
+        + (": reading it would run code of the file" if "pickle" in kind else ""),
+        fix="Select other columns, or write the data without it.",
+    )

@@ -1,0 +1,162 @@
+"""WebDataset tars, plain or compressed: members of one name, up to its first dot, are a row."""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.core.errors import SourceError, place, raising
+from easypipe.core.values import Array, DType, Int64
+from easypipe.sources.base import FileSource, Format, Rows, Survey
+from easypipe.sources.files import FileRef, RangeFile
+from easypipe.sources.formats.members import (
+    BYTES,
+    INTEGER,
+    JSON_TEXT,
+    TEXT,
+    Kind,
+    cuts_of,
+    rows_of,
+    spans,
+    unread,
+)
+from easypipe.sources.formats.streams import PlainBytes
+
+KEY = "__key__"
+BLOCK = 512  # of a tar
+HEADER_BYTES = 1 << 14  # read at a time where members are looked for
+PICKLED = ("pkl", "pickle", "pyd", "pth", "pt")
+KINDS: dict[str, Kind] = dict.fromkeys(("txt", "text", "transcript"), TEXT)
+KINDS |= dict.fromkeys(("cls", "cls2", "index", "inx", "id"), INTEGER)
+KINDS |= dict.fromkeys(("json", "jsn"), JSON_TEXT)
+NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")  # the key, and the column
+META = re.compile(r"__[^/]*__($|/)")
+
+
+class _Tar(NamedTuple):
+    keys: list[str]
+    places: dict[str, Int64]  # column -> [rows, 2], where a member begins and ends; -1: none
+    kinds: dict[str, Kind]
+
+
+class TarFormat(Format):
+    numbered = False
+
+    def __init__(self) -> None:
+        self._plain = PlainBytes()
+
+    def survey(
+        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
+    ) -> Survey:
+        keys, members, ended = self._members(file)
+        kinds: dict[str, Kind] = {}
+        places: dict[str, Int64] = {}
+        for row, name, begin, end in members:
+            if name not in places:
+                last = name.rpartition(".")[2]
+                if last in PICKLED:
+                    if columns is None or name in columns:
+                        raise unread(file, name, f"a member of pickled data ({name})")
+                    continue
+                first = self._plain.fetch(file, begin, end) if last == "npy" else b""
+                places[name] = np.full((len(keys), 2), -1, np.int64)
+                kinds[name] = _array_kind(file, first) if last == "npy" else KINDS.get(last, BYTES)
+            if places[name][row, 0] >= 0:
+                problem = f"two members of one name ({keys[row]}.{name})"
+                raise SourceError(at=place(file.path, row=row), problem=problem, fix="Rename one.")
+            places[name][row] = begin, end
+        ends = np.zeros(len(keys), np.int64)
+        for row, _, _, end in members:
+            ends[row] = end
+        schema = {KEY: pa.large_string()} | {name: kind.type for name, kind in kinds.items()}
+        return Survey(
+            num_rows=len(keys),
+            total_rows=len(keys),
+            cuts=cuts_of(ends),
+            schema=pa.schema(list(schema.items())),
+            detail=_Tar(keys, places, kinds),
+            ended=ended,
+        )
+
+    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+        tar: _Tar = survey.detail
+        names = [name for name in fields.names if name != KEY]
+        keys = [key.encode() for key in tar.keys[start:stop]]
+        columns: dict[str, tuple[Kind, list[bytes | None]]] = {KEY: (TEXT, [*keys])}
+        columns |= {name: (tar.kinds[name], [None] * len(keys)) for name in names}
+        wanted = [
+            (*tar.places[name][row], name, row - start)
+            for row in range(start, stop)
+            for name in names
+            if tar.places[name][row, 0] >= 0
+        ]
+        wanted.sort()  # as they lie in the file
+        edges = np.array([one[:2] for one in wanted], np.int64).reshape(-1, 2)
+        found = spans(self._plain, file, edges[:, 0], edges[:, 1])
+        for (*_, name, row), data in zip(wanted, found, strict=True):
+            columns[name][1][row] = data
+        return rows_of(columns, start, stop)
+
+    def _members(self, file: FileRef) -> tuple[list[str], list[tuple[int, str, int, int]], bool]:
+        """The keys of the rows; (row, column, begin, end) of each member; whether the mark of the
+        end is there.
+        """
+        keys: list[str] = []
+        members: list[tuple[int, str, int, int]] = []
+        fetch = partial(self._plain.fetch, file)
+        opened = io.BufferedReader(RangeFile(fetch, file.num_bytes), HEADER_BYTES)
+        try:
+            with tarfile.open(fileobj=opened, mode="r:") as tar:
+                while (one := tar.next()) is not None:
+                    tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # it would grow
+                    name = NAME.fullmatch(one.name)
+                    if not one.isreg() or name is None or META.match(one.name):
+                        continue
+                    if not keys or keys[-1] != name[1]:
+                        keys.append(name[1])
+                    end = one.offset_data + one.size
+                    members.append((len(keys) - 1, name[2].lower(), one.offset_data, end))
+                behind = self._plain.fetch(file, tar.offset, tar.offset + BLOCK)
+        except (tarfile.TarError, UnicodeError, ValueError) as error:
+            problem = f"not a tar file, or truncated: {error}"
+            raise SourceError(at=file.path, problem=problem, fix="Copy it again.") from error
+        if behind.strip(b"\0"):
+            problem = f"damaged: no member begins at byte {tar.offset}"
+            raise SourceError(at=file.path, problem=problem, fix="Copy it again.")
+        return keys, members, bool(behind)
+
+
+class WebDatasetShardedSource(FileSource):
+    """Rows of WebDataset tars: `__key__`, and a column for each extension. Options are those of
+    FileSource.
+
+    Text (txt, text, transcript), integers (cls, cls2, index, inx, id), JSON (json, jsn) and arrays
+    of one dimension (npy) have their types; all others are bytes. A row without a member has null.
+    Reasons of rejects: unparsable, invalid_utf8.
+    """
+
+    kind = "webdataset"
+
+    def _make_format(self) -> Format:
+        return TarFormat()
+
+
+def _array_kind(file: FileRef, first: bytes) -> Kind:
+    """What the first array says holds for all."""
+    with raising(SourceError, file.path, "its first array cannot be read", on=ValueError):
+        dtype = _array(None, first).dtype
+    return Kind(pa.large_list(pa.from_numpy_dtype(dtype)), partial(_array, dtype))
+
+
+def _array(dtype: DType | None, data: bytes) -> Array:
+    array = np.load(io.BytesIO(data), allow_pickle=False)
+    if array.ndim != 1 or dtype not in (None, array.dtype):
+        raise ValueError(f"an array of {array.ndim} dimensions, {array.dtype}")
+    return array

@@ -1,0 +1,257 @@
+"""MDS folders and WebDataset tars: what is checked, and what is refused. The laws run in
+test_formats.py; nox -s shards compares with the libraries.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import struct
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import xxhash
+import zstandard
+
+from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig
+from easypipe.core.errors import EasypipeError, MissingFileError, SchemaError, SourceError
+from easypipe.sources.open import open_files
+from laws import assert_exact_resume, assert_stateless_reads
+from pipelines import tokenizer
+
+# name -> (encoding, its fixed size)
+Columns = dict[str, tuple[str, int | None]]
+TEXT: Columns = {"text": ("str", None)}
+
+
+def mds(columns: Columns, rows: Sequence[Sequence[bytes]]) -> bytes:
+    names, told = zip(*columns.items(), strict=True)
+    encodings, sizes = zip(*told, strict=True)
+    header = {"column_names": names, "column_encodings": encodings, "column_sizes": sizes}
+    data, text = [], json.dumps(header).encode()
+    for row in rows:
+        own = [len(value) for value, size in zip(row, sizes, strict=True) if size is None]
+        data.append(struct.pack(f"<{len(own)}I", *own) + b"".join(row))
+    ends = [4 + 4 * (len(rows) + 1) + len(text)]
+    for one in data:
+        ends.append(ends[-1] + len(one))
+    return struct.pack(f"<{len(rows) + 2}I", len(rows), *ends) + text + b"".join(data)
+
+
+def folder(path: Path, shards: Sequence[bytes], rows: Sequence[int], zipped: bool = False) -> Path:
+    """The shards, and their index.json."""
+    path.mkdir()
+    entries = []
+    for i, data in enumerate(shards):
+        entry = {"samples": rows[i], "zip_data": None}
+        for kind in ("raw_data", "zip_data")[: 1 + zipped]:
+            name = f"shard.{i:05}.mds" + ".zstd" * (kind == "zip_data")
+            lies = zstandard.compress(data) if kind == "zip_data" else data
+            hashes = {
+                "sha1": hashlib.sha1(lies).hexdigest(),
+                "xxh64": xxhash.xxh64(lies).hexdigest(),
+            }
+            entry[kind] = {"basename": name, "bytes": len(lies), "hashes": hashes}
+            if kind == "zip_data" or not zipped:
+                (path / name).write_bytes(lies)
+        entries.append(entry)
+    (path / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
+    return path
+
+
+def texts(number: int, at: int = 0) -> bytes:
+    return mds(TEXT, [[f"row {at + i} é".encode()] for i in range(number)])
+
+
+def tar(path: Path, members: Sequence[tuple[str, bytes]]) -> Path:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as opened:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            opened.addfile(info, io.BytesIO(data))
+    data = out.getvalue()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def npy(array: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_folder_of_shards(tmp_path: Path, zipped: bool) -> None:
+    path = folder(tmp_path / "mds", [texts(30), texts(12, 30)], [30, 12], zipped)
+    source = open_files(path)  # its index.json is no data
+    assert_stateless_reads(source, [1, 7, 11])
+    assert [shard.num_rows for shard in source.shards] == [30, 12]
+    assert source.read(1, 0, 2).column("text").to_pylist() == ["row 30 é", "row 31 é"]
+
+
+def test_a_shard_that_lies_there_twice_is_read_once(tmp_path: Path) -> None:
+    path = folder(tmp_path / "mds", [texts(3)], [3], zipped=True)
+    (path / "shard.00000.mds").write_bytes(texts(3))
+    assert [shard.num_rows for shard in open_files(path).shards] == [3]
+
+
+def test_every_encoding_that_is_read(tmp_path: Path) -> None:
+    columns: Columns = {
+        "b": ("bytes", None),
+        "f": ("float16", 2),
+        "i": ("int", 8),
+        "j": ("json", None),
+        "n": ("ndarray:uint16", None),
+        "s": ("ndarray:int32:2", 8),
+        "t": ("str_int", None),
+        "u": ("str_float", None),
+    }
+    array = bytes([1 << 2, 3]) + np.array([7, 8, 9], "<u2").tobytes()
+    fixed = np.array([5, 6], "<i4").tobytes()
+    half, whole = np.float16(0.5).tobytes(), struct.pack("<q", -3)
+    row = [b"\xff", half, whole, b'{"a": [1]}', array, fixed, b"-12", b"1.5"]
+    (tmp_path / "a.mds").write_bytes(mds(columns, [row, row]))
+    source = open_files(tmp_path / "a.mds")
+    assert_stateless_reads(source, [1])
+    assert source.read(0, 1, 2).to_pylist() == [
+        {"b": b"\xff", "f": 0.5, "i": -3, "j": '{"a": [1]}', "n": [7, 8, 9], "s": [5, 6]}
+        | {"t": -12, "u": 1.5}
+    ]
+    assert source.schema.field("n").type == pa.large_list(pa.uint16())
+
+
+def test_pickled_columns_are_refused_by_name(tmp_path: Path) -> None:
+    data = mds({"evil": ("pkl", None), "text": ("str", None)}, [[b"cos\nsystem", b"a"]])
+    (tmp_path / "a.mds").write_bytes(data)
+    found = r"a.mds, column 'evil'.*pickle is not read: reading it would run code of the file"
+    with pytest.raises(SchemaError, match=found):
+        open_files(tmp_path / "a.mds").schema  # noqa: B018
+    chosen = open_files(tmp_path / "a.mds").select(["text"])
+    assert chosen.read(0, 0, 1).to_pylist() == [{"text": "a"}]
+    for name in ("x.pyd", "x.pickle", "x.pth", "x.meta.pkl"):
+        path = tar(tmp_path / "a.tar", [("x.txt", b"a"), (name, b"cos\nsystem")])
+        with pytest.raises(SchemaError, match=name.partition(".")[2]):
+            open_files(path).schema  # noqa: B018
+        assert open_files(path).select(["txt"]).read(0, 0, 1).to_pylist() == [{"txt": "a"}]
+    array = npy(np.array([{}], object))
+    with pytest.raises(EasypipeError, match="pickle"):
+        open_files(tar(tmp_path / "b.tar", [("x.npy", array)])).schema  # noqa: B018
+
+
+def test_the_index_is_checked(tmp_path: Path) -> None:
+    path = folder(tmp_path / "mds", [texts(30), texts(12, 30)], [30, 12])
+    first, whole = path / "shard.00000.mds", texts(30)
+    flipped = bytearray(whole)
+    flipped[-1] ^= 1
+    first.write_bytes(flipped)
+    with pytest.raises(SourceError, match=r"shard.00000.mds: sha1: \w+, index.json says"):
+        open_files(path).read(0, 0, 1)
+    first.write_bytes(texts(31))
+    with pytest.raises(SourceError, match=r"bytes: \d+, index.json says \d+"):
+        open_files(path).shards  # noqa: B018
+    first.write_bytes(whole[:-1])
+    with pytest.raises(SourceError, match="not an MDS shard, or truncated"):
+        open_files(path).shards  # noqa: B018
+    first.unlink()
+    with pytest.raises(MissingFileError, match="no such file, which index"):
+        open_files(path)
+    assert len(open_files(path / "shard.00001.mds").shards) == 1  # named alone
+    (path / "more.mds").write_bytes(texts(1))
+    with pytest.raises(SourceError, match=r"more.mds: index.json beside it does not name it"):
+        open_files(path / "more.mds").shards  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+def test_members_of_one_name_are_a_row(tmp_path: Path, name: str) -> None:
+    ids = [npy(np.arange(n, dtype=np.int32)) for n in range(3)]
+    members = [
+        ("__meta__", b"left out"),
+        ("d/0.txt", "é".encode()),
+        ("d/0.cls", b" 5"),
+        ("d/1.JSON", b'{"a": 1}'),
+        ("d/1.input.ids.npy", ids[2]),
+        ("README", b"left out"),
+        ("d/2.jpg", b"\xff"),
+        ("d/2.txt", b""),
+    ]
+    source = open_files(tar(tmp_path / name, members))
+    assert_stateless_reads(source, [1, 2])
+    assert source.read(0, 0, 3).to_pylist() == [
+        {"__key__": "d/0", "txt": "é", "cls": 5, "json": None, "input.ids.npy": None, "jpg": None},
+        {"__key__": "d/1", "txt": None, "cls": None, "json": '{"a": 1}', "input.ids.npy": [0, 1]}
+        | {"jpg": None},
+        {"__key__": "d/2", "txt": "", "cls": None, "json": None, "input.ids.npy": None}
+        | {"jpg": b"\xff"},
+    ]
+
+
+def test_bad_members(tmp_path: Path) -> None:
+    members = [("0.json", b"{}"), ("1.json", b"{"), ("2.json", b"[]"), ("3.cls", b"9" * 30)]
+    path = tar(tmp_path / "a.tar", members)
+    with pytest.raises(SourceError, match=r"row 1: column 'json' cannot be read"):
+        open_files(path).read(0, 0, 3)
+    source = open_files(path, on_error="skip")
+    assert_stateless_reads(source, [1, 2])
+    scanned = source.scan(0, 0, 4)
+    assert scanned.batch.column("__key__").to_pylist() == ["0", "2"]
+    assert [(reject.row, reject.reason) for reject in scanned.rejects] == [
+        (1, "unparsable"),
+        (3, "unparsable"),
+    ]
+    with pytest.raises(SourceError, match=r"two members of one name \(0.txt\)"):
+        open_files(tar(tmp_path / "b.tar", [("0.txt", b""), ("0.txt", b"")])).shards  # noqa: B018
+
+
+def test_damaged_tars(tmp_path: Path) -> None:
+    path = tar(tmp_path / "a.tar", [(f"{i}.txt", b"x" * 600) for i in range(3)])
+    whole = path.read_bytes()
+    member = 512 + 1024
+    for data, found in (
+        (whole[: member + 700], "not a tar file, or truncated"),
+        (whole[:member] + b"\1" * 512 + whole[member + 512 :], "no member begins at byte 1536"),
+        (b"text" * 300, "not a tar file"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(SourceError, match=found):
+            open_files(path).shards  # noqa: B018
+    path.write_bytes(whole[: 3 * member])
+    source = open_files(path)
+    assert source.shards[0].num_rows == 3
+    assert source.files_cut == 1  # members may be missing
+
+
+@pytest.mark.parametrize("kind", ["mds", "webdataset"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_batches_resume(tmp_path: Path, kind: str, streaming: bool) -> None:
+    if kind == "mds":
+        path = folder(tmp_path / "data", [texts(30), texts(12, 30)], [30, 12])
+    else:
+        path = tmp_path / "data"
+        path.mkdir()
+        for i in range(2):
+            members = [(f"{n}.txt", f"row {n} {i}".encode()) for n in range(20)]
+            tar(path / f"{i}.tar", members)
+    dataset = DatasetConfig(
+        data_files=str(path), type=kind, content_field="text" if kind == "mds" else "txt"
+    )
+    config = PipelineConfig(
+        datasets=[dataset],
+        seed=1,
+        default_tokenizer=tokenizer(),
+        cache_dir=str(tmp_path / "c"),
+        streaming=streaming,
+    )
+
+    def make() -> object:
+        chain = Pipeline.from_config(config).source().tokenize()
+        packed = chain.pack(PackStageConfig(seq_length=32))
+        return packed.load(LoadStageConfig(batch_size=2)).build()
+
+    assert_exact_resume(make, 6, stops=[0, 2, 5])
