@@ -897,6 +897,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "passes over the data",
             "passes of each stream",
         ),
+        "source_ids": Effect(
+            "output",
+            "loader/test_aligned.py::test_values_stand_where_their_tokens_do",
+            "batches say which dataset each token is of",
+        ),
         "mesh": Effect(
             "memory", "loader/test_placement.py::test_meshes_of_eight_devices", "where batches lie"
         ),

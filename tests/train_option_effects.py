@@ -111,6 +111,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             _TRAINER + "test_a_run_leaves_metrics_plot_checkpoints_and_a_better_model",
             "when it is evaluated",
         ),
+        "measure": Effect(
+            "files",
+            "train/test_measures.py::test_a_run_tells_the_losses_of_its_datasets_and_of_those_held_out",
+            "further metrics of each step and evaluation",
+        ),
         "eval_batches": Effect(
             "output+cost",
             _TRAINER + "test_what_cannot_run_is_refused_before_anything_is_made",

@@ -127,7 +127,8 @@ def refuse(
         if run.train.steps is not None
         else dataclasses.replace(run.train, steps=MANY_STEPS, epochs=None)
     )
-    given = {"mesh": make_mesh(run.train.mesh, at="train.mesh"), **options}
+    mesh = make_mesh(run.train.mesh, at="train.mesh")
+    given = {"mesh": mesh, "tokenizer": info.tokenizer, **options}
     for at, one in (("data", run.data), *((f"eval.{name}", one) for name, one in run.eval.items())):
         pack = one.pack or run.data.pack
         if pack is not None and pack.enabled:
@@ -252,11 +253,12 @@ def inputs_of(
         prepared = prepare_data(run.data, run.eval, progress=progress, check=check)
     info = _check_data(run, prepared.data, prepared.held_out)
     options = run.data.load or LoadStageConfig()
-    loader = _loader(prepared.data, options, mesh)
+    asked = {"source_ids": True} if "sources" in run.train.measure else {}
+    loader = _loader(prepared.data, options, mesh, **asked)
     evals = {}
     for name, pipeline in prepared.held_out.items():
         own = run.eval[name].load or options
-        evals[name] = _loader(pipeline, _held_out(own), mesh)
+        evals[name] = _loader(pipeline, _held_out(own), mesh, **asked)
     run = dataclasses.replace(
         run, data=dataclasses.replace(run.data, seed=prepared.data.get_context().seed)
     )
@@ -355,8 +357,8 @@ def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
             )
 
 
-def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any) -> Loader:
-    return pipeline.copy().load(dataclasses.replace(options, mesh=mesh)).loader()
+def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any, **changes: Any) -> Loader:
+    return pipeline.copy().load(dataclasses.replace(options, mesh=mesh, **changes)).loader()
 
 
 def _known_loader(pipeline: Pipeline, options: LoadStageConfig) -> Loader | None:

@@ -100,8 +100,18 @@ def test_values_stand_where_their_tokens_do(
     more = {"num_streams": 2} if streaming else {}
     one, two = dataset(rows()), dataset(rows(40, first=5000), "two")
     made = pipeline(tmp_path, tokenizer, one, two, pack=PACKS[pack], streaming=streaming, **more)
-    loader = made.load(LoadStageConfig(batch_size=2, drop_last=False)).build()
+    options = LoadStageConfig(batch_size=2, drop_last=False, source_ids=True)
+    loader = made.load(options).build()
+    assert loader.source_names == ("one", "two")
     batches = list(loader)
+    for batch in batches:
+        ids, sources = batch["input_ids"], batch["source_ids"]
+        ended = np.roll(ids, 1, axis=1) * (batch["position_ids"] > 0)  # what an EOS stands behind
+        of_second = np.where(ids == 50256, ended, ids) >= 5000
+        own = (batch["segment_ids"] > 0) & ((ids != 50256) | (ended > 0))
+        np.testing.assert_array_equal(sources[own], of_second[own])
+        assert sources.dtype == np.uint16
+        assert not sources[batch["segment_ids"] == 0].any()
     assert assert_aligned(batches, COLUMNS, added=50256) > 1000
     assert {name: batches[0][name].dtype.name for name in COLUMNS} == {
         "advantages": "float32",
@@ -118,7 +128,7 @@ def test_laws(tmp_path: Path, tokenizer: Any, streaming: bool) -> None:
         made = pipeline(
             tmp_path, tokenizer, dataset(rows()), pack=PACKS["split"], streaming=streaming, **more
         )
-        return made.load(LoadStageConfig(batch_size=4)).build()
+        return made.load(LoadStageConfig(batch_size=4, source_ids=True)).build()
 
     assert_exact_resume(make, 6, hops=(1,), stops=(0, 1, 3))
     whole = list(itertools.islice(iter(make()), 6))
@@ -309,3 +319,31 @@ def test_a_source_that_tokenizes_has_none(tmp_path: Path) -> None:
     chain = Pipeline.from_config(PipelineConfig(datasets=[one], seed=1)).source().tokenize()
     with pytest.raises(ConfigError, match=r"^datasets\.one\.aligned_columns: has no effect"):
         chain.pack(PackStageConfig(seq_length=8)).prepare()
+
+
+def test_sources_are_told_by_rows_that_are_changed_and_refused_of_those_that_do_not_know(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    one, two = dataset(rows()), dataset(rows(40, first=5000), "two")
+    made = pipeline(tmp_path, tokenizer, one, two, pack=PACKS["split"])
+    loader = made.copy().load(LoadStageConfig(batch_size=4, source_ids=True)).build()
+    changed = loader.map_rows(lambda columns, key: None, version="1")
+    assert changed.source_names == ("one", "two")
+    for a, b in zip(loader, changed, strict=True):
+        np.testing.assert_array_equal(a["source_ids"], b["source_ids"])
+    plain = made.copy().load(LoadStageConfig(batch_size=4)).build()
+    assert plain.source_names == ()
+    assert "source_ids" not in next(iter(plain))
+    loader.restore(plain.state_at(3))  # a column more is no other data
+
+    made.save(SaveStageConfig(output_dir=tmp_path / "saved")).build()
+    saved = DatasetConfig(data_files=str(tmp_path / "saved"), name="saved")
+    again = pipeline(tmp_path, tokenizer, saved).load(
+        LoadStageConfig(batch_size=4, source_ids=True)
+    )
+    with pytest.raises(ConfigError, match=r"load\.source_ids: rows that were saved packed do not"):
+        again.build()
+    own = dataset(rows(source_ids=rows()["half"]), aligned_columns=["source_ids"])
+    again = pipeline(tmp_path, tokenizer, own, pack=PACKS["split"])
+    with pytest.raises(ConfigError, match=r"a dataset has a column 'source_ids' of its own"):
+        again.load(LoadStageConfig(batch_size=4, source_ids=True)).build()

@@ -105,6 +105,7 @@ CHANGES = [
     Change("load.group_by_length", 2, "config", REFUSED, UNPACKED),
     Change("load.group_by_length", 2, "config", REFUSED, UNPACKED | {"load": {"group_by_length": 3}}),
     Change("load.drop_last", False, "config"),
+    Change("load.source_ids", True, NOTHING),
     Change("load.num_epochs", 2, NOTHING),  # more of them stand behind the last row
     Change("load.mesh", {"data": -1}, NOTHING),
     Change("load.partition_spec", ["data"], NOTHING, base={"load": {"mesh": {"data": 1}}}),

@@ -19,6 +19,8 @@ from easypipe.core.values import Array, Int64
 LOSS_WEIGHTS = "loss_weights"  # of tokens as targets; in batches, beside `labels`, of labels
 # rows of strategy "concat" only, one number a row: the weight of `look_ahead`
 LOOK_AHEAD_WEIGHT = "look_ahead_weight"
+# in batches that are asked for it: the number of the dataset that each token is of
+SOURCE_IDS = "source_ids"
 # what tokens have of those columns where a dataset has no such column, and an EOS that is added
 NEUTRAL = {LOSS_WEIGHTS: 1.0}
 

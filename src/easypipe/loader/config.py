@@ -43,6 +43,8 @@ class LoadStageConfig:
         prefetch_to_device: Without a mesh, put batches on a one-axis mesh of this process's
             devices; with a mesh they always go there.
         num_epochs: Passes over the data, up to 100,000; None never ends.
+        source_ids: Add the column source_ids: the number of the dataset that each token is of, in
+            the order of `Loader.source_names`.
         mesh: `{axis: size}`, one size may be -1, or a jax Mesh.
         partition_spec: How batches are divided over the mesh; None divides rows over its axes
             `data` and `fsdp`.
@@ -60,6 +62,7 @@ class LoadStageConfig:
     drop_last: bool = True
     prefetch_to_device: bool = False
     num_epochs: int | None = 1
+    source_ids: bool = False
     mesh: Any = None
     partition_spec: Any = None
     stall_timeout_s: float = 300.0

@@ -128,6 +128,13 @@ class Loader:
         return Batches(self, entry, self._counted(), holding=holding)
 
     @property
+    def source_names(self) -> tuple[str, ...]:
+        """The datasets that the column `source_ids` of batches numbers, from 0; () where they have
+        none (`load.source_ids`).
+        """
+        return self.rows.source_names
+
+    @property
     def can_change(self) -> bool:
         """Whether a state may be restored where something changed."""
         return self.rows.by_number

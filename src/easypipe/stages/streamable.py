@@ -48,6 +48,7 @@ KNOWN = {
         "drop_last",
         "prefetch_to_device",
         "num_epochs",
+        "source_ids",
         "mesh",
         "partition_spec",
         "stall_timeout_s",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -55,6 +55,14 @@ class Explaining(Protocol):
 
 
 @runtime_checkable
+class Sourced(Protocol):
+    """A loader whose batches may say which dataset a token is of: `source_ids` numbers these."""
+
+    @property
+    def source_names(self) -> Sequence[str]: ...
+
+
+@runtime_checkable
 class Closing(Protocol):
     """An iterator that holds something open."""
 
@@ -69,11 +77,13 @@ class Shapes:
         batch_size: Rows of a batch.
         accumulation_steps: Micro-batches into which the loader cuts a batch.
         batches: How many; None where that is not known.
+        source_names: The datasets of its tokens, as if they were told apart.
     """
 
     batch_size: int
     accumulation_steps: int
     batches: int | None = None
+    source_names: Sequence[str] = ("data",)
 
     def __len__(self) -> int:
         if self.batches is None:
@@ -103,6 +113,20 @@ def check_loader(loader: BatchLoader, at: str) -> None:
         "Give one that a Pipeline builds, or anything with easypipe.core.protocols.BatchLoader's "
         "names.",
     )
+
+
+def sources_of(loader: BatchLoader, at: str) -> Sequence[str]:
+    """The datasets that the batches of a loader tell apart. Raises ConfigError where they do
+    not.
+    """
+    names = loader.source_names if isinstance(loader, Sourced) else ()
+    require(
+        names,
+        "train.measure",
+        f"sources, and batches of the loader {at!r} do not say which dataset a token is of",
+        "Load with load.source_ids: true, or give data in place of a loader.",
+    )
+    return names
 
 
 def num_batches(loader: BatchLoader) -> int | None:

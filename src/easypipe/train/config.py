@@ -60,6 +60,9 @@ class LossConfig:
         check_at_least(self, 1, "chunk_size")
 
 
+# what a run can measure beside its loss
+Measure = Literal["sources", "bits_per_byte", "token_accuracy"]
+
 # losses of pairs, by their names in TRL, whose formulas they have
 PreferenceLoss = Literal[
     "sigmoid",
@@ -219,6 +222,9 @@ class TrainingConfig:
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int | None = None  # steps between evaluations; None: only after the last step
     eval_batches: int | None = None  # batches of each held-out loader; None: all
+    # what each step and evaluation measures besides: sources (each of its numbers by dataset),
+    # bits_per_byte, token_accuracy
+    measure: ListOf[Measure] = ()
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     # callbacks by name; Python can add more
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
@@ -271,6 +277,12 @@ class TrainingConfig:
             self.preference is None or self.loss == LossConfig(),
             "loss",
             "has no effect on preferences, which have a loss of their own",
+            "Leave it out.",
+        )
+        require(
+            self.preference is None or not self.measure,
+            "measure",
+            "has no effect on preferences, which measure their own",
             "Leave it out.",
         )
         if self.spikes is not None and self.on_nonfinite == "skip":

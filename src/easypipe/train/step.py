@@ -51,8 +51,8 @@ def make_train_step(
     metrics, scalars on the device: loss, nll (Float32, nats a token; they differ by z-loss),
     grad_norm (Float32, before clipping), param_norm (Float32, after the step), learning_rate
     (Float32), updates (Int32, steps not skipped so far), more/<name> for what the loss tells
-    besides (LossOutput.more), num_targets, num_tokens (Int32, slots outside padding), num_slots,
-    seq_length (Int32), attended (Float32, see flops.segment_sums).
+    besides (LossOutput.more and .ratios), num_targets, num_tokens (Int32, slots outside padding),
+    num_slots, seq_length (Int32), attended (Float32, see flops.segment_sums).
     windows: of each layer, for `attended`.
     schedule: None where the learning rate is not known; metrics have none then.
     curvature_loss: what an optimizer that asks for the objective (sophia) differentiates twice;
@@ -85,6 +85,7 @@ def make_train_step(
             "grad_norm": optax.tree.norm(grads),
             "num_targets": out.num_targets,
             **{f"{MORE}{name}": value * scale for name, value in out.more.items()},
+            **{f"{MORE}{name}": top / below for name, (top, below) in out.ratios.items()},
             **_count(batch, windows),
         }
         if schedule is not None:
@@ -168,13 +169,11 @@ def _accumulate(
 
 
 def _float32(out: LossOutput) -> LossOutput:
-    more = {name: value.astype(jnp.float32) for name, value in out.more.items()}
-    return LossOutput(
-        out.loss_sum.astype(jnp.float32),
-        out.num_targets.astype(jnp.int32),
-        out.nll_sum.astype(jnp.float32),
-        more,
-        out.weight_sum,
+    return out._replace(
+        loss_sum=out.loss_sum.astype(jnp.float32),
+        num_targets=out.num_targets.astype(jnp.int32),
+        nll_sum=out.nll_sum.astype(jnp.float32),
+        more={name: value.astype(jnp.float32) for name, value in out.more.items()},
     )
 
 

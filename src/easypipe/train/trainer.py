@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -55,6 +56,7 @@ from easypipe.train.checks import (
     micro_batches,
     num_batches,
     resolve_steps,
+    sources_of,
 )
 from easypipe.train.config import TrainingConfig
 from easypipe.train.events import (
@@ -67,6 +69,7 @@ from easypipe.train.events import (
 )
 from easypipe.train.losses.cached_reference import CachedReference, Passes
 from easypipe.train.losses.loss import LossFn, default_loss
+from easypipe.train.losses.measures import Measures, named
 from easypipe.train.losses.preference import Reference, preference_loss
 from easypipe.train.metrics.devices import out_of_memory, peak_flops
 from easypipe.train.metrics.log import METRICS, ROLLBACKS, MetricsFile, Record, perplexity
@@ -98,6 +101,7 @@ from easypipe.train.report.pictures import plot_run
 from easypipe.train.signals import Interrupted, StopSignals
 from easypipe.train.spike_guard import SpikeGuard
 from easypipe.train.step import Metrics, make_eval_step, make_train_step
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
 logger = logging.getLogger("easypipe")
 
@@ -142,6 +146,7 @@ class HeldOut:
     name: str
     loader: BatchLoader
     start: Any  # the state of `loader` there
+    sources: Sequence[str] = ()  # the datasets that are told apart
 
 
 class Engine:
@@ -233,7 +238,12 @@ class Engine:
         for name, loader in evals.items():
             check_loader(loader, f"evals.{name}")
         self.steps = resolve_steps(config, self.train)
-        self.evals = tuple(HeldOut(name, one, one.state()) for name, one in evals.items())
+        asked = "sources" in config.measure
+        self.sources = sources_of(self.train, "train") if asked else ()
+        self.evals = tuple(
+            HeldOut(name, one, one.state(), sources_of(one, f"evals.{name}") if asked else ())
+            for name, one in evals.items()
+        )
         for one in self.evals:
             require(
                 config.eval_batches is not None or num_batches(one.loader) is not None,
@@ -249,7 +259,7 @@ class Engine:
 
     def _make_callbacks(self, given: Sequence[Callback], *, own_loss: bool) -> None:
         config = self.config
-        own_loss = own_loss or config.preference is not None
+        own_loss = own_loss or config.preference is not None or bool(config.measure)
         known = Known(
             [one.name for one in self.evals],
             config.eval_every,
@@ -306,7 +316,15 @@ class Engine:
                 self.reference = (CachedReference if cached else Reference)(self.layout)
         twice = loss  # what can be differentiated twice
         if loss is None:
-            loss, twice = default_loss(abstract, config.loss, self.mesh.devices.flat[0].platform)
+            platform = self.mesh.devices.flat[0].platform
+            loss, twice = default_loss(abstract, config.loss, platform, self._measures())
+        else:
+            require(
+                not config.measure,
+                "train.measure",
+                "has no effect on a loss from Python, which measures its own",
+                "Leave it out.",
+            )
         self.train_step = make_train_step(
             self.layout,
             self.optimizer,
@@ -317,6 +335,23 @@ class Engine:
             windows=windows(self.origin.config) if self.origin.config else (None,),
         )
         self.eval_step = make_eval_step(self.layout, loss)
+
+    def _measures(self) -> Measures:
+        """What is measured of targets, as `train.measure` names it."""
+        names, sizes = self.config.measure, None
+        if "bits_per_byte" in names:
+            name = self.tokenizer
+            sizes = None if name is None else load_tokenizer(name).text_bytes()
+            require(
+                sizes is not None,
+                "train.measure",
+                "bits_per_byte, and of this data no tokenizer is known"
+                if name is None
+                else f"bits_per_byte, and tokens of {name!r} are not bytes of the text",
+                "Leave it out, or name another: Trainer(tokenizer=...).",
+            )
+        each = (self.sources, *(one.sources for one in self.evals))
+        return Measures(names, max(map(len, each)), sizes)
 
     def check_checkpoint(
         self,
@@ -471,6 +506,16 @@ class Engine:
                 fix="Look for labels outside the vocabulary.",
             )
         more = {key: mean(out.more[key] for out in outs) for key in outs[0].more}
+        sums = functools.partial(jax.tree.map, lambda *parts: np.sum(parts, axis=0, dtype=float))
+        with np.errstate(invalid="ignore"):  # of a dataset that has no target
+            quotients = {
+                key: (top / below).tolist()
+                for key, (top, below) in sums(*(out.ratios for out in outs)).items()
+            }
+        more |= {
+            key: value if math.isfinite(value) else None
+            for key, value in named(quotients, held_out.sources)
+        }
         known = nll if math.isfinite(nll) else None
         record = {"loss": loss, "nll": known, "ppl": perplexity(nll)}
         return record | more | {"num_targets": num_targets}
@@ -481,7 +526,7 @@ class Engine:
         peak = peak_flops(devices[0])
         local = [one for one in devices if one.process_index == jax.process_index()]
         if config is None:
-            return Meter(None, None, local)
+            return Meter(None, None, local, self.sources)
         params = self.layout.params.items()
         adapted = sum(leaf.size for name, leaf in params if not name.startswith("added."))
         more = adapter_flops(config, adapted) if self.layout.frozen else 0
@@ -492,7 +537,8 @@ class Engine:
             palm = palm_flops_per_step(config, slots, measured["seq_length"])
             return exact + more * tokens, float(palm + more * slots)
 
-        return Meter(flops, None if peak is None else peak * self.mesh.size, local)
+        peak = None if peak is None else peak * self.mesh.size
+        return Meter(flops, peak, local, self.sources)
 
 
 class _Run:

@@ -11,7 +11,13 @@ import numpy as np
 
 from easypipe.cache.address import uint8_at
 from easypipe.cache.blocks import ROOM, note
-from easypipe.core.aligned import LOOK_AHEAD_WEIGHT, LOSS_WEIGHTS, NEUTRAL, AlignedColumn
+from easypipe.core.aligned import (
+    LOOK_AHEAD_WEIGHT,
+    LOSS_WEIGHTS,
+    NEUTRAL,
+    SOURCE_IDS,
+    AlignedColumn,
+)
 from easypipe.core.errors import ConfigError
 from easypipe.core.jit import jit
 from easypipe.core.values import Array, Int32, Int64, UInt8, UInt64
@@ -20,6 +26,8 @@ from easypipe.loader.rows.gather import NO_CHECKS, Tables, copy, find, token_beh
 from easypipe.plan.window import View
 
 NONE_BEHIND = np.empty((0, 0), np.uint8)
+# no values at rest: the window says them
+OF_SOURCES = AlignedColumn(name=SOURCE_IDS, dtype="uint16")
 
 
 def joined_columns(
@@ -92,6 +100,9 @@ class ValueWriter:
         for column in self.columns:
             weights = column.name == LOSS_WEIGHTS
             out = self.values[column.name]
+            if column is OF_SOURCES:
+                _write_sources(tuple(view), rows, out)
+                continue
             ahead = self.behind[:, None].view(np.uint8) if weights else NONE_BEHIND
             where = values.get(column.name, np.zeros(len(tables.ids), np.uint64))
             rule = (_neutral(column), weights, self._joined, out.shape[1])
@@ -180,6 +191,19 @@ def _write(view, rows, tables, addresses, rule, into, todo):
                         tables, part, addresses, (token, fill), ahead[r], todo, unchecked
                     )
     return unchecked
+
+
+@jit
+def _write_sources(view, rows, out):
+    """Writes UInt16[R, T], the dataset of every token of those rows that stand in the window."""
+    view = View(*view)
+    for r in range(rows.shape[0]):
+        row = rows[r] - view.first_row
+        if rows[r] < 0 or row < 0 or row >= view.first_piece.shape[0] - 1:
+            continue
+        for n in range(view.first_piece[row], view.first_piece[row + 1]):
+            slot = np.int64(view.table[1, n])
+            out[r, slot : slot + view.table[4, n]] = view.dataset[view.table[2, n]]
 
 
 @jit

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -103,6 +105,13 @@ class PlannedRows(NumberedRows):
             for column in self.aligned
         }
         self._end: int | None = None  # rows of the run, once the scan has met the end
+
+    def with_source_ids(self) -> PlannedRows:
+        """The same rows, whose batches have the column `source_ids`."""
+        other = copy.copy(self)
+        other.source_names = tuple(dataset.name for dataset in self.plan.datasets)
+        other._writer = dataclasses.replace(self._writer, source_ids=True)
+        return other
 
     @property
     def num_rows(self) -> int | None:

@@ -40,7 +40,7 @@ class DerivedRows(Rows, RowReader):
         self.below, self.num_epochs = below, num_epochs
         self.seq_length, self.pad_token_id = below.seq_length, below.pad_token_id
         self.lengths_are_free, self.by_number = below.lengths_are_free, below.by_number
-        self.transforms = below.transforms
+        self.transforms, self.source_names = below.transforms, below.source_names
         self._reader = below.open()
         self._first, self._step, self._rank = first, step, rank
 

@@ -106,6 +106,8 @@ class Rows(Protocol):
     lengths_are_free: bool = True  # `lengths` reads integers only, never the rows themselves
     by_number: bool = True  # whether a row is found without reading those before it
     transforms: tuple[tuple[str, str], ...] = ()  # (name, version) of each, the first one first
+    # the datasets that the column `source_ids` of their batches numbers; () where they have none
+    source_names: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int | None:

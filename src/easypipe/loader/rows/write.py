@@ -20,7 +20,7 @@ from easypipe.core.schema import (
 )
 from easypipe.core.values import Int32, Int64, UInt8, UInt64
 from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, shift_labels
-from easypipe.loader.rows.aligned import ValueWriter
+from easypipe.loader.rows.aligned import OF_SOURCES, ValueWriter
 from easypipe.loader.rows.gather import (
     NO_CHECKS,
     Tables,
@@ -89,6 +89,7 @@ class RowWriter:
     seq_length: slots of every row, None where it is a document.
     runs: rows are those of strategy "concat": a document goes on in the next row. joined: each of
     those is one segment, over the ends of documents. paired: documents are two segments.
+    source_ids: rows have this column.
     """
 
     eos: Int64
@@ -98,6 +99,7 @@ class RowWriter:
     runs: bool = False
     joined: bool = False
     paired: bool = False
+    source_ids: bool = False
 
     def gather(self, tokens: Tokens, rows: Int64, width: int) -> dict[str, Int32]:
         """As RowReader.gather."""
@@ -120,9 +122,10 @@ class RowWriter:
         return columns if values is None else columns | values.of_batch(columns[LABELS])
 
     def _values(self, tokens: Tokens, rows: Int64, width: int) -> ValueWriter | None:
-        if not tokens.aligned:
+        columns = (*tokens.aligned, OF_SOURCES) if self.source_ids else tokens.aligned
+        if not columns:
             return None
-        return ValueWriter(tokens.aligned, len(rows), width, runs=self.runs, joined=self.joined)
+        return ValueWriter(columns, len(rows), width, runs=self.runs, joined=self.joined)
 
     def _write(
         self,

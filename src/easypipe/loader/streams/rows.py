@@ -117,6 +117,12 @@ class StreamRows(Rows):
     def settings(self) -> Json:
         return {"streaming": True, "num_streams": self.spec.num_streams}
 
+    def with_source_ids(self) -> StreamRows:
+        """The same rows, whose batches have the column `source_ids`."""
+        other = copy.copy(self)
+        other.source_names = tuple(self.names)
+        return other
+
     def with_seed(self, seed: int) -> StreamRows:
         """The rows of the same data in the order of another seed."""
         other, plan = copy.copy(self), dataclasses.replace(self.spec.plan, seed=seed)
@@ -194,6 +200,7 @@ class StreamReader(RowReader):
             seq_length=rows.seq_length,
             runs=runs,
             joined=spec.joined,
+            source_ids=bool(rows.source_names),
         )
 
     def close(self, *, wait: bool = True) -> None:

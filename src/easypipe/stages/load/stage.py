@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from easypipe.cache.reader import TokenCache
+from easypipe.core.aligned import SOURCE_IDS
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
@@ -74,6 +75,8 @@ class LoadStage(BaseStage):
             rows, seed = self._rows(name, source, context, options.num_epochs), context.seed
             require_a_batch(name, rows, options)
             decoder = decoder_of(source)
+        if options.source_ids:
+            rows = _with_source_ids(rows)
         if isinstance(rows, PlannedRows):
             mixture, plan = mixture_of(name, source, context, stage="load"), rows.plan
             remember = partial(mixture.remember, plan)
@@ -182,6 +185,23 @@ def _with_policy(name: str, source: ShardedSource, context: PipelineContext) -> 
         "Leave it out, or give the documents that were packed.",
     )
     return source
+
+
+def _with_source_ids(rows: Rows) -> PlannedRows | StreamRows:
+    """The rows with the number of each token's dataset."""
+    if not isinstance(rows, PlannedRows | StreamRows):
+        raise ConfigError(
+            at="load.source_ids",
+            problem="rows that were saved packed do not say which dataset a token is of",
+            fix="Load the datasets that were packed, or leave it out.",
+        )
+    require(
+        SOURCE_IDS not in [column.name for column in rows.aligned],
+        "load.source_ids",
+        f"a dataset has a column {SOURCE_IDS!r} of its own",
+        "Rename that column, or leave it out.",
+    )
+    return rows.with_source_ids()
 
 
 def _tokenizer_options(

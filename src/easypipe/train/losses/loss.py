@@ -10,7 +10,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from easypipe.core.values import Arguments, attribute_of
 from easypipe.kernels.loss.api import Implementation, LossSharding, Rule, fused_linear_cross_entropy
 from easypipe.kernels.loss.choice import misplaced, platform_name
 from easypipe.train.config import LossConfig
+from easypipe.train.losses.measures import Measures
 from easypipe.train.model.classifier import Classifier
 from easypipe.train.parallel.config import axes_of
 from easypipe.train.parallel.mesh import BATCH_AXES, on_mesh, rules, vocab_axes
@@ -56,6 +57,8 @@ class LossOutput(NamedTuple):
     # the sum of `loss_weights` over the targets, by which the others were multiplied; None: each
     # counts once
     weight_sum: Float[Array, ""] | None = None
+    # sums with divisors of their own, whose quotients records tell (losses/measures.py)
+    ratios: Mapping[str, tuple[Array, Array]] = {}
 
     @property
     def divisor(self) -> Array:
@@ -63,6 +66,8 @@ class LossOutput(NamedTuple):
         count = self.num_targets if self.weight_sum is None else self.weight_sum
         return jnp.where(count > 0, count, 1).astype(jnp.float32)
 
+
+NOTHING = Measures()
 
 Batch = Mapping[str, Array]
 Loss = LossOutput | Array | tuple[Array, Mapping[str, Array]]
@@ -175,15 +180,22 @@ def _sum_of(mean: object, count: Array, name: str) -> Array:
     return jnp.where(count > 0, array.astype(dtype), 0) * count
 
 
+class FusedOptions(TypedDict, total=False):
+    """Options of the fused loss that change no value."""
+
+    implementation: Implementation | None
+    rule: Rule | None
+    chunk_size: int | None
+
+
 def loss_sums(
     model: LanguageModel,
     batch: Batch,
     *,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
-    implementation: Implementation | None = None,
-    rule: Rule | None = None,
-    chunk_size: int | None = None,
+    measures: Measures = NOTHING,
+    **options: Unpack[FusedOptions],
 ) -> LossOutput:
     """Token-weighted sums of the loss of a batch: `(loss_sum, num_targets, nll_sum)`, see
     LossOutput.
@@ -192,7 +204,8 @@ def loss_sums(
     `position_ids`. Labels are already shifted (collate did it), and -100 where a slot is not
     trained. A label outside the vocabulary makes the loss NaN, because a compiled program cannot
     raise. With `loss_weights`, Float[B, S], every target counts as often as its weight says.
-    Options, and what is raised, as in fused_linear_cross_entropy.
+    measures: what `ratios` hold. Other options, and what is raised, as in
+    fused_linear_cross_entropy.
     """
     arrays, of_model = hidden_and_head(model, batch)
     weights, weight_sum = target_weights(batch)
@@ -203,17 +216,16 @@ def loss_sums(
         label_smoothing=label_smoothing,
         reduction="sum",
         with_tokens=True,
-        sharding=loss_sharding() if implementation != "reference" else None,
-        implementation=implementation,
-        rule=rule,
-        chunk_size=chunk_size,
+        sharding=loss_sharding() if options.get("implementation") != "reference" else None,
+        **options,
         **of_model,
     )
     count = num_targets(batch)
     outside = count - out.tokens.counted.sum(dtype=jnp.int32)
     loss = jnp.where(outside > 0, jnp.nan, out.loss)
     log_probs = out.tokens.log_probs if weights is None else out.tokens.log_probs * weights
-    return LossOutput(loss, count, -log_probs.sum(), {}, weight_sum)
+    ratios = measures.of(batch, out.tokens.log_probs, out.tokens.correct)
+    return LossOutput(loss, count, -log_probs.sum(), {}, weight_sum, ratios)
 
 
 def target_weights(batch: Batch) -> tuple[Array | None, Array | None]:
@@ -239,7 +251,12 @@ def loss_sharding() -> LossSharding | None:
 
 
 def logits_loss_sums(
-    model: Callable[..., Array], batch: Batch, *, z_loss: float = 0.0, label_smoothing: float = 0.0
+    model: Callable[..., Array],
+    batch: Batch,
+    *,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    measures: Measures = NOTHING,
 ) -> LossOutput:
     """As loss_sums, of a module that gives logits, [B, S, V], for `input_ids`; all logits are held.
 
@@ -250,6 +267,12 @@ def logits_loss_sums(
     logits_BSV = model(batch["input_ids"], **taken).astype(jnp.float32)
     weights, weight_sum = target_weights(batch)
     out = _sums(logits_BSV, batch["labels"], z_loss, label_smoothing, weights)
+    if measures.names:
+        labels_BS1 = jnp.maximum(batch["labels"], 0)[..., None]
+        log_probs_BSV = jax.lax.stop_gradient(jax.nn.log_softmax(logits_BSV))
+        log_probs_BS1 = jnp.take_along_axis(log_probs_BSV, labels_BS1, axis=-1)
+        correct_BS = log_probs_BS1[..., 0] >= log_probs_BSV.max(axis=-1)
+        out = out._replace(ratios=measures.of(batch, log_probs_BS1[..., 0], correct_BS))
     return out._replace(weight_sum=weight_sum)
 
 
@@ -305,14 +328,14 @@ def _own_type(model: object) -> Callable[..., Any]:
 
 
 def default_loss(
-    model: nnx.Module, config: LossConfig, platform: str
+    model: nnx.Module, config: LossConfig, platform: str, measures: Measures = NOTHING
 ) -> tuple[Callable[..., LossOutput], Callable[..., LossOutput]]:
     """(loss, the same with a second derivative) of a module: fused, where it has `hidden` and
     `lm_head`, else of its logits.
 
     `platform`: of the devices that it will run on, as jax names it. Raises ConfigError for options
-    of the fused loss that a module's logits leave without effect, and for an implementation that is
-    for other devices.
+    of the fused loss that a module's logits leave without effect, for an implementation that is for
+    other devices, and for what is not measured of classes.
     """
     options = {key: value for key, value in to_dict(config).items() if value is not None}
     if isinstance(model, LanguageModel):
@@ -324,7 +347,8 @@ def default_loss(
             )
         # A Pallas kernel has no second derivative; the plain XLA loss has.
         twice = {"implementation": "chunked", **options}
-        return functools.partial(loss_sums, **options), functools.partial(loss_sums, **twice)
+        sums = functools.partial(loss_sums, measures=measures)
+        return functools.partial(sums, **options), functools.partial(loss_sums, **twice)
     for option in ("implementation", "rule", "chunk_size"):
         require(
             option not in options,
@@ -332,10 +356,19 @@ def default_loss(
             "has no effect on a module without `hidden` and `lm_head`, whose logits are all held",
             "Leave it out, or give the module these two.",
         )
-    sums = classification_sums if isinstance(model, Classifier) else logits_loss_sums
-    if sums is logits_loss_sums and "segment_ids" not in call_names(model):
+    if isinstance(model, Classifier):
+        require(
+            not measures.names,
+            "train.measure",
+            "is of tokens, and has no effect on classes, whose accuracy is always measured",
+            "Leave it out.",
+        )
+        sums = functools.partial(classification_sums, **options)
+        return sums, sums
+    if "segment_ids" not in call_names(model):
         logger.warning(
             "model: %s takes no segment_ids: documents that are packed into one row see each other",
             _own_type(model).__name__,
         )
-    return functools.partial(sums, **options), functools.partial(sums, **options)
+    sums = functools.partial(logits_loss_sums, measures=measures, **options)
+    return sums, sums

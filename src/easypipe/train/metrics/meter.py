@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from easypipe.core.errors import TrainError
 from easypipe.core.values import Json
+from easypipe.train.losses.measures import named
 from easypipe.train.metrics.log import Record, perplexity
 from easypipe.train.step import MORE, Metrics
 
@@ -29,6 +30,7 @@ class Meter:
     where the model's are not known.
     peak: FLOP/s of all devices of the run; None where that is not known.
     devices: those of this process, whose memory is told where they tell it.
+    sources: the datasets of what is measured by dataset.
     """
 
     def __init__(
@@ -36,7 +38,9 @@ class Meter:
         flops: Callable[[Json], tuple[float, float]] | None,
         peak: float | None,
         devices: Sequence[Any] = (),
+        sources: Sequence[str] = (),
     ) -> None:
+        self._sources = sources
         self._flops, self._peak, self._devices = flops, peak, devices
         self._pending: Batch | None = None
         # tokens, FLOPs, PaLM's, seconds waited, since the run began
@@ -69,7 +73,7 @@ class Meter:
         that of their tokens whose successor is predicted. Raises TrainError for a step without
         targets.
         """
-        host = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        host = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
         tokens, targets = host["num_tokens"], host["num_targets"]
         counted = (tokens, *(self._flops(host) if self._flops is not None else ()))
         for i, amount in enumerate(counted):
@@ -86,9 +90,10 @@ class Meter:
             )
         record: Record = {"step": step, "loss": host["loss"], "ppl": perplexity(host["nll"])}
         record |= {name: host[name] for name in ("nll", "grad_norm", "param_norm")}
-        record |= {
+        more = {
             name.removeprefix(MORE): value for name, value in host.items() if name.startswith(MORE)
         }
+        record |= named(more, self._sources)
         record = {name: value if _is_finite(value) else None for name, value in record.items()}
         record["skipped"] = step - host["updates"]
         if "learning_rate" in host:  # an optimizer from Python tells none

@@ -219,7 +219,7 @@ def plan_step(
     there = topology(on) if isinstance(on, str) else on
     started = time.perf_counter()
     mesh = _mesh(train, there.name, there.devices)
-    of_data = {"epochs": None, "batch_size": None, "callbacks": CallbacksConfig()}
+    of_data = {"epochs": None, "batch_size": None, "callbacks": CallbacksConfig(), "measure": ()}
     alone = dataclasses.replace(train, steps=train.steps or MANY_STEPS, **of_data)
     trainer = Engine(model, alone, Shapes(batch_size, accumulation_steps), mesh=mesh)
     check_row_length(seq_length, mesh)

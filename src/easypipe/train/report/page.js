@@ -4,6 +4,7 @@ let runs = JSON.parse(document.getElementById("numbers").textContent);
 const CHARTS = [
   // title, which metrics, unit, only among all metrics
   ["loss", (n) => n === "loss" || /^eval\/.*\/loss$/.test(n), "nats a token"],
+  ["loss by dataset", (n) => /(^|\/)nll\/[^/]*$/.test(n), "nats a token"],
   ["gradient norm", (n) => n === "grad_norm", ""],
   ["learning rate", (n) => n === "learning_rate", ""],
   ["throughput", (n) => n === "tokens_per_second", "tokens a second, without padding"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,9 @@ from numpy.typing import NDArray
 
 from easypipe.core.schema import offsets_of
 from easypipe.core.text import bytes_of
-from easypipe.core.values import Bools, Int64
+from easypipe.core.values import Bools, Int32, Int64
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes it
 
 
 class Ranges(NamedTuple):
@@ -40,7 +43,7 @@ class TokenBytes:
     def __init__(self, pieces: Sequence[bytes], trims: bool) -> None:
         self._pieces = pa.array(pieces, pa.large_binary())
         self._trims = trims
-        self._lengths = np.array([len(piece) for piece in pieces], np.int64)
+        self.lengths = np.array([len(piece) for piece in pieces], np.int64)
         self._lead = np.array(
             [len(piece) - len(piece.lstrip(b" ")) if trims else 0 for piece in pieces], np.int64
         )
@@ -54,7 +57,7 @@ class TokenBytes:
         texts: without nulls; token ids `ids[offsets[i] : offsets[i + 1]]` are those of text
         i.
         """
-        lengths = self._lengths[ids]
+        lengths = self.lengths[ids]
         ends = offsets_of(lengths)
         edges, data = bytes_of(texts)
         text = data[edges[0] : edges[-1]]
@@ -101,6 +104,28 @@ def token_bytes(definition: str) -> TokenBytes | None:
     for token in parts.get("added_tokens") or ():
         pieces[token["id"]] = token["content"].encode()
     return TokenBytes(pieces, _trims(parts.get("post_processor")))
+
+
+def text_bytes(definition: str) -> Int32 | None:
+    """Of every token of a tokenizer.json, how many bytes of text it is; 0 of special tokens, which
+    are no text. None where tokens are neither bytes nor, as SentencePiece's are, pieces of text.
+    """
+    parts = json.loads(definition)
+    added = parts.get("added_tokens") or ()
+    if (known := token_bytes(definition)) is not None:
+        sizes = known.lengths.astype(np.int32)
+    elif _kinds(parts.get("decoder")) & {"ByteFallback", "Metaspace"}:
+        vocab = parts["model"]["vocab"]
+        words = vocab if isinstance(vocab, dict) else {word: i for i, (word, _) in enumerate(vocab)}
+        sizes = np.zeros(1 + max([*words.values(), *(token["id"] for token in added)]), np.int32)
+        for word, i in words.items():
+            of_byte = re.fullmatch("<0x[0-9A-F]{2}>", word)
+            sizes[i] = 1 if of_byte else len(word.replace(_SPACE, " ").encode())
+    else:
+        return None
+    for token in added:
+        sizes[token["id"]] = 0 if token.get("special") else len(token["content"].encode())
+    return sizes
 
 
 def _kinds(part: Any) -> set[str]:

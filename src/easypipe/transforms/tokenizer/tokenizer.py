@@ -28,7 +28,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import EasypipeError, TokenizerError
 from easypipe.core.schema import offsets_of, token_dtype
 from easypipe.core.text import bytes_of
-from easypipe.core.values import Int64, Integers, attribute_of
+from easypipe.core.values import Int32, Int64, Integers, attribute_of
 from easypipe.transforms.tokenizer import proof
 from easypipe.transforms.tokenizer.config import TokenizerConfig, length_limit
 from easypipe.transforms.tokenizer.fast import FastEngine, engine_of
@@ -45,7 +45,7 @@ from easypipe.transforms.tokenizer.lost import LostCharacters
 from easypipe.transforms.tokenizer.proof import Verdict
 from easypipe.transforms.tokenizer.ragged import EncodedTexts, Tokens
 from easypipe.transforms.tokenizer.special import SpecialStrings
-from easypipe.transforms.tokenizer.token_bytes import TokenBytes, token_bytes
+from easypipe.transforms.tokenizer.token_bytes import TokenBytes, text_bytes, token_bytes
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -267,6 +267,12 @@ class Tokenizer:
         _, engine = self._decide()
         pieces = None if engine is None else token_bytes(self._definition)
         return None if engine is None or pieces is None else (*engine.encode(column), pieces)
+
+    def text_bytes(self) -> Int32 | None:
+        """Of every token, how many bytes of text it is, 0 of special ones; None where tokens are
+        not bytes of the text.
+        """
+        return text_bytes(self._definition)
 
     @property
     def surrounding(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

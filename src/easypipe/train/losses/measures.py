@@ -1,0 +1,83 @@
+"""What a run measures of its targets beside the loss: accuracy, bits per byte, each by dataset.
+
+B batch · S sequence · N datasets · V vocabulary
+"""
+# ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int32
+
+from easypipe.core.aligned import LOSS_WEIGHTS, SOURCE_IDS
+from easypipe.core.schema import IGNORE
+from easypipe.train.config import Measure
+from easypipe.train.parallel.mesh import constrain
+
+# a sum and what it is divided by: numbers, or N of them, one for each dataset
+Ratios = Mapping[str, tuple[Array, Array]]
+
+
+class Measures(NamedTuple):
+    """What is measured of a batch.
+
+    names: as `train.measure` names them. num_sources: the datasets that are told apart, 0 for none.
+    token_bytes: Int32[V], how many bytes of text each token is.
+    """
+
+    names: Sequence[Measure] = ()
+    num_sources: int = 0
+    token_bytes: Int32[np.ndarray, " V"] | None = None
+
+    def of(
+        self,
+        batch: Mapping[str, Array],
+        log_probs: Float[Array, "B S"],
+        correct: Bool[Array, "B S"],
+    ) -> Ratios:
+        """Sums over the targets; names end in "/" where they are of each dataset.
+
+        Args:
+            batch: With labels, and `source_ids` where datasets are told apart.
+            log_probs: log p of every label.
+            correct: Whether no token is likelier than the label.
+        """
+        labels = batch["labels"]
+        counted = labels != IGNORE
+        weights = jnp.where(counted, batch.get(LOSS_WEIGHTS, jnp.ones((), jnp.float32)), 0.0)
+        nll = -jnp.where(counted, log_probs, 0.0) * weights
+        each = {}
+        if "token_accuracy" in self.names:
+            each["token_accuracy"] = jnp.where(correct, weights, 0.0), weights
+        if self.token_bytes is not None:
+            sizes = jnp.asarray(self.token_bytes)[jnp.where(counted, labels, 0)] * weights
+            each["bits_per_byte"] = jnp.where(sizes > 0, nll, 0.0) / math.log(2), sizes
+        found = {name: (top.sum(), below.sum()) for name, (top, below) in each.items()}
+        if self.num_sources:
+            one_of_each = batch[SOURCE_IDS][..., None] == jnp.arange(self.num_sources)
+
+            def by_source(values: Array) -> Float[Array, " N"]:
+                sums = jnp.where(one_of_each, values[..., None], 0.0).sum((0, 1))
+                return constrain(sums, None)
+
+            found["share/"] = by_source(weights), weights.sum()
+            for name, (top, below) in {"nll": (nll, weights), **each}.items():
+                found[f"{name}/"] = by_source(top), by_source(below)
+        return found
+
+
+def named(
+    quotients: Mapping[str, float | Sequence[float]], sources: Sequence[str]
+) -> Iterator[tuple[str, float]]:
+    """The quotients of ratios under the names that records have: `nll/<dataset>` and so on."""
+    for name, value in quotients.items():
+        if isinstance(value, Sequence):
+            yield from ((name + source, one) for source, one in zip(sources, value, strict=False))
+        else:
+            yield name, value
