@@ -357,7 +357,7 @@ def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
             )
 
 
-def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any, **changes: Any) -> Loader:
+def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any, **changes: bool) -> Loader:
     return pipeline.copy().load(dataclasses.replace(options, mesh=mesh, **changes)).loader()
 
 
