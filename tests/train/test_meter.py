@@ -69,7 +69,7 @@ class OnDevice:
     value: float
     ready: bool
 
-    def item(self) -> float:
+    def tolist(self) -> float:
         return self.value
 
     def is_ready(self) -> bool:
