@@ -429,6 +429,10 @@ def test_saved_rows_and_unmixed_and_text(tmp_path: Path) -> None:
     pipeline = mixed(tmp_path, save={"output_dir": str(tmp_path / "out")})
     first = pipeline.plan()
     assert first.saved_bytes == pipeline.get_data()["mixed"].shards[0].num_bytes
+    off = {"output_dir": str(tmp_path / "out"), "enabled": False}
+    assert (
+        mixed(tmp_path, save=off).plan().saved_bytes is mixed(tmp_path).plan().saved_bytes is None
+    )
     pipeline.save().build()
     saved = Pipeline.from_config(
         {

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import yaml
 
@@ -200,6 +201,26 @@ def test_a_pipeline_with_its_own_stages_and_nothing_kept(tmp_path: Path) -> None
     assert len(shown.samples) == 2
     assert not (tmp_path / "saved").exists()
     assert not list((tmp_path / "cache").glob("tokens*"))
+
+
+def test_a_config_that_keeps_elsewhere_keeps_nothing(tmp_path: Path) -> None:
+    """Whatever it says of where and how tokens are made and kept: none of that is asked for."""
+    path = jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts(10)])
+    values = {
+        "datasets": [
+            {"data_files": str(path), "save_path": "memory://preview/rows", "save_format": "jsonl"}
+        ],
+        "default_tokenizer": tokenizer(),
+        "cache_dir": "memory://preview/cache",
+        "cache": {"storage_options": {"anything": 1}, "staging_dir": str(tmp_path / "staged")},
+        "executor": "ray",
+        "save": {"output_dir": "memory://preview/saved", "storage_options": {"anything": 1}},
+        "load": {"batch_size": 3, "mesh": {"data": 64}},
+    }
+    before = sorted(tmp_path.iterdir())
+    assert len(preview(values, 2).samples) == 2
+    assert sorted(tmp_path.iterdir()) == before
+    assert not fsspec.filesystem("memory").exists("/preview")
 
 
 def test_streaming_configs_and_large_files(tmp_path: Path) -> None:

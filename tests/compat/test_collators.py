@@ -134,6 +134,44 @@ def test_seq2seq_starts_the_decoder():
         create_seq2seq_collate(0, decoder_start_token_id=1)([{"input_ids": [5], "labels": []}])
 
 
+@examples(20)
+@given(rows_of_tokens(), rows_of_tokens(), st.integers(0, 3))
+def test_a_decoder_begins_at_its_first_slot_whichever_side_its_encoder_is_padded_on(
+    read: list[dict], told: list[dict], more: int
+):
+    """On the left the encoder's rows end where the others begin; nothing else is another. Each has
+    a width of its own.
+    """
+    pairs = list(zip(read, told, strict=False))
+    rows = [{"input_ids": a["input_ids"], "labels": b["input_ids"]} for a, b in pairs]
+    lengths = [[len(row[name]) for row in rows] for name in ("input_ids", "labels")]
+    width, out_width = max(lengths[0]) + 2 * more, max(lengths[1]) + more
+    right, left = (
+        create_seq2seq_collate(
+            501,
+            padding_side=side,
+            max_length=width,
+            decoder_start_token_id=502,
+            max_target_length=out_width,
+        )(rows)
+        for side in ("right", "left")
+    )
+    for i, (row, length) in enumerate(zip(rows, lengths[0], strict=True)):
+        for name, filler in (("input_ids", 501), ("attention_mask", 0)):
+            own = row["input_ids"] if name == "input_ids" else [1] * length
+            assert right[name][i].tolist() == own + [filler] * (width - length)
+            assert left[name][i].tolist() == [filler] * (width - length) + own
+    for i, (row, length) in enumerate(zip(rows, lengths[1], strict=True)):
+        rest = out_width - length
+        wanted = {
+            "labels": row["labels"] + [-100] * rest,
+            "decoder_input_ids": [502, *row["labels"], *[501] * rest][:out_width],
+            "decoder_attention_mask": [1] * length + [0] * rest,
+        }
+        for batch in (right, left):
+            assert {name: batch[name][i].tolist() for name in wanted} == wanted
+
+
 def test_masked_lm_hides_by_berts_shares_and_leaves_the_rest():
     rows = [{"input_ids": list(range(5, 205))} for _ in range(50)]
     collate = create_masked_lm_collate(

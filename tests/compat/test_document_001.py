@@ -4,6 +4,8 @@ easypipe's arrays in place of tensors.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
 from typing import Any
 
@@ -48,6 +50,8 @@ class Counting(PromptEngine):
 
 
 class Stream:
+    fingerprint: str | None = None
+
     def __init__(self, rows: list[Any]) -> None:
         self.rows = rows
 
@@ -215,6 +219,22 @@ def test_a_streams_ranks_and_workers_share_its_rows(
     assert sorted(seen) == wanted
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_loader_of_a_stream_gives_each_row_to_one_rank(
+    engine: PromptEngine, world_size: int
+) -> None:
+    wanted = sorted(engine.encode(row)["input_ids"].tolist() for row in ROWS)
+    seen = []
+    for rank in range(world_size):
+        stream = StreamingPreprocessedDataset(Stream(ROWS), engine, buffer_size=4)
+        builder = DataLoaderBuilder().with_dataset(stream).with_batch_size(4)
+        loader = builder.with_distributed(rank, world_size).with_options(drop_last=False).build()
+        for batch in loader:
+            pairs = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+            seen += [row[mask > 0].tolist() for row, mask in pairs]
+    assert sorted(row for row in seen if row) == wanted
+
+
 def test_f26_the_streaming_example_as_printed(engine: PromptEngine) -> None:
     """But for its four workers: forking this process, with jax's threads in it, may hang. Which
     rows each has is tested above.
@@ -248,6 +268,28 @@ def test_the_buffer_shuffles_within_its_blocks(
         row["input_ids"].tolist()
         for row in StreamingPreprocessedDataset(Stream(ROWS[:20]), engine, buffer_size, seed=seed)
     ]
+
+
+def test_what_decides_the_rows_of_a_stream_is_in_its_fingerprint(engine: PromptEngine) -> None:
+    """Every option; which rank asks is not: a state is that of all of them."""
+    options: dict[str, Any] = {"buffer_size": 4, "skip_errors": False, "seed": 0}
+    others: dict[str, Any] = {"buffer_size": 5, "skip_errors": True, "seed": 1}
+    ranks: dict[str, Any] = {"rank": 1, "world_size": 2}
+    taken = inspect.signature(StreamingPreprocessedDataset).parameters
+    assert set(taken) == {"hf_iterable", "prompt_engine", *options, *ranks}
+
+    def fingerprint(rows: str = "1", made_by: PromptEngine = engine, **changes: Any) -> str:
+        stream = Stream(ROWS)
+        stream.fingerprint = rows
+        return StreamingPreprocessedDataset(stream, made_by, **options | changes).fingerprint
+
+    changed = [fingerprint(**{name: value}) for name, value in others.items()]
+    shorter = PromptEngine(tokenizer(), PROMPT, max_length=399)
+    whole = PromptEngine(tokenizer(), dataclasses.replace(PROMPT, train_on="all"), max_length=400)
+    engines = [fingerprint(made_by=one) for one in (shorter, whole)]
+    apart = [fingerprint(), fingerprint("2"), *engines, *changed]
+    assert len(set(apart)) == len(apart)
+    assert fingerprint(**ranks) == fingerprint() == fingerprint()
 
 
 def test_every_block_of_the_buffer_has_an_order_of_its_own(engine: PromptEngine) -> None:

@@ -258,6 +258,8 @@ def test_a_yaml_pipeline_keeps_the_pass_of_each_split(streaming: bool, tmp_path:
     assert passes == [bits(loader) for loader in [again] * 2]
     ordered = [bits(pipeline.get_dataloader("train").unwrap()) for _ in range(2)]
     assert ordered[0] == ordered[1]
+    third = bits(again)  # shuffled and in order count apart
+    assert bits(pipeline.get_dataloader("train", shuffle=True).unwrap()) == third
 
 
 def test_streams_are_shuffled_anew_in_every_pass() -> None:

@@ -199,13 +199,18 @@ def test_f15_without_ray_the_error_says_what_to_install(
 
 def test_f15_many_tiny_files_cost_little_each(tmp_path: Path) -> None:
     files = write_files(tmp_path / "data", files=400, rows=1)
-    made = pipeline(files, tmp_path / "job", executor="ray")
+    events: list[ProgressEvent] = []
+    made = pipeline(files, tmp_path / "job", listener=events.append, executor="ray")
     pipeline(files[:2], tmp_path / "warm", executor="ray").build()  # workers are up
     started = time.perf_counter()
     made.build()
     each = (time.perf_counter() - started) / len(files)
     # 20 ms on a quiet machine: benchmarks are for that
     assert each < 0.1, f"{each * 1e3:.0f} ms for each file"
+    told = [event.done for event in events if event.unit == "ranges"]
+    assert len(told) < 100, "a task has many of them"
+    assert told == sorted(told)
+    assert told[-1] == 400
 
 
 def test_a_cache_in_a_bucket_is_filled_by_the_nodes(tmp_path: Path, s3: Store) -> None:

@@ -114,6 +114,24 @@ def test_pushed_twice_it_is_up_to_date(tmp_path: Path, hub: Hub) -> None:
     assert not [path for method, path in hub.requests[before:] if "/commit/" in path]
 
 
+@pytest.mark.parametrize("change", ["a byte of the manifest", "a shorter shard", "a shard less"])
+def test_what_is_there_is_what_is_pushed(tmp_path: Path, hub: Hub, change: str) -> None:
+    save(tmp_path)
+    there = hub.repos[REPO].branches["main"]
+    wanted = dict(there)
+    shard = next(name for name in there if name.startswith("part-"))
+    if change == "a byte of the manifest":  # of another state, as long as this one
+        at = wanted[MANIFEST].index(b'"checksum"') + len(b'"checksum": "')
+        there[MANIFEST] = wanted[MANIFEST][:at] + b"x" + wanted[MANIFEST][at + 1 :]
+    elif change == "a shorter shard":
+        there[shard] = wanted[shard][:-1]
+    else:
+        del there[shard]
+    [pushed] = save(tmp_path).pushed
+    assert not pushed.up_to_date
+    assert hub.repos[REPO].branches["main"] == wanted
+
+
 @pytest.mark.parametrize("at", [("PUT", "/lfs/"), ("POST", "/commit/")])
 def test_a_push_that_stopped_goes_on(
     tmp_path: Path, hub: Hub, at: tuple[str, str], monkeypatch: pytest.MonkeyPatch

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import os
 import re
 from typing import Any
 
@@ -88,6 +90,12 @@ def test_an_entry_serves_its_bucket(user_table):
         == 512
     )
     assert found(64, implementation="pallas_tpu") == 512
+    # written again meanwhile, by this process or another
+    extend_table(user_table, [dataclasses.replace(CHUNK, blocks={"chunk_tokens": 16})])
+    os.utime(user_table, ns=(0, 1))
+    assert found(64) == 16
+    user_table.unlink()
+    assert found(64) == 512
 
 
 def test_a_table_is_extended_not_replaced(user_table):

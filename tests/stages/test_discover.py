@@ -29,6 +29,7 @@ from easypipe import (
 from easypipe.cli import main
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
+from easypipe.discovery import inspection
 from hub_mirror import hub_mirror, publish  # noqa: F401  (a fixture)
 from pipelines import jsonl, tokenizer
 from web import WebServer, web_server
@@ -139,6 +140,29 @@ def test_rows_are_counted_where_asked_or_known(tmp_path: Path) -> None:
     elsewhere = discover(path, cache_dir=tmp_path / "other").parts[0]
     assert elsewhere.num_rows is None
     assert discover(path, sample_rows=5).parts[0].sample == ({"text": "x" * 1000},) * 5
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_rows_of_files_that_are_not_opened_are_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """Rows are counted whole, or said not to be counted."""
+    monkeypatch.setattr(inspection, "LOOKED_AT", 3)
+    rows = [{"text": f"row {i}"} for i in range(5)]
+    for files in (3, 4):
+        folder = tmp_path / str(files)
+        folder.mkdir()
+        for i in range(files):
+            path = folder / f"{i}.{ending}"
+            if ending == "jsonl":
+                jsonl(path, rows)
+            else:
+                pq.write_table(pa.Table.from_pylist(rows), path)
+        [told], [counted] = discover(folder).parts, discover(folder, count=True).parts
+        assert len(told.files) == files
+        assert told.num_rows == (5 * files if files == 3 else None)
+        assert (told.cost is None) == (files == 3)
+        assert counted.num_rows == 5 * files
 
 
 def test_saved_folders_and_tokens(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pyarrow as pa
 import pytest
 import xxhash
@@ -22,7 +24,10 @@ from easypipe import (
     TrainingConfig,
 )
 from easypipe.cli.configs import data_of
-from easypipe.jobs import prepare_data
+from easypipe.core.config import from_dict
+from easypipe.jobs import chains, prepare_data, warn_of_trained_rows
+from easypipe.run import inputs_of
+from easypipe.train.parallel.mesh import make_mesh
 from easypipe.transforms.columns.hold_out import HoldOut, HoldOutConfig
 from pipelines import jsonl, texts, tokenizer
 
@@ -149,6 +154,64 @@ def test_evaluating_on_trained_rows_is_warned_of(
     prepare_data(*data_of(values))
     assert "eval.held: its rows of " in caplog.text
     assert "a.jsonl are trained on too" in caplog.text
+
+
+SIDES = [None, *({"fraction": f, "seed": s, "held": h} for f, s, h in [
+    (0.5, 7, False), (0.5, 7, True), (0.5, 8, True), (0.6, 7, True), (0.6, 8, False),
+])]  # fmt: skip
+
+
+@pytest.mark.parametrize("trained", range(len(SIDES)))
+def test_rows_that_both_have_are_warned_of_and_the_sides_of_a_hold_out_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, trained: int
+) -> None:
+    """By the rows themselves. Parts of other sizes may be apart, and are warned of."""
+    values = run(tmp_path, {})
+    without = {"held": None}
+    texts_of = [set(read(tmp_path / "data", side)) for side in SIDES]
+    for held, side in enumerate(SIDES):
+        [one] = values["data"]["datasets"]
+        values["data"]["datasets"] = [one | {"hold_out": SIDES[trained]}]
+        values["eval"]["held"] = {"datasets": [one | {"hold_out": side}]}
+        caplog.clear()
+        warn_of_trained_rows(*chains(*data_of(values)))
+        both = texts_of[trained] & texts_of[held]
+        sides = [(one or {}) | without for one in (side, SIDES[trained])]
+        if both or sides[0] == sides[1]:
+            assert ("are trained on too" in caplog.text) == bool(both)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_however_a_run_loads_its_held_out_rows_are_read_once_each(
+    tmp_path: Path, own: bool
+) -> None:
+    """In batches of one size, though those of training grow, are cut, shuffled and repeated; also
+    where the held-out data says so itself.
+    """
+    load = {
+        "batch_size": 4,
+        "batch_size_schedule": [[1, 8], [2, 16]],
+        "accumulation_steps": 2,
+        "shuffle_buffer_size": 64,
+        "num_epochs": 3,
+        "drop_last": True,
+    }
+    side = {"fraction": 0.3, "seed": 7}
+    values = run(tmp_path, {"from": "data", **side} | ({"load": load} if own else {}))
+    del values["data"]["pack"]
+    values["data"]["load"] = load
+    values["train"] = {"output_dir": str(tmp_path / "run"), "steps": 1}
+    values["model"] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
+    made = from_dict(RunConfig, values)
+    mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
+    batches = list(inputs_of(made, mesh=mesh).evals["held"])
+    assert {len(batch["input_ids"]) for batch in batches} == {4}
+    both = (zip(batch["input_ids"], batch["segment_ids"], strict=True) for batch in batches)
+    rows = [bytes(np.asarray(row)[np.asarray(own) > 0]) for one in both for row, own in one]
+    rows = [row for row in rows if row]
+    wanted = read(tmp_path / "data", side | {"held": True})
+    assert len(rows) == len(wanted)
+    assert len(set(rows)) == len(set(wanted))
 
 
 def test_refusals(tmp_path: Path) -> None:
