@@ -24,7 +24,7 @@ from easypipe.core.identity import dotted_name
 from easypipe.core.random import fold
 from easypipe.core.schema import IGNORE, LABELS
 from easypipe.core.values import Array, Collate, Dataset, Int32, Int64, Item, attribute_of
-from easypipe.loader.rows.rows import NumberedRows
+from easypipe.loader.rows.rows import NumberedRows, RepeatedRows
 from easypipe.plan.order import OrderConfig, documents
 
 
@@ -79,7 +79,7 @@ class _Unsized(NumberedRows):
         return _filled(batch, missing) if missing else batch
 
 
-class ItemRows(_Unsized):
+class ItemRows(_Unsized, RepeatedRows):
     """The rows of a map-style dataset (`len()` and `dataset[i]`), in the order in which a Pipeline
     over a dataset of that name reads them.
 
@@ -108,10 +108,8 @@ class ItemRows(_Unsized):
         self.num_epochs = num_epochs
 
     @property
-    def num_rows(self) -> int | None:
-        if self.num_epochs is None:
-            return None if self._size else 0
-        return self._size * self.num_epochs
+    def rows_each(self) -> int:
+        return self._size
 
     @cached_property
     def _size(self) -> int:
@@ -119,22 +117,11 @@ class ItemRows(_Unsized):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        return self._identity
-
-    @cached_property
-    def _identity(self) -> Mapping[str, str]:
         return {
             "sources": digest("items", self._size, fingerprint_of(self._dataset)),
             "tokenizer": digest("collator", describe_collator(self._collate)),
             "plan": digest("items", self._name, self._seed, self._order.shuffle),
         }
-
-    def available(self, start: int, stop: int) -> int:
-        total = self.num_rows
-        return stop - start if total is None else max(0, min(stop, total) - start)
-
-    def epochs(self, rows: Int64) -> Int64:
-        return np.maximum(rows, 0) // max(self._size, 1)
 
     def batch(self, rows: Int64, width: int) -> Any:
         real = rows[rows >= 0]
@@ -206,10 +193,6 @@ class ForwardRows(_Unsized):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        return self._identity
-
-    @cached_property
-    def _identity(self) -> Mapping[str, str]:
         return {
             "sources": digest("forward", fingerprint_of(self._dataset)),
             "tokenizer": digest("collator", describe_collator(self._collate)),

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from easypipe.core.errors import ConfigError
 from easypipe.core.ledger import Ledger
 from easypipe.core.values import Int32, Int64, Json
@@ -159,6 +161,28 @@ class NumberedRows(Rows, RowReader, Protocol):
 
     def open(self, state: LoaderState | None = None, share: Share | None = None) -> RowReader:
         return self
+
+
+class RepeatedRows(NumberedRows, Protocol):
+    """Rows of a dataset whose rows are counted, pass behind pass."""
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of one pass."""
+        ...
+
+    @property
+    def num_rows(self) -> int | None:
+        if self.num_epochs is None:
+            return None if self.rows_each else 0
+        return self.rows_each * self.num_epochs
+
+    def available(self, start: int, stop: int) -> int:
+        total = self.num_rows
+        return stop - start if total is None else max(0, min(stop, total) - start)
+
+    def epochs(self, rows: Int64) -> Int64:
+        return np.maximum(rows, 0) // max(self.rows_each, 1)
 
 
 def default_width(reader: RowReader, rows: Int64, seq_length: int | None) -> int:

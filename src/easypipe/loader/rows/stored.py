@@ -41,7 +41,7 @@ from easypipe.core.schema import (
 )
 from easypipe.core.values import Array, Int32, Int64
 from easypipe.loader.collate import collate, count_positions, fresh_columns
-from easypipe.loader.rows.rows import NumberedRows, default_width
+from easypipe.loader.rows.rows import RepeatedRows, default_width
 
 # Arrays in memory as rows that a loader reads.
 
@@ -64,14 +64,8 @@ class Arrays(Source):
             counts = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
             raise ConfigError(at="rows", problem=f"columns of different numbers of rows: {counts}")
         self._batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
-
-    @property
-    def schema(self) -> pa.Schema:
-        return self._batch.schema
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        return (Shard(name="memory", num_rows=self._batch.num_rows),)
+        self.schema = self._batch.schema
+        self.shards = (Shard(name="memory", num_rows=self._batch.num_rows),)
 
     @property
     def fingerprint(self) -> str:
@@ -128,7 +122,7 @@ class Block(NamedTuple):
         return self.offsets.nbytes + sum(values.nbytes for values in columns)
 
 
-class StoredRows(NumberedRows):
+class StoredRows(RepeatedRows):
     """Rows of a ShardedSource with `input_ids` (and `segment_ids`, `position_ids`, `loss_mask`
     where it has them), or of arrays in memory.
 
@@ -178,27 +172,16 @@ class StoredRows(NumberedRows):
         self._decoding: dict[int, threading.Lock] = {}
 
     @property
-    def num_rows(self) -> int | None:
-        per_epoch = int(self._index.first_row[-1])
-        if self.num_epochs is None:
-            return None if per_epoch else 0
-        return per_epoch * self.num_epochs
+    def rows_each(self) -> int:
+        return int(self._index.first_row[-1])
 
     @property
     def identity(self) -> Mapping[str, str]:
         return {
-            "sources": self._sources,
+            "sources": self._source.fingerprint,
             "tokenizer": digest(self._tokenizer, self.pad_token_id),
             "plan": digest("stored", self.seq_length, [], *self._aligned),
         }
-
-    @cached_property
-    def _sources(self) -> str:
-        return self._source.fingerprint
-
-    def available(self, start: int, stop: int) -> int:
-        total = self.num_rows
-        return stop - start if total is None else max(0, min(stop, total) - start)
 
     def lengths(self, rows: Int64) -> Int32:
         out = np.zeros(len(rows), dtype=np.int32)
@@ -206,9 +189,6 @@ class StoredRows(NumberedRows):
             if found is not None:
                 out[i] = found.stop - found.start
         return out
-
-    def epochs(self, rows: Int64) -> Int64:
-        return np.maximum(rows, 0) // max(int(self._index.first_row[-1]), 1)
 
     def gather(self, rows: Int64, width: int | None = None) -> dict[str, Int32]:
         width = default_width(self, rows, self.seq_length) if width is None else width
@@ -283,9 +263,8 @@ class StoredRows(NumberedRows):
     def _find(self, rows: Int64) -> list[_Found | None]:
         """Where each row lies; None for -1."""
         index = self._index
-        per_epoch = int(index.first_row[-1])
         real = rows >= 0
-        numbers = np.where(real, rows % max(per_epoch, 1), 0)
+        numbers = np.where(real, rows % max(self.rows_each, 1), 0)
         blocks = np.searchsorted(index.first_row, numbers, side="right") - 1
         opened = {int(b): self._block(int(b)) for b in np.unique(blocks[real])}
         found: list[_Found | None] = []
@@ -366,7 +345,7 @@ class StoredRows(NumberedRows):
             )
             names = (told,) if isinstance(told, str) else tuple(told)
         return (
-            row // int(self._index.first_row[-1]),
+            row // self.rows_each,
             self._source.shards[shard].name,
             start + local,
             names,

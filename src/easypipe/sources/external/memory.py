@@ -60,33 +60,17 @@ class InMemoryShardedSource(Source):
                 problem="holds no column",
                 fix="Give at least one row with at least one key.",
             )
-        self._schema = plain_schema(table.schema, name)
-        arrays = [column(table.column(field.name).chunks, field.type) for field in self._schema]
-        self._batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+        self.schema = plain_schema(table.schema, name)
+        arrays = [column(table.column(field.name).chunks, field.type) for field in self.schema]
+        self._batch = pa.RecordBatch.from_arrays(arrays, schema=self.schema)
         rows = self._batch.num_rows
-        self._shard = Shard(
-            name=name,
-            num_rows=rows,
-            cuts=tuple(range(0, rows, CUT_ROWS)) or (0,),
-            num_bytes=self._batch.nbytes,
-        )
-        self._content = digest("memory", READER_VERSION, content_hash(self._batch))
-
-    @property
-    def schema(self) -> pa.Schema:
-        return self._schema
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        return (self._shard,)
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the content: equal rows give an equal fingerprint."""
-        return self._content
+        cuts, size = tuple(range(0, rows, CUT_ROWS)) or (0,), self._batch.nbytes
+        self.shards = (Shard(name=name, num_rows=rows, cuts=cuts, num_bytes=size),)
+        # of the content: equal rows give an equal fingerprint
+        self.fingerprint = digest("memory", READER_VERSION, content_hash(self._batch))
 
     def shard_identity(self, shard: int) -> str:
-        return self._content
+        return self.fingerprint
 
     def exactly(self, columns: Sequence[str]) -> InMemoryShardedSource:
         nulls = [key for key in columns if any(map(_holds_null, self._nested.get(key, ())))]
@@ -99,7 +83,7 @@ class InMemoryShardedSource(Source):
         return InMemoryShardedSource(table, columns=self._columns, name=self._name)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        require_rows(start, stop, self._batch.num_rows, self._shard.name)
+        require_rows(start, stop, self._batch.num_rows, self._name)
         return self._batch.slice(start, stop - start)
 
 

@@ -139,8 +139,8 @@ def as_source(
         )
         return data
     given = _sharded(data) if is_sharded(data) else _one_shard(data, name)
-    if version is not None:
-        given = replace(given, version=version)
+    version = given.version if version is None else version
+    given = replace(given, name=name, folder=folder, skip=skip, version=version)
     if given.version is None:
         log.warning(
             "dataset %s: %s has no version, so its rows are read anew in every process, and no "
@@ -150,16 +150,14 @@ def as_source(
             name,
             given.label,
         )
-    return OwnSource(given, name, num_rows, counted=counted, folder=folder, skip=skip)
+    return OwnSource(given, num_rows, counted=counted or num_rows is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
     """What a source of a user's gives. open: its rows from physical row r of a shard on. seeks:
-    whether that costs nothing for a large r.
-
-    counts: rows of each shard, None where it does not say. label, held: what it is called, and the
-    values that it holds.
+    whether that costs nothing for a large r. label, held: what it is called, and the values that it
+    holds. name, folder, skip: as `as_source` has them.
     """
 
     shards: tuple[Shard, ...]
@@ -168,6 +166,25 @@ class Given:
     label: str
     held: Any
     version: str | int | None
+    name: str = ""
+    folder: Path | None = None
+    skip: bool = False
+
+    def at(self, shard: int) -> str:
+        name = self.shards[shard].name
+        return self.name if name == self.name else f"{self.name}, shard {name!r}"
+
+    def taken(self, shard: int, start: int, count: int) -> list[Item]:
+        """So many rows from row `start` on, fewer where it ends."""
+        rows = iter(self.open(self.shards[shard].name, start))
+        try:
+            return dicts.next_rows(rows, start, count, self.at(shard))
+        finally:
+            _close(rows)
+
+    def scanned(self, taken: list[Item], start: int, columns: pa.Schema, shard: int) -> Scan:
+        numbers = range(start, start + len(taken))
+        return dicts.as_scan(taken, numbers, columns, self.at(shard), skip=self.skip)
 
 
 class OwnSource(Source):
@@ -181,28 +198,16 @@ class OwnSource(Source):
     any thread.
     """
 
-    def __init__(
-        self,
-        given: Given,
-        name: str,
-        num_rows: int | None,
-        *,
-        counted: bool,
-        folder: Path | None,
-        skip: bool = False,
-    ) -> None:
-        self._skip = skip
-        self._given, self._name, self._num_rows = given, name, num_rows
+    def __init__(self, given: Given, num_rows: int | None, *, counted: bool) -> None:
+        self._given, self._num_rows, self._counted = given, num_rows, counted
         self.cacheable = given.version is not None
         self._identity = (
             digest("own rows", READER_VERSION, given.label, given.held, str(given.version))
             if self.cacheable
             else digest("rows of this process", given.label, secrets.token_hex(16))
         )
-        self._counted = counted or num_rows is not None
         self._columns: tuple[str, ...] | None = None
-        self._folder = folder
-        self._kept = _Kept(given, folder, skip)
+        self._kept = _Kept(given)
         self._exact: tuple[str, ...] = ()  # columns whose lists and objects are JSON
         self._known: JsonObject = {}  # shared by those that `select` gives: what was found out
         self._lock = threading.RLock()
@@ -248,34 +253,34 @@ class OwnSource(Source):
     def select(self, columns: Sequence[str]) -> OwnSource:
         """The same rows with only `columns`; what is read is read once for both."""
         twin = copy.copy(self)
-        require_columns(columns, self.schema.names, self._name)
-        twin._columns = tuple(dict.fromkeys([*columns, ROW_NUMBER] if self._skip else columns))
+        require_columns(columns, self.schema.names, self._given.name)
+        twin._columns = tuple(
+            dict.fromkeys([*columns, ROW_NUMBER] if self._given.skip else columns)
+        )
         return twin
 
     def exactly(self, columns: Sequence[str]) -> OwnSource:
         twin = copy.copy(self)
         twin._known, twin._lock, twin._exact = {}, threading.RLock(), tuple(columns)
-        twin._kept = _Kept(self._given, self._folder, self._skip)
+        twin._kept = _Kept(self._given)
         return twin
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         """Rows `start` to `stop`; of a shard whose end is not known as many of them as there
         are.
         """
-        info = self.shards[shard]
-        require_rows(start, stop, info.num_rows, self._at(shard))
+        info, at = self.shards[shard], self._given.at(shard)
+        require_rows(start, stop, info.num_rows, at)
         if self._given.seeks:
             batch, rejects = self._sought(shard, start, stop)
         else:
             limit = None if self._num_rows is None else info.num_rows
-            batch, rejects = self._kept.read(
-                shard, start, stop, self._whole, self._at(shard), limit
-            )
+            batch, rejects = self._kept.read(shard, start, stop, self._whole, limit)
         taken = batch.num_rows + len(rejects)
         if info.num_rows is not None and taken < stop - start:
             problem = f"ended behind {start + taken} rows, and {info.num_rows} were counted"
             raise SourceError(
-                at=self._at(shard),
+                at=at,
                 problem=problem,
                 fix="Give it another version whenever its rows change.",
             )
@@ -286,7 +291,7 @@ class OwnSource(Source):
         if self._given.seeks:
             batch, rejects = self._sought(shard, position, position + 1)
             return not batch.num_rows and not rejects
-        return self._kept.pull(shard, position + 1, self._whole, self._at(shard)) <= position
+        return self._kept.pull(shard, position + 1, self._whole) <= position
 
     @property
     def _whole(self) -> pa.Schema:
@@ -294,9 +299,9 @@ class OwnSource(Source):
         return self._found("schema", self._columns_of_first_rows)
 
     def _columns_of_first_rows(self) -> pa.Schema:
-        rows = self._kept.first_rows(dicts.FIRST_ROWS, self._at)
-        schema = dicts.columns_of(rows, self._name, skip=self._skip, exact=self._exact)
-        return with_row_numbers(schema) if self._skip else schema
+        given, rows = self._given, self._kept.first_rows(dicts.FIRST_ROWS)
+        schema = dicts.columns_of(rows, given.name, skip=given.skip, exact=self._exact)
+        return with_row_numbers(schema) if given.skip else schema
 
     def _found(self, what: str, find: Callable[[], Any]) -> Any:
         """What is known of the rows, from this process, or from an earlier one, or found now."""
@@ -309,18 +314,9 @@ class OwnSource(Source):
                     self._remember()
             return self._known[what]
 
-    def _at(self, shard: int) -> str:
-        name = self._given.shards[shard].name
-        return self._name if name == self._name else f"{self._name}, shard {name!r}"
-
     def _sought(self, shard: int, start: int, stop: int) -> Scan:
-        at, columns = self._at(shard), self._whole
-        rows = iter(self._given.open(self._given.shards[shard].name, start))
-        try:
-            taken = dicts.next_rows(rows, start, stop - start, at)
-        finally:
-            _close(rows)
-        return dicts.as_scan(taken, range(start, start + len(taken)), columns, at, skip=self._skip)
+        taken = self._given.taken(shard, start, stop - start)
+        return self._given.scanned(taken, start, self._whole, shard)
 
     def _count(self) -> Iterator[Shard]:
         left = self._num_rows
@@ -331,7 +327,7 @@ class OwnSource(Source):
             if rows is None and self._given.seeks:
                 rows = sum(1 for _ in itertools.islice(self._given.open(shard.name, 0), left))
             elif rows is None:
-                rows = self._kept.pull(number, left, self._whole, self._at(number), left)
+                rows = self._kept.pull(number, left, self._whole, left)
                 size = self._kept.num_bytes(number)
             rows = rows if left is None else min(rows, left)
             left = None if left is None else left - rows
@@ -344,10 +340,11 @@ class OwnSource(Source):
 
     def _path(self) -> Path | None:
         """What is known of a source with a version outlives the process."""
-        if self._folder is None or not (self.cacheable and self._counted):
+        given = self._given
+        if given.folder is None or not (self.cacheable and self._counted):
             return None
-        read_as = [READER_VERSION, *(["tolerant"] if self._skip else []), *self._exact]
-        return self._folder / f"{digest('counted', *read_as, digest(*self._rows))}.rows.json"
+        read_as = [READER_VERSION, *(["tolerant"] if given.skip else []), *self._exact]
+        return given.folder / f"{digest('counted', *read_as, digest(*self._rows))}.rows.json"
 
     def _remember(self) -> None:
         path = self._path()
@@ -355,13 +352,7 @@ class OwnSource(Source):
             shards = [
                 [shard.name, shard.num_rows, shard.num_bytes] for shard in self._known["shards"]
             ]
-            remember_checked(
-                path,
-                {
-                    "shards": shards,
-                    "schema": schema_text(self._whole),
-                },
-            )
+            remember_checked(path, {"shards": shards, "schema": schema_text(self._whole)})
 
     def _recall(self) -> None:
         path = self._path()
@@ -372,16 +363,11 @@ class OwnSource(Source):
                 replace(known[name], num_rows=rows, num_bytes=size)
                 for name, rows, size in value["shards"]
             )
-            return {
-                "shards": shards,
-                "schema": schema_of_text(value["schema"]),
-            }
+            return {"shards": shards, "schema": schema_of_text(value["schema"])}
 
         if path is not None:
-            self._known |= (
-                recall_checked(path, parse, what=f"the count of the rows of dataset {self._name}")
-                or {}
-            )
+            what = f"the count of the rows of dataset {self._given.name}"
+            self._known |= recall_checked(path, parse, what=what) or {}
 
 
 class _Kept:
@@ -392,26 +378,22 @@ class _Kept:
     to a database, belongs to one.
     """
 
-    def __init__(self, given: Given, folder: Path | None, skip: bool) -> None:
-        self._given, self._folder, self._skip = given, folder, skip
+    def __init__(self, given: Given) -> None:
+        self._given = given
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
         self._file: Any = None
-        self._end = 0  # of the file
         self._shards = [_Pulled() for _ in given.shards]
 
-    def first_rows(self, count: int, at: Callable[[int], str]) -> list[Item]:
+    def first_rows(self, count: int) -> list[Item]:
         """Of the first shard that has rows."""
+        given = self._given
 
         def look() -> list[Item]:
-            for number, shard in enumerate(self._given.shards):
-                rows = iter(self._given.open(shard.name, 0))
-                try:
-                    taken = dicts.next_rows(rows, 0, count, at(number))
-                finally:
-                    _close(rows)
-                for row, one in enumerate([] if self._skip else taken):
-                    dicts.require_row(one, row, at(number))
+            for shard in range(len(given.shards)):
+                taken = given.taken(shard, 0, count)
+                for row, one in enumerate([] if given.skip else taken):
+                    dicts.require_row(one, row, given.at(shard))
                 if taken:
                     return taken
             return []
@@ -419,7 +401,7 @@ class _Kept:
         return self._on_thread(look)
 
     def pull(
-        self, shard: int, rows: int | None, columns: pa.Schema, at: str, limit: int | None = None
+        self, shard: int, rows: int | None, columns: pa.Schema, limit: int | None = None
     ) -> int:
         """Takes rows until there are `rows` of them; None takes all. Returns how many there are, at
         least those asked for or all.
@@ -428,24 +410,15 @@ class _Kept:
         """
         pulled = self._shards[shard]
         if not pulled.ended and (rows is None or pulled.rows < rows):
-            self._on_thread(lambda: self._advance(shard, rows, columns, at, limit))
+            self._on_thread(lambda: self._advance(shard, rows, columns, limit))
         return pulled.rows
 
     def read(
-        self,
-        shard: int,
-        start: int,
-        stop: int,
-        columns: pa.Schema,
-        at: str,
-        limit: int | None = None,
+        self, shard: int, start: int, stop: int, columns: pa.Schema, limit: int | None
     ) -> Scan:
-        stop = min(stop, self.pull(shard, stop, columns, at, limit))
+        stop = min(stop, self.pull(shard, stop, columns, limit))
         if start >= stop:
-            empty = pa.RecordBatch.from_arrays(
-                [pa.nulls(0, field.type) for field in columns], schema=columns
-            )
-            return Scan(empty, ())
+            return Scan(pa.RecordBatch.from_pylist([], schema=columns), ())
         pulled = self._shards[shard]
         first, last = start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)
         blocks = [
@@ -454,7 +427,7 @@ class _Kept:
         ]
         table = pa.Table.from_batches(blocks, schema=columns)
         begin, count = start - first * BLOCK_ROWS, stop - start
-        if self._skip:
+        if self._given.skip:
             numbers = table.column(ROW_NUMBER).to_numpy()
             begin = int(np.searchsorted(numbers, start))
             count = int(np.searchsorted(numbers, stop)) - begin
@@ -471,35 +444,26 @@ class _Kept:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="easypipe-rows")
         return self._thread.submit(work).result()
 
-    def _advance(
-        self, shard: int, rows: int | None, columns: pa.Schema, at: str, limit: int | None
-    ) -> None:
+    def _advance(self, shard: int, rows: int | None, columns: pa.Schema, limit: int | None) -> None:
         """Whole blocks, so that row r always stands in block r // BLOCK_ROWS. Runs on the one
         thread.
         """
-        pulled = self._shards[shard]
+        given, pulled, at = self._given, self._shards[shard], self._given.at(shard)
         while not pulled.ended and (rows is None or pulled.rows < rows):
             if pulled.iterator is None:
-                pulled.iterator = iter(
-                    self._given.open(self._given.shards[shard].name, pulled.rows)
-                )
+                pulled.iterator = iter(given.open(given.shards[shard].name, pulled.rows))
             try:
-                taken = dicts.next_rows(
-                    pulled.iterator,
-                    pulled.rows,
-                    min(BLOCK_ROWS, (limit or sys.maxsize) - pulled.rows),
-                    at,
-                )
-                numbers = range(pulled.rows, pulled.rows + len(taken))
-                batch, rejects = dicts.as_scan(taken, numbers, columns, at, skip=self._skip)
+                count = min(BLOCK_ROWS, (limit or sys.maxsize) - pulled.rows)
+                taken = dicts.next_rows(pulled.iterator, pulled.rows, count, at)
+                batch, rejects = given.scanned(taken, pulled.rows, columns, shard)
+                data = memoryview(batch.serialize())
+                pulled.places.append((self._append(data), len(data)))
             except BaseException:
                 _close(pulled.iterator)
                 # an iterator that raised looks as if it had ended: another one is begun behind what
                 # is kept
                 pulled.iterator = None
                 raise
-            data = memoryview(batch.serialize())
-            pulled.places.append((self._append(data), len(data)))
             pulled.rejects += rejects
             pulled.num_bytes += batch.nbytes
             pulled.rows += len(taken)
@@ -516,21 +480,21 @@ class _Kept:
 
     def _append(self, data: memoryview) -> int:
         """Where it stands in the file."""
-        if self._file is None:
-            if self._folder is not None:
-                self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(prefix="easypipe-rows-", dir=self._folder)  # noqa: SIM115 (closed with this object)
-        at, done = self._end, 0
-        while done < len(data):
-            done += os.pwrite(self._file.fileno(), data[done:], at + done)
-        self._end += done
-        return at
+        folder = self._given.folder
+        with self._lock:
+            if self._file is None:
+                if folder is not None:
+                    folder.mkdir(parents=True, exist_ok=True)
+                self._file = tempfile.TemporaryFile(prefix="easypipe-rows-", dir=folder)  # noqa: SIM115 (closed with this object)
+            at = self._file.seek(0, os.SEEK_END)
+            self._file.write(data)
+            self._file.flush()
+            return at
 
     def _bytes(self, at: int, size: int) -> bytes:
-        data = os.pread(self._file.fileno(), size, at)
-        while len(data) < size:
-            data += os.pread(self._file.fileno(), size - len(data), at + len(data))
-        return data
+        with self._lock:
+            self._file.seek(at)
+            return self._file.read(size)
 
 
 class _Pulled:

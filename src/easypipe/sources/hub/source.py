@@ -196,9 +196,6 @@ class HuggingFaceShardedSource(Source):
     def select(self, columns: Sequence[str]) -> FileSource:
         return self._open().select(columns)
 
-    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        return self._open().read(shard, start, stop)
-
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         return self._open().scan(shard, start, stop)
 
