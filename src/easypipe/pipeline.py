@@ -24,7 +24,7 @@ from easypipe.core.protocols import (
     BaseStage,
     PipelineContext,
     ProgressListener,
-    ShardedSource,
+    Sources,
     Transform,
     silent,
 )
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 class _Step(NamedTuple):
     stage: BaseStage
-    data: dict[str, ShardedSource]  # what the stage made
+    data: Sources  # what the stage made
 
 
 class Pipeline:
@@ -212,7 +212,7 @@ class Pipeline:
             )
         return self._add(stage)
 
-    def get_data(self) -> dict[str, ShardedSource]:
+    def get_data(self) -> Sources:
         """The sources by name, as the chain stands; {} before `source()`."""
         return dict(self._plan[-1].data) if self._plan else {}
 
@@ -459,7 +459,7 @@ class Pipeline:
         return books
 
     @staticmethod
-    def _only(step: _Step) -> dict[str, ShardedSource]:
+    def _only(step: _Step) -> Sources:
         if len(step.data) != 1:
             names = ", ".join(repr(name) for name in step.data)
             raise StageOrderError(
@@ -521,7 +521,7 @@ class Pipeline:
         for step in steps:
             self._add(step.stage)
 
-    def _sources(self, stage: BaseStage, made: Any) -> dict[str, ShardedSource]:
+    def _sources(self, stage: BaseStage, made: Any) -> Sources:
         """What a stage of the user's made, each a source that every stage knows how to read."""
         require(
             isinstance(made, Mapping),

@@ -13,7 +13,7 @@ from easypipe.core.protocols import (
     BaseStage,
     PipelineContext,
     Reject,
-    ShardedSource,
+    Sources,
     TokenInfo,
     left_out,
 )
@@ -118,15 +118,13 @@ class EncodeStage(BaseStage):
     def __init__(self, tokenizer: TokenizerLike, column: str) -> None:
         super().__init__()
         self._transform, self._column = EncodeTexts(tokenizer, column), column
-        self._made: dict[str, ShardedSource] = {}
+        self._made: Sources = {}
 
     @property
     def name(self) -> str:
         return "tokenize"
 
-    def process(
-        self, data: dict[str, ShardedSource], context: PipelineContext
-    ) -> dict[str, ShardedSource]:
+    def process(self, data: Sources, context: PipelineContext) -> Sources:
         for name, source in data.items():
             if name not in self._made:
                 require_text(source, self._column, name)

@@ -126,6 +126,9 @@ class ShardedSource(Protocol):
         ...
 
 
+Sources = dict[str, ShardedSource]  # what stages hand on: datasets by name
+
+
 class ShardedDataSource:
     """Shards by name, to read rows one at a time; the base of a source of your own.
 
@@ -461,9 +464,7 @@ class BaseStage(ABC):
     def name(self) -> str: ...
 
     @abstractmethod
-    def process(
-        self, data: dict[str, ShardedSource], context: PipelineContext
-    ) -> dict[str, ShardedSource]:
+    def process(self, data: Sources, context: PipelineContext) -> Sources:
         """Pure: reads no rows, so that schemas and errors are known before data moves."""
 
 

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.ledger import Ledger
-from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Source, info_of
+from easypipe.core.protocols import (
+    BaseStage,
+    PipelineContext,
+    ShardedSource,
+    Source,
+    Sources,
+    info_of,
+)
 from easypipe.core.publication import Publication, Pushed
 from easypipe.save.config import SaveStageConfig
 from easypipe.save.documents import CachedDocuments
@@ -64,9 +71,7 @@ class SaveStage(BaseStage):
     def name(self) -> str:
         return "save"
 
-    def process(
-        self, data: dict[str, ShardedSource], context: PipelineContext
-    ) -> dict[str, ShardedSource]:
+    def process(self, data: Sources, context: PipelineContext) -> Sources:
         for target in self.targets(data, context):
             planned = planned_of(target.source)
             require(
@@ -79,7 +84,7 @@ class SaveStage(BaseStage):
                 check_json(target.source.schema)
         return data
 
-    def write(self, data: dict[str, ShardedSource], context: PipelineContext) -> list[SavedFolder]:
+    def write(self, data: Sources, context: PipelineContext) -> list[SavedFolder]:
         """Writes every dataset of `data`. Raises ConfigError where a folder holds something else,
         StorageError where writing fails.
         """

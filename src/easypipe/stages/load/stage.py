@@ -12,7 +12,7 @@ from easypipe.cache.reader import TokenCache
 from easypipe.core.aligned import SOURCE_IDS
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
-from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
+from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Sources, info_of
 from easypipe.core.schema import SEGMENT_IDS
 from easypipe.core.values import Arguments, Int32
 from easypipe.loader.collate import CollateConfig
@@ -27,14 +27,13 @@ from easypipe.plan.buckets import bucket_widths, length_counts
 from easypipe.stages.config import datasets_of, settings_of, tokenizer_config_of
 from easypipe.stages.decoding import decoder_of
 from easypipe.stages.load.forward import ForwardDocuments
-from easypipe.stages.mix.mixture import Mixture, planned_of
+from easypipe.stages.mix.mixture import PlannedSource, planned_of
 from easypipe.stages.mix.stage import MixedShardedSource
-from easypipe.stages.pack.stage import PackedShardedSource, mixture_of, packed_of
+from easypipe.stages.pack.stage import mixture_of
 from easypipe.stages.tokenize.documents import (
     aligned_columns,
     require_documents,
     require_tokens,
-    token_info,
     tokenized_of,
     tokenizer_of,
 )
@@ -54,9 +53,7 @@ class LoadStage(BaseStage):
     def name(self) -> str:
         return "load"
 
-    def process(
-        self, data: dict[str, ShardedSource], context: PipelineContext
-    ) -> dict[str, ShardedSource]:
+    def process(self, data: Sources, context: PipelineContext) -> Sources:
         """Raises StageOrderError for text, ConfigError for a policy that packed rows have not."""
         found = {name: _with_policy(name, source, context) for name, source in data.items()}
         return {name: _stepped(source, self.config) for name, source in found.items()}
@@ -66,46 +63,57 @@ class LoadStage(BaseStage):
         first batch needs; all of it where a document that is longer than a row is an error. In
         streaming it reads no rows.
         """
-        options, streaming = self._options(name, source), settings_of(context).streaming
+        streaming = settings_of(context).streaming
+        # packed and saved: in the order in which the rows stand, which packing has shuffled
+        saved = SEGMENT_IDS in source.schema.names and planned_of(source) is None
+        planned = None if saved else as_planned(name, source, context, stage="load")
+        options = self._options(name, planned)
         decoder = remember = None
         if streaming:
-            rows = _stream_rows(name, source, context, options)
+            rows = _stream_rows(name, planned, context, options)
             seed = rows.spec.plan.seed
         else:
-            rows, seed = self._rows(name, source, context, options.num_epochs), context.seed
+            rows: Rows = (
+                _stored_rows(name, source, context, options.num_epochs)
+                if planned is None
+                else planned.rows(options.num_epochs)
+            )
+            seed = context.seed
             require_a_batch(name, rows, options)
             decoder = decoder_of(source)
         if options.source_ids:
             rows = _with_source_ids(rows)
-        if isinstance(rows, PlannedRows):
-            mixture, plan = mixture_of(name, source, context, stage="load"), rows.plan
-            remember = partial(mixture.remember, plan)
+        if isinstance(rows, PlannedRows) and planned is not None:
+            remember = partial(planned.mixture.remember, rows.plan)
             if (
-                plan.spec.pack is not None
-                and plan.spec.pack.oversize == "error"
+                planned.packing is not None
+                and planned.packing.oversize == "error"
                 and rows.num_rows is not None
             ):
                 remember()
+        parts = {name: source} if planned is None else planned.mixture.parts
+        of = _tokenizer_options(*next(iter(parts.items())), context)
         return Loader(
             rows,
             options,
             seed=seed,
-            collate=self._collate(name, source, context, None if streaming else rows),
+            collate=_collate(of, planned, None if streaming else rows),
             name=f"loader of {name!r}",
             decoder=decoder,
             remember=remember,
         )
 
-    def _options(self, name: str, source: ShardedSource) -> LoadStageConfig:
+    def _options(self, name: str, planned: PlannedSource | None) -> LoadStageConfig:
         """The config, with no number of epochs where the mixture has none, and with what packing
         says of the order of rows.
         """
         options = self.config
-        packed, planned = packed_of(source), planned_of(source)
-        factor = None if packed is None else packed.config.shuffle_buffer_factor
+        if planned is None:
+            return options
+        factor = planned.shuffle_buffer_factor
         if factor is not None and options.shuffle_buffer_size is None:
             options = dataclasses.replace(options, shuffle_buffer_size=factor * options.batch_size)
-        if planned is None or not planned.mixture.restarts:
+        if not planned.mixture.restarts:
             return options
         if options.num_epochs not in (1, None):
             why = (
@@ -121,50 +129,52 @@ class LoadStage(BaseStage):
             )
         return dataclasses.replace(options, num_epochs=None)
 
-    def _rows(
-        self, name: str, source: ShardedSource, context: PipelineContext, num_epochs: int | None
-    ) -> Rows:
-        if (packed := packed_of(source)) is not None:
-            return packed.rows(num_epochs)
-        info = token_info(source)
-        # packed and saved: in the order in which the rows stand, which packing has shuffled
-        if SEGMENT_IDS in source.schema.names:
-            return StoredRows(
-                source,
-                seq_length=None if info is None else info.seq_length,
-                pad_token_id=0 if info is None or info.pad_token_id is None else info.pad_token_id,
-                num_epochs=num_epochs,
-                tokenizer_fingerprint="" if info is None else info.tokenizer_fingerprint,
-                aligned=aligned_columns(name, source, context),
-            )
-        return mixture_of(name, source, context, stage="load").documents(num_epochs)
 
-    def _collate(
-        self, name: str, source: ShardedSource, context: PipelineContext, rows: Rows | None
-    ) -> CollateConfig:
-        packed, planned = packed_of(source), planned_of(source)
-        parts = {name: source} if planned is None else planned.mixture.parts
-        first, origin = next(iter(parts.items()))
-        options = _tokenizer_options(first, origin, context)
-        rule: Arguments = {}
-        if packed is not None:
-            rule["segment_ids"] = packed.config.include_segment_ids
-        if options is not None:
+def as_planned(
+    name: str, source: ShardedSource, context: PipelineContext, *, stage: str
+) -> PlannedSource:
+    """The source, where a plan gives its rows; else the documents of a dataset on its own, as they
+    are drawn.
+    """
+    planned = planned_of(source)
+    if planned is not None:
+        return planned
+    return MixedShardedSource(mixture_of(name, source, context, stage=stage))
+
+
+def _stored_rows(
+    name: str, source: ShardedSource, context: PipelineContext, num_epochs: int | None
+) -> StoredRows:
+    info = info_of(source).tokens
+    return StoredRows(
+        source,
+        seq_length=None if info is None else info.seq_length,
+        pad_token_id=0 if info is None or info.pad_token_id is None else info.pad_token_id,
+        num_epochs=num_epochs,
+        tokenizer_fingerprint="" if info is None else info.tokenizer_fingerprint,
+        aligned=aligned_columns(name, source, context),
+    )
+
+
+def _collate(
+    options: TokenizerConfig | None, planned: PlannedSource | None, rows: Rows | None
+) -> CollateConfig:
+    """rows: None where they are read forward."""
+    rule: Arguments = {"segment_ids": planned is None or planned.include_segment_ids}
+    if options is not None:
+        rule |= {
+            "attention_mask": options.return_attention_mask,
+            # these three are refused where rows are packed
+            "padding_side": options.padding_side,
+            "pad_to_multiple_of": options.pad_to_multiple_of,
+            "length_buckets": _widths(options.length_buckets, rows),
+        }
+        if planned is not None and planned.packing is None:  # else rows are full already
             rule |= {
-                "attention_mask": options.return_attention_mask,
-                # these three are refused where rows are packed
-                "padding_side": options.padding_side,
-                "pad_to_multiple_of": options.pad_to_multiple_of,
-                "length_buckets": _widths(options.length_buckets, rows),
+                "padding": options.padding,
+                "max_length": options.max_length if options.padding == "max_length" else None,
             }
-            if (
-                packed is None and SEGMENT_IDS not in source.schema.names
-            ):  # else rows are full already
-                rule |= {
-                    "padding": options.padding,
-                    "max_length": options.max_length if options.padding == "max_length" else None,
-                }
-        return CollateConfig(**rule)
+    return CollateConfig(**rule)
 
 
 def _with_policy(name: str, source: ShardedSource, context: PipelineContext) -> ShardedSource:
@@ -248,13 +258,11 @@ def _stepped(source: ShardedSource, options: LoadStageConfig) -> ShardedSource:
     """The source; where its weights follow the training step, one that knows how many rows a step
     has.
     """
-    planned, packed = planned_of(source), packed_of(source)
+    planned = planned_of(source)
     mixture = None if planned is None else planned.mixture.for_load(options)
     if planned is None or mixture is None or mixture is planned.mixture:
         return source
-    if packed is None:
-        return MixedShardedSource(mixture)
-    return PackedShardedSource(mixture, packed.config)
+    return planned.over(mixture)
 
 
 def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
@@ -274,20 +282,22 @@ def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
 
 
 def _stream_rows(
-    name: str, source: ShardedSource, context: PipelineContext, config: LoadStageConfig
+    name: str, planned: PlannedSource | None, context: PipelineContext, config: LoadStageConfig
 ) -> StreamRows:
-    """The rows of `source`, read forward. Reads none of them."""
-    packed = packed_of(source)
-    require(
-        SEGMENT_IDS not in source.schema.names or packed is not None,
-        "streaming",
-        f"the rows of dataset {name!r} are packed already: they are counted, and read "
-        "where they lie",
-        "Leave streaming out.",
+    """The rows of `planned`, read forward. Reads none of them."""
+    if planned is None:
+        raise ConfigError(
+            at="streaming",
+            problem=f"the rows of dataset {name!r} are packed already: they are counted, and read "
+            "where they lie",
+            fix="Leave streaming out.",
+        )
+    spec, pad, mixture = (
+        _stream_spec(planned, context, config),
+        planned.pad_token_id,
+        planned.mixture,
     )
-    mixture = mixture_of(name, source, context, stage="load")
-    spec, pad = _stream_spec(mixture, packed, context, config)
-    tokens = [token_info(part) for part in mixture.parts.values()]
+    tokens = [info_of(part).tokens for part in mixture.parts.values()]
     prints = ["" if info is None else info.tokenizer_fingerprint for info in tokens]
     workers = [
         part.writer.num_workers
@@ -310,12 +320,10 @@ def _stream_rows(
 
 
 def _stream_spec(
-    mixture: Mixture,
-    packed: PackedShardedSource | None,
-    context: PipelineContext,
-    config: LoadStageConfig,
-) -> tuple[streams.StreamSpec, int]:
-    """What decides the rows of a stream beside its data; and the token that fills them up."""
+    planned: PlannedSource, context: PipelineContext, config: LoadStageConfig
+) -> streams.StreamSpec:
+    """What decides the rows of a stream beside its data."""
+    mixture = planned.mixture
     sizes = [config.batch_size, *(size for _, size in config.batch_size_schedule)]
     num_streams = settings_of(context).num_streams or default_streams(*sizes)
     check_streams(num_streams, config)
@@ -326,10 +334,7 @@ def _stream_spec(
             batch_sizes=tuple((step, size // num_streams) for step, size in schedule.batch_sizes),
         )
     shuffle, docs = mixture.spec.order.shuffle, config.shuffle_buffer_size
-    pad, eos, pack = mixture.pad_token_id, None, None
-    if packed is not None:
-        pad, eos, pack = packed.pad_token_id, packed.eos_token_ids, packed.config.spec()
-        eos = packed.eos_token_id if len(set(eos)) < 2 else eos
+    eos, pack = planned.eos_token_ids, planned.packing
     plan = dataclasses.replace(
         mixture.spec,
         num_epochs=config.num_epochs,
@@ -343,7 +348,7 @@ def _stream_spec(
         num_streams=num_streams,
         shuffle=shuffle,
         shuffle_window=shuffle or docs is not None,
-        eos=eos,
-        joined=packed is not None and packed.joined,
-        train_continued=packed is not None and packed.config.train_continued,
-    ), pad
+        eos=planned.eos_token_id if len(set(eos)) < 2 else eos,
+        joined=planned.joined,
+        train_continued=planned.train_continued,
+    )

@@ -5,19 +5,30 @@ Nothing is tokenized before a plan is asked for.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Self
 
+import pyarrow as pa
+
 from easypipe.cache.reader import TokenCache
 from easypipe.core.aligned import AlignedColumn
 from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import require
-from easypipe.core.protocols import PipelineContext, ShardedSource, Source, TokenInfo, info_of
+from easypipe.core.protocols import (
+    PipelineContext,
+    Shard,
+    ShardedSource,
+    Source,
+    TokenInfo,
+    info_of,
+)
 from easypipe.core.schema import LOSS_MASK
 from easypipe.core.values import Int32, Int64, Json, Record
 from easypipe.loader.config import LoadStageConfig
@@ -184,15 +195,6 @@ class Mixture:
             self._plans[choice] = self._make(*choice)
         return self._plans[choice]
 
-    def documents(self, num_epochs: int | None = 1) -> PlannedRows:
-        """Every document a row of its own, as it is stored."""
-        return PlannedRows(
-            self.plan(None, num_epochs=num_epochs),
-            self._caches,
-            eos_token_id=None,
-            pad_token_id=self.pad_token_id,
-        )
-
     def gather(self, dataset: Int32, docs: Int64) -> Tokens:
         """The stored tokens of documents `docs` (Int64[n]) of the datasets numbered `dataset`
         (Int32[n]).
@@ -257,20 +259,83 @@ class Mixture:
 class PlannedSource(Source):
     """Rows that a plan over a mixture's documents gives: the documents as they are drawn, or packed
     rows. They are counted once they are prepared; without end they have no count.
+
+    kind: the first word of its digests, and the name of its shard.
+    packing: how documents are laid into rows; None: each is a row of its own, as it is stored.
+    eos_token_ids: what ends the documents of each dataset that lack it; () where nothing does.
+    joined, train_continued: as PlannedRows has them. shuffle_buffer_factor, include_segment_ids: as
+    PackStageConfig has them.
     """
 
-    mixture: Mixture
-    _num_rows: int | None = None
+    kind: str
+    packing: PackSpec | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    joined = train_continued = False
+    shuffle_buffer_factor: int | None = None
+    include_segment_ids = True
+
+    def __init__(self, mixture: Mixture) -> None:
+        self.mixture = mixture
+        self._num_rows: int | None = None
+        self._rows: dict[int | None, PlannedRows] = {}
+
+    @property
+    @abstractmethod
+    def schema(self) -> pa.Schema: ...
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        rows = self._num_rows
+        num_bytes = (rows or 0) * (self.info.bytes_per_row or 0)
+        return (Shard(name=self.kind, num_rows=rows, num_bytes=num_bytes),)
+
+    @property
+    def fingerprint(self) -> str:
+        packing = () if self.packing is None else (self.packing,)
+        return digest(self.kind, self.mixture.description, *packing, *self._ends())
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.eos_token_ids[0] if self.eos_token_ids else None
+
+    @property
+    def pad_token_id(self) -> int:
+        return self.mixture.pad_token_id
+
+    def over(self, mixture: Mixture) -> Self:
+        """These rows of another mixture of the same datasets."""
+        twin = copy.copy(self)
+        twin.mixture, twin._num_rows, twin._rows = mixture, None, {}
+        return twin
 
     def plan(self, num_epochs: int | None = 1) -> Plan:
         """Tokenizes what is not tokenized yet."""
-        return self.mixture.plan(None, num_epochs=num_epochs)
+        return self.mixture.plan(self.packing, num_epochs=num_epochs, eos=self.eos_token_id)
+
+    def rows(self, num_epochs: int | None = 1) -> PlannedRows:
+        """The rows of `num_epochs` epochs (None: of all there ever are) as a loader gathers
+        them.
+        """
+        if num_epochs not in self._rows:
+            self._rows[num_epochs] = PlannedRows(
+                self.plan(num_epochs),
+                self.mixture.prepare(),
+                eos_token_id=self.eos_token_ids or None,
+                pad_token_id=self.pad_token_id,
+                joined=self.joined,
+                train_continued=self.train_continued,
+            )
+        return self._rows[num_epochs]
 
     def content(self) -> str:
         """Digest of the rows themselves: the same wherever their documents come from. Prepares
         them.
         """
-        return digest("mixed", self.plan().fingerprint)
+        return digest(self.kind, self.plan().fingerprint, *self._ends())
+
+    def _ends(self) -> list[int | str | None]:
+        """What of a row the plan does not say."""
+        return []
 
     def prepare(self, num_epochs: int | None = 1) -> Self:
         """Tokenizes and plans what is not. Raises PlanError where no document fits into a row."""

@@ -10,15 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.cache.location import cache_folder
-from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError
-from easypipe.core.protocols import (
-    BaseStage,
-    PipelineContext,
-    Shard,
-    ShardedSource,
-    SourceInfo,
-)
+from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, SourceInfo, Sources
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SOURCE, token_dtype, token_list
 from easypipe.plan.mix import integer_weights
 from easypipe.plan.mix_schedule import Schedule
@@ -51,9 +44,7 @@ class MixStage(BaseStage):
     def name(self) -> str:
         return "mix"
 
-    def process(
-        self, data: dict[str, ShardedSource], context: PipelineContext
-    ) -> dict[str, ShardedSource]:
+    def process(self, data: Sources, context: PipelineContext) -> Sources:
         config, names = self.config, list(data)
         config.check_names(names)
         parts = {
@@ -114,8 +105,7 @@ class MixedShardedSource(PlannedSource):
     reads nothing; `prepare()` counts its rows. An endless mixture has no row count.
     """
 
-    def __init__(self, mixture: Mixture) -> None:
-        self.mixture = mixture
+    kind = "mixed"
 
     @classmethod
     def of(
@@ -171,14 +161,6 @@ class MixedShardedSource(PlannedSource):
         aligned = tuple(column.name for column in self.mixture.aligned)
         mixture = self.mixture
         return SourceInfo(tokens=mixture.tokens, pairs=mixture.paired, aligned=aligned)
-
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        return (Shard(name="mixed", num_rows=self._num_rows),)
-
-    @property
-    def fingerprint(self) -> str:
-        return digest("mixed", self.mixture.description)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         assert shard == 0, f"a mixture has one shard, not {shard + 1}"

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from easypipe.core.aligned import LOOK_AHEAD_WEIGHT, LOSS_WEIGHTS
-from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import (
     BaseStage,
     PipelineContext,
-    Shard,
     ShardedSource,
     SourceInfo,
+    Sources,
     TokenInfo,
 )
 from easypipe.core.schema import (
@@ -32,8 +30,7 @@ from easypipe.core.schema import (
     token_dtype,
 )
 from easypipe.core.values import Int64
-from easypipe.loader.rows.planned import PlannedRows
-from easypipe.plan.windows import Plan, PlanSpec
+from easypipe.plan.windows import PlanSpec
 from easypipe.stages.config import settings_of
 from easypipe.stages.mix.mixture import Mixture, PlannedSource, planned_of
 from easypipe.stages.pack.config import PackStageConfig
@@ -60,9 +57,7 @@ class PackStage(BaseStage):
     def name(self) -> str:
         return "pack"
 
-    def process(
-        self, data: dict[str, ShardedSource], context: PipelineContext
-    ) -> dict[str, ShardedSource]:
+    def process(self, data: Sources, context: PipelineContext) -> Sources:
         if not self.config.enabled:
             return data
         if self.config.num_packers is not None and self.config.strategy != "pool":
@@ -115,10 +110,14 @@ class PackedShardedSource(PlannedSource):
     those of an endless mixture.
     """
 
+    kind = "packed"
+
     def __init__(self, mixture: Mixture, config: PackStageConfig) -> None:
-        self.mixture = mixture
-        self.config = config
-        self.joined = config.segments == "row"
+        super().__init__(mixture)
+        self.config, self.packing = config, config.spec()
+        self.joined, self.train_continued = config.segments == "row", config.train_continued
+        self.shuffle_buffer_factor = config.shuffle_buffer_factor
+        self.include_segment_ids = config.include_segment_ids
         require(
             not self.joined or not mixture.provenance,
             "mix.provenance",
@@ -128,11 +127,12 @@ class PackedShardedSource(PlannedSource):
         )
         if mixture.paired:
             _check_pairs(config)
-        # of each dataset; they differ where the tokenizers do; () where none is
         self.eos_token_ids = _eos(mixture, config)
-        self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
-        self.pad_token_id = _pad(mixture, config, self.eos_token_id)
-        self._rows: dict[int | None, PlannedRows] = {}
+        self._pad_token_id = _pad(mixture, config, self.eos_token_id)
+
+    @property
+    def pad_token_id(self) -> int:
+        return self._pad_token_id
 
     @property
     def info(self) -> SourceInfo:
@@ -183,44 +183,14 @@ class PackedShardedSource(PlannedSource):
             len(fields) - len(lists)
         )
 
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        rows = self._num_rows
-        num_bytes = (rows or 0) * self.bytes_per_row
-        return (Shard(name="packed", num_rows=rows, num_bytes=num_bytes),)
-
-    @property
-    def fingerprint(self) -> str:
-        return digest("packed", self.mixture.description, self.config.spec(), *self._ends())
-
-    def content(self) -> str:
-        return digest("packed", self.plan().fingerprint, *self._ends())
-
-    def _ends(self) -> list[Any]:
-        """What of a row the plan does not say."""
-        more: list[Any] = (["provenance"] if self.mixture.provenance else []) + (
-            ["joined"] if self.joined else []
-        )
-        more += ["held"] if self.config.holds and self.mixture.has_loss_mask else []
+    def _ends(self) -> list[int | str | None]:
+        told = {
+            "provenance": self.mixture.provenance,
+            "joined": self.joined,
+            "held": self.config.holds and self.mixture.has_loss_mask,
+        }
+        more = [name for name, holds in told.items() if holds]
         return [self.eos_token_id, self.pad_token_id, *more]
-
-    def plan(self, num_epochs: int | None = 1) -> Plan:
-        return self.mixture.plan(self.config.spec(), num_epochs=num_epochs, eos=self.eos_token_id)
-
-    def rows(self, num_epochs: int | None = 1) -> PlannedRows:
-        """The rows of `num_epochs` epochs (None: of all there ever are) as a loader gathers
-        them.
-        """
-        if num_epochs not in self._rows:
-            self._rows[num_epochs] = PlannedRows(
-                self.plan(num_epochs),
-                self.mixture.prepare(),
-                eos_token_id=self.eos_token_ids or None,
-                pad_token_id=self.pad_token_id,
-                joined=self.joined,
-                train_continued=self.config.train_continued,
-            )
-        return self._rows[num_epochs]
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         assert shard == 0, f"packed rows are one shard, not {shard + 1}"
@@ -255,11 +225,6 @@ class PackedShardedSource(PlannedSource):
             pa.array(list(self.mixture.parts), pa.string()),
         )
         return pa.LargeListArray.from_arrays(pa.array(offsets), names.cast(pa.string()))
-
-
-def packed_of(source: ShardedSource) -> PackedShardedSource | None:
-    """The source, where its rows are packed here."""
-    return source if isinstance(source, PackedShardedSource) else None
 
 
 def _tell_uncut(mixture: Mixture, seq_length: int) -> None:

@@ -7,7 +7,6 @@ from easypipe.core.protocols import ShardedSource
 from easypipe.loader.rows.targets import count_targets, stream_start
 from easypipe.plan.plan_stats import DatasetStats
 from easypipe.stages.mix.mixture import Mixture, PlannedSource, planned_of
-from easypipe.stages.pack.stage import PackedShardedSource, packed_of
 from easypipe.stages.tokenize.documents import is_documents
 
 # targets of pieces that go on with a conversation or completion of another row
@@ -25,23 +24,21 @@ def ledger_of(name: str, source: ShardedSource) -> Ledger:
         for cache in planned.mixture.prepare():
             ledger.extend(cache.ledger)
         if not planned.mixture.endless:
-            _plan_entries(ledger, name, planned, packed_of(source))
+            _plan_entries(ledger, name, planned)
     ledger.check()
     return ledger
 
 
-def _plan_entries(
-    ledger: Ledger, whole: str, planned: PlannedSource, packed: PackedShardedSource | None
-) -> None:
+def _plan_entries(ledger: Ledger, whole: str, planned: PlannedSource) -> None:
     """documents of all passes → drawn → placed; tokens drawn, EOS added → placed → targets; slots →
     tokens and padding.
     """
-    mixture, plan, stage = planned.mixture, planned.plan(), "pack" if packed else "mix"
-    stats, joined = plan.stats(), packed is not None and packed.joined
+    mixture, plan, packed = planned.mixture, planned.plan(), planned.packing is not None
+    stage, stats, joined = "pack" if packed else "mix", plan.stats(), planned.joined
     first = stream_start(plan) if joined else -1  # the one dataset whose first token is no target
     trained = None
     if mixture.has_loss_mask:  # the one number that lengths do not tell
-        hold = packed is not None and packed.rows().hold
+        hold = packed and planned.rows().hold
         trained = count_targets(plan, mixture.prepare(), stats.rows, joined=joined, hold=hold)
     for i, (name, part) in enumerate(stats.datasets.items()):
         passes = {"passes x documents": part.passes * part.num_docs}

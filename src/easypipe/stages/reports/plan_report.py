@@ -21,9 +21,8 @@ from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.steps import Begin, Steps
 from easypipe.plan.plan_stats import PlanStats
 from easypipe.plan.windows import Plan
-from easypipe.stages.load.stage import LoadStage
+from easypipe.stages.load.stage import LoadStage, as_planned
 from easypipe.stages.mix.mixture import Mixture, planned_of
-from easypipe.stages.pack.stage import mixture_of, packed_of
 from easypipe.stages.reports.shares import (
     StepShares,
     asked_between,
@@ -203,10 +202,11 @@ def _planned(
     """Of rows that are planned over token caches."""
     # weights that follow the step ask how many rows one has
     source = LoadStage(load).process({name: source}, context)[name]
-    mixture = mixture_of(name, source, context, stage="plan")
+    planned = as_planned(name, source, context, stage="plan")
+    mixture, packed = planned.mixture, planned.packing is not None
     prepared = require_prepared(mixture, prepare=asked.prepare)
-    num_epochs, packed = None if mixture.restarts else load.num_epochs, packed_of(source)
-    plan = packed.plan(num_epochs) if packed else mixture.plan(None, num_epochs=num_epochs)
+    num_epochs = None if mixture.restarts else load.num_epochs
+    plan = planned.plan(num_epochs)
     run = _Run.of(load, plan.num_rows, asked)
     start, stop = run.reached.start, run.reached.stop
     drawn = documents_drawn(plan, start)
@@ -220,7 +220,7 @@ def _planned(
     notes += run.notes(name)
     notes += [note for d in datasets for note in _dataset_notes(d, mixture, plan)]
     notes += _mixture_notes(mixture, stats, whole=run.steps == run.available)
-    if packed and packed.rows(num_epochs).hold and not mixture.paired:
+    if packed and planned.rows(num_epochs).hold and not mixture.paired:
         notes += _continued_notes(mixture, stats)
     notes += [*strange, *late_stages(plan, run.counted, run.steps)]
     if (said := unlike_weights(mixture, plan, requested)) is not None:
@@ -229,7 +229,7 @@ def _planned(
     if asked.saves:
         saved = sum(cache.total_tokens * cache.buffers().id_bytes for cache in mixture.prepare())
         if packed and not mixture.endless:
-            saved = packed.prepare().shards[0].num_bytes
+            saved = planned.prepare().shards[0].num_bytes
     return dataclasses.replace(
         run.report(name),
         unit=mixture.spec.unit,

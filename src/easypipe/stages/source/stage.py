@@ -12,6 +12,7 @@ from easypipe.core.protocols import (
     PipelineContext,
     ShardedSource,
     Source,
+    Sources,
     info_of,
     select,
 )
@@ -53,9 +54,7 @@ class SourceStage(BaseStage):
     def name(self) -> str:
         return "source"
 
-    def process(
-        self, data: dict[str, ShardedSource], context: PipelineContext
-    ) -> dict[str, ShardedSource]:
+    def process(self, data: Sources, context: PipelineContext) -> Sources:
         opened = dict(data)
         datasets = datasets_of(context)
         if not opened and not datasets:

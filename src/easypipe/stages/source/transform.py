@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from easypipe.core.errors import SourceError, require, require_known
-from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Transform
+from easypipe.core.protocols import BaseStage, PipelineContext, Sources, Transform
 from easypipe.stages.config import datasets_of
 from easypipe.transforms.columns.base import TransformedSource, as_transform
 
@@ -41,9 +41,7 @@ class TransformStage(BaseStage):
     def name(self) -> str:
         return "transform"
 
-    def process(
-        self, data: dict[str, ShardedSource], context: PipelineContext
-    ) -> dict[str, ShardedSource]:
+    def process(self, data: Sources, context: PipelineContext) -> Sources:
         """Raises ConfigError for a dataset that does not exist, SourceError naming the dataset
         where columns do not fit.
         """

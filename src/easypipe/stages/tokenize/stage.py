@@ -11,7 +11,7 @@ from typing import Any
 from easypipe.cache.location import cache_folder_of
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require, require_known
-from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
+from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Sources
 from easypipe.core.schema import INPUT_IDS, data_columns
 from easypipe.core.values import Arguments
 from easypipe.stages.config import datasets_of, settings_of
@@ -35,9 +35,7 @@ class TokenizeStage(BaseStage):
     def name(self) -> str:
         return "tokenize"
 
-    def process(
-        self, data: dict[str, ShardedSource], context: PipelineContext
-    ) -> dict[str, ShardedSource]:
+    def process(self, data: Sources, context: PipelineContext) -> Sources:
         """Raises ConfigError where a dataset has no tokenizer, TokenizerError where it does not
         load, SourceError for a missing column.
         """
@@ -49,7 +47,7 @@ class TokenizeStage(BaseStage):
         loaded: dict[str, Tokenizer] = {}
         pack = settings_of(context).pack
         room = pack.seq_length if pack is not None and pack.holds else None
-        result: dict[str, ShardedSource] = {}
+        result: Sources = {}
         for name, source in data.items():
             if INPUT_IDS in source.schema.names:
                 logger.info(
