@@ -54,6 +54,7 @@ from easypipe.loader.state import LoaderState
 from easypipe.loader.streams import feed, spec
 from easypipe.loader.streams.feed import Place
 from easypipe.loader.streams.state import StreamState, from_text, to_text
+from easypipe.sources.formats import forward
 from easypipe.sources.formats.forward import ForwardSource, open_forward
 from easypipe.sources.open import open_files
 from easypipe.sources.splits import limited
@@ -731,6 +732,41 @@ def test_num_rows_are_the_first_lines(
     assert all(source.at_end(i, source._cuts[i]) for i in range(len(source.shards)))
     others = [open_forward(str(folder), num_rows=other) for other in (num_rows + 1, None)]
     assert source.fingerprint not in [other.fingerprint for other in others if other is not None]
+
+
+@pytest.mark.parametrize("head", [1, 64, 1 << 20])
+def test_columns_of_lines_follow_from_whole_rows_however_long_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: int
+) -> None:
+    monkeypatch.setattr(forward, "HEAD_BYTES", head)
+    rows = [{"n": i, "text": "x" * 3000, "tags": ["a"]} for i in range(3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_forward(str(tmp_path))
+    assert source is not None
+    assert [(f.name, str(f.type)) for f in source.schema if f.name != "__row_number__"] == [
+        ("n", "int64"),
+        ("text", "large_string"),
+        ("tags", "large_list<item: large_string>"),
+    ]
+    assert source.read(0, 0, 1 << 20)["n"].to_pylist() == [0, 1, 2]
+
+
+def test_all_that_decides_rows_read_forward_is_in_their_fingerprint(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "n": 1}\n' * 3)
+
+    def opened(**options: Any) -> str:
+        source = open_forward(str(path), **options)
+        assert source is not None
+        columns = options.get("type") != "txt" and ["n"]
+        return f"{source.fingerprint} {source.select(columns).fingerprint if columns else ''}"
+
+    ways = [{}, {"type": "txt"}, {"num_rows": 2}, {"num_rows": 3}]
+    prints = [one for way in ways for one in opened(**way).split()]
+    assert prints == [one for way in ways for one in opened(**way).split()]
+    path.write_text('{"text": "b", "n": 12}\n' * 3)
+    prints += [one for way in ways for one in opened(**way).split()]
+    assert len(set(prints)) == len(prints) == 14
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt.gz", "a.parquet"])

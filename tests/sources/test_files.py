@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import os
 from pathlib import Path
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import feather
 
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.core.schema import ROW_NUMBER
@@ -308,3 +310,34 @@ def test_brackets_in_a_folder_that_is_there_are_no_pattern(
             assert [file.path for file in resolve(given)] == [str(here / name) for name in names]
     with pytest.raises(MissingFileError, match=r"no such file or folder \(have: a.jsonl, sub\)"):
         resolve("c.jsonl")
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.csv", "a.parquet", "a.feather"]
+)
+def test_a_file_that_was_written_again_is_refused_though_its_size_is_the_same(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / name
+    table = pa.table({"text": ["one", "two", "six"]})
+    lines = b"".join(b'{"text": "%s"}\n' % word for word in (b"one", b"two", b"six"))
+    if name.endswith("parquet"):
+        pq.write_table(table, path)
+    elif name.endswith("feather"):
+        feather.write_feather(table, str(path), compression="uncompressed")
+    else:
+        path.write_bytes(
+            gzip.compress(lines)
+            if name.endswith("gz")
+            else lines
+            if name.endswith("jsonl")
+            else b"text\none\ntwo\nsix\n"
+        )
+    source = open_files(str(path))
+    assert source.shards[0].num_rows
+    status = path.stat()
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1_000_000_000))
+    with pytest.raises(SourceError, match="changed after the source was made"):
+        source.read(0, 1, 2)
+    assert open_files(str(path)).read(0, 1, 2).num_rows == 1

@@ -345,6 +345,24 @@ def test_expand_numbers_the_rows_of_a_row() -> None:
         )
 
 
+@pytest.mark.parametrize("make", EVERY)
+def test_a_row_is_refused_in_its_own_place_for_what_it_is_refused_for_alone(
+    make: Callable[[], Transform],
+) -> None:
+    rows = [
+        {"text": f"t{n}", "n": n, "tags": ["a"] * size, "who": None, "flag": None}
+        for n, size in ((1, 1), (13, 2), (7, 3), (2, 5), (13, 1))
+    ]
+
+    def bad(rows: list[dict[str, Any]], first: int) -> list[tuple[int, str]]:
+        source = TransformedSource(InMemoryShardedSource(table_of(rows)), make(), on_error="skip")
+        most = source.transform.fan_out
+        rejects = source.scan(0, 0, len(rows) * most).rejects
+        return [(r.row + first * most, r.reason) for r in rejects if not r.benign]
+
+    assert bad(rows, 0) == [one for i, row in enumerate(rows) for one in bad([row], i)]
+
+
 def test_what_a_function_does_wrong_is_that_row_s() -> None:
     below = InMemoryShardedSource({"text": ["a", "b", "c"], "n": [1, 13, 7]})
     source = TransformedSource(
