@@ -5,6 +5,7 @@ ledger.
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -335,10 +336,12 @@ def test_streaming_reads_the_same_documents_and_counts_them(tmp_path: Path, poli
         {"prompt": SENTENCES * (i % 4), "completion": f"fox {i} " * (1 + i % 5)} for i in range(40)
     ]
     length = LengthPolicy(policy=policy, overlap=2 if policy == "split" else 0)
+    path = tmp_path / "rows.jsonl"  # whose rows nobody counts where they are streamed
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = []
     for streaming in (False, True):
         config = PipelineConfig(
-            datasets=[dataset(rows, length, 40, prompt=PAIR)],
+            datasets=[dataset(str(path), length, 40, prompt=PAIR)],
             pack=PackStageConfig(seq_length=64),
             load=LoadStageConfig(batch_size=2, drop_last=False),
             seed=3,
@@ -358,7 +361,9 @@ def test_streaming_reads_the_same_documents_and_counts_them(tmp_path: Path, poli
                     segments.append((ids[r][here].tolist(), labels[r][here].tolist()))
         ledger = loader.ledger() if streaming else pipeline.ledger()
         ledger.check()
-        found.append((sorted(segments), ledger.find("lengths", "d", "documents").out))
+        read = ledger.find("stream" if streaming else "tokenize", "d", "rows").into
+        assert read["read"] == len(rows)
+        found.append((sorted(segments), ledger.find("lengths", "d", "documents").out, read))
     assert found[0] == found[1]
 
 
