@@ -275,6 +275,26 @@ def test_the_old_run_stays_readable_until_the_new_one_is_complete(tmp_path: Path
     assert sum(path.suffix == ".parquet" for path in out.iterdir()) == 2
 
 
+def test_what_another_run_left_unfinished_goes_where_one_overwrites_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def hook(what: str, path: str) -> None:
+        if what == "rename" and path.endswith(MANIFEST):
+            raise Killed
+
+    storage.set_fault_hook(hook)
+    with pytest.raises(Killed):
+        packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=3)).build()
+    storage.set_fault_hook(None)
+    (out / "part-of-mine.parquet").write_bytes(b"mine")
+    with pytest.raises(ConfigError, match="holds an unfinished run of something else"):
+        packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=2)).build()
+    packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=2, overwrite=True)).build()
+    shards = {shard.name for shard in SavedSource(out).manifest.shards}
+    assert {path.name for path in out.glob("*.parquet")} == {*shards, "part-of-mine.parquet"}
+    assert not {path.name for path in out.iterdir()} & {"_easypipe-run.json", "_shards"}
+
+
 def test_foreign_files_are_never_taken_or_removed(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
