@@ -234,8 +234,7 @@ class Pipeline:
         before `load()`.
         """
         saves = [step for step in self._plan if isinstance(step.stage, SaveStage)]
-        self._require_source()
-        last = self._plan[-1]
+        last = self._last_step()
         loads = isinstance(last.stage, LoadStage)
         if not saves and not loads:
             raise StageOrderError(
@@ -265,10 +264,8 @@ class Pipeline:
         """Whether every token cache of the chain stands, or it needs none: rows that were saved,
         streaming. Reads no text.
         """
-        self._require_source()
-        return self._config.streaming or all(
-            is_prepared(source) for source in self._plan[-1].data.values()
-        )
+        last = self._last_step()
+        return self._config.streaming or all(map(is_prepared, last.data.values()))
 
     def prepare(self) -> None:
         """Tokenizes what is not tokenized yet and plans what the chain describes, so that building
@@ -277,10 +274,9 @@ class Pipeline:
 
         Raises ConfigError in streaming, which keeps neither.
         """
-        self._require_source()
+        last = self._last_step()
         self._require_cache()
         self._spread()
-        last = self._plan[-1]
         epochs = last.stage.config.num_epochs if isinstance(last.stage, LoadStage) else 1
         prepare_sources(last.data, self._context, epochs)
 
@@ -306,7 +302,7 @@ class Pipeline:
 
     def tokenized(self) -> dict[str, TokenizedShardedSource]:
         """What the last tokenize() tokenizes."""
-        self._require_source()
+        self._last_step()
         data = next(
             (step.data for step in reversed(self._plan) if isinstance(step.stage, TokenizeStage)),
             {},
@@ -345,9 +341,8 @@ class Pipeline:
 
     def loader(self) -> Loader:
         """What `build()` returns after `load()`, with nothing saved."""
-        self._require_source()
+        last = self._last_step()
         self._spread()
-        last = self._plan[-1]
         if not isinstance(last.stage, LoadStage):
             raise StageOrderError(at="", problem="Call load() before loader()")
         [(name, source)] = self._only(last).items()
@@ -362,8 +357,7 @@ class Pipeline:
         """
         from easypipe.interop.grain import BatchesByNumber, RowsByNumber, map_dataset
 
-        self._require_source()
-        if isinstance(self._plan[-1].stage, LoadStage):
+        if isinstance(self._last_step().stage, LoadStage):
             return map_dataset(BatchesByNumber(self.loader()))
         return map_dataset(RowsByNumber(self.copy().load(LoadStageConfig(batch_size=1)).loader()))
 
@@ -371,7 +365,7 @@ class Pipeline:
         """Prepares all data and writes every `save()`, without a loader. The report's ledger
         reaches to the end of the chain.
         """
-        self._require_source()
+        last = self._last_step()
         self._spread()
         self._build_is_under_way()
         saves = [
@@ -404,7 +398,7 @@ class Pipeline:
             folder.enter(books)
         books.check()
         if not self._config.streaming:
-            for source in self._plan[-1].data.values():
+            for source in last.data.values():
                 if (said := warning_of_weights(source)) is not None:
                     log.warning("mix.weights: %s", said)
         return SaveReport(folders=tuple(folders), ledger=books, pushed=tuple(pushed))
@@ -426,8 +420,7 @@ class Pipeline:
         with this chain, of which the steps before are not counted. Batches are those of `load()`,
         or of the config's `load` where the chain has no load() yet.
         """
-        self._require_source()
-        last, context = self._plan[-1], self._context
+        last, context = self._last_step(), self._context
         [(name, source)] = self._only(last).items()
         load = (
             last.stage.config
@@ -451,10 +444,9 @@ class Pipeline:
         """Where every row and token went, up to the last stage. Prepares what is not prepared yet.
         Raises LedgerError on a leak.
         """
-        self._require_source()
+        last, books = self._last_step(), Ledger()
         self._require_cache()
-        books = Ledger()
-        for name, source in self._plan[-1].data.items():
+        for name, source in last.data.items():
             books.extend(ledger_of(name, source))
         return books
 
@@ -471,14 +463,14 @@ class Pipeline:
 
     def _add(self, stage: BaseStage) -> Self:
         if not isinstance(stage, SourceStage) and not _is_own(stage):
-            self._require_source()
+            self._last_step()
         if self._plan and isinstance(self._plan[-1].stage, LoadStage):
             raise StageOrderError(
                 at="",
                 problem=f"{stage.name}() cannot follow load()",
                 fix="load() ends the chain; call it last.",
             )
-        before = dict(self._plan[-1].data) if self._plan else {}
+        before = self.get_data()
         if isinstance(stage, MixStage | PackStage | LoadStage):
             warn_of_left_columns(stage.name, before)
         made = stage.process(before, self._context)
@@ -545,9 +537,11 @@ class Pipeline:
                 raise ConfigError(at="add_stage", problem=problem, fix="Return {name: source}.")
         return {name: open_object(source, name=name, **options) for name, source in made.items()}
 
-    def _require_source(self) -> None:
+    def _last_step(self) -> _Step:
+        """Raises StageOrderError where there is none."""
         if not self._plan:
             raise StageOrderError(at="", problem="Call source() before other pipeline stages")
+        return self._plan[-1]
 
     def _require_cache(self) -> None:
         if self._config.streaming:
