@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,8 +85,11 @@ def _other_template(folder: Path) -> None:
     path.write_text(path.read_text().replace("<|im_end|>", "<|im_start|>"))
 
 
-def _other_end(folder: Path) -> None:
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+def _ends(*tokens: int) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokens}))
+
+    return damage
 
 
 def _lost_token(folder: Path) -> None:
@@ -105,7 +109,9 @@ def _no_tokenizer(folder: Path) -> None:
     ("damage", "told"),
     [
         (_other_template, "conversation with a question: "),
-        (_other_end, "generation ends at the tokens [0], and the run's at [0, 2]"),
+        (_ends(EOS), "generation ends at the tokens [0], and the run's at [0, 2]"),
+        (_ends(EOS, IM_END, 7), "generation ends at the tokens [0, 2, 7], and the run's at [0, 2]"),
+        (_ends(7), "generation ends at the tokens [7], and the run's at [0, 2]"),
         (_lost_token, "the text '<|endoftext|> and <|im_start|> and <|im_end|>': "),
         (_no_tokenizer, "the folder has no tokenizer, and the run has one"),
     ],

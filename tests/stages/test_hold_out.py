@@ -199,7 +199,10 @@ def test_however_a_run_loads_its_held_out_rows_are_read_once_each(
     side = {"fraction": 0.3, "seed": 7}
     values = run(tmp_path, {"from": "data", **side} | ({"load": load} if own else {}))
     del values["data"]["pack"]
-    values["data"]["load"] = load
+    jsonl(tmp_path / "data" / "b.jsonl", [{"text": text} for text in texts(40, 4)])
+    files = {"data_files": str(tmp_path / "data" / "b.jsonl")}
+    values["data"] |= {"datasets": [*values["data"]["datasets"], files], "load": load}
+    values["data"]["mix"] = {"stop_strategy": "all_exhausted"}  # else there are no passes
     values["train"] = {"output_dir": str(tmp_path / "run"), "steps": 1}
     values["model"] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
     made = from_dict(RunConfig, values)

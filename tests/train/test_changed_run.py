@@ -18,6 +18,7 @@ import yaml
 
 from easypipe import train_bpe
 from easypipe.cli.app import run as command
+from easypipe.history import spans_of
 from easypipe.run import RunConfig, train
 from easypipe.train.record import read_changes, read_kept, write_changes, write_kept
 from easypipe.train.report.pictures import mixture_lines
@@ -124,6 +125,15 @@ def test_the_folder_records_every_change_with_its_step(run: Path) -> None:
     assert second["changed"].keys() >= {"train.steps", "loader.plan", "data.mix.weights.a"}
     assert first["before"]["config"]["data"]["load"]["batch_size"] == 4
     assert second["before"]["components"].keys() == {"sources", "tokenizer", "config", "plan"}
+
+
+def test_changes_of_the_data_alone_begin_another_span(copied: Path) -> None:
+    folder = copied / "out"
+    spans, (first, second) = spans_of(folder), read_changes(folder)
+    assert [(span.first, span.row) for span in spans] == [(0, 0), (6, 24), (9, 48)]
+    between = {**first, "step": 7, "row": 32, "changed": {"train.steps": "was 9, is 12"}}
+    write_kept(folder / "changes.json", [first, between, second])
+    assert spans_of(folder) == spans
 
 
 @pytest.mark.parametrize("part", range(len(PARTS)))

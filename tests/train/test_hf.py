@@ -48,6 +48,26 @@ def test_logits_are_those_of_torch(folders, family):
     assert np.abs(logits[0, SHOWN] - want).max() < 1e-4
 
 
+def test_no_file_is_larger_than_it_may_be_and_none_is_smaller_than_it_has_to(folders, tmp_path):
+    """Tensors are put into files in their order; one that fills a file to the last byte fits."""
+    model = load_pretrained(folders[next(iter(CONFIGS))])
+
+    def sizes(limit):  # bytes of the tensors of each file
+        saved = save_pretrained(model, tmp_path / str(limit), max_shard_bytes=limit)
+        files = sorted(saved.glob("*.safetensors"))
+        return [sum(tensor.nbytes for tensor in load_file(file).values()) for file in files]
+
+    each = sizes(1)
+    for exact in (2, 5, len(each) - 1):
+        limit, wanted = sum(each[:exact]), []
+        for size in each:
+            if not wanted or wanted[-1] + size > limit:
+                wanted.append(0)
+            wanted[-1] += size
+        assert wanted[0] == limit
+        assert sizes(limit) == wanted
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_load_save_load_is_bit_equal(folders, family, tmp_path):
     model = load_pretrained(folders[family])

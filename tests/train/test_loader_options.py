@@ -15,11 +15,14 @@ from easypipe.core.config import apply_overrides, from_dict
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
+from easypipe.run import inputs_of
 from easypipe.train.config import TrainingConfig
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.parallel.mesh import make_mesh
+from easypipe.train.record import write_config
 from easypipe.train.trainer import Trainer
 from loader_support import MemoryCache, plan_rows, some_docs
+from pipelines import jsonl, tokenizer
 from train.runs import Tiny, numbers, settings
 
 MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
@@ -131,3 +134,21 @@ def test_a_run_has_one_key_for_micro_batches(caplog):
     assert "another name of data.load.accumulation_steps" in caplog.text
     with pytest.raises(ConfigError, match=r"3, but data\.load\.accumulation_steps is 2"):
         run(two, accumulate_steps=3)
+
+
+def test_a_run_whose_data_has_no_seed_records_the_one_that_was_drawn(tmp_path):
+    """So that it goes on with the same batches."""
+    data = {
+        "datasets": [{"data_files": str(jsonl(tmp_path / "a.jsonl", [{"text": "abc"}] * 40))}],
+        "default_tokenizer": tokenizer(),
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    model = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2}
+    how = {"output_dir": str(tmp_path / "run"), "steps": 1}
+    run = from_dict(RunConfig, {"data": data, "train": how, "model": model})
+    made = inputs_of(run, mesh=MESH)
+    assert run.data.seed is None
+    assert made.run.data.seed == made.prepared.data.get_context().seed
+    (tmp_path / "run").mkdir()
+    write_config(tmp_path / "run", made.run)
+    assert inputs_of(run, mesh=MESH).run.data.seed == made.run.data.seed

@@ -100,6 +100,13 @@ def test_early_stopping_follows_its_options_and_its_state(options, values, stops
             stopped = event.step
             break
     assert stopped == stops_at
+    if stopped is not None:  # gone on behind its end it has all of its patience
+        control, again = Control(), EarlyStopping(config)
+        again.restore(stopper.state())
+        for event in told(control, [values[-1]] * config.patience, begin=stopped + 1):
+            assert control.reason is None
+            again.on_step(event)
+        assert control.reason is not None
 
 
 def test_a_run_stops_early_and_says_why(tmp_path, caplog):

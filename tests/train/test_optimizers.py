@@ -404,6 +404,18 @@ def test_no_moment_is_whole_under_zero1_and_beside_a_sequence_axis(name, axes, s
     assert on_device <= {"soap": 0.6, "adafactor": 0.7}.get(name, 0.26) * total
 
 
+@pytest.mark.parametrize("shape", [(4, 64), (64, 4), (16, 16), (3, 8, 32)], ids=str)
+def test_a_step_of_muon_is_as_large_as_one_of_adamw_whatever_the_shape(shape):
+    """0.2 for each number (Liu et al., 2025, section 2.2), up to the steps of Newton and Schulz."""
+    how = {"learning_rate": 1.0, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
+    config = OptimizerConfig(name="muon", clip_norm=None, **how)
+    muon = make_optimizer(config, 10, {"w": True})
+    params = {"w": jnp.zeros(shape)}
+    gradient = {"w": jax.random.normal(jax.random.key(0), shape)}
+    step, _ = muon.update(gradient, muon.init(params), params)
+    assert 0.15 < float(jnp.sqrt(jnp.square(step["w"]).mean())) < 0.25
+
+
 def test_muon_leaves_embeddings_heads_and_vectors_to_adamw():
     mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
     with states.on(mesh):

@@ -4,6 +4,7 @@ the answers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
@@ -586,6 +587,12 @@ def test_pairs_are_trained_as_pairs_and_nothing_else_is(tmp_path):
         match=r"train.preference: is given, but the rows hold no pairs of answers \(data\)",
     ):
         train(run({"label_column": "chosen"}, PreferenceConfig()))
+    pairs = {"label_column": "chosen", "rejected_column": "rejected"}
+    plain, paired = run({"label_column": "chosen"}, None), run(pairs, PreferenceConfig())
+    with pytest.raises(ConfigError, match=r"^eval\.held: holds pairs of answers, and without"):
+        train(dataclasses.replace(plain, eval={"held": paired.data}))
+    with pytest.raises(ConfigError, match=r"but the rows hold no pairs of answers \(eval\.held\)"):
+        train(dataclasses.replace(paired, eval={"held": plain.data}))
 
 
 def test_a_run_with_adapters_keeps_only_them_twice(tmp_path):
