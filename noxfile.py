@@ -274,6 +274,24 @@ def peers(session: nox.Session) -> None:
 
 
 @nox.session
+def notebooks(session: nox.Session) -> None:
+    """The tutorials as notebooks, each run by Jupyter in a new folder: minutes. Names after `--`
+    choose among them.
+    """
+    session.install(".[train]", "nbclient>=0.10", "ipykernel>=6")
+    env = TEST_ENV | {"EASYPIPE_CACHE": str(Path(session.create_tmp()) / "cache")}
+    session.run("python", "docs/notebooks.py", *session.posargs, env=env)
+
+
+@nox.session
+def trackers(session: nox.Session) -> None:
+    """Runs in trackio and MLflow, stopped and resumed."""
+    session.install(".[test,trackio,mlflow]")
+    file = "tests/train/test_named_callbacks.py"
+    session.run("pytest", file, "-k", "goes_on_in_its_run", *session.posargs, env=TEST_ENV)
+
+
+@nox.session
 def shards(session: nox.Session) -> None:
     """MDS folders and WebDataset tars that these libraries write, read by both, row by row."""
     session.install(".", "pytest>=8", "mosaicml-streaming==0.13.0", "webdataset==1.0.2")

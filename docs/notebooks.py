@@ -1,18 +1,23 @@
-"""Tutorials as notebooks: the site's build makes them of the pages, which stay their one source."""
+"""Tutorials as notebooks: the site's build makes them of the pages, which stay their one source.
+
+`python docs/notebooks.py [NAME ...]` runs them, each in a new folder, by Jupyter's nbclient.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 TUTORIALS = ("quickstart", "pretrain", "conversations", "preferences")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
-SETUP = (
-    "%%bash\ncommand -v easypipe || python -m pip install 'easypipe[train]'\n"
-    "[ -d easypipe-quickstart ] || easypipe quickstart\n"
-)
+CHECKOUT = "python -m pip install '.[train]'"  # beside a notebook there is none
+INSTALL = "(command -v easypipe || python -m pip install 'easypipe[train]')"
+SETUP = f"%%bash\n{INSTALL}\n[ -d easypipe-quickstart ] || easypipe quickstart\n"
 
 
 def notebook(page: Path) -> dict[str, Any]:
@@ -40,7 +45,7 @@ def _code(language: str, text: str, before: str) -> str | None:
     if language == "python":
         return text
     if language == "bash":
-        return f"%%bash\n{text}"
+        return f"%%bash\n{text.replace(CHECKOUT, INSTALL)}"
     if language == "console":
         typed = re.findall(r"^\$ (.*)$", text, re.MULTILINE)
         return "%%bash\n" + "\n".join(typed) + "\n"
@@ -75,3 +80,23 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return markdown
     title, end, rest = markdown.partition("\n")
     return f"{title}{end}\n[This page as a notebook](notebooks/{name}.ipynb)\n{rest}"
+
+
+def run(name: str) -> None:
+    """Runs every cell as Jupyter does; raises CellExecutionError with the output of one that
+    fails.
+    """
+    import nbformat
+    from nbclient import NotebookClient
+
+    begun = time.monotonic()
+    cells = nbformat.from_dict(notebook(Path(__file__).parent / f"{name}.md"))
+    with tempfile.TemporaryDirectory(prefix=f"easypipe-{name}-") as folder:
+        NotebookClient(cells, timeout=900, resources={"metadata": {"path": folder}}).execute()
+    count = sum(cell["cell_type"] == "code" for cell in cells["cells"])
+    print(f"{name}: {count} cells in {time.monotonic() - begun:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    for tutorial in sys.argv[1:] or TUTORIALS:
+        run(tutorial)

@@ -164,13 +164,15 @@ def test_messages_of_the_troubleshooting_page_are_said() -> None:
 def test_a_notebook_holds_the_blocks_of_its_page(name: str) -> None:
     """In their order; test_python_blocks_run runs them."""
     page = DOCS / f"{name}.md"
-    made = _script("notebooks").notebook(page)
+    notebooks = _script("notebooks")
+    made = notebooks.notebook(page)
     code = [cell["source"] for cell in made["cells"] if cell["cell_type"] == "code"]
     python = [text.strip("\n") for _, text in blocks(page, "python")]
     assert [source for source in code if not source.startswith("%%")] == python
     for language in ("bash", "console"):
         for _, text in blocks(page, language):
-            typed = text.replace("$ ", "").splitlines()
+            typed = text.replace("$ ", "").replace(notebooks.CHECKOUT, notebooks.INSTALL)
+            typed = typed.splitlines()
             assert any(typed[0] in source for source in code)
     assert not any("](" in cell["source"] and ".md" in cell["source"] for cell in made["cells"])
 

@@ -249,6 +249,10 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "wandb": Effect(
             "files", _NAMED + "test_wandb_offline_keeps_the_run_and_no_key", "see WandbConfig"
         ),
+        "trackio": Effect(
+            "output", _NAMED + "test_trackio_goes_on_in_its_run", "see TrackioConfig"
+        ),
+        "mlflow": Effect("files", _NAMED + "test_mlflow_goes_on_in_its_run", "see MlflowConfig"),
         "profile": Effect(
             "files", _NAMED + "test_a_profile_of_the_window_is_written", "see ProfileConfig"
         ),
@@ -316,6 +320,21 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             _NAMED + "test_tensorboard_writes_what_it_has_after_flush_s",
             "how old what is on the disk may be",
         ),
+    },
+    "TrackioConfig": {
+        option: Effect("output", _NAMED + "test_trackio_goes_on_in_its_run", of)
+        for option, of in {
+            "project": "where the run is listed",
+            "name": "what it is called",
+        }.items()
+    },
+    "MlflowConfig": {
+        option: Effect("files", _NAMED + "test_mlflow_goes_on_in_its_run", of)
+        for option, of in {
+            "experiment": "where the run is listed",
+            "name": "what it is called",
+            "tracking_uri": "sent, or kept in the output folder",
+        }.items()
     },
     "WandbConfig": {
         option: Effect("output", _NAMED + "test_wandb_offline_keeps_the_run_and_no_key", of)

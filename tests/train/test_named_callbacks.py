@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import sqlite3
 import struct
 import sys
 import time
@@ -48,6 +49,9 @@ def trainer(folder, callbacks, *, listener=lambda event: None, **changes):
     return Trainer(
         Tiny, config, Arithmetic(), {"held": Arithmetic(1, seed=7)}, listener=listener, mesh=MESH
     )
+
+
+STOPPED = {"steps": 4, "checkpoint": CheckpointConfig(every=2)}
 
 
 class Stop(Exception):
@@ -353,7 +357,50 @@ def test_wandb_offline_keeps_the_run_and_no_key(tmp_path, monkeypatch):
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
 
 
-@pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_trackio_goes_on_in_its_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio", reason="the extra [trackio] is not installed")
+    options = {"trackio": {"project": "tests", "name": "one"}}
+    with pytest.raises(Stop):
+        trainer(tmp_path / "run", options, **STOPPED, listener=stop_after(2)).run()
+    trainer(tmp_path / "run", options, **STOPPED).run()
+    [run] = trackio.Api().runs("tests")
+    assert run.name == "one"
+    with sqlite3.connect(tmp_path / "trackio/tests.db") as db:
+        lines = dict(db.execute("SELECT step, metrics FROM metrics WHERE run_name = 'one'"))
+    assert sorted(lines) == [1, 2, 3, 4]
+    assert all(b"grad_norm" in line for line in lines.values())
+
+
+def test_mlflow_goes_on_in_its_run(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="the extra [mlflow] is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    options = {"mlflow": {"experiment": "tests", "name": "one"}}
+    with pytest.raises(Stop):
+        trainer(tmp_path / "run", options, **STOPPED, listener=stop_after(2)).run()
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/run/mlflow.db")
+    experiment = client.get_experiment_by_name("tests").experiment_id
+    [run] = client.search_runs([experiment])
+    assert run.info.status == "FAILED"
+    options["mlflow"]["tracking_uri"] = f"sqlite:///{tmp_path}/run/mlflow.db"
+    trainer(tmp_path / "run", options, **STOPPED).run()
+    [run] = client.search_runs([experiment])
+    assert (run.info.run_name, run.info.status) == ("one", "FINISHED")
+    norms = client.get_metric_history(run.info.run_id, "grad_norm")
+    assert {one.step for one in norms} == {1, 2, 3, 4}
+    assert "eval/held/loss" in run.data.metrics
+    assert list((tmp_path / "run/mlflow").rglob("config.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("tensorboard", "tensorboardX"),
+        ("wandb", "wandb"),
+        ("trackio", "trackio"),
+        ("mlflow", "mlflow"),
+    ],
+)
 def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
@@ -369,7 +416,7 @@ def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, name, packa
         (
             {"earlystopping": {}},
             "callbacks.earlystopping: unknown key (have: early_stopping, best, tensorboard, wandb, "
-            "profile, heartbeat, lm_eval). ",
+            "trackio, mlflow, profile, heartbeat, lm_eval). ",
         ),
         ({"early_stopping": {}}, "callbacks.early_stopping.metric: required"),
         (

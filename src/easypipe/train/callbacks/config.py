@@ -82,6 +82,32 @@ class WandbConfig:
 
 
 @config
+class TrackioConfig:
+    """Sends every number of metrics.jsonl, and the resolved configuration, to trackio, in its
+    folder on this machine (TRACKIO_DIR), which `trackio show` displays.
+
+    Needs the extra [trackio].
+    """
+
+    project: str = "easypipe"  # the project of trackio that the run appears in
+    name: str | None = None  # name of the run; None: trackio makes one up
+
+
+@config
+class MlflowConfig:
+    """Sends every number of metrics.jsonl, and the resolved configuration, to MLflow.
+
+    Needs the extra [mlflow].
+    """
+
+    experiment: str = "easypipe"  # the experiment of MLflow that the run appears in
+    name: str | None = None  # name of the run; None: MLflow makes one up
+    # address of a server or database; None: MLFLOW_TRACKING_URI, else mlflow.db in the output
+    # folder
+    tracking_uri: str | None = None
+
+
+@config
 class ProfileConfig:
     """Traces host and devices from the dispatch of step `start` until `steps` steps are through.
 
@@ -151,6 +177,8 @@ class CallbacksConfig:
     best: BestConfig | None = None  # keep the best checkpoints on held-out data
     tensorboard: TensorBoardConfig | None = None  # event files
     wandb: WandbConfig | None = None  # Weights & Biases
+    trackio: TrackioConfig | None = None  # runs of trackio
+    mlflow: MlflowConfig | None = None  # runs of MLflow
     profile: ProfileConfig | None = None  # trace a few steps
     heartbeat: HeartbeatConfig | None = None  # a file that shows that the run is alive
     lm_eval: LmEvalConfig | None = None  # scores of tasks, at every checkpoint

@@ -24,8 +24,8 @@ from easypipe.train.callbacks.config import (
     Mode,
     ProfileConfig,
     TensorBoardConfig,
-    WandbConfig,
 )
+from easypipe.train.callbacks.trackers import Mlflow, Trackio, Wandb, flat, installed
 from easypipe.train.events import Callback, StatefulListener, TrainEvent
 from easypipe.train.metrics.log import MetricsFile
 from easypipe.train.record import BEST, write_kept
@@ -101,17 +101,6 @@ def value_of(record: Json, metric: str, at: str) -> float | None:
     require(metric.removeprefix(under) in group, at, f"the loss gives no {metric!r}", fix, known)
     value = flat(record).get(metric)
     return value if value is not None and math.isfinite(value) else None
-
-
-def flat(record: Json, under: str = "") -> dict[str, float]:
-    """Every number of a record, by dotted name; what is None is left out."""
-    found: dict[str, float] = {}
-    for key, value in record.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{under}{key}.")
-        elif isinstance(value, int | float):
-            found[f"{under}{key}"] = value
-    return found
 
 
 def better(value: float, than: float | None, mode: Mode, min_delta: float = 0.0) -> bool:
@@ -241,13 +230,11 @@ class TensorBoard(Callback):
 
     def __init__(self, config: TensorBoardConfig, folder: Path) -> None:
         """Raises ConfigError where the package tensorboardX is not installed."""
-        at, fix = f"{_AT}.tensorboard", "pip install 'easypipe[tensorboard]'"
-        with raising(ConfigError, at, "needs the package tensorboardX", fix, ImportError):
-            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
         self.folder = (
             folder / "tensorboard" if config.folder is None else Path(config.folder).expanduser()
         )
-        self._make, self._flush_s, self._writer = SummaryWriter, config.flush_s, None
+        self._make = installed("tensorboard", "tensorboardX").SummaryWriter
+        self._flush_s, self._writer = config.flush_s, None
 
     def on_init(self, event: TrainEvent) -> None:
         hidden_from = event.step + 1 if event.step else None
@@ -278,68 +265,6 @@ class TensorBoard(Callback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-class Wandb(Callback):
-    """A run that goes on from a checkpoint goes on in the same W&B run; `step` is the x axis, so
-    lines written twice do no harm.
-    """
-
-    def __init__(self, config: WandbConfig, folder: Path, run_config: Json) -> None:
-        """Raises ConfigError where the package wandb is not installed."""
-        at, fix = f"{_AT}.wandb", "pip install 'easypipe[wandb]'"
-        with raising(ConfigError, at, "needs the package wandb", fix, ImportError):
-            import wandb  # pyright: ignore[reportMissingImports]
-        self._wandb, self.config, self._folder = wandb, config, folder
-        self._run_config = dict(run_config)
-        self.id: str | None = None
-        self._run: Any = None
-
-    def on_init(self, event: TrainEvent) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with raising(
-            ConfigError,
-            "train.callbacks.wandb",
-            "W&B does not begin",
-            "Run `wandb login`, or set train.callbacks.wandb.mode to offline.",
-            self._wandb.Error,
-        ):
-            self._run = self._wandb.init(
-                project=self.config.project,
-                entity=self.config.entity,
-                name=self.config.name,
-                mode=self.config.mode,
-                id=self.id,
-                resume="allow" if self.id is not None and self.config.mode == "online" else None,
-                dir=str(self._folder),
-                config=self._run_config,
-                settings=self._wandb.Settings(console="off", save_code=False, silent=True),
-            )
-        self.id = self._run.id
-        self._run.define_metric("*", step_metric="step")
-
-    def on_step(self, event: TrainEvent) -> None:
-        if self._run is not None:
-            self._run.log(
-                {name.replace(".", "/"): value for name, value in flat(event.record).items()}
-            )
-
-    def on_end(self, event: TrainEvent) -> None:
-        self._finish(0)
-
-    def on_exception(self, event: TrainEvent) -> None:
-        self._finish(1)
-
-    def state(self) -> Json:
-        return {"id": self.id}
-
-    def restore(self, state: Json) -> None:
-        self.id = state["id"]
-
-    def _finish(self, code: int) -> None:
-        if self._run is not None:
-            self._run.finish(exit_code=code)
-            self._run = None
 
 
 class ProfilerWindow(Callback):
@@ -513,6 +438,10 @@ def make_callbacks(
             made["tensorboard"] = TensorBoard(config.tensorboard, folder)
         if config.wandb is not None:
             made["wandb"] = Wandb(config.wandb, folder, run_config)
+        if config.trackio is not None:
+            made["trackio"] = Trackio(config.trackio, run_config)
+        if config.mlflow is not None:
+            made["mlflow"] = Mlflow(config.mlflow, folder, run_config)
         if config.profile is not None:
             made["profile"] = ProfilerWindow(config.profile, folder)
     return made
