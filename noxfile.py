@@ -149,12 +149,15 @@ def faults(session: nox.Session) -> None:
 @nox.session
 def disasters(session: nox.Session) -> None:
     """Jobs struck at every file operation, in every way, and damage to every kind of file: hours.
-    The normal run tries a few. Needs Linux and a C compiler.
+    The normal run tries a few. Needs Linux and a C compiler. Stopped, it goes on where it was.
     """
-    session.install(".[test]")
+    session.install(".[test,ray]")
+    log = str(Path(session.create_tmp()) / "struck.jsonl")
+    session.run("python", "tests/disasters/strike.py", log, env=TEST_ENV)
     session.run(
         "pytest",
         "tests/test_disasters.py",
+        "tests/executors/test_ray.py",
         *session.posargs,
         env=TEST_ENV | {"EASYPIPE_DISASTERS": "all"},
     )

@@ -4,6 +4,7 @@ litter that stays.
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -409,3 +410,15 @@ def test_urls_of_files_are_local() -> None:
         storage.is_remote(path) for path in ("s3://b/x", "/a/b", "file:///a", "a:b", Path("x"))
     ]
     assert remotes == [True, False, False, False, False]
+
+
+def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a library saves: nobody above turns an OSError into words."""
+
+    def unlink(*_: object, **__: object) -> None:
+        raise InterruptedError(errno.EINTR, "Interrupted system call")
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "unlink", unlink)
+    with pytest.raises(StorageError, match=r"file: cannot be removed: .*Interrupted"):
+        storage.remove(tmp_path / "file")

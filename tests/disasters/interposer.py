@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Self
 
 SOURCE = Path(__file__).with_name("interposer.c")
@@ -84,7 +84,13 @@ class Interposed:
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ
-            | {"LD_PRELOAD": str(library), "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"},
+            | {
+                "LD_PRELOAD": str(library),
+                "PYTHONPATH": paths,
+                "TOKENIZERS_PARALLELISM": "false",
+                "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            },
         )
 
     def run(self, order: Order) -> Outcome:
@@ -209,8 +215,19 @@ def _serve() -> None:
             imported = Path(f"{said}.modules")  # not there where a fork was killed
             for name in imported.read_text().split() if imported.exists() else ():
                 with contextlib.suppress(Exception):
-                    importlib.import_module(name)
+                    _load_kernels(importlib.import_module(name))
         print(json.dumps(codes), flush=True)
+
+
+def _load_kernels(module: ModuleType) -> None:
+    """Those that a fork has compiled, so that the next ones have them."""
+    from easypipe.core.jit import _Kernel
+
+    for kernel in [*vars(module).values()]:
+        if isinstance(kernel, _Kernel) and kernel.__module__ == module.__name__:
+            made = kernel.made()
+            for signature, *_ in made._cache._cache_file._load_index():
+                made.compile(signature)
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ MEASURED = frozenset(
 # Files that hold times, or checksums of files that do.
 UNEQUAL = frozenset(("_CHECKPOINT_METADATA", "checksums.json", "report.html"))
 # The checkpoint that goes with the save behind it: killed in between, it goes with the next save.
-# Locks, which are empty: where one cannot be made, that is warned of.
-NO_RESULT = ("run/checkpoints/2/", "cache/locks/")
+# Locks, which are empty: where one cannot be made, that is warned of. When a run was taken up again.
+NO_RESULT = ("run/checkpoints/2/", "cache/locks/", "run/restarts.json")
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ on the way.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from easypipe import (
     SourceError,
 )
 from easypipe.cache.config import CacheConfig
+from easypipe.core import storage
 from easypipe.core.protocols import ProgressEvent
 from easypipe.executors.ray import prepare_on_ray
 from easypipe.pipeline import _Remade
@@ -151,6 +154,40 @@ def test_f15_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "died").exists()
     here, there = (bytes_of(tmp_path / name / "cache") for name in ("here", "there"))
     assert here == there
+
+
+class DieAt(BaseStage):
+    """The first worker that comes to its `at`-th step of a commit is killed there."""
+
+    name = "die_at"
+
+    def process(self, data, context):
+        at, marker = self.config
+        steps = itertools.count(1)
+
+        def hook(step: str, path: str) -> None:
+            if next(steps) == at and not os.path.exists(marker):
+                Path(marker).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        if ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
+            storage.set_fault_hook(hook)
+        return data
+
+
+# four steps each of a token file, its record, and those of the next range
+POINTS = range(1, 17) if os.environ.get("EASYPIPE_DISASTERS") == "all" else (2, 8)
+
+
+@pytest.mark.parametrize("at", POINTS)
+def test_a_worker_killed_at_any_step_of_a_commit_leaves_nothing(tmp_path: Path, at: int) -> None:
+    files, marker = write_files(tmp_path / "data", files=40, rows=2), tmp_path / "died"
+    pipeline(files, tmp_path / "here").build()
+    pipeline(files, tmp_path / "there", DieAt((at, str(marker))), executor="ray").build()
+    assert marker.exists()
+    here, there = (bytes_of(tmp_path / name / "cache") for name in ("here", "there"))
+    assert here == there
+    assert not [*(tmp_path / "there").rglob(f"{storage.TEMPORARY}*")]
 
 
 def test_f15_an_error_is_raised_as_it_was_there_and_what_was_done_stays(tmp_path: Path) -> None:

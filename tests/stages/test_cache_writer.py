@@ -24,6 +24,7 @@ from easypipe.core.errors import (
     BudgetError,
     CacheError,
     ConfigError,
+    EasypipeError,
     SourceError,
     StorageError,
     TokenizerError,
@@ -293,7 +294,7 @@ def test_stopped_at_every_step_it_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
         source, tokenizer = WithIdentity(texts(40), texts(30, seed=1)), small_tokenizer()
         with monkeypatch.context() as patch:
             # so that nothing follows the step at which it stops
-            patch.setattr(cache_writer, "ThreadPoolExecutor", OneByOne)
+            patch.setattr(cache_writer, "Threads", OneByOne)
             with pytest.raises(Stop):
                 prepare(
                     source, tokenizer, dataset="d", cache_dir=tmp_path / str(point), num_workers=1
@@ -683,6 +684,20 @@ def test_memory_that_runs_out_is_told_with_the_rows(tmp_path: Path) -> None:
 
     with pytest.raises(CacheError, match=r"rows 0 to \d+: memory ran out\. Give the process more"):
         prepare(Large(texts(60)), small_tokenizer(), dataset="d", cache_dir=tmp_path)
+
+
+def test_threads_that_do_not_start_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under `ulimit -v`, where there is no room for a stack."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    source, tokenizer = WithIdentity(texts(60)), small_tokenizer()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(EasypipeError, match=r"threads: none can be started.*ulimit"):
+        prepare(source, tokenizer, dataset="d", cache_dir=tmp_path)
 
 
 def test_the_tokens_of_another_text_are_no_text_s_own(tmp_path: Path) -> None:

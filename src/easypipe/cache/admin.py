@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from easypipe.cache.manifest import Manifest, read_manifest
 from easypipe.cache.ranges import read_record
 from easypipe.core import locks, storage
 from easypipe.core.errors import CacheError, ConfigError, EasypipeError, require_known
+from easypipe.core.threads import Threads
 from easypipe.core.tree import Found, files_below
 
 YOUNG_S = 86_400.0
@@ -292,7 +292,7 @@ def _each(folder: CacheFolder, work: Any, names: Sequence[str]) -> list[Any]:
     """`work` of every name; several at a time where each is a request."""
     if not folder.remote:
         return [work(name) for name in names]
-    with ThreadPoolExecutor(REQUESTS) as pool:
+    with Threads(REQUESTS) as pool:
         return list(pool.map(work, names))
 
 

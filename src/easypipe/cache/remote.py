@@ -21,7 +21,6 @@ import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +35,7 @@ from easypipe.core import storage
 from easypipe.core.aligned import numbers_of
 from easypipe.core.errors import CacheError, MissingFileError, StorageError
 from easypipe.core.remote import StorageOptions
+from easypipe.core.threads import Threads
 from easypipe.core.values import Int64, Integers
 
 STRETCH = 1 << 36  # bytes of one map; a sparse file takes no room for them
@@ -71,7 +71,7 @@ class Staging:
         # those that have blocks, the longest unused first
         self._parts: OrderedDict[int, StagedPart] = OrderedDict()
         self._warned = False
-        self.pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix="easypipe-stage")
+        self.pool = Threads(REQUESTS, thread_name_prefix="easypipe-stage")
 
     def reserve(self, num_bytes: int) -> tuple[int, memoryview]:
         """(offset, map) of room for a part; no disk is taken yet. Many parts share a map: a process
@@ -351,7 +351,7 @@ class StagedFiles:
                     self._staging.unpin(part)
 
 
-def _all(pool: ThreadPoolExecutor, work: Iterable[Callable[[], Any]]) -> list[Any]:
+def _all(pool: Threads, work: Iterable[Callable[[], Any]]) -> list[Any]:
     """Everything at once; what one raises is raised when the others have ended."""
     running = [pool.submit(one) for one in work]
     failures = [failure for one in running if (failure := one.exception()) is not None]

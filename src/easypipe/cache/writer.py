@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -56,6 +56,7 @@ from easypipe.core.protocols import (
     innermost,
     silent,
 )
+from easypipe.core.threads import Threads
 from easypipe.core.values import JsonObject
 
 log = logging.getLogger("easypipe")
@@ -276,7 +277,7 @@ class _Work(Generic[R]):
         under_way: deque[Future[Record]] = deque()
         waiting, rows = iter(self._ranges), 0
         threads = self._workers + (UPLOADS if self._folder.remote else SYNCS)
-        pool = ThreadPoolExecutor(
+        pool = Threads(
             max(1, min(threads, len(self._ranges))), thread_name_prefix="easypipe-tokenize"
         )
         most = max(2 * self._workers, threads)

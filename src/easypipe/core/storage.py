@@ -243,7 +243,9 @@ def names_in(folder: str | Path, storage_options: StorageOptions = None) -> list
 
 
 def remove(path: str | Path, storage_options: StorageOptions = None) -> None:
-    """Removes a file, or a folder with all that is in it, where it is there."""
+    """Removes a file, or a folder with all that is in it, where it is there. Raises StorageError
+    where that fails.
+    """
 
     def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> None:
         fs.invalidate_cache()
@@ -251,7 +253,8 @@ def remove(path: str | Path, storage_options: StorageOptions = None) -> None:
 
     if not is_remote(path):
         local = _local(path)
-        shutil.rmtree(local) if local.is_dir() else local.unlink(missing_ok=True)
+        with raising(StorageError, path, "cannot be removed", "Remove it, or run again."):
+            shutil.rmtree(local) if local.is_dir() else local.unlink(missing_ok=True)
         return
     with contextlib.suppress(MissingFileError):
         _remote(path, storage_options, call)

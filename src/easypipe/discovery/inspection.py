@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from easypipe.core.errors import SchemaError, SourceError
 from easypipe.core.protocols import ShardedSource, bad_of, scan
 from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import data_columns, without_row_numbers
+from easypipe.core.threads import Threads
 from easypipe.core.values import Arguments, Row, Settings
 from easypipe.discovery.findings import Column, Part, bytes_text
 from easypipe.save.saved import SavedManifest
@@ -139,7 +139,7 @@ def inspect_files(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
         reads = {**found.reads, "text_unit": unit}
         found = replace(found, reads=reads, because=(f"text_unit = {unit!r}: {why}",))
         look = replace(look, text_unit=unit)
-    with ThreadPoolExecutor(8, thread_name_prefix="easypipe-discover") as pool:
+    with Threads(8, thread_name_prefix="easypipe-discover") as pool:
         sizes = [HEAD_BYTES if i < HEADS else OTHER_HEAD_BYTES for i in range(len(files))]
         tried = list(pool.map(functools.partial(_open, found.format, look), files, sizes))
     opened = [one for one in tried if isinstance(one, _Opened)]

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +25,7 @@ from easypipe.core.protocols import (
     Turns,
 )
 from easypipe.core.schema import schema_text
+from easypipe.core.threads import Threads
 from easypipe.save.card import write_card
 from easypipe.save.config import CODECS, SaveStageConfig, codec_of, max_bytes_of
 from easypipe.save.folder import Run, open_run
@@ -261,7 +261,7 @@ class _Writing:
         resumed = len(shards)
         missing = [name for name in self.rows if name not in shards]
         self.done = sum(shard.num_read for shard in shards.values())
-        pool = ThreadPoolExecutor(self.cores + 2, thread_name_prefix="easypipe-save")
+        pool = Threads(self.cores + 2, thread_name_prefix="easypipe-save")
         try:
             shards |= zip(missing, pool.map(self._write, missing), strict=True)
         # Ctrl-C too: the writers stop at their next batch, what is committed stays

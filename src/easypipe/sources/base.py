@@ -11,7 +11,6 @@ import dataclasses
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypedDict, get_args
@@ -33,6 +32,7 @@ from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo, bad
 from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import ROW_NUMBER, with_row_numbers
 from easypipe.core.text import not_utf8
+from easypipe.core.threads import Threads
 from easypipe.core.values import Int64
 from easypipe.sources.files import DataFiles, FileRef, resolve
 from easypipe.sources.partitions import constant, partition_schema
@@ -320,7 +320,7 @@ class FileSource(Source):
             return self._format.survey(file, self.columns, self._index_dir)
 
         workers = min(len(self.files), 16 if self.files[0].remote else (os.cpu_count() or 1))
-        with ThreadPoolExecutor(workers, thread_name_prefix="easypipe-index") as pool:
+        with Threads(workers, thread_name_prefix="easypipe-index") as pool:
             surveys = list(pool.map(one, self.files))  # which, after a failure, starts no more
         found = [
             _with_partitions(file, survey.schema)

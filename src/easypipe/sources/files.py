@@ -14,7 +14,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from easypipe.core import remote
 from easypipe.core.errors import MissingFileError, SourceError, did_you_mean, require
 from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import filesystem, is_remote
+from easypipe.core.threads import Threads
 from easypipe.sources.listing import resolve_remote
 from easypipe.sources.refs import COMPRESSIONS as COMPRESSIONS
 from easypipe.sources.refs import EXTENSIONS as EXTENSIONS
@@ -76,7 +76,7 @@ def resolve(
         "Give a path, a glob, a folder, a URL, or a list of them.",
     )
     kinds = tuple(EXTENSIONS) if extensions is None else tuple(extensions)
-    with ThreadPoolExecutor(ASKED, thread_name_prefix="easypipe-list") as pool:
+    with Threads(ASKED, thread_name_prefix="easypipe-list") as pool:
         listed = list(pool.map(partial(_listed, storage_options, kinds), patterns))
     found: list[FileRef] = []
     known: dict[tuple[int, int] | str, str] = {}  # what tells files apart → path

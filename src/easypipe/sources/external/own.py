@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, runtime_checkable
@@ -38,6 +37,7 @@ from easypipe.core.protocols import (
     SourceInfo,
 )
 from easypipe.core.schema import ROW_NUMBER, is_json, schema_of_text, schema_text, with_row_numbers
+from easypipe.core.threads import Threads
 from easypipe.core.values import Dataset, Item, JsonObject, attribute_of
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.external import dicts
@@ -381,7 +381,7 @@ class _Kept:
     def __init__(self, given: Given) -> None:
         self._given = given
         self._lock = threading.Lock()
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: Threads | None = None
         self._file: Any = None
         self._shards = [_Pulled() for _ in given.shards]
 
@@ -441,7 +441,7 @@ class _Kept:
     def _on_thread(self, work: Callable[[], Any]) -> Any:
         with self._lock:
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="easypipe-rows")
+                self._thread = Threads(1, thread_name_prefix="easypipe-rows")
         return self._thread.submit(work).result()
 
     def _advance(self, shard: int, rows: int | None, columns: pa.Schema, limit: int | None) -> None:

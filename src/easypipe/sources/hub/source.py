@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, Unpack
 
@@ -20,6 +19,7 @@ import pyarrow as pa
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, require
 from easypipe.core.protocols import Scan, Shard, Source
+from easypipe.core.threads import Threads
 from easypipe.core.values import Arguments
 from easypipe.sources.base import READER_VERSION, FileOptions, FileSource
 from easypipe.sources.formats.txt import TextUnit
@@ -207,7 +207,7 @@ class HuggingFaceShardedSource(Source):
             if self._rows is None:
                 get = partial(self._hub.ready, commit=self.commit, whole=self.kind not in BY_RANGES)
                 if self._num_rows is None:
-                    with ThreadPoolExecutor(DOWNLOADS, thread_name_prefix="easypipe-hub") as pool:
+                    with Threads(DOWNLOADS, thread_name_prefix="easypipe-hub") as pool:
                         ready = list(pool.map(get, self.files))
                 else:
                     ready, rows = [], 0

@@ -19,7 +19,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from orbax.checkpoint import v1 as ocp
 from easypipe.core.closing import Closeable
 from easypipe.core.errors import StateError, StorageError, raising
 from easypipe.core.storage import make_folder
+from easypipe.core.threads import Threads
 from easypipe.core.values import Identity, Json, JsonObject
 from easypipe.train.checkpoint import files
 from easypipe.train.checkpoint.differences import differences, listed
@@ -87,7 +88,7 @@ class Checkpoints(Closeable):
         self._context.async_options.create_directories_asynchronously = self._several
         self.protected: dict[str, set[int]] = {}  # who -> steps that are kept whatever their age
         self._keep, self._snapshots = keep, Snapshots()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="easypipe saves")
+        self._writer = Threads(1, thread_name_prefix="easypipe saves")
         self._saving: _Saving | None = None
         if keep is None:
             return

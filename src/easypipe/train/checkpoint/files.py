@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from easypipe.core import storage
 from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.errors import EasypipeError
+from easypipe.core.threads import Threads
 from easypipe.core.values import JsonValue
 
 CHECKPOINTS = "checkpoints"  # of a run, in its output_dir
@@ -151,7 +151,7 @@ def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) 
 
 
 def _stamps(files: Iterable[Path]) -> list[list[int | str]]:
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="easypipe checksums") as pool:
+    with Threads(_AT_ONCE, thread_name_prefix="easypipe checksums") as pool:
         return [[stamp.num_bytes, stamp.checksum] for stamp in pool.map(storage.checksum, files)]
 
 
