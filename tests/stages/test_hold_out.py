@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,10 @@ def test_however_a_run_loads_its_held_out_rows_are_read_once_each(
     values["model"] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
     made = from_dict(RunConfig, values)
     mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
-    batches = list(inputs_of(made, mesh=mesh).evals["held"])
+    loader = inputs_of(made, mesh=mesh).evals["held"]
+    batches = list(
+        itertools.islice(loader, 99)
+    )  # the rest of one that never ends is not waited for
     assert {len(batch["input_ids"]) for batch in batches} == {4}
     both = (zip(batch["input_ids"], batch["segment_ids"], strict=True) for batch in batches)
     rows = [bytes(np.asarray(row)[np.asarray(own) > 0]) for one in both for row, own in one]
