@@ -256,6 +256,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "pairs: the answer that was not preferred",
             "refused: there are no pairs",
         ),
+        "desirable_field": Effect(
+            "output",
+            "train/test_unpaired.py::test_desirable_answers_become_likelier_than_the_others",
+            "whether an answer is desirable, for losses without pairs",
+        ),
         "prompt": Effect(
             "output",
             "transforms/test_prompts.py::test_the_engine_gives_what_the_pipeline_stores",
@@ -430,6 +435,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "stages/test_pair_rows.py::test_a_document_is_both_answers_as_the_engine_writes_them",
             "pairs",
             "refused: there are no pairs",
+        ),
+        "desirable_column": Effect(
+            "output",
+            "train/test_unpaired.py::test_desirable_answers_become_likelier_than_the_others",
+            "whether an answer is desirable",
         ),
         "tools_column": Effect(
             "output",

@@ -215,6 +215,16 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             _PREFERENCE + "test_each_loss_has_the_formula_of_trl_in_float64",
             "what a pair costs",
         ),
+        "desirable_weight": Effect(
+            "output",
+            "train/test_unpaired.py::test_what_an_answer_costs_is_trls_formula_in_float64",
+            "weight of the desirable answers",
+        ),
+        "undesirable_weight": Effect(
+            "output",
+            "train/test_unpaired.py::test_what_an_answer_costs_is_trls_formula_in_float64",
+            "weight of the others",
+        ),
         "margin": Effect(
             "output+error",
             _PREFERENCE + "test_each_loss_has_the_formula_of_trl_in_float64",

@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from easypipe.core import locks
+from easypipe.core.aligned import DESIRABLE
 from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
 from easypipe.core.errors import ConfigError, require
-from easypipe.core.protocols import BatchLoader, ProgressListener, TokenInfo, Turns, silent
+from easypipe.core.protocols import (
+    BatchLoader,
+    ProgressListener,
+    TokenInfo,
+    Turns,
+    info_of,
+    silent,
+)
 from easypipe.core.values import Arguments
 from easypipe.history import host_load, plan_of_run
 from easypipe.jobs import Prepared, prepare_data, with_hold_outs, with_tokenizer_of
@@ -23,7 +31,7 @@ from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.tokenize.documents import holds_pairs, token_info, trained_turns
 from easypipe.train.checks import MANY_STEPS, Shapes
-from easypipe.train.config import TrainingConfig, accumulating, told
+from easypipe.train.config import UNPAIRED, TrainingConfig, accumulating, told
 from easypipe.train.events import TrainListener, null_listener
 from easypipe.train.losses.cached_reference import Passes
 from easypipe.train.model.decoder import ModelConfig
@@ -338,6 +346,24 @@ def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
     """
     for source in pipeline.get_data().values():
         paired = holds_pairs(source)
+        preference = run.train.preference
+        if preference is not None and preference.loss in UNPAIRED:
+            require(
+                DESIRABLE.name in info_of(source).aligned,
+                "train.preference.loss",
+                f"{preference.loss} takes answers that are judged each for itself, and the rows "
+                f"hold {'pairs of answers' if paired else 'no verdicts'} ({at})",
+                "Name desirable_field (prompt.desirable_column), or choose another loss.",
+            )
+            continue
+        require(
+            DESIRABLE.name not in info_of(source).aligned or preference is not None,
+            at,
+            "holds answers with verdicts, and without train.preference those that are not "
+            "desirable would be trained like the others",
+            "Set train.preference: {loss: kto}, or leave desirable_field "
+            "(prompt.desirable_column) out.",
+        )
         if paired and run.train.preference is None:
             problem = (
                 "holds pairs of answers, and without train.preference the rejected ones "

@@ -66,6 +66,10 @@ class AlignedColumn:
         return pa.LargeListArray.from_arrays(pa.array(offsets), inner)
 
 
+# of answers that were judged each for itself: 1 for one that is desirable (train.preference: kto)
+DESIRABLE = AlignedColumn(name="desirable", dtype="uint8")
+
+
 def column_of(field: pa.Field, width: int | None, at: str) -> AlignedColumn:
     """What a column of lists becomes at rest. width: numbers of every token that the config names;
     None: as the type says.

@@ -29,7 +29,8 @@ from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN
 _REMARKS = {
     "unpaired": (
         "on_error = 'skip': answers whose label is false are left out and counted, the others "
-        "trained; unpaired preferences are not trained yet",
+        "trained; to train on both kinds, name the label as desirable_field (prompt_field and "
+        "completion_field beside it) and set train.preference: {loss: kto}",
     ),
     "prompts": (
         "train_on = 'all': nobody answers in these rows, so all of them is trained; to have them "

@@ -79,7 +79,10 @@ PreferenceLoss = Literal[
     "orpo",
     "simpo",
     "reward",
+    "kto",
+    "apo_zero_unpaired",
 ]
+UNPAIRED = ("kto", "apo_zero_unpaired")  # of answers that are judged each for itself
 WITHOUT_REFERENCE = ("orpo", "simpo", "reward")
 _SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo")
 
@@ -88,7 +91,8 @@ _SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo")
 class PreferenceConfig:
     """Training on pairs of answers: direct preference optimization and related losses.
 
-    The data must have pairs (`DatasetConfig(prompt=PromptConfig(rejected_column=...))`).
+    The data must have pairs (`DatasetConfig(prompt=PromptConfig(rejected_column=...))`); for kto
+    and apo_zero_unpaired a verdict on each answer (`desirable_column`).
     """
 
     # by its name in TRL: sigmoid is DPO; reward trains a reward model (a head of one number)
@@ -98,6 +102,8 @@ class PreferenceConfig:
     beta: float = 0.1
     label_smoothing: float = 0.0  # the share of preferences that is assumed wrong
     margin: float | None = None  # simpo: by how much the chosen answer must win; None: 0.5
+    desirable_weight: float = 1.0  # kto, apo_zero_unpaired: weight of the desirable answers
+    undesirable_weight: float = 1.0  # the same of the others
     # initial: the model before training (its trained parameters are kept a second time); cached:
     # its log-probs of all data, computed before the first step and cached; none: no reference
     reference: Literal["initial", "cached", "none"] = "initial"
@@ -117,6 +123,8 @@ class PreferenceConfig:
             ("label_smoothing", self.label_smoothing == 0 or self.loss in _SMOOTHED),
             ("margin", self.margin is None or self.loss == "simpo"),
             ("beta", self.loss != "reward" or not was_given(self, "beta")),
+            ("desirable_weight", self.desirable_weight == 1 or self.loss in UNPAIRED),
+            ("undesirable_weight", self.undesirable_weight == 1 or self.loss in UNPAIRED),
             (
                 "reference",
                 self.loss not in WITHOUT_REFERENCE or not was_given(self, "reference"),
@@ -130,6 +138,21 @@ class PreferenceConfig:
             "0.0, of which exo_pair takes the logarithm",
             "0.001 is usual.",
         )
+        require(
+            self.loss != "kto" or self.reference == "initial",
+            "reference",
+            f"{self.reference}, and kto compares answers under other prompts, which change with "
+            "the rows, to the model before training",
+            "Leave it out, or take the loss apo_zero_unpaired.",
+        )
+        for key in ("desirable_weight", "undesirable_weight"):
+            value = fields_of(self)[key]
+            require(
+                0 <= value < math.inf,
+                key,
+                f"{value} is not a number from 0 up",
+                "1.0 is usual; more for the kind of which there is less.",
+            )
         require(
             self.margin is None or 0 <= self.margin < math.inf,
             "margin",

@@ -58,7 +58,7 @@ from easypipe.train.checks import (
     resolve_steps,
     sources_of,
 )
-from easypipe.train.config import TrainingConfig
+from easypipe.train.config import UNPAIRED, TrainingConfig
 from easypipe.train.events import (
     Callback,
     Control,
@@ -71,6 +71,7 @@ from easypipe.train.losses.cached_reference import CachedReference, Passes
 from easypipe.train.losses.loss import LossFn, default_loss
 from easypipe.train.losses.measures import Measures, named
 from easypipe.train.losses.preference import Reference, preference_loss
+from easypipe.train.losses.unpaired import answers_elsewhere, unpaired_loss
 from easypipe.train.metrics.devices import out_of_memory, peak_flops
 from easypipe.train.metrics.log import METRICS, ROLLBACKS, MetricsFile, Record, perplexity
 from easypipe.train.metrics.meter import Meter
@@ -310,10 +311,13 @@ class Engine:
                 "given, and so is a loss from Python",
                 "Leave one of them out.",
             )
-            loss = preference_loss(config.preference)
-            if config.preference.compares:
-                cached = config.preference.reference == "cached"
-                self.reference = (CachedReference if cached else Reference)(self.layout)
+            unpaired = config.preference.loss in UNPAIRED
+            loss = (unpaired_loss if unpaired else preference_loss)(config.preference)
+            if config.preference.reference == "cached" and config.preference.compares:
+                self.reference = CachedReference(self.layout)
+            elif config.preference.compares:
+                elsewhere = answers_elsewhere if config.preference.loss == "kto" else None
+                self.reference = Reference(self.layout, elsewhere)
         twice = loss  # what can be differentiated twice
         if loss is None:
             platform = self.mesh.devices.flat[0].platform

@@ -8,7 +8,7 @@ import logging
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.aligned import LOOK_AHEAD_WEIGHT, LOSS_WEIGHTS
+from easypipe.core.aligned import DESIRABLE, LOOK_AHEAD_WEIGHT, LOSS_WEIGHTS
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import (
     BaseStage,
@@ -125,7 +125,7 @@ class PackedShardedSource(PlannedSource):
             "documents have none of their own",
             "Leave it out, or set pack.segments to 'document'.",
         )
-        if mixture.paired:
+        if mixture.paired or DESIRABLE in mixture.aligned:
             _check_pairs(config)
         self.eos_token_ids = _eos(mixture, config)
         self._pad_token_id = _pad(mixture, config, self.eos_token_id)
@@ -241,7 +241,7 @@ def _tell_uncut(mixture: Mixture, seq_length: int) -> None:
 
 
 def _check_pairs(config: PackStageConfig) -> None:
-    """Both halves of a pair stand in one row, whole."""
+    """Both halves of a pair stand in one row, whole; and so does an answer that was judged."""
     require(
         not config.concat,
         "pack.strategy",

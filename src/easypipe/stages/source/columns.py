@@ -42,8 +42,13 @@ def read_columns(dataset: DatasetConfig) -> list[list[str]]:
 
 
 def answer_fields(dataset: DatasetConfig) -> tuple[str, ...]:
-    """The columns that prompt_field, completion_field and rejected_field name."""
-    named = (dataset.prompt_field, dataset.completion_field, dataset.rejected_field)
+    """The columns that prompt_field, completion_field and their like name."""
+    named = (
+        dataset.prompt_field,
+        dataset.completion_field,
+        dataset.rejected_field,
+        dataset.desirable_field,
+    )
     return tuple(name for name in named if name is not None)
 
 

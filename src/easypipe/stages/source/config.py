@@ -124,6 +124,8 @@ class DatasetConfig:
         rejected_field: The column of the answer that was not preferred, beside completion_field;
             makes pairs of rows for train.preference. Without a prompt_field, the common beginning
             of both answers is the prompt.
+        desirable_field: The column (true or false) that says whether the answer of completion_field
+            is a desirable one, for train.preference with the losses kto and apo_zero_unpaired.
         prompt: How rows become text, and which part is trained, instead of content_field and the
             options down to tools_field, which cover the common cases.
         train_on: Which tokens the loss sees: `all`; the `assistant`'s turns (default for messages);
@@ -208,6 +210,7 @@ class DatasetConfig:
     prompt_field: str | None = None
     completion_field: str | None = None
     rejected_field: str | None = None
+    desirable_field: str | None = None
     prompt: PromptConfig | None = None
     train_on: TrainOn | None = None
     train_on_eos: TrainOnEos | None = None
@@ -514,7 +517,7 @@ def check_prompts(dataset: DatasetConfig) -> None:
 def _check_answers(dataset: DatasetConfig) -> None:
     """Raises ConfigError for columns of prompts and answers that do not go together."""
     options = fields_of(dataset)
-    names = ("prompt_field", "completion_field", "rejected_field")
+    names = ("prompt_field", "completion_field", "rejected_field", "desirable_field")
     given = {name: options[name] for name in names if options[name] is not None}
     if given and "completion_field" not in given:
         missing = "completion_field"

@@ -164,6 +164,7 @@ class TokenizedShardedSource(EncodedSource):
             info_of(self.source),
             tokens=self.encoder.tokenizer_identity.tokens,
             pairs=self.form.pairs,
+            aligned=tuple(column.name for column in self.encoder.aligned),
             extra_columns=self.keep,
         )
 

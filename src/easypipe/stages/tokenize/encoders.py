@@ -20,7 +20,7 @@ from easypipe.cache.encoder import EncodedDocuments, documents_hash, token_docum
 from easypipe.cache.manifest import FORMAT, Counts, TokenizerIdentity, total
 from easypipe.cache.ranges import BLANK_TEXTS
 from easypipe.cache.reader import cache_schema
-from easypipe.core.aligned import AlignedColumn, flat_values
+from easypipe.core.aligned import DESIRABLE, AlignedColumn, flat_values
 from easypipe.core.config import digest, fields_of
 from easypipe.core.errors import ConfigError, SourceError, place, require_known
 from easypipe.core.protocols import Reject, ShardedSource, TokenInfo, left_out, scan
@@ -38,7 +38,7 @@ from easypipe.core.schema import (
     row_numbers,
     token_dtype,
 )
-from easypipe.core.values import Arguments, Bools, Int64
+from easypipe.core.values import Arguments, Bools, Int64, UInt8
 from easypipe.loader.rows.stored import Block, decode
 from easypipe.stages.source.config import PROMPT_OPTIONS, DatasetConfig, check_text_answers
 from easypipe.stages.tokenize.engine import PromptEngine
@@ -81,7 +81,7 @@ class TextColumn:
     blanks: texts of white space alone are documents too.
     """
 
-    pairs, raw = False, True
+    pairs, raw, judged = False, True, None
 
     def __init__(
         self, content_field: str, lengths: Lengths | None = None, *, blanks: bool = False
@@ -124,7 +124,8 @@ class PromptRows:
         )
         self._pair = [] if rejected is None else ["rejected", rejected]
         self._pair += ["shared prompt"] if engine.config.shares_prompt else []
-        self.pairs = rejected is not None
+        self.pairs, self.judged = rejected is not None, engine.config.desirable_column
+        self._pair += [] if self.judged is None else ["desirable", self.judged]
         self.raw, self.lengths = format.raw, engine.lengths
         self.label = format.columns[0] if format.kind == "chat" else ", ".join(format.columns)
 
@@ -135,7 +136,11 @@ class PromptRows:
             fix = "Name the column that holds it."
             require_known(column, have, at, "no such column", fix, SourceError)
             kind = source.schema.field(column).type
-            if column not in self.engine.verdicts and not format.accepts(kind, column):
+            if column == self.judged:
+                if not pa.types.is_boolean(kind):
+                    fix = "Give a column of booleans."
+                    raise SourceError(at=at, problem=f"holds {kind}, not true and false", fix=fix)
+            elif column not in self.engine.verdicts and not format.accepts(kind, column):
                 wanted, fix = "text", "Name a column of text."
                 if column == KWARGS:
                     wanted, fix = "objects", "Rename it: format_fields."
@@ -183,7 +188,18 @@ class PromptRows:
             rendered += written
             of += of_written
         cut_by = CUT_BY if self.room is not None else "trim_oldest_turns" if chat else "budgets"
-        return texts_of(rendered, of, rejects, cut_by)
+        if self.judged is None:
+            return texts_of(rendered, of, rejects, cut_by)
+        verdicts = batch.column(self.judged).to_pylist()
+        verdict_of = dict(zip(numbers, verdicts, strict=True))
+        unknown = Refused("no_verdict", f"column {self.judged!r} is null")
+        rendered = [
+            unknown if verdict_of[row] is None else one
+            for row, one in zip(of, rendered, strict=True)
+        ]
+        texts = texts_of(rendered, of, rejects, cut_by)
+        desirable = np.array([verdict_of[row] for row in texts.rows.tolist()], np.uint8)
+        return replace(texts, desirable=desirable)
 
 
 RowForm = TextColumn | PromptRows
@@ -270,6 +286,7 @@ def _answers_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
         column = source.schema.field(answer).type
     columns: Arguments = {
         "rejected_column": dataset.rejected_field,
+        "desirable_column": dataset.desirable_field,
         "train_on_eos": dataset.train_on_eos,
     }
     if prompt is not None:
@@ -308,7 +325,7 @@ class TextEncoder:
         self.form, self.tokenizer = form, tokenizer
         self.columns, self.label, self.read = form.columns, form.label, form.read
         self.masked, self.pairs = form.masked, form.pairs
-        self.aligned: tuple[AlignedColumn, ...] = ()
+        self.aligned = () if form.judged is None else (DESIRABLE,)
         self._dataset, self._memo, self._batch_size = dataset, memo, batch_size
         self._proving, self._proved = threading.Lock(), False
 
@@ -343,10 +360,26 @@ class TextEncoder:
                 lengths=self.form.lengths,
             )
 
-        return encode_pairs(rows, encoded, audit_key) if self.pairs else encoded(rows, audit_key)
+        if self.pairs:
+            return encode_pairs(rows, encoded, audit_key)
+        made = encoded(rows, audit_key)
+        return made if rows.desirable is None else with_verdicts(made, rows.rows, rows.desirable)
 
     def content(self, batch: pa.RecordBatch) -> str:
         return documents_hash(batch)
+
+
+def with_verdicts(made: EncodedDocuments, rows: Int64, desirable: UInt8) -> EncodedDocuments:
+    """The documents, every token of which says whether its answer is desirable. rows: ascending,
+    what each of `desirable` is of.
+    """
+    tokens = made.batch.column(INPUT_IDS)
+    offsets = np.asarray(tokens.offsets.to_numpy(), np.int64)
+    own = np.searchsorted(rows, made.batch.column(ROW_NUMBER).to_numpy())
+    values = np.repeat(desirable[own], np.diff(offsets))
+    batch = made.batch.append_column(DESIRABLE.field, DESIRABLE.lists(offsets, values))
+    counts = replace(made.counts, aligned={DESIRABLE.name: len(values)})
+    return replace(made, batch=batch, counts=counts)
 
 
 # pairs: a document of both answers to a prompt, the chosen one first. Where the second begins, the

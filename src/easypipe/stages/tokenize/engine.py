@@ -75,8 +75,8 @@ class PromptEngine:
         """Columns that every row has to have; of messages, `tools` is read too where it is
         there.
         """
-        rejected = self.config.rejected_column
-        return self.format.columns if rejected is None else (*self.format.columns, rejected)
+        more = (self.config.rejected_column, self.config.desirable_column)
+        return (*self.format.columns, *(name for name in more if name is not None))
 
     def render(self, row: Row) -> Rendered:
         """(text, spans: ascending character ranges that are trained, end: what follows, see
@@ -112,7 +112,7 @@ class PromptEngine:
                 if name is not None:
                     detail = (
                         f"column {name!r} is false: an answer that is not to be learned; "
-                        "unpaired preferences are not trained yet"
+                        "desirable_field names the column for train.preference"
                     )
                     found[i] = Refused("rejected_answer", detail)
         return found

@@ -30,7 +30,7 @@ class Texts:
     ends: UInt8[n], what follows each (transforms/tokenizer/masked.py). lost: Int64[n], tokens that
     each was cut by as it was written, and what cut them; None where none was; fewer than 0 stand in
     another text of the row too. goes_on: Bool[n], where the row does so in another text; None where
-    none is cut into several.
+    none is cut into several. desirable: UInt8[n], 1 where the answer is; None where nobody said.
     """
 
     texts: pa.LargeStringArray
@@ -41,6 +41,7 @@ class Texts:
     lost: Int64 | None = None
     cut_by: str = ""
     goes_on: Bools | None = None
+    desirable: UInt8 | None = None
 
     def content_hash(self) -> str:
         """XXH3-128 of texts and row numbers; the same whatever buffers they lie in."""
@@ -56,6 +57,8 @@ class Texts:
             hasher.update(json.dumps(self.lost.tolist()).encode())
         if self.goes_on is not None:
             hasher.update(json.dumps(self.goes_on.tolist()).encode())
+        if self.desirable is not None:
+            hasher.update(self.desirable.data)
         return hasher.hexdigest()
 
     def take(self, which: Int64) -> Texts:

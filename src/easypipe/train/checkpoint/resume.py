@@ -23,7 +23,7 @@ MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")
 # these too; compared only where there is one, so that a refusal says whether there was
 IF_THERE = ("lora", "preference")
 # of preferences, options that older checkpoints lack: compared only where they are others
-LATER = {"loss": "sigmoid", "margin": None}
+LATER = {"loss": "sigmoid", "margin": None, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 
 
 def identity_of(

@@ -34,6 +34,7 @@ from easypipe.train.model.decoder import Decoder
 from easypipe.train.state import ModelLayout
 
 REFERENCE = "reference_log_probs"
+REFERENCE_ELSEWHERE = "reference_log_probs_elsewhere"  # of answers under other prompts
 COLUMNS = ("input_ids", "labels", "segment_ids", "position_ids")  # of pairs
 
 Arrays = Mapping[str, Array]
@@ -176,7 +177,7 @@ def _log1mexp(x: Array) -> Array:
 
 
 # what a pair costs, by the option `loss`; the formulas are those of TRL 1.16
-LOSSES: dict[PreferenceLoss, Callable[[Pairs, PreferenceConfig], Array]] = {
+LOSSES: Mapping[PreferenceLoss, Callable[[Pairs, PreferenceConfig], Array]] = {
     "sigmoid": _sigmoid,
     "hinge": _hinge,
     "ipo": _ipo,
@@ -236,10 +237,12 @@ class Reference:
     """The model as it was before training, which says how likely each label was to it.
 
     layout: of the model that is trained. Only what is trained is kept a second time: of a run with
-    adapters, the adapters.
+    adapters, the adapters. elsewhere: makes other rows of those of a batch, which are asked too.
     """
 
-    def __init__(self, layout: ModelLayout) -> None:
+    def __init__(
+        self, layout: ModelLayout, elsewhere: Callable[[Arrays], Arrays] | None = None
+    ) -> None:
         self._params: Arrays | None = None
 
         def run(params: Arrays, rest: Arrays, batch: Arrays) -> Array:
@@ -255,6 +258,7 @@ class Reference:
             return jax.lax.map(lambda micro: run(params, rest, micro), batch)
 
         self._run, self._run_micro = jax.jit(run), jax.jit(in_micro_batches)
+        self._elsewhere = elsewhere and (jax.jit(elsewhere), jax.jit(jax.vmap(elsewhere)))
 
     def keep(self, params: Arrays) -> None:
         """Copies the trained parameters of the state before the first step, which that step would
@@ -266,9 +270,13 @@ class Reference:
         """The batch, with `reference_log_probs`: Float32, of the shape of its labels, [B, S] or [A,
         B/A, S]. rest: what is not trained.
         """
-        given = self.kept(rest, batch)
-        run = self._run if batch["input_ids"].ndim == 2 else self._run_micro
-        return {**batch, REFERENCE: run(*given)}
+        micro = batch["input_ids"].ndim == 3
+        run = self._run_micro if micro else self._run
+        added = {**batch, REFERENCE: run(*self.kept(rest, batch))}
+        if self._elsewhere is not None:
+            others = self._elsewhere[micro](batch)
+            added[REFERENCE_ELSEWHERE] = run(*self.kept(rest, others))
+        return added
 
     def kept(self, rest: Arrays, batch: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         """What `live` takes."""

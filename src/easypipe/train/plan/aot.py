@@ -19,13 +19,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled, Lowered
 
+from easypipe.core.aligned import DESIRABLE
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.core.values import JsonObject
 from easypipe.train import state as states
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.checks import MANY_STEPS, Shapes
-from easypipe.train.config import TrainingConfig
+from easypipe.train.config import UNPAIRED, TrainingConfig
 from easypipe.train.metrics.devices import Device, advice, known_device, on_device
 from easypipe.train.model.attention import choose
 from easypipe.train.model.config import ModelConfig
@@ -221,6 +222,8 @@ def plan_step(
     mesh = _mesh(train, there.name, there.devices)
     of_data = {"epochs": None, "batch_size": None, "callbacks": CallbacksConfig(), "measure": ()}
     alone = dataclasses.replace(train, steps=train.steps or MANY_STEPS, **of_data)
+    if train.preference is not None and train.preference.loss in UNPAIRED:
+        columns = (*columns, DESIRABLE.name)
     trainer = Engine(model, alone, Shapes(batch_size, accumulation_steps), mesh=mesh)
     check_row_length(seq_length, mesh)
     state = states.abstract_state(trainer.layout, trainer.optimizer)

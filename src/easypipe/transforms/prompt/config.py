@@ -135,6 +135,8 @@ class PromptConfig:
             train.preference. The second row of a pair has it in place of the label (for "text", and
             messages without a label, of the column itself). For "text", and messages with train_on
             "completion", the common beginning is the prompt.
+        desirable_column: The column (true or false) that says whether the answer is a desirable
+            one, for train.preference with the losses kto and apo_zero_unpaired.
         tools_column: For messages, the column of tools; None takes the column `tools`, if there is
             one.
         roles: For "sharegpt", the role of each value of `from`: {"bot": "assistant"}, beside human,
@@ -165,6 +167,7 @@ class PromptConfig:
     input_columns: ListOf[str] = ()
     label_column: str | None = None
     rejected_column: str | None = None
+    desirable_column: str | None = None
     tools_column: str | None = None
     roles: dict[str, str] | None = None
     message_fields: dict[str, str] | None = None
@@ -222,7 +225,17 @@ class PromptConfig:
                 at="rejected_column", problem="there is no label whose place it could take", fix=fix
             )
         every = [(name, f"input_columns[{i}]") for i, name in enumerate(self.inputs)]
-        for name, at in ((self.label, "label_column"), (self.rejected_column, "rejected_column")):
+        require(
+            self.desirable_column is None or self.rejected_column is None,
+            "desirable_column",
+            "judges one answer, and with rejected_column a row has two",
+            "Leave one of them out.",
+        )
+        for name, at in (
+            (self.label, "label_column"),
+            (self.rejected_column, "rejected_column"),
+            (self.desirable_column, "desirable_column"),
+        ):
             every += [] if name is None else [(name, at)]
         seen: set[str] = set()
         for name, at in every:
@@ -322,7 +335,7 @@ class PromptConfig:
                     name for name in pieces_of(self.source()[0])[1::2] if name != self.label
                 )
             )
-        further = (self.label, self.tools_column, self.rejected_column)
+        further = (self.label, self.tools_column, self.rejected_column, self.desirable_column)
         return (*named, *(name for name in further if name is not None))
 
     def _without_effect(self) -> list[str]:
@@ -338,6 +351,6 @@ class PromptConfig:
         if self.format_type != "custom":
             names += ["template", "template_date"]
         if self.format_type == "text":
-            names += ["label_column", "system_prompt", "few_shot", "train_on"]
+            names += ["label_column", "desirable_column", "system_prompt", "few_shot", "train_on"]
             names += [] if self.rejected_column is not None else ["train_on_eos"]
         return names

@@ -1,0 +1,147 @@
+"""Answers that are judged each for itself: formulas, answers under other prompts, whole runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from easypipe import RunConfig
+from easypipe.core.config import from_dict, to_dict
+from easypipe.core.errors import ConfigError, EasypipeError
+from easypipe.run import train
+from easypipe.train.config import PreferenceConfig
+from easypipe.train.losses.unpaired import answer_losses, answers_elsewhere
+from easypipe.train.metrics.log import read_metrics
+from token_support import small_tokenizer_folder
+
+
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+def test_what_an_answer_costs_is_trls_formula_in_float64(loss: Any) -> None:
+    draw = np.random.default_rng(1)
+    ratios, desirable, kl = draw.normal(size=40) * 9, draw.random(40) < 0.5, 0.7 * (loss == "kto")
+    config = PreferenceConfig(loss=loss, beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
+
+    def sigmoid(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    wanted = [
+        1.5 * (1 - sigmoid(0.3 * (r - kl))) if good else 0.5 * (1 - sigmoid(0.3 * (kl - r)))
+        for r, good in zip(ratios.tolist(), desirable.tolist(), strict=True)
+    ]
+    with jax.enable_x64(True):
+        found = answer_losses(jnp.asarray(ratios), jnp.asarray(desirable), jnp.asarray(kl), config)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+
+
+def packed(samples: list[tuple[list[int], list[int]]], slots: int) -> dict[str, np.ndarray]:
+    """A row of prompts with their answers; the last token of an answer is no target where it is
+    0.
+    """
+    row = {name: np.zeros(slots, np.int32) for name in ("input_ids", "segment_ids", "position_ids")}
+    row["labels"] = np.full(slots, -100, np.int32)
+    at = 0
+    for number, (prompt, answer) in enumerate(samples, start=1):
+        ids = prompt + answer
+        here = slice(at, at + len(ids))
+        row["input_ids"][here], row["segment_ids"][here] = ids, number
+        row["position_ids"][here] = np.arange(len(ids))
+        for slot in range(len(prompt), len(ids)):
+            row["labels"][at + slot - 1] = ids[slot] or -100
+        at += len(ids)
+    return row
+
+
+def test_answers_stand_under_the_next_prompt_of_their_row() -> None:
+    draw = np.random.default_rng(7)
+    for slots in (48, 64):
+        rows, wanted = [], []
+        for count in (5, 2, 1, 3):
+            samples = [
+                (draw.integers(1, 99, draw.integers(1, 6)).tolist(),
+                 [*draw.integers(1, 99, draw.integers(1, 5)).tolist(), *[0] * draw.integers(0, 2)])
+                for _ in range(count)
+            ]  # fmt: skip
+            rows.append(packed(samples, slots))
+            turned = [(p, samples[(i + 1) % count][1]) for i, (p, _) in enumerate(samples)]
+            wanted.append(packed(turned, slots))
+        wanted[2]["labels"][:] = -100  # an answer alone has no other prompt
+        batch = {name: jnp.asarray(np.stack([row[name] for row in rows])) for name in rows[0]}
+        found = jax.jit(answers_elsewhere)(batch)
+        for name in rows[0]:
+            np.testing.assert_array_equal(found[name], np.stack([row[name] for row in wanted]))
+
+
+def config(folder: Path, preference: Any, **dataset: Any) -> RunConfig:
+    rows = [
+        {"prompt": f"{n} + {n} = ", "completion": str(2 * n) if n % 3 else "no idea", "label": n % 3 > 0, "number": n}
+        for n in range(60)
+    ]  # fmt: skip
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    fields = {"prompt_field": "prompt", "completion_field": "completion", "desirable_field": "label"}  # fmt: skip
+    own = {"data_files": str(folder / "rows.jsonl"), **(fields | dataset)}
+    data = {
+        "datasets": [{name: value for name, value in own.items() if value is not None}],
+        "default_tokenizer": str(small_tokenizer_folder()),
+        "cache_dir": str(folder / "cache"),
+        "pack": {"seq_length": 64, "strategy": "first_fit", "oversize": "drop"},
+        "load": {"batch_size": 4, "accumulation_steps": 2, "num_epochs": 20},
+        "seed": 1,
+    }
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 16)
+    model = {**sizes, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
+    training = {"output_dir": str(folder / "run"), "steps": 12, "optimizer": {"learning_rate": 0.02}}  # fmt: skip
+    training |= {"preference": preference} if preference else {}
+    return from_dict(RunConfig, {"data": data, "model": model, "train": training})
+
+
+@pytest.mark.parametrize(
+    "preference",
+    [{"loss": "kto"}, {"loss": "apo_zero_unpaired", "reference": "cached"}],
+    ids=["kto", "apo"],
+)
+def test_desirable_answers_become_likelier_than_the_others(
+    tmp_path: Path, preference: dict[str, str]
+) -> None:
+    train(config(tmp_path, preference))
+    first, *_, last = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert first["loss"] == pytest.approx(0.5)
+    assert first["reward_desirable"] == pytest.approx(0, abs=1e-5)
+    assert last["loss"] < 0.45
+    assert last["reward_desirable"] > 0 > last["reward_undesirable"]
+    assert ("kl" in last) == (preference["loss"] == "kto")
+
+
+@pytest.mark.parametrize(
+    ("preference", "dataset", "words"),
+    [
+        ({}, {"desirable_field": None}, "kto takes answers .*hold no verdicts.*desirable_field"),
+        (None, {}, r"data: holds answers with verdicts, and without train\.preference"),
+        ({"loss": "sigmoid"}, {}, "the rows hold no pairs of answers"),
+        ({"reference": "cached"}, {}, r"preference\.reference: cached, and kto compares"),
+        ({"loss": "ipo", "desirable_weight": 2}, {}, "has no effect on the loss ipo"),
+        ({"desirable_weight": -1.0}, {}, "-1.0 is not a number from 0 up"),
+        ({}, {"rejected_field": "label2"}, "desirable_column: judges one answer"),
+        ({}, {"desirable_field": "prompt"}, "is the prompt_field too"),
+        ({}, {"desirable_field": "number"}, "holds int64, not true and false"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    tmp_path: Path, preference: Any, dataset: Any, words: str
+) -> None:
+    given = preference if preference is None else {"loss": "kto"} | preference
+    with pytest.raises(EasypipeError, match=words):
+        train(config(tmp_path, given, **dataset))
+
+
+def test_answers_that_are_judged_stay_whole(tmp_path: Path) -> None:
+    values = to_dict(config(tmp_path, {"loss": "kto"}))
+    values["data"]["pack"]["oversize"] = "split"
+    with pytest.raises(ConfigError, match=r"pack\.oversize: 'split' would cut"):
+        train(from_dict(RunConfig, values))
