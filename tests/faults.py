@@ -548,6 +548,12 @@ FAULTS = [
           '        made["mix"] = {"stop_strategy": "all_exhausted"}\n', '        made["mix"] = {}\n'),
     fault("any change of a run begins other data", "history.py", "tests/train/test_changed_run.py -k data_alone",
           '        if any(key.startswith(OF_DATA) for key in one["changed"])\n', '        if one["changed"]\n'),
+    fault("of equal remainders the last comes first", "plan/mix_schedule.py", "tests/plan/test_schedule.py -k apportioned",
+          "key=lambda i: (-remainders[i], i)", "key=lambda i: (-remainders[i], -i)"),
+    fault("tokens of a manifest that cannot be read are leftovers", "cache/admin.py", "tests/stages/test_cache_admin.py -k nobody_can_read",
+          "    if any(one.manifest is None for one in staying):\n        everything = False\n", ""),
+    fault("verify knows no unfinished folder", "save/verify.py", "tests/stages/test_save.py -k left_unfinished",
+          "    if saved.MANIFEST in below or RUN in below:\n", "    if saved.MANIFEST in below:\n"),
 ]
 # fmt: on
 

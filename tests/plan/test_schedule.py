@@ -188,6 +188,10 @@ def test_apportioned_integers_are_the_nearest(parts: list[int], total: int) -> N
         abs(w - Fraction(part * total, sum(parts))) < 1
         for w, part in zip(whole, parts, strict=True)
     )
+    left = [Fraction(part * total, sum(parts)) % 1 for part in parts]
+    up = [w > part * total // sum(parts) for w, part in zip(whole, parts, strict=True)]
+    order = sorted(range(len(parts)), key=lambda i: (-left[i], i))  # of equal ones the first
+    assert [up[i] for i in order] == sorted(up, reverse=True)
 
 
 def test_half_a_wave() -> None:

@@ -169,6 +169,18 @@ def test_leftovers_go_with_a_full_clear_only(tmp_path: Path) -> None:
     reader.verify()
 
 
+def test_of_a_reader_whose_manifest_nobody_can_read_nothing_goes(tmp_path: Path) -> None:
+    reader = TokenCache(put(tmp_path, "kept"))
+    put(tmp_path, "gone", seed=1)
+    Path(reader.path).write_text('{"format": 99}')  # as a later version may write it
+    tokens = {name for name in reader._names if Path(name).exists()}
+    cleared = clear_cache(tmp_path)
+    assert (cleared.removed, cleared.kept) == (("gone",), ("?",))
+    assert tokens
+    assert all(Path(name).exists() for name in tokens)
+    reader.verify()
+
+
 def test_what_another_process_reads_stays(tmp_path: Path) -> None:
     put(tmp_path, "idle", seed=7)
     process = start(tmp_path, "hold")

@@ -53,6 +53,7 @@ from easypipe.save.card import CARD, HUB_CARD, YAML, public_name, size_category
 from easypipe.save.config import CODECS, Compression, parse_bytes
 from easypipe.save.saved import MANIFEST, SavedSource
 from easypipe.save.sizes import default_shard_bytes, edges_by_bytes, edges_by_size
+from easypipe.save.verify import verify
 from easypipe.save.write_folder import SavedFolder
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.stages.mix.mixture import PlannedSource
@@ -286,6 +287,8 @@ def test_what_another_run_left_unfinished_goes_where_one_overwrites_it(tmp_path:
     with pytest.raises(Killed):
         packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=3)).build()
     storage.set_fault_hook(None)
+    (found,) = verify(out)
+    assert found.problems[0].what.startswith("unfinished: it has no manifest yet")
     (out / "part-of-mine.parquet").write_bytes(b"mine")
     with pytest.raises(ConfigError, match="holds an unfinished run of something else"):
         packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=2)).build()
