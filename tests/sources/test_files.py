@@ -341,3 +341,12 @@ def test_a_file_that_was_written_again_is_refused_though_its_size_is_the_same(
     with pytest.raises(SourceError, match="changed after the source was made"):
         source.read(0, 1, 2)
     assert open_files(str(path)).read(0, 1, 2).num_rows == 1
+
+
+def test_patterns_enter_no_folder_that_begins_with_a_dot_unless_it_is_named(tmp_path: Path) -> None:
+    for name in ("a/x.jsonl", ".git/x.jsonl", "a/.cache/x.jsonl", "a/b/x.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    seen = names(tmp_path, resolve(tmp_path / "**" / "*.jsonl"))
+    assert seen == ["a/b/x.jsonl", "a/x.jsonl"]
+    assert names(tmp_path, resolve(tmp_path / ".git" / "*.jsonl")) == [".git/x.jsonl"]

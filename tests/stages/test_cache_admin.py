@@ -157,6 +157,13 @@ def test_tokens_that_two_datasets_share_stay_until_both_go(tmp_path: Path) -> No
     assert not list(tmp_path.glob("tokens/*/*.arrow"))
 
 
+def test_tokens_that_two_ranges_share_are_counted_once(tmp_path: Path) -> None:
+    prepare(ShardedTexts(texts(10), texts(10)), small_tokenizer(), dataset="d", cache_dir=tmp_path)
+    (file,) = (tmp_path / "tokens").rglob("*.arrow")
+    (found,) = list_cache(tmp_path).datasets
+    assert (found.rows, found.num_bytes) == (20, file.stat().st_size)
+
+
 def test_leftovers_go_with_a_full_clear_only(tmp_path: Path) -> None:
     reader = TokenCache(put(tmp_path, "kept"))
     path = put(tmp_path, "gone", seed=1)
