@@ -323,6 +323,18 @@ def test_a_stage_that_brings_its_sources_may_come_first(tmp_path: Path) -> None:
     assert len(list(mixed)) > 3
 
 
+def test_warnings_name_a_source_that_a_stage_brings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unversioned(Bring):
+        def process(self, data: dict[str, Any], context: Any) -> dict[str, Any]:
+            return {"brought": Mine(version=None)}
+
+    Pipeline(config(tmp_path, datasets=[])).add_stage(Unversioned()).tokenize().get_data()
+    assert caplog.messages
+    assert all(line.startswith("dataset brought: ") for line in caplog.messages)
+
+
 def test_stages_before_any_source_still_raise(tmp_path: Path) -> None:
     class Look(Bring):
         def process(self, data: dict[str, Any], context: Any) -> dict[str, Any]:

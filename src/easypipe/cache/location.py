@@ -92,14 +92,18 @@ def _beside(url: str) -> Path:
 
 
 def cache_folder_of(
-    dataset: Any, source: ShardedSource, context: PipelineContext, *, keep: bool | None = None
+    name: str,
+    dataset: Any,
+    source: ShardedSource,
+    context: PipelineContext,
+    *,
+    keep: bool | None = None,
 ) -> CacheFolder:
-    """Where the tokens of `dataset` (a DatasetConfig, or None) go. keep: as the stage says; None
-    where it says nothing.
+    """Where the tokens of the dataset of that name (a DatasetConfig, or None) go. keep: as the stage
+    says; None where it says nothing.
     """
     if context.config.streaming:
         if keep:
-            name = "?" if dataset is None else dataset.name
             log.warning(
                 "dataset %s: streaming keeps no tokens, though tokenize.cache_tokenized is True; "
                 "leave it out",
@@ -111,7 +115,6 @@ def cache_folder_of(
     if not enabled:
         return TemporaryFolder()
     if not info_of(source).cacheable:
-        name = "?" if dataset is None else dataset.name
         log.warning(
             "dataset %s: a function, source or tokenizer of your own has no version, so its tokens "
             "are made anew in every process",

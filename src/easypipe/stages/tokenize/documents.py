@@ -262,7 +262,7 @@ def require_documents(
         return source
     require_tokens(name, source, stage)
     tokens = token_info(source) or _named_tokenizer(name, context)
-    folder = cache_folder_of(own, source, context)
+    folder = cache_folder_of(name, own, source, context)
     aligned = aligned_columns(name, source, context)
     # under "error" the source raises at a bad row; rows without tokens are no bad ones
     options: WriterOptions = {"progress": context.progress, "on_error": "skip"}

@@ -76,7 +76,9 @@ class TokenizeStage(BaseStage):
                 source,
                 loaded[key],
                 dataset=name,
-                cache_dir=cache_folder_of(dataset, source, context, keep=stage.cache_tokenized),
+                cache_dir=cache_folder_of(
+                    name, dataset, source, context, keep=stage.cache_tokenized
+                ),
                 num_workers=stage.num_workers,
                 batch_size=stage.batch_size,
                 progress=context.progress,
