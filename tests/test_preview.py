@@ -24,6 +24,7 @@ from easypipe import (
     Preview,
     PromptConfig,
     load_tokenizer,
+    masks,
     preview,
 )
 from easypipe.cli import main
@@ -118,6 +119,20 @@ def test_prompts_and_conversations(tmp_path: Path) -> None:
         prompt={"format_type": "alpaca"},
     )
     assert alpaca.samples[0].segments[0].roles == ("instruction", "input", "output")
+
+
+@pytest.mark.parametrize("look", [True, False])
+def test_samples_warn_of_turns_that_nothing_ends(
+    look: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    end = f"<|over {look}|>"  # told once in a process
+    said = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "\n{% endfor %}"
+    if look:
+        rows = [{"messages": chat("what?", "that")}] * 4
+        made(tmp_path, rows, 1, content_field="messages", chat_template=said)
+    else:
+        masks(tokenizer(), chat_template=said)
+    assert f"ends a turn with {end!r}, which is no special token" in caplog.text
 
 
 def test_packed_rows_show_segments_and_cuts(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ OPTIONS = [
         "tokenizer/tokenizer.json, row 0, line 1: not JSON", datasets__0__data_files="tokenizer/"
     ),
     option("cannot be downloaded from the Hugging Face Hub", default_tokenizer="x" * 6000),
-    option("no such file", default_tokenizer="/" + "x" * 6000),
+    option("no such file", default_tokenizer="./" + "x" * 6000),
     option("no such file", default_tokenizer="./nowhere"),
     option("data.jsonl", default_tokenizer="data.jsonl"),
     option(

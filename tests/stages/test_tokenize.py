@@ -163,7 +163,7 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         run(tmp_path, datasets=(dataset("a", tokenizer=SMALL), dataset("b")), a=None, b=None)
     assert str(caught.value).startswith(
-        "datasets[1].tokenizer: dataset 'b' has no tokenizer. Set it here, or default_tokenizer"
+        "datasets[1].tokenizer: dataset 'b' has no tokenizer. Set it there, or set default_tokenizer"
     )
     with pytest.raises(TokenizerError, match="/nowhere/t: no such file or folder"):
         run(tmp_path, default="/nowhere/t", d=None)

@@ -274,16 +274,19 @@ def test_a_text_is_shown_up_to_its_stop_string(
         ("zephyr", [ENDOFTEXT]),
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}<|a|><|b|>\n{% endfor %}", [4]),
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", []),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}", []),
     ],
 )
 def test_what_ends_a_turn_is_read_off_the_template(
-    template: str, expected: list[int], tokenizer: Path
+    template: str, expected: list[int], tokenizer: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loaded = load_tokenizer(str(tokenizer))
     found = turns_of(
         load_chat_template(loaded, chat_template=template, train_on="all", date=None), loaded
     )
     assert list(found.stop_token_ids) == expected
+    said = "ends a turn with '<|end|>', which is no special token of tokenizer"
+    assert (said in caplog.text) == ("<|end|>" in template)
 
 
 def test_a_model_of_text_ends_with_its_tokenizer_and_a_published_one_keeps_what_it_says(

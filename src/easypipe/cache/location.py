@@ -99,8 +99,8 @@ def cache_folder_of(
     *,
     keep: bool | None = None,
 ) -> CacheFolder:
-    """Where the tokens of the dataset of that name (a DatasetConfig, or None) go. keep: as the stage
-    says; None where it says nothing.
+    """Where the tokens of a dataset go. dataset: its DatasetConfig, None where it has none.
+    keep: as the stage says; None where it says nothing.
     """
     if context.config.streaming:
         if keep:

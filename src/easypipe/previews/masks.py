@@ -22,6 +22,7 @@ from easypipe.transforms.chat.render import (
     given_template,
     is_jinja,
     load_chat_template,
+    turns_of,
 )
 from easypipe.transforms.chat.sandbox import Json
 from easypipe.transforms.chat.spans import OPEN, Rendered
@@ -170,6 +171,8 @@ def masks(
     template, tokenizer = _opened(
         source, train_on, chat_template, template_date, train_empty_thinking, special_tokens
     )
+    if tokenizer is not None:
+        turns_of(template, tokenizer)  # warns where nothing ends a turn
     given = SAMPLES if conversations is None else _named(conversations)
     forms = {
         name: list(spellings(one)) if conversations is None else [("", one)]

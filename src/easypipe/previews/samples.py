@@ -28,7 +28,7 @@ from easypipe.stages.load.stage import LoadStage
 from easypipe.stages.reports.ledger import ledger_of
 from easypipe.stages.save import SaveStage
 from easypipe.stages.source.stage import SourceStage
-from easypipe.stages.tokenize.documents import TokenizedShardedSource
+from easypipe.stages.tokenize.documents import TokenizedShardedSource, trained_turns
 from easypipe.transforms.chat.conversations import values_of
 
 FIRST_ROWS = 200  # of each dataset, from which samples are made
@@ -101,6 +101,7 @@ def _preview(pipeline: Pipeline, n: int, first_rows: int) -> Preview:
     notes = [f"made of the first {first_rows:,} rows of each dataset, at most", *explained.notes]
     for name, source in tokenized.items():
         notes += _what_became(name, source)
+        trained_turns(source)  # warns where nothing ends a turn
     return Preview(samples=tuple(samples), notes=tuple(notes))
 
 

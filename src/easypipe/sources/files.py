@@ -12,6 +12,7 @@ import glob
 import io
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
@@ -296,10 +297,11 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
             )
         return partitioned([_local(name) for name in sorted(matches, key=natural)], folder)
     near = _names_in(folder)
-    hint = did_you_mean(os.path.basename(path), near)
-    raise MissingFileError(
-        at=text, problem="no such file or folder", have=near, fix=hint or "Check the path."
-    )
+    fix = did_you_mean(os.path.basename(path), near) or "Check the path."
+    owner, *_ = text.split("/")
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text) and not os.path.exists(owner):
+        fix += f" If it is a dataset of the Hub: hf://datasets/{text}."
+    raise MissingFileError(at=text, problem="no such file or folder", have=near, fix=fix)
 
 
 def _matches(pattern: str, circles: list[str]) -> Iterable[str]:

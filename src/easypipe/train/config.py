@@ -26,7 +26,7 @@ log = logging.getLogger("easypipe")
 
 @config
 class LossConfig:
-    """Cross entropy, as kernels/loss/api.py computes it."""
+    """Cross entropy over packed rows, with z-loss, label smoothing and the size of its pieces."""
 
     z_loss: float = 0.0  # weight of the squared log-partition (PaLM); keeps logits near zero
     # share of every target that is spread evenly over the vocabulary; `nll` is without it

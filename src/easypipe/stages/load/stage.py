@@ -271,11 +271,14 @@ def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
     num_rows = rows.open().available(0, needed)
     if not num_rows and isinstance(rows, PlannedRows):
         rows.plan.check_that_some_document_fits()
+    passes = options.num_epochs or 1
+    there = f"{num_rows} rows" + f" in {passes} passes" * (passes > 1)
     require(
         num_rows >= needed,
         "load.batch_size",
-        f"{options.batch_size}, but {name!r} has {num_rows} rows: no batch is ever full",
-        f"Give at most {num_rows}, or set drop_last=False."
+        f"{options.batch_size}, but {name!r} has {there}: no batch is ever full",
+        f"Give at most {num_rows}, set num_epochs to null for passes without end, or "
+        "drop_last=False."
         if num_rows
         else "Give the dataset rows.",
     )

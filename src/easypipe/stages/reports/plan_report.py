@@ -218,7 +218,7 @@ def _planned(
     datasets = _datasets(mixture, plan, stats, drawn.tolist(), requested)
     notes = [f"{', '.join(prepared)}: tokenized for this report"] if prepared else []
     notes += run.notes(name)
-    notes += [note for d in datasets for note in _dataset_notes(d, mixture, plan)]
+    notes += [note for d in datasets for note in _dataset_notes(d, mixture, plan, run.steps)]
     notes += _mixture_notes(mixture, stats, whole=run.steps == run.available)
     if packed and planned.rows(num_epochs).hold and not mixture.paired:
         notes += _continued_notes(mixture, stats)
@@ -380,7 +380,10 @@ class _Run:
                 "and are left out (load.drop_last)"
             )
         if self.steps == 0:
-            yield f"{name!r} fills no batch of {size:,}: nothing would be trained"
+            yield (
+                f"{name!r} fills no batch of {size:,}: nothing would be trained; set "
+                "load.batch_size lower, or load.num_epochs to null for passes without end"
+            )
         shuffled, grouped = load.shuffle_buffer_size, (load.group_by_length or 0) * size
         for rows, what in (
             (shuffled, f"a block of {shuffled or 0:,} shuffled rows"),
@@ -431,13 +434,13 @@ def _datasets(
     return tuple(found)
 
 
-def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan) -> list[str]:
+def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> list[str]:
     length = None if plan.spec.pack is None else plan.spec.pack.seq_length
     cap = dict(zip(mixture.parts, plan.spec.caps, strict=True))[d.name]
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in d.rejected.items())
     notes = (
         (
-            d.never_drawn and not d.documents_dropped,
+            steps and d.never_drawn and not d.documents_dropped,
             f"{d.name} is never drawn in this run, its share is {d.requested:.3g}: "
             "raise its weight, give more steps, or leave it out",
         ),

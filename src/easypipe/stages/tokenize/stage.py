@@ -105,7 +105,7 @@ def _choose(
         raise ConfigError(
             at="default_tokenizer" if number is None else f"datasets[{number}].tokenizer",
             problem=f"dataset {name!r} has no tokenizer",
-            fix="Set it here, or default_tokenizer on the pipeline or on TokenizeStageConfig.",
+            fix="Set it there, or set default_tokenizer for all datasets.",
         )
     try:
         return with_options(chosen, None if dataset is None else dataset.tokenizer_kwargs)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -30,6 +32,8 @@ from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from easypipe.transforms.refused import BEYOND_LIMITS, Refused
 from easypipe.transforms.tokenizer.files import find_chat_template
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
+
+log = logging.getLogger("easypipe")
 
 ENGINE_VERSION = 5  # counts up when the same conversation gives other text or other spans
 MOST_ENDED = 5  # rows after each other that end their worker: then it is the template
@@ -103,7 +107,9 @@ def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
     """What `template` trains the assistant to end with, seen on a question and an answer.
 
     Where it closes a turn with several special tokens, the last is what ends it. Where nothing is
-    written there, the EOS token that packing adds is the end. Raises HostileTemplateError.
+    written there, the EOS token that packing adds is the end. Where what is written is no token of
+    the tokenizer, nothing that ends an answer is trained, and a warning says so. Raises
+    HostileTemplateError.
     """
     question, answer = "easypipeQuestionProbe", "easypipeAnswerProbe"
     talk = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -114,7 +120,21 @@ def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
     (ids, _, _), *_ = tokenizer.encode_with_characters([written])
     special = set(tokenizer.special_tokens)
     closing = [number for number in ids if tokenizer.token(number) in special]
+    if written.strip() and not closing:
+        _warn_endless(template.origin, tokenizer.name, written.strip())
     return Turns(template.source, tuple(closing[-1:]))
+
+
+@functools.cache
+def _warn_endless(origin: str, tokenizer: str, end: str) -> None:
+    log.warning(
+        "%s: ends a turn with %r, which is no special token of tokenizer %s. A model "
+        "trained on it never stops by itself. Take a tokenizer that has it, or add it to a "
+        "published model by model.add_tokens.",
+        origin,
+        end,
+        tokenizer,
+    )
 
 
 def answers_of(

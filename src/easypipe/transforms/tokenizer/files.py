@@ -153,7 +153,7 @@ def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
             at=name_or_path,
             problem="the tokenizer has no chat template",
             fix="Put a chat_template.jinja beside tokenizer.json, or set chat_template of the "
-            "dataset to a .jinja file.",
+            "dataset to a .jinja file or a built-in one: chatml, plain, zephyr or alpaca.",
         )
     return (
         template,
