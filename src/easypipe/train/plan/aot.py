@@ -222,12 +222,12 @@ def plan_step(
     mesh = _mesh(train, there.name, there.devices)
     of_data = {"epochs": None, "batch_size": None, "callbacks": CallbacksConfig(), "measure": ()}
     alone = dataclasses.replace(train, steps=train.steps or MANY_STEPS, **of_data)
-    if train.preference is not None and train.preference.loss in UNPAIRED:
-        columns = (*columns, DESIRABLE.name)
     trainer = Engine(model, alone, Shapes(batch_size, accumulation_steps), mesh=mesh)
     check_row_length(seq_length, mesh)
     state = states.abstract_state(trainer.layout, trainer.optimizer)
-    batch = _abstract_batch(mesh, columns, batch_size, seq_length, accumulation_steps)
+    batch = _abstract_batch(
+        mesh, _columns(train, columns), batch_size, seq_length, accumulation_steps
+    )
     config, backend = trainer.origin.config, None
     with states.on(mesh, trainer.rules):
         if config is not None:
@@ -310,6 +310,12 @@ def _mesh(train: TrainingConfig, name: str, devices: Sequence[object]) -> Mesh:
             problem=problem,
             fix="Let each axis be a product of dimensions of the topology.",
         ) from error
+
+
+def _columns(train: TrainingConfig, columns: Sequence[str]) -> Sequence[str]:
+    """The columns with those that the loss needs besides."""
+    unpaired = train.preference is not None and train.preference.loss in UNPAIRED
+    return (*columns, DESIRABLE.name) if unpaired else columns
 
 
 def _abstract_batch(
