@@ -209,9 +209,7 @@ def test_however_a_run_loads_its_held_out_rows_are_read_once_each(
     made = from_dict(RunConfig, values)
     mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
     loader = inputs_of(made, mesh=mesh).evals["held"]
-    batches = list(
-        itertools.islice(loader, 99)
-    )  # one may never end
+    batches = list(itertools.islice(loader, 99))  # one may never end
     assert {len(batch["input_ids"]) for batch in batches} == {4}
     both = (zip(batch["input_ids"], batch["segment_ids"], strict=True) for batch in batches)
     rows = [bytes(np.asarray(row)[np.asarray(own) > 0]) for one in both for row, own in one]
