@@ -109,13 +109,18 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("data", sorted(DATA))
 @pytest.mark.parametrize("config", ["sft.yaml", "sft_lora.yaml"])
-def test_the_shipped_configs_fine_tune(config: str, data: str, model: Path, tmp_path: Path) -> None:
+def test_the_shipped_configs_fine_tune(
+    config: str, data: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = ROOT / "configs" / config
     changes = overrides(model, tmp_path, "run", data)
-    assert (
-        main(["train", str(path), "--samples", "0", *(f"--set={change}" for change in changes)])
-        == 0
-    )
+    asked = ["--samples", "1", *(["--prompt", "Hi!"] if config == "sft.yaml" else [])]
+    assert main(["train", str(path), *asked, *(f"--set={change}" for change in changes)]) == 0
+    # a model of conversations answers what it is asked, and has nothing to begin with by itself
+    last = capsys.readouterr().out.splitlines()[-1]
+    talks, prompted = data == "tools", "--prompt" in asked
+    assert last.startswith("talk to it: " if talks and not prompted else "  » ")
+    assert ("Hi!" in last) == (prompted and not talks)
     seen = losses(tmp_path / "run")
     assert len(seen) == 6
     assert seen[-1] < seen[0] - 0.02

@@ -21,10 +21,13 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     samples: Annotated[
-        int, typer.Option(min=0, help="Lines of text to sample from a model of text at the end.")
+        int,
+        typer.Option(
+            min=0, help="Lines of text to sample at the end; of conversations, with --prompt."
+        ),
     ] = 3,
     prompt: Annotated[
-        str, typer.Option(help="What they begin with; without it, as documents begin.")
+        str, typer.Option(help="What they begin with, or answer; without it, as documents begin.")
     ] = "",
 ) -> None:
     """Train what CONFIG.YAML describes. Stopped and run again, it goes on from the last checkpoint
@@ -73,9 +76,13 @@ def show_result(run: RunConfig, result: TrainResult, samples: int, prompt: str =
     from easypipe.train.parallel.distributed import several
 
     show_measured(result)
-    if samples and not several():
-        for text in sample(run, result, samples, prompt):
-            say(f"  » {text!r}")
+    if not samples or several():
+        return
+    if result.seen.chat_template is not None and not prompt:
+        say(f"talk to it: easypipe generate {result.output_dir} --chat")
+        return
+    for text in sample(run, result, samples, prompt):
+        say(f"  » {text!r}")
 
 
 def show_measured(result: TrainResult) -> None:
@@ -102,8 +109,9 @@ def _loss(record: Json) -> str:
 
 def sample(run: RunConfig, result: TrainResult, count: int, prompt: str = "") -> list[str]:
     """Short texts by the model, each begun with `prompt`; without one with the end-of-text token,
-    behind which documents begin.
+    behind which documents begin. A model of conversations answers the prompt.
     """
+    from easypipe.cli.writing import Loaded, Writer
     from easypipe.train.model.generate import generate
     from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
@@ -114,6 +122,11 @@ def sample(run: RunConfig, result: TrainResult, count: int, prompt: str = "") ->
             problem="names no tokenizer to write samples with",
             fix="Set it, or --samples 0.",
         )
+    options = {"max_new_tokens": 40, "temperature": 0.8, "top_k": 50, "seed": run.train.seed}
+    if result.seen.chat_template is not None:
+        writer = Writer(Loaded(result.model, name, result.seen), {**options, "stop": ()})
+        asked = {"messages": [{"role": "user", "content": prompt}]}
+        return writer.written(writer.opened([("--prompt", asked)] * count), whole=False)
     tokenizer = load_tokenizer(name)
     start = tokenizer.reference_encode(prompt) if prompt else []
     end = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -122,10 +135,7 @@ def sample(run: RunConfig, result: TrainResult, count: int, prompt: str = "") ->
     lines = generate(
         result.model,
         prompts,
-        max_new_tokens=40,
-        temperature=0.8,
-        top_k=50,
         eos_token_id=tokenizer.eos_token_id,
-        seed=run.train.seed,
+        **options,
     )
     return [tokenizer.decode([*start, *line]) for line in lines]
