@@ -159,6 +159,10 @@ def test_the_index_is_checked(tmp_path: Path) -> None:
     first.write_bytes(whole[:-1])
     with pytest.raises(SourceError, match="not an MDS shard, or truncated"):
         open_files(path).shards  # noqa: B018
+    for length in range(0, 40, 3):  # also in the middle of a number
+        (tmp_path / "cut.mds").write_bytes(whole[:length])
+        with pytest.raises(EasypipeError, match=r"cut.mds: (not an MDS shard|.*empty|.*0 bytes)"):
+            open_files(tmp_path / "cut.mds").shards  # noqa: B018
     first.unlink()
     with pytest.raises(MissingFileError, match="no such file, which index"):
         open_files(path)
@@ -173,6 +177,8 @@ def test_members_of_one_name_are_a_row(tmp_path: Path, name: str) -> None:
     ids = [npy(np.arange(n, dtype=np.int32)) for n in range(3)]
     members = [
         ("__meta__", b"left out"),
+        ("__notes__/0.txt", b"left out"),
+        (".hidden", b"left out"),
         ("d/0.txt", "é".encode()),
         ("d/0.cls", b" 5"),
         ("d/1.JSON", b'{"a": 1}'),

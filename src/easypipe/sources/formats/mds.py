@@ -63,9 +63,9 @@ class MdsFormat(Format):
     def survey(
         self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
     ) -> Survey:
-        head = np.frombuffer(self._plain.fetch(file, 0, 4), "<u4")
+        head = _uint32(self._plain.fetch(file, 0, 4))
         behind = 4 + 4 * (int(head[0]) + 1) if len(head) else 0
-        offsets = np.frombuffer(self._plain.fetch(file, 4, behind), "<u4").astype(np.int64)
+        offsets = _uint32(self._plain.fetch(file, 4, behind)).astype(np.int64)
         broken = SourceError(at=file.path, problem="not an MDS shard, or truncated", fix=COPY)
         if (
             not len(head)
@@ -150,6 +150,11 @@ class MdsShardedSource(FileSource):
 
     def _make_format(self) -> MdsFormat:
         return MdsFormat()
+
+
+def _uint32(data: bytes) -> Array:
+    """As many numbers as are there."""
+    return np.frombuffer(data, "<u4", len(data) // 4)
 
 
 def _stem(path: str) -> str | None:

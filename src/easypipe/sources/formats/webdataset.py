@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import tarfile
 from functools import partial
 from pathlib import Path
@@ -36,8 +35,6 @@ PICKLED = ("pkl", "pickle", "pyd", "pth", "pt")
 KINDS: dict[str, Kind] = dict.fromkeys(("txt", "text", "transcript"), TEXT)
 KINDS |= dict.fromkeys(("cls", "cls2", "index", "inx", "id"), INTEGER)
 KINDS |= dict.fromkeys(("json", "jsn"), JSON_TEXT)
-NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")  # the key, and the column
-META = re.compile(r"__[^/]*__($|/)")
 
 
 class _Tar(NamedTuple):
@@ -116,13 +113,13 @@ class TarFormat(Format):
             with tarfile.open(fileobj=opened, mode="r:") as tar:
                 while (one := tar.next()) is not None:
                     tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # it would grow
-                    name = NAME.fullmatch(one.name)
-                    if not one.isreg() or name is None or META.match(one.name):
+                    key, column = _key_and_column(one.name)
+                    if not (one.isreg() and column):
                         continue
-                    if not keys or keys[-1] != name[1]:
-                        keys.append(name[1])
+                    if not keys or keys[-1] != key:
+                        keys.append(key)
                     end = one.offset_data + one.size
-                    members.append((len(keys) - 1, name[2].lower(), one.offset_data, end))
+                    members.append((len(keys) - 1, column, one.offset_data, end))
                 behind = self._plain.fetch(file, tar.offset, tar.offset + BLOCK)
         except (tarfile.TarError, UnicodeError, ValueError) as error:
             problem = f"not a tar file, or truncated: {error}"
@@ -146,6 +143,15 @@ class WebDatasetShardedSource(FileSource):
 
     def _make_format(self) -> Format:
         return TarFormat()
+
+
+def _key_and_column(name: str) -> tuple[str, str]:
+    """The row and the column of a member; no column where it is neither a value nor of a row."""
+    folder, slash, last = name.rpartition("/")
+    stem, _, extension = last.partition(".")
+    top = name.partition("/")[0]  # `__...__` holds notes of whoever wrote the tar
+    notes = len(top) > 3 and top.startswith("__") and top.endswith("__")
+    return folder + slash + stem, extension.lower() if stem and not notes else ""
 
 
 def _array_kind(file: FileRef, first: bytes) -> Kind:

@@ -217,17 +217,15 @@ def plan_step(
     step does. Raises ConfigError for a topology that is none or whose compiler is not installed,
     and what Trainer raises for a config that cannot be.
     """
-    there = topology(on) if isinstance(on, str) else on
-    started = time.perf_counter()
+    there, started = topology(on) if isinstance(on, str) else on, time.perf_counter()
     mesh = _mesh(train, there.name, there.devices)
     of_data = {"epochs": None, "batch_size": None, "callbacks": CallbacksConfig(), "measure": ()}
     alone = dataclasses.replace(train, steps=train.steps or MANY_STEPS, **of_data)
     trainer = Engine(model, alone, Shapes(batch_size, accumulation_steps), mesh=mesh)
     check_row_length(seq_length, mesh)
     state = states.abstract_state(trainer.layout, trainer.optimizer)
-    batch = _abstract_batch(
-        mesh, _columns(train, columns), batch_size, seq_length, accumulation_steps
-    )
+    columns = _columns(train, columns)
+    batch = _abstract_batch(mesh, columns, batch_size, seq_length, accumulation_steps)
     config, backend = trainer.origin.config, None
     with states.on(mesh, trainer.rules):
         if config is not None:
