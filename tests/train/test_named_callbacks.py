@@ -439,12 +439,17 @@ def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, name, packa
             {"wandb": {"mode": "disabled"}},
             "callbacks.wandb.mode: 'disabled' is not an option (have: online, offline)",
         ),
+        (
+            {"mlflow": {"tracking_uri": "https://me:secret@runs.example"}},
+            "callbacks.mlflow.tracking_uri: holds a password",
+        ),
     ],
 )
 def test_bad_values_are_refused(callbacks, message):
     with pytest.raises(ConfigError) as error:
         from_dict(TrainingConfig, {"output_dir": "out", "callbacks": callbacks})
     assert str(error.value).startswith(message)
+    assert "secret" not in str(error.value)
 
 
 def test_metrics_that_will_not_be_there_are_refused(tmp_path):

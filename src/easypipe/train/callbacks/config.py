@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Literal
+from urllib.parse import urlsplit
 
 from easypipe.core.config import ListOf, check_at_least, config
 from easypipe.core.errors import require
@@ -105,6 +106,14 @@ class MlflowConfig:
     # address of a server or database; None: MLFLOW_TRACKING_URI, else mlflow.db in the output
     # folder
     tracking_uri: str | None = None
+
+    def check(self) -> None:
+        require(
+            urlsplit(self.tracking_uri or "").password is None,
+            "tracking_uri",
+            "holds a password, and a run's configuration is saved with it",
+            "Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI.",
+        )
 
 
 @config
