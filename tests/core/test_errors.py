@@ -30,6 +30,11 @@ def test_place_and_suggestion() -> None:
     assert errors.did_you_mean("anything", []) is None
 
 
+def test_a_sentence_ends_once() -> None:
+    assert str(errors.EasypipeError(at="a", problem="b.", fix="c.")) == "a: b. c."
+    assert str(errors.EasypipeError(at="a", problem="b ...", fix="c.")) == "a: b ... c."
+
+
 def test_names_of_several_words_are_near_by_their_words() -> None:
     prompt = ["format_type", "template", "label_column", "template_date"]
     assert errors.did_you_mean("chat_template", prompt) == "Did you mean 'template'?"

@@ -301,10 +301,9 @@ def parse_yaml(text: str, at: str) -> JsonObject:
     try:
         values = _read_yaml(text)
     except yaml.YAMLError as error:
-        if isinstance(error, yaml.reader.ReaderError):  # which tells no line
-            at = place(at, line=text.count("\n", 0, error.position) + 1)
+        line, why = _wrong_yaml(error, text)
         raise ConfigError(
-            at=at, problem=f"not valid YAML: {error}", fix="Correct the line that it names."
+            at=place(at, line=line), problem=f"not valid YAML: {why}", fix="Correct that line."
         ) from None
     require(
         isinstance(values, dict),
@@ -314,6 +313,18 @@ def parse_yaml(text: str, at: str) -> JsonObject:
     )
     require_harmless(values, "")
     return values
+
+
+def _wrong_yaml(error: yaml.YAMLError, text: str) -> tuple[int | None, str]:
+    """The line of a complaint, counted from 1, and its words."""
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        return line, f"unacceptable character #x{error.character:04x}: {error.reason}"
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return None, str(error)
+    mark = error.problem_mark or error.context_mark
+    words = [str(part) for part in (error.context, error.problem) if part]
+    return None if mark is None else mark.line + 1, ", ".join(words)
 
 
 @contextlib.contextmanager
@@ -363,7 +374,8 @@ def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
         try:
             value = _read_yaml(text)
         except yaml.YAMLError as error:
-            raise ConfigError(at=path, problem=f"{text!r} is not a YAML value: {error}") from None
+            _, why = _wrong_yaml(error, text)
+            raise ConfigError(at=path, problem=f"{text!r} is not a YAML value: {why}") from None
         node: Any = result
         keys = path.split(".")
         for depth, key in enumerate(keys):

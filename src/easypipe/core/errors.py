@@ -61,7 +61,7 @@ class EasypipeError(Exception):
         text = f"{at}: {text}" if at else text
         if self.have is not None:
             text += f" (have: {_shortened(', '.join(self.have)) or 'none'})"
-        return visible(f"{text}. {self.fix}" if self.fix else text, keep="\n\t")
+        return visible(f"{text.removesuffix('.')}. {self.fix}" if self.fix else text, keep="\n\t")
 
 
 def _shortened(text: str, most: int = 4000) -> str:

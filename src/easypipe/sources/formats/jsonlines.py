@@ -233,7 +233,8 @@ def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Rej
             if record.strip() in (b"{", b"}")
             else ""
         )
-        return reject("unparsable", f"not JSON: {problem.msg} at character {problem.colno}{hint}")
+        said = problem.msg.removesuffix(" starting at")  # of a text that does not end
+        return reject("unparsable", f"not JSON: {said} at character {problem.colno}{hint}")
     except ValueError as problem:  # int() of thousands of digits
         return reject("unparsable", f"a number too long: {problem}")
     except RecursionError:
