@@ -27,6 +27,7 @@ ROW = {
     "worse": "c e",
     "text": "one two three",
     "other": "four five",
+    "liked": True,
     "tools": "[]",
     "tools2": "[]",
 }
@@ -84,6 +85,7 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("pair", "prompt.input_columns", ["other"]),
     ("pair", "prompt.label_column", "other"),
     ("pair", "prompt.rejected_column", "worse"),
+    ("pair", "prompt.desirable_column", "liked"),
     ("pair", "prompt.system_prompt", "Be brief."),
     ("pair", "prompt.few_shot", {"examples": [ROW]}),
     ("pair", "prompt.few_shot.examples", [ROW, OTHER]),
