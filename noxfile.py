@@ -278,8 +278,8 @@ def peers(session: nox.Session) -> None:
 
 @nox.session
 def notebooks(session: nox.Session) -> None:
-    """The tutorials as notebooks, each run by Jupyter in a new folder: minutes. Names after `--`
-    choose among them.
+    """The tutorials as notebooks, run by Jupyter in a new folder: minutes. Names after `--` choose
+    among them.
     """
     session.install(".[train]", "nbclient>=0.10", "ipykernel>=6")
     env = TEST_ENV | {"EASYPIPE_CACHE": str(Path(session.create_tmp()) / "cache")}

@@ -1,6 +1,7 @@
 """Tutorials as notebooks: the site's build makes them of the pages, which stay their one source.
 
-`python docs/notebooks.py [NAME ...]` runs them, each in a new folder, by Jupyter's nbclient.
+`python docs/notebooks.py [NAME ...]` runs them by Jupyter's nbclient, in one new folder: the
+quickstart that each begins with runs once.
 """
 
 from __future__ import annotations
@@ -82,21 +83,21 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return f"{title}{end}\n[This page as a notebook](notebooks/{name}.ipynb)\n{rest}"
 
 
-def run(name: str) -> None:
-    """Runs every cell as Jupyter does; raises CellExecutionError with the output of one that
-    fails.
+def run(name: str, folder: str) -> None:
+    """Runs every cell in `folder` as Jupyter does; raises CellExecutionError with the output of one
+    that fails.
     """
     import nbformat
     from nbclient import NotebookClient
 
     begun = time.monotonic()
     cells = nbformat.from_dict(notebook(Path(__file__).parent / f"{name}.md"))
-    with tempfile.TemporaryDirectory(prefix=f"easypipe-{name}-") as folder:
-        NotebookClient(cells, timeout=900, resources={"metadata": {"path": folder}}).execute()
+    NotebookClient(cells, timeout=900, resources={"metadata": {"path": folder}}).execute()
     count = sum(cell["cell_type"] == "code" for cell in cells["cells"])
     print(f"{name}: {count} cells in {time.monotonic() - begun:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
-    for tutorial in sys.argv[1:] or TUTORIALS:
-        run(tutorial)
+    with tempfile.TemporaryDirectory(prefix="easypipe-notebooks-") as made:
+        for tutorial in sys.argv[1:] or TUTORIALS:
+            run(tutorial, made)
