@@ -126,7 +126,7 @@ class PackedShardedSource(PlannedSource):
             "Leave it out, or set pack.segments to 'document'.",
         )
         if mixture.paired or DESIRABLE in mixture.aligned:
-            _check_pairs(config)
+            _check_whole(config, "pairs" if mixture.paired else "answers with verdicts")
         self.eos_token_ids = _eos(mixture, config)
         self._pad_token_id = _pad(mixture, config, self.eos_token_id)
 
@@ -240,18 +240,18 @@ def _tell_uncut(mixture: Mixture, seq_length: int) -> None:
             )
 
 
-def _check_pairs(config: PackStageConfig) -> None:
+def _check_whole(config: PackStageConfig, what: str) -> None:
     """Both halves of a pair stand in one row, whole; and so does an answer that was judged."""
     require(
         not config.concat,
         "pack.strategy",
-        f"{config.strategy!r} cuts documents wherever a row ends, and pairs must stay whole",
+        f"{config.strategy!r} cuts documents wherever a row ends, and {what} must stay whole",
         "Use 'first_fit'.",
     )
     require(
         config.oversize not in ("split", "truncate"),
         "pack.oversize",
-        f"{config.oversize!r} would cut pairs that are longer than a row, which must stay whole",
+        f"{config.oversize!r} would cut {what} that are longer than a row, which must stay whole",
         "Set it to 'drop' or 'error'; max_length cuts each answer by itself.",
     )
 
