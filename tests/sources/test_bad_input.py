@@ -338,7 +338,10 @@ def test_json_rows_that_are_none(tmp_path: Path, line: str, reason: str, detail:
         assert [(r.row, r.reason, r.detail) for r in found.rejects] == [(17, reason, detail)]
         assert found.batch.column("text").to_pylist() == [f"good {i}" for i in range(40) if i != 17]
         with pytest.raises(
-            SourceError, match=re.escape(f"{name}, row 17, line 18: {detail}. Correct the file")
+            SourceError,
+            match=re.escape(
+                f"{name}, row 17, line 18: {detail.removesuffix('.')}. Correct the file"
+            ),
         ):
             read_all(open_files(tmp_path / name))
 

@@ -143,5 +143,7 @@ def test_what_does_not_go_together_is_refused(
 def test_answers_that_are_judged_stay_whole(tmp_path: Path) -> None:
     values = to_dict(config(tmp_path, {"loss": "kto"}))
     values["data"]["pack"]["oversize"] = "split"
-    with pytest.raises(ConfigError, match=r"pack\.oversize: 'split' would cut answers with verdicts"):
+    with pytest.raises(
+        ConfigError, match=r"pack\.oversize: 'split' would cut answers with verdicts"
+    ):
         train(from_dict(RunConfig, values))
