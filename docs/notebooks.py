@@ -42,7 +42,7 @@ def notebook(page: Path) -> dict[str, Any]:
 
 
 def _code(language: str, text: str, before: str) -> str | None:
-    """What runs in place of a block; None: it is to be read."""
+    """What runs in place of a block; None: it is to be read, as `sh` on files of your own is."""
     if language == "python":
         return text
     if language == "bash":
