@@ -466,6 +466,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "transforms/test_prompts.py::test_train_on_and_the_train_flags_of_messages",
             "which turns, or how much of a text, are targets",
         ),
+        "roles_to_train": Effect(
+            "output+error",
+            "transforms/test_trained_turns.py::test_the_turns_of_these_roles_are_trained",
+            "whose turns are targets",
+        ),
         "template_date": Effect(
             "output+error",
             "transforms/test_prompts.py::test_tools_column_system_prompt_and_template_date",

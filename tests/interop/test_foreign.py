@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from easypipe import DatasetConfig
 from easypipe.cli import main
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import ConfigError
@@ -64,6 +65,58 @@ def test_what_axolotl_s_keys_become() -> None:
     assert run.data.datasets[0].prompt.rejected_column == "rejected"
     run = from_dict(RunConfig, import_config(*of("axolotl-qlora-1b")).config)
     assert set(run.train.lora.targets) == {"query", "key", "value", "output", "gate", "up", "down"}
+
+
+TURNS: list[tuple[str, dict[str, object], list[str]]] = [
+    ("roles_to_train: [gpt]\ntrain_on_eos: turn", {}, []),
+    ("roles_to_train: [human, gpt]", {"roles_to_train": ("user", "assistant")}, []),
+    ("train_on_eos: last", {"train_on_eos": "last"}, []),
+    ("roles_to_train:\ntrain_on_eos:", {"train_on": "completion"}, []),
+    ("train_on_eos:", {"train_on_eos": "none"}, []),
+    ("train_on_eos: all", {}, ["datasets[0].train_on_eos"]),
+    ("train_on_eot: last", {}, ["datasets[0].train_on_eot"]),
+    ("roles_to_train: [judge, user]", {"roles_to_train": ("user",)}, ["datasets[0].roles_to_train"]),
+    (
+        "roles_to_train: []\nmessage_field_training: train_it",
+        {"roles_to_train": (), "message_fields": {"train": "train_it"}},
+        [],
+    ),
+    (
+        "message_field_training_detail: train_detail",
+        {},
+        ["datasets[0].message_field_training_detail"],
+    ),
+    (
+        "message_field_role: who\nmessage_field_content: said",
+        {"message_fields": {"role": "who", "content": "said"}},
+        [],
+    ),
+    ("message_field_role: from\nmessage_field_content: value", {"format_type": "sharegpt"}, []),
+    ("message_property_mappings: {role: from, content: text}", {"format_type": "sharegpt", "message_fields": {"content": "text"}}, []),
+    ("message_property_mappings: {name: who}", {}, ["datasets[0].message_property_mappings"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "expected", "left"), TURNS, ids=lambda value: str(value)[:40])
+def test_whose_turns_axolotl_trains_is_carried(
+    keys: str, expected: dict[str, object], left: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    own = keys.replace("\n", "\n    ")
+    file.write_text(
+        "base_model: m\nchat_template: chatml\ndatasets:\n  - path: rows.jsonl\n    "
+        f"type: chat_template\n    {own}\n"
+    )
+    made = import_config("axolotl", file)
+    dataset = from_dict(DatasetConfig, made.config["data"]["datasets"][0])
+    if expected:
+        found = dataset.prompt
+        assert {name: getattr(found, name) for name in expected} == expected
+        assert (found.inputs, found.template) == (("messages",), "chatml")
+    else:
+        assert (dataset.content_field, dataset.chat_template) == ("messages", "chatml")
+        assert (dataset.prompt, dataset.train_on, dataset.train_on_eos) == (None, None, None)
+    assert [key for key in made.left if key.startswith("datasets")] == left
 
 
 def test_what_the_others_keys_become() -> None:

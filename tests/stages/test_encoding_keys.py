@@ -100,6 +100,8 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("sharegpt", "prompt.tools_column", "tools2"),
     ("sharegpt", "prompt.train_on", "all"),
     ("sharegpt", "prompt.train_on_eos", "last"),
+    ("sharegpt", "prompt.roles_to_train", ["user"]),
+    ("sharegpt", "prompt.roles_to_train", ["assistant"]),
     ("sharegpt", "prompt.template_date", "2026-01-31"),
     ("sharegpt", "prompt.chat_template_kwargs", {"enable_thinking": False}),
     ("sharegpt", "prompt.train_empty_thinking", False),

@@ -8,8 +8,12 @@ from pathlib import Path
 
 from easypipe.core.values import Json, JsonObject
 from easypipe.interop.foreign.rules import ForeignConfig, Rule
+from easypipe.transforms.chat.conversations import MESSAGE_FIELDS
+from easypipe.transforms.prompt.config import ROLES, SPEAKERS
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# keys of axolotl's datasets of messages
+OF_TURNS = {"roles_to_train", "train_on_eos", "train_on_eot", "message_field_training"}
 FILES = (".json", ".jsonl", ".parquet", ".csv", ".arrow", ".txt", ".gz", ".zst")
 
 
@@ -47,19 +51,6 @@ def axolotl_datasets(made: ForeignConfig, key: str, given: Json) -> None:
             dataset["content_field"] = one.get("field_messages", "messages")
         else:
             made.left[at] = f"type {kind!r} is not known here: alpaca, chat_template, completion"
-        roles = one.get("message_property_mappings") or {}
-        names = (
-            one.get("message_field_role") or roles.get("role"),
-            one.get("message_field_content") or roles.get("content"),
-        )
-        if names in (("from", "value"), ("role", "content"), (None, None)):
-            if names[0] == "from":
-                dataset["prompt"] = {
-                    "format_type": "sharegpt",
-                    "input_columns": [dataset.pop("content_field")],
-                }
-        else:
-            made.left[at] = f"messages with the keys {names}: set message_fields of the dataset"
         for name, path in (("split", "split"), ("name", "subset"), ("revision", "revision")):
             if one.get(name) is not None:
                 dataset[path] = one[name]
@@ -68,14 +59,66 @@ def axolotl_datasets(made: ForeignConfig, key: str, given: Json) -> None:
             "field_rejected", "message_property_mappings", "message_field_role",
             "message_field_content", "split", "name", "revision", "ds_type",
         }  # fmt: skip
+        if kind in ("chat_template", "sharegpt"):
+            prompt = _axolotl_keys(made, at, one)
+            if given.get("rl") == "dpo":
+                dataset["prompt"] |= prompt
+            elif prompt := prompt | _axolotl_turns(made, at, one):
+                dataset["prompt"] = {"input_columns": [dataset.pop("content_field")], **prompt}
+            known |= OF_TURNS if "rl" not in given else set()
         roles = one.get("roles")
         if roles and all([role] == list(names) for role, names in roles.items()):
             known.add("roles")
         for name in one:
-            if name not in known:
+            if name not in known and f"{at}.{name}" not in made.left:
                 made.left[f"{at}.{name}"] = "no key of this name is known here"
         found.append(dataset)
     _sources(made, found, key)
+
+
+def _axolotl_keys(made: ForeignConfig, at: str, one: JsonObject) -> JsonObject:
+    """Of a prompt, by which keys messages say who speaks and what."""
+    given = dict(one.get("message_property_mappings") or {})
+    for name, key in (("role", "message_field_role"), ("content", "message_field_content")):
+        given |= {name: one[key]} if one.get(key) else {}
+    given |= {"train": flag} if (flag := one.get("message_field_training")) else {}
+    if one.get("message_field_training_detail"):
+        made.left[f"{at}.message_field_training_detail"] = "messages are trained whole, or not"
+    for name in given:
+        if name not in MESSAGE_FIELDS and given[name] != name:
+            made.left[f"{at}.message_property_mappings"] = f"{name!r} has no other name here"
+    prompt: JsonObject = {"format_type": "sharegpt"} if given.get("role") == "from" else {}
+    known = {"role": "from", "content": "value"} if prompt else {}
+    fields = {
+        name: key
+        for name, key in given.items()
+        if name in MESSAGE_FIELDS and key not in (name, known.get(name))
+    }
+    return prompt | ({"message_fields": fields} if fields else {})
+
+
+def _axolotl_turns(made: ForeignConfig, at: str, one: JsonObject) -> JsonObject:
+    """Of a prompt, whose turns are trained.
+
+    Theirs trains the turns of `roles_to_train` (the assistant's, where the key is not there) and
+    what ends them; the last message alone where both it and `train_on_eos` are empty.
+    """
+    roles, ends = one.get("roles_to_train", ["assistant"]), one.get("train_on_eos", "turn")
+    flagged = bool(one.get("message_field_training"))
+    if not roles and not ends and not flagged:
+        return {"train_on": "completion"}
+    roles = [ROLES.get(str(role), str(role)) for role in roles or ()]
+    if unknown := [role for role in roles if role not in SPEAKERS]:
+        made.left[f"{at}.roles_to_train"] = f"nobody here is called {', '.join(unknown)}"
+        roles = [role for role in roles if role in SPEAKERS]
+    prompt: JsonObject = {"roles_to_train": roles} if roles != ["assistant"] or flagged else {}
+    if ends == "all":
+        made.left[f"{at}.train_on_eos"] = "the ends of turns that are not trained are no targets"
+    elif ends != "turn":
+        prompt["train_on_eos"] = ends or "none"
+    if one.get("train_on_eot", ends) != ends:
+        made.left[f"{at}.train_on_eot"] = "train_on_eos is of whatever ends a turn"
+    return prompt
 
 
 def trl_dataset(made: ForeignConfig, key: str, given: Json) -> None:

@@ -10,7 +10,7 @@ import yaml
 
 from easypipe.core.config import load_yaml
 from easypipe.core.errors import ConfigError, require_known
-from easypipe.core.values import Json
+from easypipe.core.values import Json, JsonObject, JsonValue
 from easypipe.interop.foreign.datasets import (
     axolotl_datasets,
     field,
@@ -126,7 +126,10 @@ def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
         made.say(key, f"and data.pack.seq_length {pack['seq_length']}: a row holds both answers")
     for dataset in made.config.get("data", {}).get("datasets", ()):
         for name, value in made.dataset.items():
-            dataset.setdefault(name, value)
+            if "prompt" in dataset and name in ("chat_template", "train_on"):
+                _into_prompt(dataset["prompt"], name, value)
+            else:
+                dataset.setdefault(name, value)
         if tool == "trl" and not {"content_field", "prompt"} & set(dataset):
             if "preference" in made.config.get("train", {}) or "beta" in given:
                 dataset["prompt"] = {
@@ -136,6 +139,16 @@ def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
                 }
             elif given.get("chat_template") or "dataset_mixture" in given:
                 dataset["content_field"] = "messages"
+
+
+def _into_prompt(prompt: JsonObject, name: str, value: JsonValue) -> None:
+    """Puts what all datasets have into the prompt of one."""
+    if name == "train_on":
+        for other in ("roles_to_train", "train_on_eos"):
+            prompt.pop(other, None)
+        prompt["train_on"] = value
+    elif prompt.get("format_type") != "alpaca":
+        prompt["template"] = value
 
 
 _CHOSEN = needless("the fastest attention of the device is taken")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -252,7 +253,8 @@ def _format(
             tokenizer.special_strings,
             lengths if lengths is not None and lengths.policy.budgets else None,
         )
-    train_on = config.train_on or ("assistant" if config.label is None else "completion")
+    roles, behind = config.roles_to_train, config.label is not None
+    train_on = config.train_on or ("completion" if behind and roles is None else "assistant")
     try:
         template = load_chat_template(
             tokenizer,
@@ -263,6 +265,8 @@ def _format(
             kwargs=config.chat_template_kwargs or {},
             train_on_eos=config.train_on_eos or "turn",
         )
+        if roles is not None:
+            template = replace(template, roles_to_train=tuple(roles))
     except ConfigError as error:
         own = error.at.startswith("chat_template_kwargs")
         raise moved(error, error.at if own else "template") from None

@@ -31,6 +31,7 @@ class MessageReader:
     that rows have for those of OpenAI, and for `text` of typed parts. system: the
     prompt of those that have none. refuse: strings that no message may hold, as the template writes
     the special tokens. everything: the `train_on` that trains what anybody says; empty for others.
+    anyone: whether a message of any role may say of itself that it is trained.
     """
 
     roles: Mapping[str, str] | None = None
@@ -38,6 +39,7 @@ class MessageReader:
     refuse: Sequence[str] = ()
     everything: str = ""
     fields: Mapping[str, str] | None = None
+    anyone: bool = False
 
     @functools.cached_property
     def _refused(self) -> re.Pattern[str] | None:
@@ -115,8 +117,9 @@ class MessageReader:
             )
         if flag is not None and weight is not None and flag != bool(weight):
             return f"the train flag of message {i} is {flag}, and its weight {weight}"
-        if flag_of(message) and message["role"] != "assistant":
-            return f"message {i} is to be trained, and is the {message['role']}'s"
+        if flag_of(message) and message["role"] != "assistant" and not self.anyone:
+            who = f"is the {message['role']}'s, whom roles_to_train does not name"
+            return f"message {i} is to be trained, and {who}"
         if self.everything:
             what = "weight" if flag is None else "train flag"
             trained = "every token" if self.everything == "all" else "all behind the prompt"

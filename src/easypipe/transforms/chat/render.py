@@ -37,6 +37,8 @@ log = logging.getLogger("easypipe")
 
 ENGINE_VERSION = 5  # counts up when the same conversation gives other text or other spans
 MOST_ENDED = 5  # rows after each other that end their worker: then it is the template
+# options that keys of caches hold only where they say something else
+ADDED: Mapping[str, Json] = {"train_on_eos": "turn", "roles_to_train": ("assistant",)}
 OTHER_FILES = ("include", "import", "from", "extends")  # statements of Jinja that read them
 
 
@@ -67,6 +69,7 @@ class ChatTemplate:
     # whether `<think>\n\n</think>` in front of an answer is trained
     train_empty_thinking: bool = True
     train_on_eos: str = "turn"  # of which trained turns what ends them is trained: turn, last, none
+    roles_to_train: tuple[str, ...] = ("assistant",)  # whose turns train_on chooses among
 
     @property
     def fingerprint(self) -> str:
@@ -76,8 +79,9 @@ class ChatTemplate:
     @property
     def _spec(self) -> dict[str, Json]:
         """What workers write with; its order is part of the fingerprint."""
-        left_out = {"origin", *(["train_on_eos"] if self.train_on_eos == "turn" else [])}
-        return {name: value for name, value in asdict(self).items() if name not in left_out}
+        given = asdict(self)
+        later = {name: value for name, value in ADDED.items() if given[name] == value}
+        return {k: value for k, value in given.items() if k != "origin" and k not in later}
 
     def render(
         self, rows: Sequence[Asked | Refused], reader: MessageReader | None = None
@@ -113,7 +117,8 @@ def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
     """
     question, answer = "easypipeQuestionProbe", "easypipeAnswerProbe"
     talk = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    (seen,) = replace(template, train_on="assistant").render([{"messages": talk, "tools": None}])
+    asked = replace(template, train_on="assistant", roles_to_train=("assistant",))
+    (seen,) = asked.render([{"messages": talk, "tools": None}])
     if isinstance(seen, Refused) or not seen.spans or answer not in seen.text:
         return Turns(template.source, ())
     written = seen.text[seen.text.rindex(answer) + len(answer) : seen.spans[-1][1]]

@@ -86,12 +86,31 @@ def flag_of(message: Message) -> bool | None:
     return bool(weight) if flag is None and weight is not None else flag
 
 
+def turns_to_train(
+    messages: Sequence[Message], train_on: str, roles: Sequence[str], prompt: int = 0
+) -> list[int]:
+    """The messages behind a prompt of so many that are trained: those of `roles` that train_on
+    chooses, where their own `train` or `weight` does not say.
+    """
+    flags = [flag_of(message) for message in messages]
+    turns = [i for i in range(prompt, len(messages)) if messages[i].get("role") in roles]
+    asked = {
+        "assistant": turns,
+        "last_assistant": turns[-1:],
+        "completion": [i for i in turns if i == len(messages) - 1],
+    }[train_on]
+    return [
+        i for i in range(prompt, len(messages)) if (i in asked if flags[i] is None else flags[i])
+    ]
+
+
 class Spans:
     """Rendering with spans, for one template.
 
     closers: the special tokens of the tokenizer. empty_thoughts: whether a thought without words,
     which templates of models that reason write in front of an answer, is trained. ends: of which
-    trained turns what ends them is trained too: every `turn`, the `last` one, or `none`.
+    trained turns what ends them is trained too: every `turn`, the `last` one, or `none`. roles:
+    whose turns are trained.
     """
 
     def __init__(
@@ -100,8 +119,10 @@ class Spans:
         closers: Sequence[str],
         empty_thoughts: bool = True,
         ends: str = "turn",
+        roles: Sequence[str] = ("assistant",),
     ) -> None:
         self.template, self.empty_thoughts, self.ends = template, empty_thoughts, ends
+        self.roles = roles
         words = sorted((re.escape(w) for w in closers if w.strip()), key=len, reverse=True)
         special = "|".join(words) or r"(?!)"  # which stands nowhere
         self.token = re.compile(special)
@@ -128,8 +149,8 @@ class Spans:
         Raises RenderError where the template refuses, UnprovenError where it cannot be told what is
         trained.
         """
-        flags = [flag_of(message) for message in messages]
-        if any(flag is not None for flag in flags):
+        flagged = messages
+        if any(flag_of(message) is not None for message in messages):
             messages = [
                 {key: value for key, value in message.items() if key not in (FLAG, WEIGHT)}
                 for message in messages
@@ -142,20 +163,14 @@ class Spans:
             start = self._behind_prompt(text, messages[:prompt], tools)
             return Rendered(text, [(start, len(text))], self._end(text, trained=True))
         every = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        turns = [i for i in every if i >= prompt]
-        asked = {
-            "assistant": turns,
-            "last_assistant": turns[-1:],
-            "completion": [i for i in turns if i == len(messages) - 1],
-        }[train_on]
-        trained = [i for i in turns if (i in asked if flags[i] is None else flags[i])]
+        trained = turns_to_train(flagged, train_on, self.roles, prompt)
         if not trained:
             return Rendered(text, [], OPEN)
         if self.template.marked and trained == every:
             spans = marked
         else:
             spans = self._proven(text, marked, messages, tools, trained)
-        last = bool(spans) and not text[spans[-1][1] :].strip()
+        last = trained[-1] in every and bool(spans) and not text[spans[-1][1] :].strip()
         kept = {"turn": len(spans), "last": 1, "none": 0}[self.ends]
         cut = len(spans) - kept
         spans = [*map(functools.partial(self._without_stop, text), spans[:cut]), *spans[cut:]]
@@ -203,12 +218,13 @@ class Spans:
         errors: list[UnprovenError | RenderError] = []
         for everyone in (True, False):
             try:
-                aligned = _Aligned(self, text, messages, tools, everyone=everyone)
-                return (
-                    aligned.marked(marked, trained)
-                    if self.template.marked
-                    else aligned.spans(trained)
-                )
+                others = range(len(messages)) if everyone else trained
+                aligned = _Aligned(self, text, messages, tools, others)
+                if not self.template.marked:
+                    return aligned.spans(trained)
+                answers = [i for i in trained if messages[i].get("role") == "assistant"]
+                rest = [i for i in trained if i not in answers]
+                return sorted([*aligned.marked(marked, answers), *aligned.spans(rest)])
             except (UnprovenError, RenderError) as error:
                 errors.append(error)
         if isinstance(errors[0], RenderError):
@@ -319,7 +335,7 @@ class Spans:
 class _Aligned:
     """A conversation as it was written, beside one with sentinels in place of its texts.
 
-    everyone: replace what everyone says, not the assistant alone. Raises UnprovenError where the
+    others: the messages that are replaced besides the assistant's. Raises UnprovenError where the
     two cannot be read side by side, RenderError where the template refuses other words.
     """
 
@@ -329,13 +345,12 @@ class _Aligned:
         text: str,
         messages: Sequence[Message],
         tools: Sequence[JsonValue] | None,
-        *,
-        everyone: bool,
+        others: Sequence[int],
     ) -> None:
         self._known, self._text, self._tools = known, text, tools
         self._words = words = Sentinels(text, messages)
         self._changed = [
-            words.replace(i, m) if everyone or m.get("role") == "assistant" else m
+            words.replace(i, m) if i in others or m.get("role") == "assistant" else m
             for i, m in enumerate(messages)
         ]
         self._places = align(text, self._render(self._changed), words)
@@ -378,6 +393,8 @@ class _Aligned:
         first = self._owners.index(i)
         before = places[first - 1].stop if first else 0
         gap = text[before : places[first].start]
+        if self._changed[i].get("role") != "assistant":
+            return self._others(i, first)
         after = ""
         for behind in self._behind(i, first):
             run, later = places[first:behind], places[behind:]
@@ -401,6 +418,19 @@ class _Aligned:
         raise UnprovenError(
             f"nothing that is known to end a turn follows message {i}: {after[:40]!r}"
         )
+
+    def _others(self, i: int, first: int) -> tuple[int, int]:
+        """What message i, which is not the assistant's, says; with what follows it where that is
+        what ends the assistant's turns.
+        """
+        behind, known = self._behind(i, first)[-1], self._known.stops
+        start, stop = self._places[first].start, self._places[behind - 1].stop
+        space = len(self._text) - len(self._text[stop:].lstrip())
+        for end in filter(None, (known.middle, known.last)):
+            for at, written in ((stop, end), (space, end.lstrip())):
+                if self._text.startswith(written, at):
+                    return start, at + len(written)
+        return start, stop
 
     def _behind(self, i: int, first: int) -> Sequence[int]:
         """The places behind which the turn of message i may end, which stands in one piece from

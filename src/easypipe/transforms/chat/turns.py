@@ -18,7 +18,7 @@ from easypipe.core.values import Int64
 from easypipe.transforms.chat.pool import Asked
 from easypipe.transforms.chat.render import ChatTemplate, HostileTemplateError
 from easypipe.transforms.chat.sandbox import Json, Message
-from easypipe.transforms.chat.spans import FLAG, OPEN, WEIGHT, Rendered, flag_of
+from easypipe.transforms.chat.spans import FLAG, OPEN, WEIGHT, Rendered, turns_to_train
 from easypipe.transforms.refused import TOO_LONG, Refused
 from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.masked import encode_masked
@@ -205,18 +205,15 @@ def _flagged(messages: Sequence[Message], train_on: str) -> Sequence[Message]:
     """
     if train_on == "assistant":
         return messages
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    asked = (
-        turns[-1:] if train_on == "last_assistant" else [i for i in turns if i == len(messages) - 1]
-    )
-    found = list(messages)
-    for i in turns:
-        flag = flag_of(messages[i])
-        found[i] = {
-            **{k: v for k, v in messages[i].items() if k != WEIGHT},
-            FLAG: i in asked if flag is None else flag,
-        }
-    return found
+    trained = turns_to_train(messages, train_on, ("assistant",))
+    return [
+        _with_flag(message, i in trained) if message["role"] == "assistant" else message
+        for i, message in enumerate(messages)
+    ]
+
+
+def _with_flag(message: Message, trained: bool) -> Message:
+    return {**{k: v for k, v in message.items() if k != WEIGHT}, FLAG: trained}
 
 
 def _rendered(template: ChatTemplate, tried: Sequence[tuple[int, Request]]) -> list[Answer]:

@@ -148,6 +148,7 @@ class _Writer:
                 self._spec["closers"],
                 self._spec.get("train_empty_thinking", True),
                 self._spec.get("train_on_eos", "turn"),
+                self._spec.get("roles_to_train", ("assistant",)),
             )
         return self._known[key]
 

@@ -44,6 +44,8 @@ ROLES = {
     "tool": "tool",
 }
 
+SPEAKERS = ("assistant", "user", "system", "tool", "developer")  # of whom roles_to_train speaks
+
 
 def check_thinking(options: Any) -> None:
     """Raises ConfigError where options say something of empty thoughts that has no effect."""
@@ -151,6 +153,10 @@ class PromptConfig:
             message, if it is the assistant's; with a label_column, where it is the default, all
             that the template writes after the prompt) or `all`; a message's own `train` (true or
             false) overrides it. Else `completion` (the default if there is a label) or `all`.
+        roles_to_train: For messages, whose turns are trained: `assistant` (what train_on
+            `assistant` means), `user`, `system`, `tool`, `developer`. Of others than the assistant
+            the words are trained, and an end that the assistant's turns have too. A message's own
+            `train` overrides it for any role; an empty list trains those messages alone.
         train_on_eos: Whether the end of a trained turn (`<|im_end|>`, EOS) is trained too: of every
             `turn` (default), the `last` one, or `none`; for a text completion, its EOS.
         template_date: The day (2026-01-31) for templates that ask for today's; None refuses those.
@@ -174,6 +180,7 @@ class PromptConfig:
     system_prompt: str | None = None
     few_shot: FewShotConfig | None = None
     train_on: TrainOn | None = None
+    roles_to_train: ListOf[str] | None = None
     train_on_eos: TrainOnEos | None = None
     template_date: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -266,6 +273,15 @@ class PromptConfig:
                 have=possible,
                 fix=f"Use {possible[0]!r}.",
             )
+        require(
+            self.roles_to_train is None or self.train_on is None,
+            "roles_to_train",
+            f"says whose turns are trained, and train_on {self.train_on!r} says it too",
+            "Leave one of them out: train_on 'assistant' is roles_to_train ['assistant'].",
+        )
+        for i, role in enumerate(self.roles_to_train or ()):
+            at = f"roles_to_train[{i}]"
+            require(role in SPEAKERS, at, f"{role!r} is no role", have=SPEAKERS)
         if talks and self.few_shot is not None and self.train_on == "all":
             raise ConfigError(
                 at="train_on",
@@ -308,7 +324,8 @@ class PromptConfig:
     def trains_behind_prompt(self) -> bool:
         """Of messages, whether all that follows the prompt is trained, whoever says it."""
         answers = self.label is not None or self.shares_prompt
-        return answers and self.train_on in (None, "completion")
+        chosen = self.train_on if self.roles_to_train is None else "assistant"
+        return answers and chosen in (None, "completion")
 
     def source(self) -> tuple[str, str]:
         """(text, origin) of a custom template.
@@ -347,6 +364,7 @@ class PromptConfig:
             "message_fields",
             "chat_template_kwargs",
             "train_empty_thinking",
+            "roles_to_train",
         ]
         if self.format_type != "custom":
             names += ["template", "template_date"]

@@ -105,6 +105,7 @@ class ChatFormat:
             tuple(refuse),
             template.train_on if everything else "",
             config.message_fields,
+            anyone=config.roles_to_train is not None,
         )
         self._keep = ("role", "content", *(config.message_fields or {}).values())
         self._few_shot = None
@@ -130,6 +131,8 @@ class ChatFormat:
             more["fields"] = self._reader.fields
         if self._answer is not None:
             more["answer"] = self._answer
+        if self._reader.anyone:
+            more["flags"] = "of anyone"
         return [self.template.fingerprint, *([more] if more else [])]
 
     def accepts(self, kind: pa.DataType, column: str) -> bool:
