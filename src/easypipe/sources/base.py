@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypedDict, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypedDict, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +35,7 @@ from easypipe.core.text import not_utf8
 from easypipe.core.threads import Threads
 from easypipe.core.values import Int64
 from easypipe.sources.files import DataFiles, FileRef, resolve
+from easypipe.sources.formats.streams import PlainBytes
 from easypipe.sources.partitions import constant, partition_schema
 from easypipe.sources.schemas import column, has_strings, reconcile
 
@@ -74,38 +75,6 @@ class Rows(NamedTuple):
     rejects: Sequence[Reject] = ()
 
 
-class Format(Protocol):
-    """How one kind of file is read. Instances belong to one source, may remember things between
-    reads, and are thread safe.
-    """
-
-    numbered: bool  # rows may be missing from a batch even where nothing is wrong (blank lines)
-
-    def survey(
-        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
-    ) -> Survey:
-        """Counts rows and reads the schema. Raises SourceError where the file as a whole cannot be
-        read.
-        """
-        ...
-
-    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
-        """Rows `start` to `stop`; the table holds `fields` (columns of the file, in types that
-        merge_types gave) or plain kin of them.
-        """
-        ...
-
-    def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
-        """The line of the file, from 1, at which a row begins; None where the format has no
-        lines.
-        """
-        return None
-
-    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
-        """The row as it stands in the file, for a quarantine; None where the format has no text."""
-        return None
-
-
 class FileOptions(TypedDict, total=False):
     """What every FileSource takes beside its files; see there."""
 
@@ -117,7 +86,8 @@ class FileOptions(TypedDict, total=False):
 
 class FileSource(Source):
     """Rows of one or many files of one format. One shard per file. A
-    subclass names its `kind`, as EXTENSIONS has it, and makes its format.
+    subclass names its `kind`, as EXTENSIONS has it, looks over a file (`_survey`) and reads rows of
+    it (`_rows`); what it remembers between reads is shared by copies of it, and thread safe.
 
     columns: names to read, in this order; None reads all. A column that no file has is a
     SourceError that lists those there are.
@@ -133,6 +103,8 @@ class FileSource(Source):
 
     kind: str
     checks_text: ClassVar[bool] = True
+    # rows may be missing from a batch even where nothing is wrong (blank lines)
+    numbered: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -149,14 +121,28 @@ class FileSource(Source):
         self.files: tuple[FileRef, ...] = tuple(
             resolve(data_files, storage_options, extensions=[self.kind])
         )
-        self._format = self._make_format()
+        self._plain = PlainBytes()
         self._index_dir = None if index_dir is None else Path(index_dir)
         self._lock = threading.Lock()
         self._opened: _Opened | None = None
 
-    def _make_format(self) -> Format:
-        """Called once, when `files` are known."""
+    def _survey(self, file: FileRef) -> Survey:
+        """Counts rows and reads the schema. Raises SourceError where the file as a whole cannot be
+        read.
+        """
         raise NotImplementedError
+
+    def _rows(
+        self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int
+    ) -> Rows:
+        """Rows `start` to `stop`; the table holds `fields` (columns of the file, in types that
+        merge_types gave) or plain kin of them.
+        """
+        raise NotImplementedError
+
+    def _line(self, file: FileRef, survey: Survey, row: int) -> int | None:
+        """The line of the file, from 1, at which a row begins; None where it has no lines."""
+        return None
 
     @property
     def schema(self) -> pa.Schema:
@@ -203,16 +189,16 @@ class FileSource(Source):
         A file that has no whole record there has no row. Shards have `num_rows` of what can be read
         here; `total_rows` tells the file's.
         """
-        twin = self.reopened(self._format)
+        twin = self.reopened()
         twin.files = tuple(
             dataclasses.replace(file, head_bytes=num_bytes) for file in self.files[:files]
         )
         return twin
 
-    def reopened(self, format: Format) -> Self:
+    def reopened(self) -> Self:
         """The same files, of which nothing is known yet."""
         twin = copy.copy(self)
-        twin._format, twin._lock, twin._opened = format, threading.Lock(), None
+        twin._lock, twin._opened = threading.Lock(), None
         return twin
 
     @property
@@ -249,7 +235,7 @@ class FileSource(Source):
         fields = opened.fields[shard]
         if start == stop:
             return Scan(_empty(opened.schema), ())
-        table, numbers, rejects = self._format.rows(file, survey, fields, start, stop)
+        table, numbers, rejects = self._rows(file, survey, fields, start, stop)
         if numbers is None:
             numbers = np.arange(start, stop, dtype=np.int64)
         arrays = [
@@ -272,10 +258,6 @@ class FileSource(Source):
             arrays.append(pa.array(numbers))
         return Scan(pa.RecordBatch.from_arrays(arrays, schema=opened.schema), tuple(rejects))
 
-    def raw(self, shard: int, row: int) -> str | None:
-        """A row as it stands in its file; None for formats that are not text."""
-        return self._format.raw(self.files[shard], self._open().surveys[shard], row)
-
     def _column(
         self, file: FileRef, data: pa.Schema, name: str, table: pa.Table, rows: int
     ) -> pa.Array:
@@ -294,7 +276,7 @@ class FileSource(Source):
 
     def _refusal(self, file: FileRef, survey: Survey, reject: Reject) -> SourceError:
         return SourceError(
-            at=place(file.path, row=reject.row, line=self._format.line(file, survey, reject.row)),
+            at=place(file.path, row=reject.row, line=self._line(file, survey, reject.row)),
             problem=reject.detail or reject.reason,
             fix="Correct the file, or read it with on_error='skip' or 'quarantine'.",
         )
@@ -308,16 +290,16 @@ class FileSource(Source):
     def _open(self) -> _Opened:
         with self._lock:
             if self._opened is None:
-                self._opened = self._survey()
+                self._opened = self._look()
             return self._opened
 
-    def _survey(self) -> _Opened:
+    def _look(self) -> _Opened:
         def one(file: FileRef) -> Survey:
             if file.num_bytes == 0:
                 raise SourceError(
                     at=file.path, problem="is empty (0 bytes)", fix="Remove it from data_files."
                 )
-            return self._format.survey(file, self.columns, self._index_dir)
+            return self._survey(file)
 
         workers = min(len(self.files), 16 if self.files[0].remote else (os.cpu_count() or 1))
         with Threads(workers, thread_name_prefix="easypipe-index") as pool:
@@ -353,7 +335,7 @@ class FileSource(Source):
             pa.schema([field for field in data if field.name in survey.schema.names])
             for survey in opened.surveys
         ]
-        numbered = self._format.numbered or self.on_error != "error"
+        numbered = self.numbered or self.on_error != "error"
         schema = with_row_numbers(data) if numbered else data
         return dataclasses.replace(opened, data=data, schema=schema, fields=fields)
 
@@ -362,9 +344,7 @@ class FileSource(Source):
         for file, survey in zip(self.files, surveys, strict=True):
             if survey.num_rows:
                 head = min(survey.num_rows, 1000)
-                for reject in bad_of(
-                    self._format.rows(file, survey, pa.schema([]), 0, head).rejects
-                ):
+                for reject in bad_of(self._rows(file, survey, pa.schema([]), 0, head).rejects):
                     return self._refusal(file, survey, reject)
         return SourceError(
             at=self.files[0].path,

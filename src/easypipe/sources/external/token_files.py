@@ -9,23 +9,21 @@ tokens .bin beside an .idx       the index says where documents lie (sources/ext
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.config import config, digest, fields_of
+from easypipe.core.config import check_at_least, config, digest, fields_of
 from easypipe.core.errors import MissingFileError, SourceError, require
 from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import DType, Int64
-from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
+from easypipe.sources.base import FileOptions, FileSource, Rows, Survey
 from easypipe.sources.external.megatron import MegatronIndex, open_index
 from easypipe.sources.files import DataFiles, FileRef, read_range, resolve
-from easypipe.sources.formats.records import Found, Layout, RecordFormat, Records
+from easypipe.sources.formats.records import Found, Layout, Records, RecordSource
 from easypipe.sources.formats.scanners import split_tokens
 
 NPY_MAGIC = b"\x93NUMPY"
@@ -59,16 +57,8 @@ class TokenFilesConfig:
             "has no effect beside separator_id",
             "Leave one of them out.",
         )
-        for name, value, least in (
-            ("separator_id", self.separator_id, 0),
-            ("document_tokens", self.document_tokens, 1),
-        ):
-            require(
-                value is None or value >= least,
-                name,
-                f"{value} is too small",
-                f"Give at least {least}.",
-            )
+        check_at_least(self, 0, "separator_id")
+        check_at_least(self, 1, "document_tokens")
 
 
 @dataclass(frozen=True)
@@ -83,16 +73,30 @@ class _Found:
     megatron: MegatronIndex | None = None
 
 
-class TokenFormat(Format):
-    numbered = False
+class TokenShardedSource(RecordSource):
+    """Documents of token files, in the one column `input_ids`. layout: as in TokenFilesConfig.
+    Other options are those of FileSource.
 
-    def __init__(self, layout: TokenFilesConfig, indexes: Mapping[str, FileRef]) -> None:
-        self._options, self._indexes = layout, indexes
-        self._separated = RecordFormat()
+    Raises SourceError for a file without a layout, of another format, truncated, or with another
+    number of bytes than it says.
+    """
 
-    def survey(
-        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
-    ) -> Survey:
+    kind = "tokens"
+    numbered, raw = False, FileSource.raw
+
+    def __init__(
+        self,
+        data_files: DataFiles,
+        *,
+        layout: TokenFilesConfig | None = None,
+        **options: Unpack[FileOptions],
+    ) -> None:
+        super().__init__(data_files, **options)
+        self._layout = layout or TokenFilesConfig()
+        found = {file.path: _index_beside(file) for file in self.files}
+        self._indexes = {path: index for path, index in found.items() if index is not None}
+
+    def _survey(self, file: FileRef) -> Survey:
         if file.path in self._indexes:
             self._refuse(file, "an .idx lies beside it, which says where documents lie")
             index = open_index(self._indexes[file.path], file)
@@ -100,20 +104,20 @@ class TokenFormat(Format):
         head = read_range(file, 0, min(HEADER_BYTES, file.num_bytes))
         if head.startswith(NPY_MAGIC) or file.path.lower().endswith(".npy"):
             dtype, shape, start = _npy_header(file, head)
-            if self._options.dtype is not None:
+            if self._layout.dtype is not None:
                 raise SourceError(
                     at=file.path,
                     problem=f"says itself that it holds {dtype}",
                     fix="Leave dtype out: it is for raw .bin files.",
                 )
         else:
-            if self._options.dtype is None:
+            if self._layout.dtype is None:
                 raise SourceError(
                     at=file.path,
                     problem="raw tokens do not say their dtype",
                     fix="Give token_files=TokenFilesConfig(dtype='uint16', ...).",
                 )
-            dtype, start = np.dtype(self._options.dtype).newbyteorder("<"), 0
+            dtype, start = np.dtype(self._layout.dtype).newbyteorder("<"), 0
             if file.num_bytes % dtype.itemsize:
                 problem = f"{file.num_bytes} bytes are no whole number of {dtype} tokens"
                 raise SourceError(
@@ -125,17 +129,17 @@ class TokenFormat(Format):
         if len(shape) == 2:
             self._refuse(file, "its array has two dimensions: every row is a document")
             return _survey(file, _Found(dtype, start, width=shape[1]), shape[0])
-        if self._options.document_tokens is not None:
-            width = self._options.document_tokens
+        if self._layout.document_tokens is not None:
+            width = self._layout.document_tokens
             return _survey(file, _Found(dtype, start, width=width), -(-shape[0] // width))
-        if self._options.separator_id is None:
+        if self._layout.separator_id is None:
             raise SourceError(
                 at=file.path,
                 problem="one long row of tokens does not say where documents end",
                 fix="Give token_files=TokenFilesConfig(separator_id=...), the EOS token, or "
                 "document_tokens.",
             )
-        separator = self._options.separator_id
+        separator = self._layout.separator_id
         layout = Layout(
             key=["tokens", dtype.str, separator, start],
             split=partial(split_tokens, dtype.itemsize, separator),
@@ -143,11 +147,13 @@ class TokenFormat(Format):
             schema=lambda facts: _schema(dtype),
             parse=partial(_separated, dtype),
         )
-        return self._separated.indexed(file, layout, index_dir)
+        return self._indexed(file, layout)
 
-    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+    def _rows(
+        self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int
+    ) -> Rows:
         if isinstance(survey.detail, Found):
-            return self._separated.rows(file, survey, fields, start, stop)
+            return super()._rows(file, survey, fields, start, stop)
         found: _Found = survey.detail
         if found.megatron is not None:
             values, offsets = found.megatron.read(file, start, stop)
@@ -164,37 +170,11 @@ class TokenFormat(Format):
         return Rows(token_lists(values, offsets))
 
     def _refuse(self, file: FileRef, why: str) -> None:
-        for name, value in fields_of(self._options).items():
+        for name, value in fields_of(self._layout).items():
             if value is not None:
                 raise SourceError(
                     at=file.path, problem=f"{name} has no effect: {why}", fix=f"Leave {name} out."
                 )
-
-
-class TokenShardedSource(FileSource):
-    """Documents of token files, in the one column `input_ids`. layout: as in TokenFilesConfig.
-    Other options are those of FileSource.
-
-    Raises SourceError for a file without a layout, of another format, truncated, or with another
-    number of bytes than it says.
-    """
-
-    kind = "tokens"
-
-    def __init__(
-        self,
-        data_files: DataFiles,
-        *,
-        layout: TokenFilesConfig | None = None,
-        **options: Unpack[FileOptions],
-    ) -> None:
-        self._layout = layout or TokenFilesConfig()
-        super().__init__(data_files, **options)
-
-    def _make_format(self) -> Format:
-        found = {file.path: _index_beside(file) for file in self.files}
-        self._indexes = {path: index for path, index in found.items() if index is not None}
-        return TokenFormat(self._layout, self._indexes)
 
     def _options(self) -> list[Any]:
         return [

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import threading
-from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
@@ -16,7 +15,7 @@ import pyarrow as pa
 from easypipe.core.config import digest, fields_of
 from easypipe.core.errors import SourceError, place, raising
 from easypipe.core.schema import INPUT_IDS, offsets_of
-from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
+from easypipe.sources.base import FileOptions, FileSource, Rows, Survey
 from easypipe.sources.external.token_files import TokenFilesConfig, token_lists
 from easypipe.sources.files import DataFiles, FileRef, open_local
 from easypipe.sources.schemas import text_array
@@ -25,17 +24,26 @@ TEXT = "text"
 CUT_BYTES = 1 << 20
 
 
-class ArrayRecordFormat(Format):
-    numbered = False
+class ArrayRecordShardedSource(FileSource):
+    """Records of ArrayRecord files: the column `text`, or `input_ids` where `layout` gives the
+    dtype of their tokens. Other options are those of FileSource. A record of text that is not UTF-8
+    is a reject (invalid_utf8).
+    """
 
-    def __init__(self, layout: TokenFilesConfig | None = None) -> None:
-        self._layout = layout
-        self._lock = threading.Lock()
+    kind = "arrayrecord"
+
+    def __init__(
+        self,
+        data_files: DataFiles,
+        *,
+        layout: TokenFilesConfig | None = None,
+        **options: Unpack[FileOptions],
+    ) -> None:
+        super().__init__(data_files, **options)
+        self._layout, self._reading = layout, threading.Lock()
         self._readers: dict[str, tuple[threading.Lock, Any]] = {}
 
-    def survey(
-        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
-    ) -> Survey:
+    def _survey(self, file: FileRef) -> Survey:
         given = {} if self._layout is None else fields_of(self._layout)
         for name in ("separator_id", "document_tokens"):
             if given.get(name) is not None:
@@ -66,7 +74,9 @@ class ArrayRecordFormat(Format):
             schema=pa.schema([pa.field(name, kind)]),
         )
 
-    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+    def _rows(
+        self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int
+    ) -> Rows:
         lock, reader = self._reader(file)
         with lock, open_local(file):  # the file must still be the one that was opened
             try:
@@ -94,38 +104,16 @@ class ArrayRecordFormat(Format):
             )
         return Rows(token_lists(np.frombuffer(data, dtype), offsets // dtype.itemsize))
 
-    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
-        lock, reader = self._reader(file)
+    def raw(self, shard: int, row: int) -> str | None:
+        lock, reader = self._reader(self.files[shard])
         with lock:
             return reader.read(row, row + 1)[0].decode("utf-8", "replace")
 
     def _reader(self, file: FileRef) -> tuple[threading.Lock, Any]:
-        with self._lock:
+        with self._reading:
             if file.path not in self._readers:
                 self._readers[file.path] = (threading.Lock(), _open(file))
             return self._readers[file.path]
-
-
-class ArrayRecordShardedSource(FileSource):
-    """Records of ArrayRecord files: the column `text`, or `input_ids` where `layout` gives the
-    dtype of their tokens. Other options are those of FileSource. A record of text that is not UTF-8
-    is a reject (invalid_utf8).
-    """
-
-    kind = "arrayrecord"
-
-    def __init__(
-        self,
-        data_files: DataFiles,
-        *,
-        layout: TokenFilesConfig | None = None,
-        **options: Unpack[FileOptions],
-    ) -> None:
-        self._layout = layout
-        super().__init__(data_files, **options)
-
-    def _make_format(self) -> Format:
-        return ArrayRecordFormat(self._layout)
 
     def _options(self) -> list[Any]:
         return [*super()._options(), None if self._layout is None else digest(self._layout)]

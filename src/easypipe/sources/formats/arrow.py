@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +11,7 @@ import pyarrow as pa
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import offsets_of
 from easypipe.core.values import Int64
-from easypipe.sources.base import FileSource, Format, Rows, Survey
+from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import FileRef, library_errors, open_binary, open_local, read_range
 from easypipe.sources.schemas import plain_schema
 
@@ -35,12 +34,12 @@ class _Batches:
     whole: bool = True
 
 
-class ArrowFormat(Format):
-    numbered = False
+class ArrowShardedSource(FileSource):
+    """Rows of Arrow IPC files and streams. Options are those of FileSource."""
 
-    def survey(
-        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
-    ) -> Survey:
+    kind = "arrow"
+
+    def _survey(self, file: FileRef) -> Survey:
         head = read_range(file, 0, min(8, file.num_bytes))
         with library_errors(file.path, "Arrow data"), _open(file) as opened:
             if head.startswith(FILE_MAGIC):
@@ -87,7 +86,9 @@ class ArrowFormat(Format):
             ended=batches.ended,
         )
 
-    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+    def _rows(
+        self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int
+    ) -> Rows:
         batches: _Batches = survey.detail
         first = int(np.searchsorted(batches.first_row, start, side="right")) - 1
         last = int(np.searchsorted(batches.first_row, stop, side="left"))
@@ -95,15 +96,6 @@ class ArrowFormat(Format):
             parts = _read(opened, batches, fields.names, first, last)
         table = pa.Table.from_batches(parts)
         return Rows(table.slice(start - int(batches.first_row[first]), stop - start))
-
-
-class ArrowShardedSource(FileSource):
-    """Rows of Arrow IPC files and streams. Options are those of FileSource."""
-
-    kind = "arrow"
-
-    def _make_format(self) -> Format:
-        return ArrowFormat()
 
 
 def _survey_file(opened: pa.NativeFile) -> _Batches:

@@ -16,13 +16,13 @@ import pyarrow.csv as pc
 
 from easypipe.core.errors import SourceError, raising
 from easypipe.core.protocols import Reject, left_out
-from easypipe.sources.base import FileSource, Format, Rows
+from easypipe.sources.base import Rows
 from easypipe.sources.files import COMPRESSIONS, FileRef
 from easypipe.sources.formats.records import (
     BOM,
     Layout,
-    RecordFormat,
     Records,
+    RecordSource,
     Splitter,
     frozen,
     read_head,
@@ -33,24 +33,7 @@ from easypipe.sources.formats.streams import PlainBytes
 HEADER_BYTES = 1 << 20  # a header is looked for in so many first bytes
 
 
-def csv_format() -> RecordFormat:
-    def lay_out(file: FileRef, plain: PlainBytes, columns: tuple[str, ...] | None) -> Layout:
-        delimiter = _delimiter(file.path)
-        split = partial(split_csv, ord(delimiter))
-        header, start = _header(file, delimiter, split, plain)
-        schema = pa.schema([pa.field(name, pa.large_string()) for name in header])
-        return Layout(
-            key=["csv", delimiter],
-            split=split,
-            start=start,
-            schema=lambda facts: schema,
-            parse=partial(_parse, header, delimiter),
-        )
-
-    return RecordFormat(lay_out)
-
-
-class CsvShardedSource(FileSource):
+class CsvShardedSource(RecordSource):
     """Records of CSV (comma) and .tsv (tab) files with a header line; every column is large_string.
     Options are those of FileSource.
 
@@ -60,8 +43,18 @@ class CsvShardedSource(FileSource):
 
     kind = "csv"
 
-    def _make_format(self) -> Format:
-        return csv_format()
+    def _lay_out(self, file: FileRef) -> Layout:
+        delimiter = _delimiter(file.path)
+        split = partial(split_csv, ord(delimiter))
+        header, start = _header(file, delimiter, split, self._plain)
+        schema = pa.schema([pa.field(name, pa.large_string()) for name in header])
+        return Layout(
+            key=["csv", delimiter],
+            split=split,
+            start=start,
+            schema=lambda facts: schema,
+            parse=partial(_parse, header, delimiter),
+        )
 
 
 def _parse(header: list[str], delimiter: str, piece: Records, fields: pa.Schema) -> Rows:

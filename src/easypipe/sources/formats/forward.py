@@ -12,7 +12,6 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +20,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import SourceError
 from easypipe.core.protocols import Reject, Scan, Shard, SourceInfo
 from easypipe.core.remote import StorageOptions
-from easypipe.sources.base import READER_VERSION, FileSource, Format, OnError, Rows, Survey
+from easypipe.sources.base import READER_VERSION, FileSource, OnError, Rows, Survey
 from easypipe.sources.files import DataFiles, FileRef, compression_of, format_of, resolve
 from easypipe.sources.formats import jsonlines, txt
 from easypipe.sources.formats.jsontypes import Observer, schema_of
@@ -32,35 +31,44 @@ from easypipe.sources.formats.streams import PlainBytes
 HEAD_BYTES = 1 << 20  # of the first file, from which the columns of JSON lines follow
 BLOCK_BYTES = 1 << 20  # read at a time to find the end of the first lines
 BEHIND_BYTES = 1 << 16  # read past a range at first, for the end of its last line
+PARSERS = {"json": jsonlines.parse_lines, "txt": txt.parse_lines}
 
 
-class LinesByByte(Format):
-    """Lines of JSON or text, known by the byte at which they begin; implements base.Format.
+class ForwardSource(FileSource):
+    """Rows of JSON lines or plain text whose numbers are byte offsets.
+    One shard per file.
 
-    Columns of JSON lines are those of the first HEAD_BYTES of the first file that has rows there;
-    one that is null throughout them is taken for text. exact: as in Source.exactly.
+    A plain file's shard has as many "rows" as the file has bytes; that of a compressed one has
+    None, and `at_end` says where it ends. Rejects and errors are those of the indexed readers, with
+    bytes in the place of rows. Other options are those of FileSource.
+    num_rows: only the first so many lines, over the files in order. Where they end is found by
+    reading them once.
     """
 
+    unit = "bytes"
     numbered = True
 
     def __init__(
-        self, files: Sequence[FileRef], kind: str, plain: PlainBytes, exact: Sequence[str] = ()
+        self,
+        files: Sequence[FileRef],
+        kind: str,
+        *,
+        on_error: OnError = "error",
+        num_rows: int | None = None,
     ) -> None:
-        self._files, self._kind, self._plain, self._exact = files, kind, plain, exact
-        self._parse = txt.parse_lines if kind == "txt" else jsonlines.parse_lines
-        self._lock = threading.Lock()
+        self.kind, self.num_rows = kind, num_rows
+        super().__init__(files, on_error=on_error)
+        self._plain, self._reading = PlainBytes(tells=True), threading.Lock()
+        self._exact: Sequence[str] = ()
         self._schemas: dict[tuple[str, ...] | None, pa.Schema] = {}
 
-    def survey(
-        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
-    ) -> Survey:
-        return Survey(num_rows=None, total_rows=None, cuts=(0,), schema=self._schema(columns))
-
-    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+    def _rows(
+        self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int
+    ) -> Rows:
         piece = self._lines(file, start, stop)
         if piece is None:
             return Rows(fields.empty_table(), np.zeros(0, np.int64))
-        table, numbers, rejects = self._parse(piece, fields)
+        table, numbers, rejects = PARSERS[self.kind](piece, fields)
         places = piece.starts + piece.offset
         return Rows(
             table,
@@ -68,20 +76,26 @@ class LinesByByte(Format):
             [dataclasses.replace(reject, row=int(places[reject.row])) for reject in rejects],
         )
 
-    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
-        piece = self._lines(file, row, row + 1)
+    def raw(self, shard: int, row: int) -> str | None:
+        piece = self._lines(self.files[shard], row, row + 1)
         return None if piece is None else piece.record(0).decode("utf-8", "replace").strip()
 
-    def _schema(self, columns: tuple[str, ...] | None) -> pa.Schema:
-        if self._kind == "txt":
-            return txt.SCHEMA
-        with self._lock:
-            if columns not in self._schemas:
-                found = (self._columns_of(file, columns) for file in self._files)
-                self._schemas[columns] = next(filter(None, found), pa.schema([]))
-            return self._schemas[columns]
+    def _survey(self, file: FileRef) -> Survey:
+        return Survey(num_rows=None, total_rows=None, cuts=(0,), schema=self._schema())
 
-    def _columns_of(self, file: FileRef, columns: tuple[str, ...] | None) -> pa.Schema | None:
+    def _schema(self) -> pa.Schema:
+        """Of JSON lines the columns of the first HEAD_BYTES of the first file that has rows there;
+        one that is null throughout them is taken for text.
+        """
+        if self.kind == "txt":
+            return txt.SCHEMA
+        with self._reading:
+            if self.columns not in self._schemas:
+                found = map(self._columns_of, self.files)
+                self._schemas[self.columns] = next(filter(None, found), pa.schema([]))
+            return self._schemas[self.columns]
+
+    def _columns_of(self, file: FileRef) -> pa.Schema | None:
         """The columns of the first rows of a file of JSON lines; None where it begins with none."""
         num_bytes, head = HEAD_BYTES, read_head(file, HEAD_BYTES)
         # the first line is longer
@@ -89,7 +103,7 @@ class LinesByByte(Format):
             num_bytes *= 4
             head = read_head(file, num_bytes)
         stop = head.rfind(b"\n") + 1 or len(head)
-        observer = Observer(file.path, columns)
+        observer = Observer(file.path, self.columns)
         piece = _split(head[:stop], len(BOM) if head.startswith(BOM) else 0)
         observer(piece.data, piece.starts, piece.ends)
         kinds = schema_of(observer.facts(), self._exact, known=False)
@@ -126,35 +140,6 @@ class LinesByByte(Format):
         skip = len(BOM) if not start and data.startswith(BOM) else 0
         piece = _split(data[first + skip : last or len(data)], 0)
         return piece._replace(offset=begin + first + skip) if len(piece.starts) else None
-
-
-class ForwardSource(FileSource):
-    """Rows of JSON lines or plain text whose numbers are byte offsets.
-    One shard per file.
-
-    A plain file's shard has as many "rows" as the file has bytes; that of a compressed one has
-    None, and `at_end` says where it ends. Rejects and errors are those of the indexed readers, with
-    bytes in the place of rows. Other options are those of FileSource.
-    num_rows: only the first so many lines, over the files in order. Where they end is found by
-    reading them once.
-    """
-
-    unit = "bytes"
-
-    def __init__(
-        self,
-        files: Sequence[FileRef],
-        kind: str,
-        *,
-        on_error: OnError = "error",
-        num_rows: int | None = None,
-    ) -> None:
-        self.kind, self.num_rows = kind, num_rows
-        self._plain = PlainBytes(tells=True)
-        super().__init__(files, on_error=on_error)
-
-    def _make_format(self) -> LinesByByte:
-        return LinesByByte(self.files, self.kind, self._plain)
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -217,7 +202,9 @@ class ForwardSource(FileSource):
         """The same rows, in which lists and objects of `columns` are JSON text: what types those
         that follow have is not known.
         """
-        return self.reopened(LinesByByte(self.files, self.kind, self._plain, columns))
+        twin = self.reopened()
+        twin._exact, twin._schemas = columns, {}
+        return twin
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         """The lines that begin in plain bytes `start` to `stop`, which may lie behind the end."""

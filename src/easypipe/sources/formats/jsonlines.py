@@ -22,10 +22,10 @@ import pyarrow.json as pj
 from easypipe.core.protocols import Reject, left_out
 from easypipe.core.schema import is_json, offsets_of
 from easypipe.core.values import Record
-from easypipe.sources.base import FileSource, Format, Rows
+from easypipe.sources.base import Rows
 from easypipe.sources.files import FileRef
 from easypipe.sources.formats.jsontypes import Observer, schema_of
-from easypipe.sources.formats.records import BOM, Layout, RecordFormat, Records, read_head
+from easypipe.sources.formats.records import BOM, Layout, Records, RecordSource, read_head
 from easypipe.sources.formats.scanners import (
     BLANK,
     GOOD,
@@ -34,7 +34,6 @@ from easypipe.sources.formats.scanners import (
     split_elements,
     split_lines,
 )
-from easypipe.sources.formats.streams import PlainBytes
 from easypipe.sources.schemas import json_array, json_text
 
 FEW = 64  # lines of a refused block that are looked at one by one
@@ -48,33 +47,7 @@ KIND_NAMES = {
 }
 
 
-def json_format(exact: Sequence[str] = ()) -> RecordFormat:
-    """exact: as in Source.exactly."""
-
-    def lay_out(file: FileRef, plain: PlainBytes, columns: tuple[str, ...] | None) -> Layout:
-        head = read_head(file, 1 << 16, plain)
-        start = len(BOM) if head.startswith(BOM) else 0
-        text = head[start:]
-        opening = len(text) - len(text.lstrip(b" \t\r\n"))
-        is_array = text[opening : opening + 1] == b"["
-        name = "jsonarray" if is_array else "jsonlines"
-        return Layout(
-            key=[name, columns],
-            split=split_elements if is_array else split_lines,
-            start=start + opening if is_array else start,
-            schema=partial(schema_of, exact=exact),
-            parse=partial(parse, lines_already=not is_array),
-            observer=partial(Observer, file.path, columns),
-            lead=int(is_array),
-            closes=is_array,
-            lines=not is_array,
-            trims=True,
-        )
-
-    return RecordFormat(lay_out)
-
-
-class JsonShardedSource(FileSource):
+class JsonShardedSource(RecordSource):
     """Rows of JSON lines files and of files that are one JSON array. Options are those of
     FileSource.
 
@@ -85,11 +58,32 @@ class JsonShardedSource(FileSource):
 
     kind = "json"
 
-    def _make_format(self) -> Format:
-        return json_format()
+    _exact: Sequence[str] = ()  # as in Source.exactly
+
+    def _lay_out(self, file: FileRef) -> Layout:
+        head = read_head(file, 1 << 16, self._plain)
+        start = len(BOM) if head.startswith(BOM) else 0
+        text = head[start:]
+        opening = len(text) - len(text.lstrip(b" \t\r\n"))
+        is_array = text[opening : opening + 1] == b"["
+        name = "jsonarray" if is_array else "jsonlines"
+        return Layout(
+            key=[name, self.columns],
+            split=split_elements if is_array else split_lines,
+            start=start + opening if is_array else start,
+            schema=partial(schema_of, exact=self._exact),
+            parse=partial(parse, lines_already=not is_array),
+            observer=partial(Observer, file.path, self.columns),
+            lead=int(is_array),
+            closes=is_array,
+            lines=not is_array,
+            trims=True,
+        )
 
     def exactly(self, columns: Sequence[str]) -> JsonShardedSource:
-        return self.reopened(json_format(columns)) if columns else self
+        twin = self.reopened()
+        twin._exact = columns
+        return twin
 
 
 def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> Rows:

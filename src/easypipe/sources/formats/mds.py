@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, Unpack
 
 import numpy as np
@@ -18,7 +17,7 @@ import pyarrow as pa
 
 from easypipe.core.errors import MissingFileError, SourceError, place, raising
 from easypipe.core.values import Array, DType, Int64
-from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
+from easypipe.sources.base import FileOptions, FileSource, Rows, Survey
 from easypipe.sources.files import (
     DataFiles,
     FileRef,
@@ -38,7 +37,6 @@ from easypipe.sources.formats.members import (
     spans,
     unread,
 )
-from easypipe.sources.formats.streams import PlainBytes
 
 SCALARS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 SCALARS += ("float16", "float32", "float64")
@@ -53,16 +51,33 @@ class _Shard(NamedTuple):
     kinds: dict[str, Kind]
 
 
-class MdsFormat(Format):
-    numbered = False
+class MdsShardedSource(FileSource):
+    """Rows of MDS shards. Options are those of FileSource.
 
-    def __init__(self) -> None:
-        self._plain = PlainBytes()
-        self.indexes = MdsIndexes()
+    Of a folder, every shard that its index.json names must be there. A shard that lies there plain
+    and compressed is read once. Reasons of rejects: unparsable (JSON), invalid_utf8.
+    """
 
-    def survey(
-        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
-    ) -> Survey:
+    kind = "mds"
+
+    def __init__(self, data_files: DataFiles, **options: Unpack[FileOptions]) -> None:
+        super().__init__(data_files, **options)
+        self._indexes = MdsIndexes()
+        plain = {file.path for file in self.files}
+        self.files = tuple(f for f in self.files if _stem(f.path) not in plain)
+        given = [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files)
+        if all(isinstance(one, FileRef) or format_of(str(one)) == "mds" for one in given):
+            return  # some shards, by their names
+        have = {_stem(file.address) or file.address for file in self.files}
+        for file in self.files:
+            folder = file.address.rpartition("/")[0]
+            for name in self._indexes.of(file) or ():
+                whole = f"{folder}/{name}"
+                if (_stem(whole) or whole) not in have:
+                    problem = f"no such file, which {INDEX} names"
+                    raise MissingFileError(at=whole, problem=problem, fix=COPY)
+
+    def _survey(self, file: FileRef) -> Survey:
         head = _uint32(self._plain.fetch(file, 0, 4))
         behind = 4 + 4 * (int(head[0]) + 1) if len(head) else 0
         offsets = _uint32(self._plain.fetch(file, 4, behind)).astype(np.int64)
@@ -84,13 +99,13 @@ class MdsFormat(Format):
                 (str(name), str(encoding), None if size is None else int(size))
                 for name, encoding, size in zip(*(told[key] for key in keys), strict=True)
             ]
-        self.indexes.check(file, len(offsets) - 1)
+        self._indexes.check(file, len(offsets) - 1)
         kinds: dict[str, Kind] = {}
         for name, encoding, _ in named:
             kind = _kind(encoding)
             if kind is not None:
                 kinds[name] = kind
-            elif columns is None or name in columns:
+            elif self.columns is None or name in self.columns:
                 raise unread(
                     file, name, "pickle" if encoding == "pkl" else f"encoding {encoding!r}"
                 )
@@ -102,8 +117,10 @@ class MdsFormat(Format):
             detail=_Shard(offsets, [name for name, _, _ in named], [s for *_, s in named], kinds),
         )
 
-    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
-        self.indexes.check_hashes(file)
+    def _rows(
+        self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int
+    ) -> Rows:
+        self._indexes.check_hashes(file)
         shard: _Shard = survey.detail
         values: dict[str, list[bytes | None]] = {name: [] for name in fields.names}
         own = [i for i, size in enumerate(shard.sizes) if size is None]
@@ -120,36 +137,6 @@ class MdsFormat(Format):
                 if name in values:
                     values[name].append(data[edge - size : edge])
         return rows_of({n: (shard.kinds[n], v) for n, v in values.items()}, start, stop)
-
-
-class MdsShardedSource(FileSource):
-    """Rows of MDS shards. Options are those of FileSource.
-
-    Of a folder, every shard that its index.json names must be there. A shard that lies there plain
-    and compressed is read once. Reasons of rejects: unparsable (JSON), invalid_utf8.
-    """
-
-    kind = "mds"
-
-    def __init__(self, data_files: DataFiles, **options: Unpack[FileOptions]) -> None:
-        super().__init__(data_files, **options)
-        plain = {file.path for file in self.files}
-        self.files = tuple(f for f in self.files if _stem(f.path) not in plain)
-        given = [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files)
-        if all(isinstance(one, FileRef) or format_of(str(one)) == "mds" for one in given):
-            return  # some shards, by their names
-        assert isinstance(self._format, MdsFormat)
-        have = {_stem(file.address) or file.address for file in self.files}
-        for file in self.files:
-            folder = file.address.rpartition("/")[0]
-            for name in self._format.indexes.of(file) or ():
-                whole = f"{folder}/{name}"
-                if (_stem(whole) or whole) not in have:
-                    problem = f"no such file, which {INDEX} names"
-                    raise MissingFileError(at=whole, problem=problem, fix=COPY)
-
-    def _make_format(self) -> MdsFormat:
-        return MdsFormat()
 
 
 def _uint32(data: bytes) -> Array:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -21,8 +21,8 @@ import pyarrow.parquet as pq
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import offsets_of
 from easypipe.core.values import Int64
-from easypipe.sources.base import FileSource, Format, Rows, Survey
-from easypipe.sources.files import FileRef, library_errors, open_binary, read_range
+from easypipe.sources.base import FileOptions, FileSource, Rows, Survey
+from easypipe.sources.files import DataFiles, FileRef, library_errors, open_binary, read_range
 from easypipe.sources.schemas import plain_schema
 
 # a group up to this size (decoded, columns that are read) is decoded whole
@@ -53,16 +53,17 @@ class _Place:
     batches: Iterator[pa.RecordBatch]
 
 
-class ParquetFormat(Format):
-    numbered = False
+class ParquetShardedSource(FileSource):
+    """Rows of parquet files. Options are those of FileSource."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._places: dict[str, tuple[threading.Lock, list[_Place]]] = {}
+    kind = "parquet"
 
-    def survey(
-        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
-    ) -> Survey:
+    def __init__(self, data_files: DataFiles, **options: Unpack[FileOptions]) -> None:
+        super().__init__(data_files, **options)
+        self._reading = threading.Lock()
+        self._places: dict[str, tuple[threading.Lock, list[_Place]]] = {}  # by path
+
+    def _survey(self, file: FileRef) -> Survey:
         _check_magic(file)
         with open_binary(file, JUMP_BYTES) as opened, _library_errors(file):
             parquet = pq.ParquetFile(opened)
@@ -71,7 +72,7 @@ class ParquetFormat(Format):
         first = offsets_of(rows)
         cuts: list[int] = []
         for group, count in enumerate(rows):
-            pieces = max(1, min(count, _group_bytes(metadata, group, columns) // CUT_BYTES))
+            pieces = max(1, min(count, _group_bytes(metadata, group, self.columns) // CUT_BYTES))
             cuts += (
                 [int(first[group]) + count * piece // pieces for piece in range(pieces)]
                 if count
@@ -85,7 +86,9 @@ class ParquetFormat(Format):
             detail=_Groups(metadata, first),
         )
 
-    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+    def _rows(
+        self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int
+    ) -> Rows:
         groups: _Groups = survey.detail
         columns = tuple(fields.names)
         parts: list[pa.Table] = []
@@ -111,7 +114,7 @@ class ParquetFormat(Format):
         self, file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int, a: int, b: int
     ) -> pa.Table:
         """Rows `a` to `b` of a group."""
-        with self._lock:
+        with self._reading:
             lock, places = self._places.setdefault(file.path, (threading.Lock(), []))
         with lock, _library_errors(file, group):
             usable = [
@@ -141,15 +144,6 @@ class ParquetFormat(Format):
             places.append(place)
             del places[:-KEPT_PLACES]
         return pa.concat_tables(taken)
-
-
-class ParquetShardedSource(FileSource):
-    """Rows of parquet files. Options are those of FileSource."""
-
-    kind = "parquet"
-
-    def _make_format(self) -> Format:
-        return ParquetFormat()
 
 
 def _decode(file: FileRef, groups: _Groups, columns: tuple[str, ...], run: list[int]) -> pa.Table:

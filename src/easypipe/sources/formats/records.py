@@ -22,7 +22,7 @@ from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
 from easypipe.core.values import Int64, JsonObject, UInt8
-from easypipe.sources.base import Format, Rows, Survey
+from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import FileRef, changed, compression_of
 from easypipe.sources.formats.jsontypes import Observer
 from easypipe.sources.formats.scanners import BROKEN, CLOSED, MORE, OPEN_QUOTE, pick_entries
@@ -140,30 +140,22 @@ BREAKS = {
     BROKEN: ("broken JSON array near byte {}", "Correct the file."),
     OPEN_QUOTE: ("a quoted field begins here and never ends", "Close the quote."),
 }
-LayOut = Callable[[FileRef, PlainBytes, tuple[str, ...] | None], Layout]
 
 
-class RecordFormat(Format):
-    """Files of records; implements base.Format. lay_out: says how they lie in a file, of which so
-    many columns are read.
-    """
+class RecordSource(FileSource):
+    """Files of records: a subclass says how they lie in each."""
 
     numbered = True
 
-    def __init__(self, lay_out: LayOut | None = None) -> None:
-        """lay_out: None where whoever asks for surveys gives the layouts."""
-        self._lay_out = lay_out
-        self._bytes = PlainBytes()
+    def _lay_out(self, file: FileRef) -> Layout:
+        raise NotImplementedError
 
-    def survey(
-        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
-    ) -> Survey:
-        assert self._lay_out is not None
-        return self.indexed(file, self._lay_out(file, self._bytes, columns), index_dir)
+    def _survey(self, file: FileRef) -> Survey:
+        return self._indexed(file, self._lay_out(file))
 
-    def indexed(self, file: FileRef, layout: Layout, index_dir: Path | None) -> Survey:
+    def _indexed(self, file: FileRef, layout: Layout) -> Survey:
         index = _kept_index(
-            file, index_dir, layout.key, lambda: index_records(file, layout, self._bytes)
+            file, self._index_dir, layout.key, lambda: index_records(file, layout, self._plain)
         )
         return Survey(
             num_rows=index.num_rows,
@@ -173,7 +165,9 @@ class RecordFormat(Format):
             detail=Found(layout, index),
         )
 
-    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+    def _rows(
+        self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int
+    ) -> Rows:
         found: Found = survey.detail
         tables, numbers, rejects = zip(
             *(
@@ -186,7 +180,7 @@ class RecordFormat(Format):
             pa.concat_tables(tables), np.concatenate(numbers), list(itertools.chain(*rejects))
         )
 
-    def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
+    def _line(self, file: FileRef, survey: Survey, row: int) -> int | None:
         found: Found = survey.detail
         if found.layout.lines:
             return row + 1
@@ -194,13 +188,14 @@ class RecordFormat(Format):
         text = piece.record(0)
         offset = piece.offset + int(piece.starts[0]) + len(text) - len(text.lstrip())
         return 1 + sum(
-            self._bytes.fetch(file, at, min(at + CHUNK_BYTES, offset)).count(b"\n")
+            self._plain.fetch(file, at, min(at + CHUNK_BYTES, offset)).count(b"\n")
             for at in range(0, offset, CHUNK_BYTES)
         )
 
-    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
-        found: Found = survey.detail
-        text = self._read(file, found, row, row + 1).record(0).decode("utf-8", "replace")
+    def raw(self, shard: int, row: int) -> str | None:
+        found: Found = self._open().surveys[shard].detail
+        piece = self._read(self.files[shard], found, row, row + 1)
+        text = piece.record(0).decode("utf-8", "replace")
         return text.strip() if found.layout.trims else text
 
     def _read(self, file: FileRef, found: Found, start: int, stop: int) -> Records:
@@ -208,7 +203,7 @@ class RecordFormat(Format):
         what the index says.
         """
         row, begin, end = found.index.span(start, stop)
-        data = frozen(self._bytes.fetch(file, begin, end, found.index.restarts))
+        data = frozen(self._plain.fetch(file, begin, end, found.index.restarts))
         starts, ends = np.empty(stop - row, np.int64), np.empty(stop - row, np.int64)
         count, _, _ = found.layout.split(data, True, starts, ends)
         if count != stop - row:

@@ -9,9 +9,9 @@ import pyarrow as pa
 
 from easypipe.core.errors import require_option
 from easypipe.core.protocols import left_out
-from easypipe.sources.base import FileOptions, FileSource, Format, Rows
+from easypipe.sources.base import FileOptions, Rows
 from easypipe.sources.files import DataFiles, FileRef
-from easypipe.sources.formats.records import BOM, Layout, RecordFormat, Records, read_head
+from easypipe.sources.formats.records import BOM, Layout, Records, RecordSource, read_head
 from easypipe.sources.formats.scanners import (
     BLANK,
     GOOD,
@@ -21,7 +21,6 @@ from easypipe.sources.formats.scanners import (
     split_lines,
     split_paragraphs,
 )
-from easypipe.sources.formats.streams import PlainBytes
 from easypipe.sources.schemas import text_array
 
 TEXT = "text"
@@ -30,21 +29,7 @@ SCHEMA = pa.schema([pa.field(TEXT, pa.large_string())])
 TextUnit = Literal["line", "paragraph", "file"]
 
 
-def text_format(unit: TextUnit) -> RecordFormat:
-    def lay_out(file: FileRef, plain: PlainBytes, columns: tuple[str, ...] | None) -> Layout:
-        return Layout(
-            key="txt" if unit == "line" else f"txt {unit}s",
-            split=_SPLITS[unit],
-            start=len(BOM) if read_head(file, 16, plain).startswith(BOM) else 0,
-            schema=lambda facts: SCHEMA,
-            parse=_whole if unit == "file" else parse_lines,
-            lines=unit == "line",
-        )
-
-    return RecordFormat(lay_out)
-
-
-class TextShardedSource(FileSource):
+class TextShardedSource(RecordSource):
     """Rows of text files, in the column `text`. Other options are those of FileSource.
 
     Reasons of rejects: blank_line (benign; lines of white space only), invalid_utf8.
@@ -57,15 +42,23 @@ class TextShardedSource(FileSource):
 
     kind = "txt"
 
-    def _make_format(self) -> Format:
-        return text_format(self._unit)
-
     def __init__(
         self, data_files: DataFiles, *, text_unit: TextUnit = "line", **options: Unpack[FileOptions]
     ) -> None:
         require_option(text_unit, get_args(TextUnit), "text_unit")
         self._unit: TextUnit = text_unit
         super().__init__(data_files, **options)
+
+    def _lay_out(self, file: FileRef) -> Layout:
+        unit = self._unit
+        return Layout(
+            key="txt" if unit == "line" else f"txt {unit}s",
+            split=_SPLITS[unit],
+            start=len(BOM) if read_head(file, 16, self._plain).startswith(BOM) else 0,
+            schema=lambda facts: SCHEMA,
+            parse=_whole if unit == "file" else parse_lines,
+            lines=unit == "line",
+        )
 
     def _options(self) -> list[Any]:
         return [*super()._options(), *([] if self._unit == "line" else [self._unit])]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import tarfile
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ import pyarrow as pa
 
 from easypipe.core.errors import SourceError, place, raising
 from easypipe.core.values import Array, DType, Int64
-from easypipe.sources.base import FileSource, Format, Rows, Survey
+from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import FileRef, RangeFile
 from easypipe.sources.formats.members import (
     BYTES,
@@ -26,7 +25,6 @@ from easypipe.sources.formats.members import (
     spans,
     unread,
 )
-from easypipe.sources.formats.streams import PlainBytes
 
 KEY = "__key__"
 BLOCK = 512  # of a tar
@@ -43,15 +41,18 @@ class _Tar(NamedTuple):
     kinds: dict[str, Kind]
 
 
-class TarFormat(Format):
-    numbered = False
+class WebDatasetShardedSource(FileSource):
+    """Rows of WebDataset tars: `__key__`, and a column for each extension. Options are those of
+    FileSource.
 
-    def __init__(self) -> None:
-        self._plain = PlainBytes()
+    Text (txt, text, transcript), integers (cls, cls2, index, inx, id), JSON (json, jsn) and arrays
+    of one dimension (npy) have their types; all others are bytes. A row without a member has null.
+    Reasons of rejects: unparsable, invalid_utf8.
+    """
 
-    def survey(
-        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
-    ) -> Survey:
+    kind = "webdataset"
+
+    def _survey(self, file: FileRef) -> Survey:
         keys, members, ended = self._members(file)
         kinds: dict[str, Kind] = {}
         places: dict[str, Int64] = {}
@@ -59,7 +60,7 @@ class TarFormat(Format):
             if name not in places:
                 last = name.rpartition(".")[2]
                 if last in PICKLED:
-                    if columns is None or name in columns:
+                    if self.columns is None or name in self.columns:
                         raise unread(file, name, f"a member of pickled data ({name})")
                     continue
                 first = self._plain.fetch(file, begin, end) if last == "npy" else b""
@@ -82,7 +83,9 @@ class TarFormat(Format):
             ended=ended,
         )
 
-    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+    def _rows(
+        self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int
+    ) -> Rows:
         tar: _Tar = survey.detail
         names = [name for name in fields.names if name != KEY]
         keys = [key.encode() for key in tar.keys[start:stop]]
@@ -128,21 +131,6 @@ class TarFormat(Format):
             problem = f"damaged: no member begins at byte {tar.offset}"
             raise SourceError(at=file.path, problem=problem, fix="Copy it again.")
         return keys, members, bool(behind)
-
-
-class WebDatasetShardedSource(FileSource):
-    """Rows of WebDataset tars: `__key__`, and a column for each extension. Options are those of
-    FileSource.
-
-    Text (txt, text, transcript), integers (cls, cls2, index, inx, id), JSON (json, jsn) and arrays
-    of one dimension (npy) have their types; all others are bytes. A row without a member has null.
-    Reasons of rejects: unparsable, invalid_utf8.
-    """
-
-    kind = "webdataset"
-
-    def _make_format(self) -> Format:
-        return TarFormat()
 
 
 def _key_and_column(name: str) -> tuple[str, str]:
