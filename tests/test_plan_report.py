@@ -409,6 +409,23 @@ def test_losses_have_reasons(tmp_path: Path, oversize: str) -> None:
     assert f"{lost:,} documents" in said
     assert "empty 1, null 1" in said
     assert "max_length of the tokenizer cut off" in said
+    assert "so it has no effect" not in said
+
+
+@pytest.mark.parametrize(
+    ("limit", "policy", "told"),
+    [(40, "split", False), (40, "drop", False), (100_000, "split", True), (None, None, False)],
+)
+def test_a_length_that_no_document_reaches_is_told(
+    tmp_path: Path, limit: int | None, policy: str | None, told: bool
+) -> None:
+    sets = [
+        one | {"length": policy and {"policy": policy}}
+        for one in to_dict(config(tmp_path))["datasets"]
+    ]
+    options = {"datasets": sets, "tokenize": {"max_length": limit}}
+    notes = " ".join(mixed(tmp_path, **options).plan(2).notes)
+    assert ("docs: no document is longer than max_length (100000), so it has no" in notes) is told
 
 
 def test_preparing_is_said_and_can_be_refused(tmp_path: Path) -> None:

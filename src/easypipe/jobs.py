@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,14 @@ from easypipe.cache.location import cache_folder
 from easypipe.cache.repair import place_of
 from easypipe.cache.verify import Verification
 from easypipe.core.config import fields_of, from_dict, is_config
-from easypipe.core.errors import ConfigError, EasypipeError, SourceError, require
+from easypipe.core.errors import (
+    ConfigError,
+    EasypipeError,
+    PlanError,
+    SourceError,
+    StorageError,
+    require,
+)
 from easypipe.core.ledger import Ledger
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import ProgressListener, silent
@@ -201,10 +209,10 @@ def chains(
     """The chain of `data`, and those of the held-out configs, completed from it."""
     pipeline = chain(data, progress=progress, save=save)
     config = settings_of(pipeline.get_context())
-    others = {
-        name: chain(complete(name, config, other), progress=progress, save=save)
-        for name, other in (held_out or {}).items()
-    }
+    others: dict[str, Pipeline] = {}
+    for name, other in (held_out or {}).items():
+        with placed(f"eval.{name}"):
+            others[name] = chain(complete(name, config, other), progress=progress, save=save)
     return pipeline, others
 
 
@@ -225,7 +233,10 @@ def prepare_data(
         check(pipeline, others)
     warn_of_trained_rows(pipeline, others)
     with _naming_files(data):
-        reports = [each.write() for each in (pipeline, *others.values())]
+        reports = [pipeline.write()]
+    for name, other in others.items():
+        with placed(f"eval.{name}"):
+            reports.append(other.write())
     return Prepared(pipeline, others, _joined(reports))
 
 
@@ -241,6 +252,22 @@ def _naming_files(config: PipelineConfig) -> Generator[None]:
         raise
 
 
+@contextlib.contextmanager
+def placed(at: str) -> Generator[None]:
+    """Has errors name the keys of a PipelineConfig as the file does in which it stands under `at`:
+    `data.mix.weights` and not `mix.weights`. "": it is the whole file.
+    """
+    try:
+        yield
+    except (ConfigError, PlanError, StorageError) as error:  # those of other kinds name files
+        notes: list[str] = error.__dict__.get("__notes__", [])
+        notes[:] = (f"{at}.{note}" if at and KEY.match(note) else note for note in notes)
+        if at and KEY.match(error.at):
+            error.at = f"{at}.{error.at}"
+        raise
+
+
+KEY = re.compile(rf"({'|'.join(PipelineConfig.__annotations__)})([.\[:=]|$)")
 FROM_DATA = {"from", "fraction", "seed", "load"}
 
 

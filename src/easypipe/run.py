@@ -24,7 +24,7 @@ from easypipe.core.protocols import (
 )
 from easypipe.core.values import Arguments
 from easypipe.history import host_load, plan_of_run
-from easypipe.jobs import Prepared, prepare_data, with_hold_outs, with_tokenizer_of
+from easypipe.jobs import Prepared, placed, prepare_data, with_hold_outs, with_tokenizer_of
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
 from easypipe.pipeline import Pipeline
@@ -93,6 +93,7 @@ class RunConfig:
             )
 
 
+@placed("data")
 def prepare(run: RunConfig, *, progress: ProgressListener = silent) -> Prepared:
     """Tokenizes and plans all data of the run, held-out data too, and saves where the config says
     so.
@@ -151,6 +152,7 @@ def refuse(
     trainer.check_checkpoint(unknown=unknown, loader=functools.partial(_known_loader, data, load))
 
 
+@placed("data")
 def train(
     run: RunConfig,
     prepared: Prepared | None = None,
@@ -233,6 +235,7 @@ class Inputs:
         plot_run(folder, ["mixture"])
 
 
+@placed("data")
 def inputs_of(
     run: RunConfig,
     prepared: Prepared | None = None,

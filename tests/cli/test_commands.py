@@ -146,6 +146,68 @@ def test_errors_are_one_line_and_exit_with_2(
     assert sum(line.startswith("easypipe: ") for line in text.splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", ["prepare", "plan", "preview", "explain", "train"])
+@pytest.mark.parametrize(
+    ("wrong", "at"),
+    [
+        ({"mix": {"weights": {"cod": 1.0, "docs": 1.0}}}, "mix.weights.cod"),
+        ({"pack": {"seq_length": 64, "eos_token_id": 3}}, "pack.eos_token_id"),
+        ({"pack": {"seq_length": 2, "oversize": "drop"}}, "pack.oversize"),
+    ],
+    ids=["config", "stage", "plan"],
+)
+def test_errors_name_keys_as_the_file_does(
+    command: str,
+    wrong: dict[str, dict[str, object]],
+    at: str,
+    pipeline_yaml: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = yaml.safe_load(pipeline_yaml.read_text()) | {"seed": 1} | wrong
+    whole, part = tmp_path / "run.yaml", tmp_path / "data.yaml"
+    training = {"output_dir": str(tmp_path / "run"), "steps": 1}
+    whole.write_text(yaml.safe_dump({"data": data, "train": training}))
+    part.write_text(yaml.safe_dump(data))
+    options = ["--step", "0"] if command == "explain" else []
+    assert main([command, str(whole), *options]) == 2
+    assert f"easypipe: data.{at}: " in capsys.readouterr().err
+    if command != "train":
+        assert main([command, str(part), *options]) == 2
+        assert f"easypipe: {at}: " in capsys.readouterr().err
+
+
+def test_errors_of_held_out_data_name_their_entry(
+    pipeline_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = yaml.safe_load(pipeline_yaml.read_text()) | {"seed": 1}
+    held_out = {"datasets": data["datasets"], "mix": {"weights": {"cod": 1.0, "docs": 1.0}}}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"data": data, "train": {}, "eval": {"held": held_out}}))
+    assert main(["prepare", str(path)]) == 2
+    assert "easypipe: eval.held.mix.weights.cod: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--steps", "--steps is a key of the config: --set train.steps=VALUE"),
+        ("--learning-rate", "--set train.learning_rate=VALUE"),
+        ("--stepz", None),
+    ],
+)
+def test_an_option_that_is_a_key_of_the_config(
+    option: str, told: str | None, pipeline_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(pipeline_yaml), option, "5"]) == 2
+    said = capsys.readouterr().err
+    assert "No such option" in said
+    assert ("is a key of the config" in said) is (told is not None)
+    assert told is None or told in said
+    assert main(["discover", str(pipeline_yaml), option, "5"]) == 2
+    assert "--set" not in capsys.readouterr().err, "it reads no config"
+
+
 def test_a_missing_config_and_a_wrong_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

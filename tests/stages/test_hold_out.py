@@ -108,7 +108,9 @@ def test_a_run_holds_out_rows_of_its_data(tmp_path: Path, caplog: pytest.LogCapt
         for name in ("dataset1", "eval.held.dataset1")
     ]
     assert rows[0]["written"] + rows[1]["written"] == 300
-    assert rows[0]["filtered"] == rows[1]["written"] > 10
+    assert rows[0]["held_out"] == rows[1]["written"] > 10
+    assert rows[1]["not_held_out"] == rows[0]["written"]
+    assert "filtered" not in rows[0] | rows[1]
     assert "trained on too" not in caplog.text
 
 

@@ -114,12 +114,7 @@ def cache_folder_of(
     enabled = keep is not False and (dataset is None or dataset.cache_enabled)
     if not enabled:
         return TemporaryFolder()
-    if not info_of(source).cacheable:
-        log.warning(
-            "dataset %s: a function, source or tokenizer of your own has no version, so its tokens "
-            "are made anew in every process",
-            name,
-        )
+    if not info_of(source).cacheable:  # which a warning said where it was opened
         return TemporaryFolder()
     return own_folder(dataset, context)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated
@@ -25,7 +26,7 @@ from easypipe.cli.foreign import import_foreign
 from easypipe.cli.generate import generate
 from easypipe.cli.init import init
 from easypipe.cli.kernels import kernels
-from easypipe.cli.keys import config, print_schema
+from easypipe.cli.keys import as_setting, config, print_schema
 from easypipe.cli.masks import masks
 from easypipe.cli.plan import plan
 from easypipe.cli.prepare import prepare
@@ -183,6 +184,7 @@ def run(arguments: Sequence[str] | None) -> int:
         show = getattr(error, "show", None)  # a usage error of the command line itself
         if show is not None and not debug:
             show()
+            _say_how_to_set(str(error), given)
             return int(getattr(error, "exit_code", 2))
         if debug:
             raise
@@ -200,6 +202,16 @@ def run(arguments: Sequence[str] | None) -> int:
             "--debug and report what it prints."
         )
         return 1
+
+
+def _say_how_to_set(problem: str, given: Sequence[str]) -> None:
+    """Of an option that no command has, where it is a key of a config, how the config takes it."""
+    option = re.match("No such option: (--[a-z_-]+)", problem)
+    called = next((command for name, command, _ in COMMANDS if name in given), None)
+    if option is None or called is None or "overrides" not in called.__annotations__:
+        return
+    if (told := as_setting(option[1])) is not None:
+        _say(told)
 
 
 def _say(text: str) -> None:

@@ -6,6 +6,7 @@ No jax is loaded for this.
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from easypipe.core.config import apply_overrides, from_dict, load_yaml
 from easypipe.core.errors import did_you_mean, require
 from easypipe.history import host_load
-from easypipe.jobs import chain, with_hold_outs, with_tokenizer_of
+from easypipe.jobs import chain, placed, with_hold_outs, with_tokenizer_of
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
 from easypipe.train.config import TrainingConfig
@@ -44,6 +45,10 @@ class Described:
             problem,
             f"Leave it out, here with --set {at}=false, {then}.",
         )
+
+    def placed(self) -> AbstractContextManager[None]:
+        """Within it errors name keys as the file does."""
+        return placed(self.within.rstrip("."))
 
     def pipeline(self, **options: Any) -> Pipeline:
         """The chain up to where batches are made; nothing is saved and nothing put on a device."""

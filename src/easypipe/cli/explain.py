@@ -46,11 +46,11 @@ def explain(
         "for the batches of a run over the token cache",
     )
     if as_json:
-        typer.echo(
-            json.dumps(loader_at(run.output_dir, run.loaded, step).explain(step, row).to_json())
-        )
+        with run.placed():
+            found = loader_at(run.output_dir, run.loaded, step).explain(step, row)
+        typer.echo(json.dumps(found.to_json()))
         return
-    with progress() as listener:
+    with run.placed(), progress() as listener:
         loader = loader_at(
             run.output_dir, functools.partial(run.loaded, progress=listener), step, listener
         )

@@ -111,10 +111,11 @@ def _data_plan(run: Described, steps: int | None, prepare: bool, quiet: bool) ->
             run.output_dir, pipeline, steps or run.steps, prepare=prepare, progress=listener
         )
 
-    if quiet:
-        return report(silent)
-    with progress() as listener:
-        return report(listener)
+    with run.placed():
+        if quiet:
+            return report(silent)
+        with progress() as listener:
+            return report(listener)
 
 
 def _compiled(config: Path, overrides: list[str], topology: str, quiet: bool) -> StepPlan:

@@ -37,17 +37,18 @@ def prepare(
     """
     from easypipe.cli.configs import data_of
     from easypipe.core.config import apply_overrides, load_yaml
-    from easypipe.jobs import prepare_data
+    from easypipe.jobs import placed, prepare_data
 
     values = apply_overrides(load_yaml(config), overrides or [])
     data, held_out = data_of(values)
-    if shard is not None:
-        _prepare_part(data, held_out, shard, finalize)
-        return
-    if finalize:
-        _refuse_what_is_missing(data, held_out)
-    with progress() as listener:
-        prepared = prepare_data(data, held_out, progress=listener)
+    with placed("data" if "data" in values else ""):
+        if shard is not None:
+            _prepare_part(data, held_out, shard, finalize)
+            return
+        if finalize:
+            _refuse_what_is_missing(data, held_out)
+        with progress() as listener:
+            prepared = prepare_data(data, held_out, progress=listener)
     show_report(prepared.report)
     done = (
         "nothing to prepare: streaming tokenizes while it reads, and keeps no tokens"

@@ -39,12 +39,13 @@ def preview(
     from easypipe.cli.configs import described
     from easypipe.previews.samples import preview as look
 
-    data = described(config, overrides or []).data
+    run = described(config, overrides or [])
     if as_json:
-        typer.echo(json.dumps(look(data, n, first_rows=rows).to_json()))
+        with run.placed():
+            typer.echo(json.dumps(look(run.data, n, first_rows=rows).to_json()))
         return
-    with progress() as listener:
-        made = look(data, n, first_rows=rows, progress=listener)
+    with run.placed(), progress() as listener:
+        made = look(run.data, n, first_rows=rows, progress=listener)
     if html is not None:
         write_page(html, made.to_html(f"easypipe preview {config.name}"))
         return

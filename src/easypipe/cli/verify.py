@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -54,7 +55,8 @@ def verify(
         "has no effect without a config",
         "Give CONFIG.YAML behind PATH.",
     )
-    data = None if config is None else described(config, overrides or []).data
+    run = None if config is None else described(config, overrides or [])
+    data = None if run is None else run.data
     storage_options = None if data is None else _options_for(path, data)
     found = check.verify(path, storage_options)
     require(
@@ -64,7 +66,8 @@ def verify(
         "Train again: the run moves a damaged checkpoint aside and goes on from the one before it.",
     )
     if repair and not all(one.ok for one in found):
-        found = _repaired(path, found, data)
+        with contextlib.nullcontext() if run is None else run.placed():
+            found = _repaired(path, found, data)
     if as_json:
         typer.echo(
             json.dumps([dataclasses.asdict(one) | {"ok": one.ok} for one in found], indent=1)

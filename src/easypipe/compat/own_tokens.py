@@ -8,7 +8,7 @@ import pyarrow as pa
 from easypipe.compat.foreign import OwnTokenizer, TokenizerLike, vocabulary_of
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError
-from easypipe.core.identity import held_by, name_of
+from easypipe.core.identity import held_by, name_of, warn_unversioned
 from easypipe.core.protocols import (
     BaseStage,
     PipelineContext,
@@ -47,6 +47,8 @@ class EncodeTexts(ColumnTransform):
         self._own, self._column = OwnTokenizer(tokenizer, None), column
         version, vocabulary = attribute_of(tokenizer, "version"), vocabulary_of(tokenizer)
         self.cacheable, self._held = version is not None, held_by(tokenizer)
+        if not self.cacheable:
+            warn_unversioned("tokenizer", name_of(tokenizer))
         ends = self._own.eos_token_id, self._own.pad_token_id
         known = (
             None

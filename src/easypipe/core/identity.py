@@ -30,6 +30,16 @@ def dotted_name(function: object, otherwise: str) -> str:
     return f"{attribute_of(function, '__module__') or ''}.{name}"
 
 
+def warn_unversioned(of: str, name: str) -> None:
+    """Says of something of the user's that no token made by it is kept. of: what it is given as."""
+    logger.warning(
+        "%s: %s has no version, so nothing that it makes is kept in the token cache. Give it one "
+        "(version=..., or its attribute `version`), and another one whenever it changes.",
+        of,
+        name,
+    )
+
+
 class UserFunction:
     """A callable, or what `module:function` names. Raises ConfigError where that is not there,
     importing the module to see.
@@ -54,13 +64,7 @@ class UserFunction:
             self.fingerprint = digest("function", self.name, str(version), held_by(self._call))
         else:
             self.fingerprint = digest("function of this process", self.name, secrets.token_hex(16))
-            logger.warning(
-                "%s: %s has no version, so nothing that it makes is kept in the token cache. Give "
-                "it one (version=..., or an attribute "
-                "`version` of the function), and another one whenever it changes.",
-                of,
-                self.name,
-            )
+            warn_unversioned(of, self.name)
 
     def __call__(self, value: Any) -> Any:
         return self._call(value)

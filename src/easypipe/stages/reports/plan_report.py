@@ -32,7 +32,14 @@ from easypipe.stages.reports.shares import (
     shares_by_step,
     unlike_weights,
 )
-from easypipe.stages.tokenize.documents import cached_of, require_tokens, token_info
+from easypipe.stages.tokenize.documents import (
+    cached_of,
+    require_tokens,
+    token_info,
+    tokenized_of,
+)
+from easypipe.transforms.refused import TOO_LONG
+from easypipe.transforms.tokenizer.config import length_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,6 +445,7 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> 
     length = None if plan.spec.pack is None else plan.spec.pack.seq_length
     cap = dict(zip(mixture.parts, plan.spec.caps, strict=True))[d.name]
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in d.rejected.items())
+    beyond = _length_beyond(mixture.parts[d.name], d)
     notes = (
         (
             steps and d.never_drawn and not d.documents_dropped,
@@ -475,11 +483,24 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> 
             "when it was prepared",
         ),
         (
+            beyond is not None,
+            f"{d.name}: no document is longer than max_length ({beyond}), so it has no effect",
+        ),
+        (
             sum(d.rejected.values()),
             f"{d.name}: rows of the source that became no document: {reasons}",
         ),
     )
     return [note for holds, note in notes if holds]
+
+
+def _length_beyond(source: ShardedSource, d: DatasetPlan) -> int | None:
+    """The max_length of a dataset that has no document as long; else None."""
+    tokenized = tokenized_of(source)
+    if tokenized is None or d.tokens_cut or TOO_LONG in d.rejected:
+        return None
+    cut = tokenized.materialize().manifest.counts.lengths  # documents over it, by what was done
+    return None if cut else length_limit(tokenized.tokenizer.config)
 
 
 def _mixture_notes(mixture: Mixture, stats: PlanStats, *, whole: bool) -> list[str]:

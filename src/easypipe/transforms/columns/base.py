@@ -115,7 +115,7 @@ class ColumnTransform(ABC):
     def rows(self, rows: Rows) -> Rows:
         """What becomes of rows.
 
-        Only rows on which it failed are rejects; what it drops on purpose is in neither.
+        Rows on which it failed are rejects; what it drops on purpose need be in neither.
         """
 
     def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
@@ -392,8 +392,8 @@ class TransformedSource(Source):
                 problem=f"{bad.reason}: {bad.detail}",
                 fix="Correct the row or the function, or set on_error to 'skip' or 'quarantine'.",
             )
-        if k > 1:  # benign ones below are among the numbers that stay unfilled
-            below = _spread(bad_of(below), k)
+        if k > 1:  # benign ones are among the numbers that stay unfilled
+            below, own = _spread(bad_of(below), k), tuple(bad_of(own))
         rejects = [reject for reject in (*below, *own) if start <= reject.row < stop]
         if k > 1:
             numbers = after.column(ROW_NUMBER).to_numpy()
@@ -403,7 +403,7 @@ class TransformedSource(Source):
             left_out = stop - start - after.num_rows - len(rejects)
         else:
             expected = given.column(ROW_NUMBER).to_numpy()
-            left_out = batch.num_rows - after.num_rows - len(own)
+            left_out = batch.num_rows - after.num_rows - sum(reject.count for reject in own)
         if left_out:
             rejects.append(self._left_out(left_out, expected, after, rejects))
         wanted = [after.column(name) for name in self._schema.names]

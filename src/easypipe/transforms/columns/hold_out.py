@@ -12,6 +12,7 @@ import xxhash
 
 from easypipe.core.config import config, digest
 from easypipe.core.errors import require, require_columns
+from easypipe.core.protocols import left_out
 from easypipe.transforms.columns.base import ColumnTransform, Rows
 
 
@@ -74,7 +75,9 @@ class HoldOut(ColumnTransform):
         keys = _texts(columns[0]) if texts else _json(columns)
         hashes = map(xxhash.xxh3_64_intdigest, keys, itertools.repeat(seed))
         held = np.fromiter(hashes, np.uint64, len(rows.numbers)) < limit
-        return rows.kept(held == self.options.held)
+        mine = held == self.options.held
+        reason = "not_held_out" if self.options.held else "held_out"
+        return rows.kept(mine, left_out(rows.numbers[~mine], reason))
 
     def __repr__(self) -> str:
         return f"HoldOut({self.options.fraction}, seed={self.options.seed})"
