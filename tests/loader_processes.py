@@ -19,7 +19,7 @@ def python(script: str, *arguments: object, devices: int = 1) -> subprocess.Pope
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags,
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
     }
     command = [sys.executable, str(HERE / "loader" / script), *map(str, arguments)]
     return subprocess.Popen(

@@ -78,7 +78,7 @@ def test_numpy_loading_does_not_import_jax():
         "next(iter(Loader(plan_rows([MemoryCache(some_docs([9] * 90))]), LoadStageConfig())))\n"
         "assert 'jax' not in sys.modules"
     )
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
 
 

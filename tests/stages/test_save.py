@@ -765,7 +765,8 @@ def two_processes(
 ) -> list[str]:
     """What becomes of each, sorted. Neither writes a shard before the other is about to."""
     script, how = Path(__file__).with_name("save_user.py"), "overwrite" if overwrite else "keep"
-    environment = {**os.environ, "PYTHONPATH": str(script.parents[1])}
+    paths = os.pathsep.join([str(script.parents[1]), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}
     table(packed(tmp_path).get_data()["mixed"])  # so that both find their tokens prepared
     running = [
         subprocess.Popen(

@@ -101,7 +101,7 @@ def test_on_eight_devices():
     """Heads and queries divided, with more devices than key heads; rows divided, and heads that do
     not divide.
     """
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     ran = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, env=env, timeout=300
     )

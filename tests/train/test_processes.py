@@ -32,7 +32,7 @@ def start(count: int, folder: Path, *jobs: dict) -> list[subprocess.Popen[str]]:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags,
-        "PYTHONPATH": str(PROGRAM.parents[1]),
+        "PYTHONPATH": os.pathsep.join([str(PROGRAM.parents[1]), *sys.path]),
     }
     if count > 1:
         environment |= {
