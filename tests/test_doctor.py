@@ -19,13 +19,14 @@ import pytest
 
 import doctor_faults
 from disasters.jobs import write_inputs
+from easypipe import DatasetConfig, Pipeline
 from easypipe.cache.reader import TokenCache
 from easypipe.cli import main
 from easypipe.core import storage
 from easypipe.core.schema import LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.doctor import devices, machine, processes
 from easypipe.doctor.check import Check, Failed, Finding, examine
-from easypipe.doctor.data import Sample, data_checks, rows_are_well_formed
+from easypipe.doctor.data import Sample, compare, data_checks, rows_are_well_formed
 from easypipe.doctor.devices import device_checks
 from easypipe.doctor.model import model_checks
 from easypipe.doctor.processes import process_checks
@@ -35,6 +36,7 @@ from easypipe.run import RunConfig
 from easypipe.train import step
 from easypipe.train.model.decoder import Decoder
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
+from pipelines import config
 
 
 @pytest.fixture
@@ -120,6 +122,13 @@ def test_processes_that_read_the_same_rows(project: Path, monkeypatch: pytest.Mo
     finding = of_data(project, "several processes")
     assert finding.state == "FAILED"
     assert "in process 1 of 2 than in one alone" in finding.says
+
+
+def test_a_process_without_rows(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "share", doctor_faults.share_of_nobody)
+    finding = of_data(project, "several processes")
+    assert finding.state == "FAILED"
+    assert "process 0 of 2 has 0 rows of" in finding.says
 
 
 def test_what_a_killed_process_left(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +224,37 @@ def test_a_loader_that_goes_on_elsewhere(project: Path, monkeypatch: pytest.Monk
     assert "stopped after batch 1: batch 1 has another" in finding.says
 
 
+def test_a_loader_that_ends_where_it_goes_on(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, ended = Loader.__iter__, set[int]()
+    monkeypatch.setattr(Loader, "restore", lambda self, state: ended.add(id(self)))
+    monkeypatch.setattr(
+        Loader, "__iter__", lambda self: iter(()) if id(self) in ended else usual(self)
+    )
+    finding = of_data(project, "resume")
+    assert finding.state == "FAILED"
+    assert "stopped after batch 0: it ends before batch 0" in finding.says
+
+
+def test_other_masks_of_the_same_tokens(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b", "completion": "c d"}] * 3
+    made: list[Pipeline] = []
+    for eos in ("turn", "none"):
+        dataset = DatasetConfig(
+            name="d",
+            data_files=rows,
+            prompt_field="prompt",
+            completion_field="completion",
+            train_on_eos=eos,
+        )
+        made.append(Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize())
+        made[-1].prepare()
+    assert compare(made[0], made[0], "the same") == "3 documents"
+    with pytest.raises(Failed, match="another loss mask without the end"):
+        compare(*made, "without the end")
+
+
 def test_tokens_of_another_backend(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = Tokenizer.encode_column
 
@@ -265,6 +305,7 @@ DIE_WRITING = "import os, sys; open(sys.argv[1], 'wb', 0).write(b'n'); os._exit(
         ("renaming is atomic", "a reader saw no file", os, "replace", _by_two_steps),
         ("locks exclude", "another process got it too", fcntl, "flock", lambda *_: None),
         ("clock", "from this machine's clock", machine.time, "time", lambda: 0.0),
+        ("clock", "dated -", machine.time, "time", lambda: 9e9),
         (
             "limits",
             "are free in",

@@ -198,8 +198,12 @@ def resume(sample: Sample) -> str:
             pass
         second = sample.loader()
         second.restore(LoaderState.from_json(first.state().to_json()))
-        for n, batch in enumerate(itertools.islice(second, len(reference) - stop), stop):
-            for name, values in reference[n].items():
+        rest = iter(second)
+        for n, expected in enumerate(reference[stop:], stop):
+            batch = next(rest, None)
+            if batch is None:
+                raise Failed(f"stopped after batch {stop}: it ends before batch {n}")
+            for name, values in expected.items():
                 if not np.array_equal(values, batch[name]):
                     raise Failed(f"stopped after batch {stop}: batch {n} has another {name}")
     return f"stopped after {', '.join(map(str, STOPS))} batches"
