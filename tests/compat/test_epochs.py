@@ -166,6 +166,7 @@ def test_passes_of_a_stream_in_one_iteration_are_those_of_single_ones(tmp_path: 
         states.append(loader.state().to_json())
     assert (seen, bits(loader)) == (wanted[0] + wanted[1], wanted[2] + wanted[3])
     assert bits(streamed(tmp_path, 2)) == seen  # nobody keeps the loader
+    assert bits(streamed(tmp_path, 2).copy()) == seen
     for number, state in enumerate(states, 1):
         other = streamed(tmp_path, 2)
         other.restore(state)

@@ -15,6 +15,7 @@ from pyarrow import feather
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.files import format_of, natural, resolve
+from easypipe.sources.listing import _identity
 from easypipe.sources.open import open_files
 from laws import assert_stateless_reads
 
@@ -350,3 +351,19 @@ def test_patterns_enter_no_folder_that_begins_with_a_dot_unless_it_is_named(tmp_
     seen = names(tmp_path, resolve(tmp_path / "**" / "*.jsonl"))
     assert seen == ["a/b/x.jsonl", "a/x.jsonl"]
     assert names(tmp_path, resolve(tmp_path / ".git" / "*.jsonl")) == [".git/x.jsonl"]
+
+
+CONTENT = ("etag", "ETag", "generation", "md5Hash", "md5", "checksum")
+DATES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+
+
+@pytest.mark.parametrize("key", [*CONTENT, *DATES, "whatever"])
+def test_an_object_is_known_by_the_best_that_its_store_tells(key: str) -> None:
+    """By what changes with its content, else by its date, else by all there is: what changes when
+    it is read must not make it another.
+    """
+    info = {"size": 3, key: 1, "accessed": 1} | ({"mtime": 1} if key in CONTENT else {})
+    assert _identity(info) == _identity(dict(reversed(info.items())))
+    assert _identity(info) != _identity(info | {key: 2})
+    assert (_identity(info) == _identity(info | {"accessed": 2})) == (key != "whatever")
+    assert (_identity(info) == _identity(info | {"mtime": 2})) == (key in CONTENT)

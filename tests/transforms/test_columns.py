@@ -4,7 +4,6 @@ each one does and refuses.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from functools import partial
@@ -202,27 +201,6 @@ def test_composition_is_associative(values: pa.Table, picks: list[int]) -> None:
     whole = one.read(0, 0, total)
     assert whole.equals(other.read(0, 0, total))
     assert whole.to_pylist() == step_by_step.read(0, 0, total).to_pylist()
-
-
-def test_fingerprints_follow_every_option() -> None:
-    different: list[Transform] = [
-        Rename({"a": "b"}), Rename({"a": "c"}), Rename({"b": "a"}), Select("a"), Select("a", "b"), Select("b", "a"), Drop("a"), Drop("b"),
-        Extract({"a": "b.0"}), Extract({"a": "b.1"}), Extract({"c": "b.0"}), Combine("a", "{b}"), Combine("c", "{b}"), Combine("a", "{b} "),
-        Combine("a", "{b}", null_as=""), FilterNonEmpty("a"), FilterNonEmpty("b"), Filter(pc.field("a") > 1), Filter(pc.field("a") > 2),
-        Filter(is_even, version="1"), Filter(is_even, version="2"), Filter(shout, version="1"), Map(shout, version="1"),
-        Map(shout, version="2"), Map(sized, version="1"), Map(shout, columns={"x": "int64"}, version="1"),
-        Map(shout, columns={"x": "int32"}, version="1"), Map(shout, batched=True, version="1"), Map(lambda row: row, version="1"),
-        Map(lambda row: {}, version="1"), Expand("a", most=2), Expand("a", most=3), Expand("b", most=2),
-        Expand(repeat, most=2, version="1"),
-        Expand(repeat, most=2, version="2"), Expand(repeat, most=2, columns={"x": "bool"}, version="1"),
-        Rename({"a": "b"}) >> Select("b"), Select("b") >> Rename({"a": "b"}),
-    ]  # fmt: skip
-    for first, second in itertools.combinations(different, 2):
-        assert first.fingerprint != second.fingerprint, (first, second)
-    assert (Drop("a", "b").fingerprint, Map(shout, version="1").fingerprint) == (
-        Drop("b", "a").fingerprint,
-        Map(shout, version="1").fingerprint,
-    )
 
 
 def test_a_filter_is_known_by_all_of_its_values() -> None:

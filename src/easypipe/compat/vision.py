@@ -31,6 +31,7 @@ from easypipe.compat.foreign import Rows
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place, raising, require
 from easypipe.core.schema import LABELS, PIXEL_VALUES, OutputSchema
 from easypipe.core.values import Array, Batch, Collate, Identity, Item, attribute_of
+from easypipe.loader.rows.items import describe_collator
 
 # Mean and standard deviation of the channels of the training images, scaled to [0, 1].
 PRESETS = {
@@ -225,7 +226,8 @@ class MultimodalCollator:
 
     @property
     def recipe(self) -> Identity:
-        return "multimodal", self.vision.recipe, recipe_of(self.text)
+        own = recipe_of(self.text) or describe_collator(self.text)
+        return "multimodal", self.vision.recipe, own
 
     @property
     def draws(self) -> bool:

@@ -1,0 +1,142 @@
+"""What a run is compared by when it goes on from a checkpoint: every option that decides numbers is
+in it, and no other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from easypipe.core.config import from_dict, to_dict
+from easypipe.train.checkpoint.resume import identity_of
+from easypipe.train.config import (
+    LossConfig,
+    OptimizerConfig,
+    PreferenceConfig,
+    TrainingConfig,
+)
+from easypipe.train.model.config import LoraConfig, ModelConfig
+from easypipe.train.optim.config import DEFAULTS
+
+BASE = {"steps": 40}
+LORA = {"lora": {}}
+PAIRS = {"preference": {}}
+MARGIN = {"preference": {"loss": "simpo"}}
+VERDICTS = {"preference": {"loss": "kto"}}
+FLAT = {"optimizer": {"schedule": "wsd"}}
+GROUPS = {"optimizer": {"groups": [{"match": "a"}]}}
+# an option, another value, what it is changed in
+DECIDE: list[tuple[str, Any, dict[str, Any]]] = [
+    ("steps", 41, {}),
+    ("seed", 1, {}),
+    ("accumulate_steps", 2, {}),
+    ("loss.z_loss", 1e-4, {}),
+    ("loss.label_smoothing", 0.1, {}),
+    ("loss.implementation", "reference", {}),
+    ("loss.rule", "strict", {}),
+    ("loss.chunk_size", 8, {}),
+    ("lora", {}, {}),
+    ("lora.rank", 4, LORA),
+    ("lora.alpha", 4.0, LORA),
+    ("lora.rank_stabilized", True, LORA),
+    ("lora.targets", ["query"], LORA),
+    ("preference", {}, {}),
+    ("preference.loss", "hinge", PAIRS),
+    ("preference.beta", 0.2, PAIRS),
+    ("preference.label_smoothing", 0.1, PAIRS),
+    ("preference.reference", "none", PAIRS),
+    ("preference.margin", 0.7, MARGIN),
+    ("preference.desirable_weight", 2.0, VERDICTS),
+    ("preference.undesirable_weight", 2.0, VERDICTS),
+    ("optimizer.schedule", "linear", {}),
+    ("optimizer.warmup_steps", 3, {}),
+    ("optimizer.final_fraction", 0.2, {}),
+    ("optimizer.clip_norm", 2.0, {}),
+    ("optimizer.clip_norm", None, {}),
+    ("optimizer.ema_decay", 0.9, {}),
+    ("optimizer.power", 3.0, {"optimizer": {"schedule": "polynomial"}}),
+    ("optimizer.cooldown_steps", 3, FLAT),
+    ("optimizer.cooldown_shape", "sqrt", FLAT),
+    ("optimizer.groups", [{"match": "a"}], {}),
+    ("optimizer.groups", [{"match": "b"}], GROUPS),
+    ("optimizer.groups", [{"match": "a", "learning_rate_scale": 0.5}], GROUPS),
+    ("optimizer.groups", [{"match": "a", "weight_decay": 0.5}], GROUPS),
+    *(("optimizer.name", name, {}) for name in DEFAULTS if name != "adamw"),
+    *(
+        (f"optimizer.{option}", value + 1 if isinstance(value, int) else value / 2 or 0.5, base)
+        for name, options in DEFAULTS.items()
+        for base in ({"optimizer": {"name": name}},)
+        for option, value in options.items()
+    ),
+]
+FREE: dict[str, Any] = {
+    "output_dir": "elsewhere",
+    "epochs": 1,  # steps and the size of a batch are told beside the config
+    "batch_size": 4,
+    "mesh": "fsdp",
+    "distributed": {"timeout": 9},
+    "log_every": 2,
+    "eval_every": 2,
+    "eval_batches": 2,
+    "measure": ["token_accuracy"],
+    "checkpoint": {"every": 3, "keep": 3},
+    "callbacks": {"heartbeat": {}},
+    "on_nonfinite": "stop",
+    "max_nonfinite": 11,
+    "spikes": {},
+    "resume": False,
+    "resume_changes": ["train.steps"],
+}
+
+
+def changed(base: dict[str, Any], option: str, value: Any) -> dict[str, Any]:
+    part, _, name = option.partition(".")
+    return base | {part: value if not name else {**base.get(part, {}), name: value}}
+
+
+def identity(values: dict[str, Any], **told: Any) -> dict[str, Any]:
+    config = from_dict(TrainingConfig, values)
+    given = {"model": ModelConfig(), "steps": config.steps or 40, "batch_size": 8} | told
+    own = {"own_optimizer": False} | {k: given.pop(k) for k in ("own_optimizer",) if k in given}
+    return identity_of(config, **given, **own)
+
+
+@pytest.mark.parametrize(("option", "value", "base"), DECIDE, ids=str)
+def test_an_option_that_decides_numbers_is_compared(
+    option: str, value: Any, base: dict[str, Any]
+) -> None:
+    was, now = identity(BASE | base), identity(changed(BASE | base, option, value))
+    assert was != now
+    assert was == identity(BASE | base)
+
+
+@pytest.mark.parametrize("option", FREE)
+def test_an_option_that_decides_none_may_change(option: str) -> None:
+    base = BASE if option != "epochs" else {}
+    assert identity(base | {option: FREE[option]}) == identity(base)
+
+
+def test_every_option_is_tried() -> None:
+    tried = {option for option, *_ in DECIDE} | {*FREE}
+    for prefix, kind in (
+        ("", TrainingConfig),
+        ("optimizer.", OptimizerConfig),
+        ("loss.", LossConfig),
+        ("lora.", LoraConfig),
+        ("preference.", PreferenceConfig),
+    ):
+        names = {prefix + field.name for field in dataclasses.fields(kind)}
+        assert names - tried <= {"optimizer", "loss"}
+
+
+def test_what_is_told_besides_is_compared() -> None:
+    others: list[dict[str, Any]] = [{"steps": 41}, {"batch_size": 9}, {"own_optimizer": True}]
+    others += [{"model": None}]
+    others += [
+        {"model": dataclasses.replace(ModelConfig(), **{name: value})}
+        for name, value in (("num_layers", 5), ("rope_theta", 5.0), ("qk_norm", True))
+    ]
+    assert len({str(identity(BASE, **one)) for one in [{}, *others]}) == len(others) + 1
+    assert identity(BASE)["model"] == to_dict(ModelConfig())
