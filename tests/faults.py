@@ -585,6 +585,16 @@ FAULTS = [
           '                raise Failed(f"stopped after batch {stop}: it ends before batch {n}")\n', "                break\n"),
     fault("a batch divides where its micro-batches do not", "loader/placement.py", "tests/loader/test_placement.py -k eight",
           "if self._micro_size % ways:", "if batch_size % ways:"),
+    fault("saved folders remember what came after them", "pipeline.py", "tests/stages/test_build_record.py -k stages_before",
+          "            chain = self._chain(stage)\n            for folder", "            chain = self._chain(last.stage)\n            for folder"),
+    fault("rows far behind a pass are fewer than none", "loader/rows/ranks.py", "tests/loader/test_row_identities.py -k behind_the_last",
+          "return max(0, self._own(there) - start)", "return self._own(there) - start"),
+    fault("text beside lists of any insides is JSON", "sources/external/dicts.py", "tests/sources/test_memory.py -k holds_both",
+          "    if is_json(merged) and not all(", "    if False and not all("),
+    fault("lists beside objects are JSON", "sources/external/dicts.py", "tests/sources/test_memory.py -k holds_both",
+          "t.is_nested(kind) and lists[0] == lists[1]:", "t.is_nested(kind):"),
+    fault("thinned curves lose their ends", "train/report/numbers.py", "tests/train/test_report.py -k its_ends",
+          "kept = {0, len(steps) - 1}", "kept = set[int]()"),
 ]
 # fmt: on
 

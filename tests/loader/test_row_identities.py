@@ -260,3 +260,25 @@ def test_the_pass_of_a_row(num_epochs: int | None) -> None:
         there = [rows.open().available(a, b) for a, b in ((0, 9), (2, 11), (9, 11), (12, 15))]
         assert there == ([9, 9, 2, 3] if num_epochs is None else [9, 7, 0, 0])
     assert ForwardRows(Items([1, 2]), collate, epoch=4).epochs(np.arange(2)).tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_behind_the_last_row_of_a_rank_or_a_pass_there_is_none(
+    num_epochs: int, world_size: int
+) -> None:
+    """Workers ask for batches that lie any way behind it."""
+    plain = ItemRows(Items([1, 2, 3, 4, 5]), collate, num_epochs=num_epochs)
+    endless = ItemRows(Items([1, 2, 3, 4, 5]), collate, num_epochs=None)
+    several: list[Rows] = [PassRows(endless, 3, num_epochs, 5)]
+    several += [
+        RankRows(plain, rank, world_size, even=even)
+        for rank in range(world_size)
+        for even in (False, True)
+    ]
+    for rows in several:
+        assert rows.num_rows is not None
+        for start in range(20):
+            for stop in range(start, 22):
+                there = max(0, min(stop, rows.num_rows) - start)
+                assert rows.open().available(start, stop) == there

@@ -9,7 +9,9 @@ import pyarrow as pa
 import pytest
 
 from easypipe.core.errors import ConfigError, SourceError
+from easypipe.sources.external.dicts import columns_of
 from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.sources.schemas import JSON
 from easypipe.sources.splits import limited
 
 
@@ -98,3 +100,50 @@ def test_limits() -> None:
         match=re.escape("num_rows: 0 rows are no dataset. Give at least 1, or None for all rows."),
     ):
         limited(source, 0)
+
+
+REFUSED = None
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [
+        (None, [1, "x"], JSON),
+        ([1], ["x"], JSON),
+        ([1], [1, "x"], JSON),
+        ([[1]], [["x"], 2], JSON),
+        ({"a": 1}, {"a": "x"}, JSON),
+        ({"a": 1}, {"a": [1, "x"]}, JSON),
+        (np.ones((2, 2)), ["x"], JSON),
+        ([1], [1.5], pa.large_list(pa.float64())),
+        ([1], None, pa.large_list(pa.int64())),
+        ({"a": 1}, {"b": "x"}, pa.struct([("a", pa.int64()), ("b", pa.large_string())])),
+        (1, 1.5, pa.float64()),
+        ([1], {"a": 1}, REFUSED),
+        ([1], "x", REFUSED),
+        ([1, "x"], "x", REFUSED),
+        ([1, "x"], 1, REFUSED),
+        ({"a": 1}, "x", REFUSED),
+        (1, "x", REFUSED),
+        (True, 1, REFUSED),
+    ],
+)
+def test_the_type_of_a_column_that_holds_both(
+    first: object, second: object, kind: pa.DataType | None, turned: bool
+) -> None:
+    """Lists of any insides go together, and objects; nothing else is kept as JSON."""
+    rows = [{"x": first}, {"x": second}]
+    rows = rows[::-1] if turned else rows
+    if kind is REFUSED:
+        with pytest.raises(SourceError, match=r"column 'x'.*no common type"):
+            columns_of(rows, "rows")
+        return
+    found = columns_of(rows, "rows").field("x").type
+    if pa.types.is_struct(kind):
+        assert {field.name: field.type for field in found} == {f.name: f.type for f in kind}
+    else:
+        assert found == kind
+    assert [row["x"] is None for row in InMemoryShardedSource(rows).read(0, 0, 2).to_pylist()] == [
+        row["x"] is None for row in rows
+    ]

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from easypipe import ConfigError, DatasetConfig
+from easypipe import ConfigError, DatasetConfig, Pipeline
 from easypipe.cache.folder import CONFIGS, CacheFolder
 from easypipe.core.checked import remember_checked
 from easypipe.core.config import CODE_KEYS
+from easypipe.core.protocols import BaseStage, PipelineContext, Sources
 from easypipe.save.folder import prefix_of
 from easypipe.stages.build_record import _reasons, recall_saved
+from pipelines import config, jsonl
 
 CODE = sorted(CODE_KEYS)[0]
 
@@ -59,3 +61,22 @@ def test_a_saved_folder_without_manifest_is_known_by_its_shards(tmp_path: Path) 
                 recall_saved(str(out), folder)
         else:
             assert recall_saved(str(out), folder)["config"] == names[found]
+
+
+class Own(BaseStage):
+    @property
+    def name(self) -> str:
+        return "own"
+
+    def process(self, data: Sources, context: PipelineContext) -> Sources:
+        return data
+
+
+def test_a_saved_folder_is_known_by_the_stages_before_it(tmp_path: Path) -> None:
+    """So that one of the user's own behind it does not keep it from being repaired."""
+    rows = jsonl(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}])
+    dataset = DatasetConfig(name="d", data_files=str(rows))
+    chain = Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize()
+    chain.save({"output_dir": str(tmp_path / "out")}).add_stage(Own()).write()
+    made = recall_saved(str(tmp_path / "out"), CacheFolder(tmp_path / "cache"))
+    assert [stage for stage, _ in made["stages"]] == ["tokenize", "save"]

@@ -220,17 +220,19 @@ class Unkept(InMemoryShardedSource):
 
 
 def test_a_source_is_known_by_its_transform_its_columns_and_what_lies_below() -> None:
-    rows = {"a": ["x"], "b": ["y"], "c": ["z"]}
-    plain = TransformedSource(InMemoryShardedSource(rows), Rename({"c": "d"}))
-    several = [
-        plain,
-        TransformedSource(InMemoryShardedSource(rows | {"a": ["w"]}), Rename({"c": "d"})),
-        TransformedSource(InMemoryShardedSource(rows), Rename({"c": "e"})),
-        *(plain.select(columns) for columns in (["a"], ["b"], ["a", "b"], ["b", "a"])),
-    ]
+    rows = {"text": ["x"], "a": ["y"], "b": ["z"]}
+
+    def source(version: str = "1", **more: list[str]) -> TransformedSource:
+        # reads all columns, whichever are asked for
+        transform = Map(shout, columns={"x": "string"}, version=version)
+        return TransformedSource(InMemoryShardedSource(rows | more), transform)
+
+    plain = source()
+    several = [plain, source("2"), source(a=["w"])]
+    several += [plain.select(columns) for columns in (["a"], ["b"], ["a", "b"], ["b", "a"])]
     for known in ([one.fingerprint for one in several], [one.shard_identity(0) for one in several]):
         assert len(set(known)) == len(known)
     assert info_of(plain).cacheable
-    assert not info_of(TransformedSource(Unkept(rows), Rename({"c": "d"}))).cacheable
+    assert not info_of(TransformedSource(Unkept(rows), Rename({"a": "c"}))).cacheable
     unversioned = Map(lambda row: row)
     assert not info_of(TransformedSource(InMemoryShardedSource(rows), unversioned)).cacheable
