@@ -595,6 +595,20 @@ FAULTS = [
           "t.is_nested(kind) and lists[0] == lists[1]:", "t.is_nested(kind):"),
     fault("thinned curves lose their ends", "train/report/numbers.py", "tests/train/test_report.py -k its_ends",
           "kept = {0, len(steps) - 1}", "kept = set[int]()"),
+    fault("line ends count as they are written", "cli/explain.py", "tests/test_explain.py -k as_many_characters",
+          "max(0, left - len(words))", "max(0, left - len(part))"),
+    fault("what is shown whole ends in dots", "cli/explain.py", "tests/test_explain.py -k as_many_characters",
+          "cut = 0 < characters < sum(", "cut = 0 < characters <= sum("),
+    fault("what is missing of held-out data is not refused", "cli/prepare.py", "tests/cli/test_parts.py -k several_machines",
+          "    for each in (pipeline, *others.values()):\n        for dataset,", "    for each in (pipeline,):\n        for dataset,"),
+    fault("images of other columns are one", "compat/classify.py", "tests/compat/test_classify.py -k copy_of_its_own",
+          "source.fingerprint, self._columns)", "source.fingerprint)"),
+    fault("files of another common type have one identity", "sources/base.py", "tests/sources/test_files.py -k become_others",
+          "            self.files[shard].digest,\n            schema,\n", "            self.files[shard].digest,\n"),
+    fault("a listing of before is believed", "sources/listing.py", "tests/core/test_storage.py -k another_process_has",
+          "    fs.invalidate_cache()\n", ""),
+    fault("room of tokens that did not come stays taken", "cache/remote.py", "tests/stages/test_remote_cache.py -k did_not_come",
+          "                    self._staging.grow(-sum(absent.size for _, absent in coming) * BLOCK)\n", ""),
 ]
 # fmt: on
 

@@ -15,6 +15,7 @@ import yaml
 
 from easypipe import Loader, LoadStageConfig, Pipeline, PlanError, load_tokenizer
 from easypipe.cli import main
+from easypipe.cli.explain import text_line
 from easypipe.core.config import to_dict
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
 from easypipe.loader.explain import ExplainedBatch
@@ -293,3 +294,20 @@ def test_a_plan_leaves_checkpoints_for_explain(
     pipeline.plan(500)
     [kept] = (tmp_path / "cache" / "plans").glob("*.json")
     assert len(json.loads(kept.read_text())["states"]) > 5
+
+
+@pytest.mark.parametrize(
+    ("characters", "said"),
+    [
+        (0, "a\\nb⟦cd⟧"),
+        (1, "a …"),
+        (3, "a\\nb …"),
+        (4, "a\\nb⟦c⟧ …"),
+        (5, "a\\nb⟦cd⟧"),
+        (6, "a\\nb⟦cd⟧"),
+    ],
+)
+def test_as_many_characters_are_shown_as_are_asked_for(characters: int, said: str) -> None:
+    """Of the text: a line end is one, however it is written. Only what is cut ends in dots."""
+    line = text_line([("a\nb", False, None), ("cd", True, None)], characters)
+    assert line.plain == "      " + said

@@ -70,6 +70,11 @@ def test_f15_parts_on_several_machines_make_what_one_machine_makes(tmp_path: Pat
         for folder in (alone, array)
     }
     assert made[alone] == made[array]
+    held = array / "held.jsonl"  # what is held out must be there too
+    held.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(9, seed=78)))
+    late = easypipe("prepare", "run.yaml", "--finalize", cwd=array)
+    assert late.returncode == 2
+    assert "1 of 1 ranges of dataset 'eval.held' are not tokenized" in late.stderr
 
 
 def test_f15_parts_that_do_not_exist_are_refused(tmp_path: Path) -> None:

@@ -297,6 +297,24 @@ def test_rows_of_files_are_copied_once_and_mapped(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache" / "images").iterdir())) == 2
 
 
+def test_each_column_of_a_file_has_a_copy_of_its_own(tmp_path: Path) -> None:
+    path = table(tmp_path / "images.parquet", 9)
+    plain = pq.read_table(path)
+    pq.write_table(
+        plain.append_column("other", plain.column("image").take([*range(9)][::-1])), path
+    )
+    one, other = (
+        Images(
+            ImagesConfig(data_files=str(path), image_column=name, cache_dir=tmp_path / "cache"),
+            "data_files",
+        ).rows(None)
+        for name in ("image", "other")
+    )
+    assert one.fingerprint != other.fingerprint
+    assert [one[i]["image"][0, 0] for i in range(9)] == [*range(9)]
+    assert [other[i]["image"][0, 0] for i in range(9)] == [*range(9)][::-1]
+
+
 def test_options_of_the_data(tmp_path: Path) -> None:
     made = config(tmp_path)
     plain = classify.inputs_of(made)

@@ -20,6 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from easypipe.core import remote, storage
 from easypipe.core.errors import MissingFileError, StorageError
+from easypipe.sources.files import resolve
 
 STEPS = ("write", "sync", "rename", "committed")
 
@@ -283,6 +284,7 @@ def test_what_another_process_has_done_is_seen_whatever_the_client_remembers() -
         (storage.names_in, ["a"], ["a", "b"]),
         (lambda _: storage.exists("remembering://shared/b"), False, True),
         (lambda _: storage.size_of("remembering://shared/b"), None, 2),
+        (lambda url: len(resolve(f"{url}/*")), 1, 2),
     ):
         assert call("remembering://shared") == before
         others.ls("/shared")

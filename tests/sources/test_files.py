@@ -204,6 +204,17 @@ def test_url_fingerprints(memory: fsspec.AbstractFileSystem) -> None:
     assert after.read(0, 0, 1).to_pylist() == [{"text": "new", ROW_NUMBER: 0}]
 
 
+def test_a_file_is_another_where_its_values_become_others(tmp_path: Path) -> None:
+    """By the type that the files have together: 1 is text as 1 in one, and as 1.0 beside floats."""
+    for name, values in (("1", [1]), ("2", [2]), ("3", [0.5])):
+        pq.write_table(pa.table({"n": values}), tmp_path / f"{name}.parquet")
+    one, like, unlike = (
+        open_files([tmp_path / f"{name}.parquet" for name in names]) for names in ("1", "12", "13")
+    )
+    assert one.shard_identity(0) == like.shard_identity(0) != unlike.shard_identity(0)
+    assert str(unlike.read(0, 0, 1).column("n")[0]) != str(one.read(0, 0, 1).column("n")[0])
+
+
 def test_storage_options_stay_secret(memory: fsspec.AbstractFileSystem) -> None:
     file = resolve("memory://bucket/a-2.jsonl", {"skip_instance_cache": True})[0]
     assert "skip_instance_cache" not in repr(file)

@@ -24,10 +24,14 @@ from easypipe import (
     Trainer,
     TrainingConfig,
 )
+from easypipe.cache.config import CacheConfig
 from easypipe.cli.configs import data_of
 from easypipe.core.config import from_dict
-from easypipe.jobs import chains, prepare_data, warn_of_trained_rows
-from easypipe.run import inputs_of
+from easypipe.jobs import chains, complete, prepare_data, warn_of_trained_rows
+from easypipe.loader.config import LoadStageConfig
+from easypipe.run import _held_out, inputs_of
+from easypipe.stages.pack.config import PackStageConfig
+from easypipe.stages.tokenize.config import TokenizeStageConfig
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.transforms.columns.hold_out import HoldOut, HoldOutConfig
 from pipelines import jsonl, texts, tokenizer
@@ -229,3 +233,86 @@ def test_refusals(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             data_of(run(tmp_path, held))
+
+
+# what reading held-out rows once fixes, whatever training says
+ONCE: dict[str, Any] = {
+    "batch_size_schedule": (),
+    "accumulation_steps": 1,
+    "shuffle_buffer_size": None,
+    "drop_last": False,
+    "num_epochs": 1,
+}
+LOADED: dict[str, Any] = {
+    "batch_size": 16,
+    "batch_size_schedule": ((2, 32),),
+    "accumulation_steps": 2,
+    "prefetch_enabled": False,
+    "prefetch_workers": 3,
+    "prefetch_buffer_size": 5,
+    "shuffle_buffer_size": 9,
+    "group_by_length": 3,
+    "drop_last": True,
+    "prefetch_to_device": True,
+    "num_epochs": 3,
+    "source_ids": True,
+    "mesh": {"data": 1},
+    "partition_spec": ["data"],
+    "stall_timeout_s": 7.0,
+}
+
+
+@pytest.mark.parametrize("option", LOADED)
+def test_an_option_of_loading_is_the_same_for_held_out_rows_or_fixed(option: str) -> None:
+    needs = {"batch_size_schedule": {"batch_size": 16}, "partition_spec": {"mesh": {"data": 1}}}
+    given = LoadStageConfig(**needs.get(option, {}), **{option: LOADED[option]})
+    read = _held_out(given)
+    for field in dataclasses.fields(LoadStageConfig):
+        wanted = ONCE.get(field.name, getattr(given, field.name))
+        assert getattr(read, field.name) == wanted, field.name
+
+
+def test_every_option_of_loading_is_tried() -> None:
+    assert {field.name for field in dataclasses.fields(LoadStageConfig)} == {*LOADED}
+
+
+TAKEN: dict[str, tuple[Any, Any]] = {  # what held-out data leaves out: of the data, of its own
+    "seed": (3, 4),
+    "cache_dir": ("there", "here"),
+    "cache": (CacheConfig(staging_bytes=9), CacheConfig(staging_bytes=8)),
+    "default_tokenizer": ("one", "two"),
+    "tokenize": (TokenizeStageConfig(max_length=9), TokenizeStageConfig(max_length=8)),
+    "pack": (PackStageConfig(seq_length=9), PackStageConfig(seq_length=8)),
+}
+OWN = {
+    "datasets",
+    "streaming",
+    "num_streams",
+    "executor",
+    "order",
+    "mix",
+    "save",
+    "load",  # run.py: where it names none, that of the data, read once
+}
+
+
+@pytest.mark.parametrize("option", TAKEN)
+def test_held_out_data_takes_what_it_leaves_out(option: str) -> None:
+    of_data, own = TAKEN[option]
+    bucket = {"cache_dir": "s3://bucket/cache"} if option == "cache" else {}
+    rows = DatasetConfig(data_files="a.jsonl")
+    data = PipelineConfig(datasets=[rows], **bucket, **{option: of_data})
+    missing = complete("held", data, PipelineConfig(datasets=[rows]))
+    assert getattr(missing, option) == of_data
+    there = complete("held", data, PipelineConfig(datasets=[rows], **bucket, **{option: own}))
+    assert getattr(there, option) == own
+    for field in dataclasses.fields(PipelineConfig):
+        if field.name not in (option, "datasets", *bucket):
+            plain = getattr(PipelineConfig(datasets=[rows]), field.name)
+            assert getattr(there, field.name) == plain
+
+
+def test_every_option_of_held_out_data_is_taken_or_its_own() -> None:
+    names = {field.name for field in dataclasses.fields(PipelineConfig)}
+    assert names == {*TAKEN} | OWN
+    assert not {*TAKEN} & OWN

@@ -208,6 +208,27 @@ def test_a_batch_that_needs_more_room_is_named(
     assert "cache.staging_bytes=1: the batches under way need" in caplog.text
 
 
+@pytest.mark.parametrize("reading", READINGS)
+def test_tokens_that_did_not_come_take_no_room(
+    two: tuple[TokenCache, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reading: str
+) -> None:
+    local, url = two
+    cache = opened(url, tmp_path, reading=reading, staging_bytes=1 << 30)
+    staging = cache.folder.staging  # type: ignore[union-attr]
+
+    def fails(*_: object) -> bytes:
+        raise StorageError(at="the bucket", problem="is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "read_range", fails)
+        for _ in range(3):
+            with pytest.raises(StorageError, match="is gone"):
+                cache.tokens(6)
+    assert staging.used == 0
+    np.testing.assert_array_equal(cache.tokens(6), local.tokens(6))
+    assert staging.used > 0
+
+
 def test_threads_share_what_is_staged(two: tuple[TokenCache, str], tmp_path: Path) -> None:
     local, url = two
     cache = opened(url, tmp_path, reading="ranges", staging_bytes=4 * BLOCK)

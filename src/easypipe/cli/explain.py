@@ -92,4 +92,5 @@ def text_line(
         part = repr(words if left is None else words[:left])[1:-1]
         left = None if left is None else max(0, left - len(words))
         text.append(part.join(MASKED) if masked else part, style="dim" if masked else trained)
-    return text.append(" …") if left == 0 else text
+    cut = 0 < characters < sum(len(words) for words, _, _ in parts)
+    return text.append(" …") if cut else text
