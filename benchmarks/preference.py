@@ -20,10 +20,10 @@ import numpy as np
 from _common import Report, arguments
 from easypipe.train import state as states
 from easypipe.train.config import PreferenceConfig, TrainingConfig
+from easypipe.train.engine import Engine
 from easypipe.train.losses.cached_reference import Passes
 from easypipe.train.model.config import LoraConfig, ModelConfig
 from easypipe.train.parallel.mesh import place_batch
-from easypipe.train.trainer import Engine
 
 SHAPE = ModelConfig(
     vocab_size=8192,

@@ -32,6 +32,7 @@ from easypipe.stages.config import PipelineConfig
 from easypipe.stages.tokenize.documents import holds_pairs, token_info, trained_turns
 from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import UNPAIRED, TrainingConfig, accumulating, told
+from easypipe.train.engine import Engine
 from easypipe.train.events import TrainListener, null_listener
 from easypipe.train.losses.cached_reference import Passes
 from easypipe.train.model.decoder import ModelConfig
@@ -44,7 +45,7 @@ from easypipe.train.plan.topology import Topology
 from easypipe.train.record import LEDGER, PLAN, recorded_seed, write_kept
 from easypipe.train.report.pictures import plot_run
 from easypipe.train.signals import Interrupted
-from easypipe.train.trainer import Engine, TrainResult
+from easypipe.train.trainer import TrainResult, run_training
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("easypipe")
@@ -180,7 +181,7 @@ def train(
         turns=inputs.turns,
     )
     trainer.passes = inputs.passes()
-    return inputs.around(trainer.run, writes=trainer.writes)
+    return inputs.around(functools.partial(run_training, trainer), writes=trainer.writes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from easypipe.train import trainer as trainers
+from easypipe.train import engine as engines
 from easypipe.train.losses.loss import loss_sums
 from easypipe.train.metrics import meter as meters
 from easypipe.train.metrics.log import read_metrics
@@ -44,7 +44,7 @@ MODEL = ModelConfig(
 
 def test_utilisation_is_told_both_ways(tmp_path, monkeypatch):
     """Of a device whose peak is known: here one is made up, which no data sheet of a CPU gives."""
-    monkeypatch.setattr(trainers, "peak_flops", lambda device: 1e12)
+    monkeypatch.setattr(engines, "peak_flops", lambda device: 1e12)
     Trainer(MODEL, settings(tmp_path, steps=5), Arithmetic(), mesh=MESH).run()
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert records[0]["mfu"] is records[0]["mfu_palm"] is None
@@ -128,7 +128,7 @@ def test_adapters_cost_more_by_either_count(tmp_path, monkeypatch):
     """Of tokens by the exact one, of slots by that of PaLM; a step of a second here."""
     now = 0
     monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(trainers, "peak_flops", lambda device: 1e12)
+    monkeypatch.setattr(engines, "peak_flops", lambda device: 1e12)
     config = settings(tmp_path, lora=LoraConfig(rank=2))
     run = Trainer(MODEL, config, Arithmetic(), mesh=MESH)
     sizes = {"num_tokens": 30, "num_slots": 96, "seq_length": LENGTH, "attended": 77}

@@ -41,12 +41,13 @@ from easypipe.stages.config import PipelineConfig
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.train.checks import resolve_steps
 from easypipe.train.config import TrainingConfig, told
+from easypipe.train.engine import Engine
 from easypipe.train.events import TrainListener, null_listener
 from easypipe.train.model.config import ClassifierConfig
 from easypipe.train.parallel.config import DistributedConfig
 from easypipe.train.parallel.distributed import initialize
 from easypipe.train.record import recorded_seed
-from easypipe.train.trainer import Engine, TrainResult
+from easypipe.train.trainer import TrainResult, run_training
 
 # Document 004 from a config: labelled images in files, by number, which a run on images reads.
 #
@@ -457,14 +458,15 @@ def train(
     inputs = inputs_of(run) if inputs is None else inputs
     evals = {} if inputs.val is None else {VAL: inputs.val}
     resolved = inputs.run
-    return Engine(
+    trainer = Engine(
         resolved.model,
         run.train,
         inputs.train,
         evals,
         run_config=to_dict(resolved),
         listener=listener,
-    ).run()
+    )
+    return run_training(trainer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ A model, its training, and loaders or data that is named.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from easypipe.stages.pack.config import PackStageConfig
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.config import LossConfig, TrainingConfig
+from easypipe.train.engine import Engine
 from easypipe.train.events import Callback, TrainListener
 from easypipe.train.model.decoder import ModelConfig
 from easypipe.train.model.pretrained.config import PretrainedConfig
 from easypipe.train.optim.config import OptimizerConfig
 from easypipe.train.parallel.config import MeshConfig
-from easypipe.train.trainer import Engine, TrainResult
+from easypipe.train.trainer import TrainResult, run_training
 
 Data = PipelineConfig | DatasetConfig | Sequence[DatasetConfig] | str | Path
 _DATA = (PipelineConfig, DatasetConfig, str, Path, list, tuple, Mapping)
@@ -141,10 +143,22 @@ class Trainer(Engine):
         self._inputs, self.passes = inputs, inputs.passes()
 
     def run(self) -> TrainResult:
+        """Trains from the newest checkpoint in output_dir, or from the start, to the last step.
+
+        Raises:
+            Interrupted: After SIGINT or SIGTERM, once the step reached is saved.
+            TrainError: A batch without targets, losses that are not finite (see
+                TrainingConfig.on_nonfinite) or leave their range for ever, a loader that ends
+                early, or a device out of memory: it names what is held and what to change.
+            StateError: A checkpoint of another run.
+            TrainError: Another process trains in output_dir.
+            StorageError: Something cannot be written.
+        """
+        training = functools.partial(run_training, self)
         return (
-            super().run()
+            training()
             if self._inputs is None
-            else self._inputs.around(super().run, writes=self.writes)
+            else self._inputs.around(training, writes=self.writes)
         )
 
 

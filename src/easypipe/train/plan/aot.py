@@ -27,6 +27,7 @@ from easypipe.train import state as states
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import UNPAIRED, TrainingConfig
+from easypipe.train.engine import Engine
 from easypipe.train.metrics.devices import Device, advice, known_device, on_device
 from easypipe.train.model.attention import choose
 from easypipe.train.model.config import ModelConfig
@@ -35,7 +36,6 @@ from easypipe.train.model.pretrained.origin import Model
 from easypipe.train.parallel.mesh import TOKEN_AXES, check_row_length, make_mesh
 from easypipe.train.plan.hlo import Collective, Read, read
 from easypipe.train.plan.topology import Topology, topology
-from easypipe.train.trainer import Engine
 
 
 @dataclass(frozen=True, kw_only=True)

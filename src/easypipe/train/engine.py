@@ -1,0 +1,442 @@
+"""What a training run is made of: mesh, loaders, callbacks, optimizer, loss and compiled steps.
+
+No file is touched here; trainer.py runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from easypipe.core.config import to_dict
+from easypipe.core.errors import ConfigError, TrainError, require
+from easypipe.core.protocols import BatchLoader, Turns
+from easypipe.core.values import Arguments, Json
+from easypipe.train import state as states
+from easypipe.train.callbacks.named import Known, checked_callbacks, make_callbacks
+from easypipe.train.checkpoint.files import CHECKPOINTS
+from easypipe.train.checkpoint.resume import check_changes, check_newest, identity_of
+from easypipe.train.checks import (
+    check_loader,
+    micro_batches,
+    num_batches,
+    resolve_steps,
+    sources_of,
+)
+from easypipe.train.config import UNPAIRED, TrainingConfig
+from easypipe.train.events import (
+    Callback,
+    Control,
+    EventKind,
+    TrainEvent,
+    TrainListener,
+    null_listener,
+)
+from easypipe.train.losses.cached_reference import CachedReference, Passes
+from easypipe.train.losses.loss import LossFn, default_loss
+from easypipe.train.losses.measures import Measures, named
+from easypipe.train.losses.preference import Reference, preference_loss
+from easypipe.train.losses.unpaired import answers_elsewhere, unpaired_loss
+from easypipe.train.metrics.devices import peak_flops
+from easypipe.train.metrics.log import Record, perplexity
+from easypipe.train.metrics.meter import Meter
+from easypipe.train.model.flops import adapter_flops, flops_from_sums, palm_flops_per_step, windows
+from easypipe.train.model.lora import fingerprint
+from easypipe.train.model.pretrained.origin import Model, origin_of
+from easypipe.train.model.pretrained.save import Seen
+from easypipe.train.optim.config import OptimizerConfig
+from easypipe.train.optim.optimizers import Optimizer, make_optimizer, make_schedule
+from easypipe.train.parallel.config import mesh_config
+from easypipe.train.parallel.mesh import (
+    batch_shards,
+    check_batch_size,
+    checked_mesh,
+    make_mesh,
+    place_batch,
+)
+from easypipe.train.record import from_anywhere
+from easypipe.train.step import make_eval_step, make_train_step
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
+
+Batch = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A loader of held-out data, which every evaluation reads from where it stood when the trainer
+    was made.
+    """
+
+    name: str
+    loader: BatchLoader
+    start: Any  # the state of `loader` there
+    sources: Sequence[str] = ()  # the datasets that are told apart
+
+
+class Engine:
+    """What `easypipe.Trainer`, which takes all of this and data besides, is made of; the rest of
+    this package trains with it.
+
+    Args:
+        model: A ModelConfig or ClassifierConfig; a published model, by its folder or Hub name (more
+            in a PretrainedConfig), whose files are read onto the mesh when the run begins; a
+            function of nnx.Rngs that builds an nnx.Module; such a module, whose arrays are copied;
+            or a Flax Linen module, through nnx.bridge.
+        config: How to train it.
+        train: Anything that is a BatchLoader; batches have input_ids and labels, Int32[B, S], and
+            segment_ids and position_ids where rows are packed. A batch is the batch of one
+            optimizer step.
+        evals: Held-out loaders by name.
+        loss: A function of (module, batch) that gives a mean over the batch's targets, such a mean
+            and further ones by name, or a LossOutput of sums (see
+            easypipe.train.losses.loss.AsSums); default: `loss_sums`, for modules that have
+            Decoder's `hidden` and `lm_head`; for others, which give logits when they are called,
+            `logits_loss_sums`.
+        run_config: The resolved configuration of the whole run, kept in every checkpoint for
+            whoever reads it later.
+        listener: Hears how the run goes; see easypipe.train.events.
+        callbacks: Hear it too, and may stop the run or keep a state.
+        mesh: Default: `make_mesh(config.mesh)`, whose axes any other has too; give the loader the
+            same one, and its batches are used where they lie.
+        optimizer: Any optax transformation over a flat dict of parameters by dotted name, schedule
+            and clipping included, in place of `config.optimizer`.
+        tokenizer: Name or path of the one that made the tokens; recorded, so that it can be saved
+            with the model.
+        turns: How the conversations of the data are written; recorded for the same reason.
+
+    Raises:
+        ConfigError: Something cannot run; as PlacementError where rows do not fit the mesh. What
+            load_pretrained raises for a published model, of which config.json is read; no other
+            file is touched, and no array made.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: TrainingConfig,
+        train: BatchLoader,
+        evals: Mapping[str, BatchLoader] | None = None,
+        *,
+        loss: LossFn | None = None,
+        run_config: Json | None = None,
+        listener: TrainListener = null_listener,
+        callbacks: Sequence[Callback] = (),
+        mesh: Mesh | None = None,
+        optimizer: optax.GradientTransformation | None = None,
+        tokenizer: str | None = None,
+        turns: Turns | None = None,
+    ) -> None:
+        self.config, self.train, self.listener, self.control = config, train, listener, Control()
+        self.writes = jax.process_index() == 0  # whether this process writes the files of the run
+        self.output_dir = Path(config.output_dir).expanduser()
+        self.tokenizer = None if tokenizer is None else from_anywhere(tokenizer)
+        self.seen = Seen.of(turns)
+        self.run_config = to_dict(run_config or {})
+        self.passes: Passes | None = None  # over all data, for whoever has to read it before a step
+        self.emitted = 0  # the step of the newest event
+        self.frozen: dict[str, int] = {}  # fingerprints of what is not trained
+        self._lay_out(mesh)
+        self._check_loaders(evals or {})
+        scores = config.preference is not None and config.preference.scores
+        self.origin = origin_of(model, config.seed, config.lora, scores=scores)
+        self._make_callbacks(callbacks, own_loss=loss is not None)
+        self.identity = identity_of(
+            config,
+            self.origin.shape,
+            self.steps,
+            train.batch_size,
+            own_optimizer=optimizer is not None,
+        )
+        check_changes(config.resume_changes, self.identity)
+        self._compile(loss, optimizer)
+
+    def _lay_out(self, mesh: Mesh | None) -> None:
+        laid_out = mesh_config(self.config.mesh, "train.mesh")
+        self.rules = laid_out.rules
+        self.spread = ("data",) if laid_out.preset == "zero1" else ()
+        self.mesh = make_mesh(laid_out, at="train.mesh") if mesh is None else checked_mesh(mesh)
+
+    def _check_loaders(self, evals: Mapping[str, BatchLoader]) -> None:
+        config, pieces = self.config, self.config.accumulate_steps
+        check_loader(self.train, "train")
+        for name, loader in evals.items():
+            check_loader(loader, f"evals.{name}")
+        self.steps = resolve_steps(config, self.train)
+        asked = "sources" in config.measure
+        self.sources = sources_of(self.train, "train") if asked else ()
+        self.evals = tuple(
+            HeldOut(name, one, one.state(), sources_of(one, f"evals.{name}") if asked else ())
+            for name, one in evals.items()
+        )
+        for one in self.evals:
+            require(
+                config.eval_batches is not None or num_batches(one.loader) is not None,
+                "train.eval_batches",
+                f"held-out loader {one.name!r} never ends",
+                "Say how many of its batches to look at.",
+            )
+        check_batch_size(self.train.batch_size, self.mesh, pieces)
+        self.in_micro_batches = micro_batches("train.accumulate_steps", self.train, pieces)
+        for name, loader in evals.items():
+            check_batch_size(loader.batch_size, self.mesh, at=f"eval.{name}.batch_size")
+            micro_batches(f"eval.{name}.load.accumulation_steps", loader, 1)
+
+    def _make_callbacks(self, given: Sequence[Callback], *, own_loss: bool) -> None:
+        config = self.config
+        own_loss = own_loss or config.preference is not None or bool(config.measure)
+        known = Known(
+            [one.name for one in self.evals],
+            config.eval_every,
+            self.steps,
+            own_loss,
+            tokenizer=self.tokenizer,
+            seen=lambda: self.seen,
+        )
+        self.given_callbacks = checked_callbacks(given)
+        self.named_callbacks = make_callbacks(
+            config.callbacks,
+            self.output_dir,
+            known,
+            run_config=self.run_config,
+            process=jax.process_index(),
+        )
+        self.callbacks = (*self.given_callbacks, *self.named_callbacks.values())
+
+    def _compile(self, loss: LossFn | None, optimizer: optax.GradientTransformation | None) -> None:
+        """Finds the layout, the optimizer and the steps; compiled when they are first called."""
+        config = self.config
+        # Shapes of any other module are asked for on one device: the mesh itself would refuse a
+        # size without naming the parameter.
+        apart = self.mesh if self.origin.config else make_mesh(devices=[self.mesh.devices.flat[0]])
+        with states.on(apart, self.rules):
+            abstract = nnx.eval_shape(self.origin.build)
+            self.layout = states.layout_of(
+                abstract, self.mesh, self.origin.trained, spread=self.spread
+            )
+        schedule = None
+        if optimizer is None:
+            schedule = make_schedule(config.optimizer, self.steps)
+            self.optimizer = make_optimizer(
+                config.optimizer, self.steps, self.layout.decays, self.layout.hidden
+            )
+        elif config.optimizer == OptimizerConfig():
+            self.optimizer = Optimizer(optimizer)
+        else:
+            problem = (
+                "given, and so is an optimizer from Python, which would leave it without effect"
+            )
+            raise ConfigError(at="train.optimizer", problem=problem, fix="Leave one of them out.")
+        self.reference = None
+        if config.preference is not None:
+            require(
+                loss is None,
+                "train.preference",
+                "given, and so is a loss from Python",
+                "Leave one of them out.",
+            )
+            unpaired = config.preference.loss in UNPAIRED
+            loss = (unpaired_loss if unpaired else preference_loss)(config.preference)
+            if config.preference.reference == "cached" and config.preference.compares:
+                self.reference = CachedReference(self.layout)
+            elif config.preference.compares:
+                elsewhere = answers_elsewhere if config.preference.loss == "kto" else None
+                self.reference = Reference(self.layout, elsewhere)
+        twice = loss  # what can be differentiated twice
+        if loss is None:
+            platform = self.mesh.devices.flat[0].platform
+            loss, twice = default_loss(abstract, config.loss, platform, self._measures())
+        else:
+            require(
+                not config.measure,
+                "train.measure",
+                "has no effect on a loss from Python, which measures its own",
+                "Leave it out.",
+            )
+        self.train_step = make_train_step(
+            self.layout,
+            self.optimizer,
+            schedule,
+            loss,
+            accumulate_steps=config.accumulate_steps,
+            curvature_loss=twice,
+            windows=windows(self.origin.config) if self.origin.config else (None,),
+        )
+        self.eval_step = make_eval_step(self.layout, loss)
+
+    def _measures(self) -> Measures:
+        """What is measured of targets, as `train.measure` names it."""
+        names, sizes = self.config.measure, None
+        if "bits_per_byte" in names:
+            name = self.tokenizer
+            sizes = None if name is None else load_tokenizer(name).text_bytes()
+            require(
+                sizes is not None,
+                "train.measure",
+                "bits_per_byte, and of this data no tokenizer is known"
+                if name is None
+                else f"bits_per_byte, and tokens of {name!r} are not bytes of the text",
+                "Leave it out, or name another: Trainer(tokenizer=...).",
+            )
+        each = (self.sources, *(one.sources for one in self.evals))
+        return Measures(names, max(map(len, each)), sizes)
+
+    def check_checkpoint(
+        self,
+        *,
+        unknown: Sequence[str] = (),
+        loader: Callable[[], BatchLoader | None] = lambda: None,
+    ) -> None:
+        """Raises what `run` would raise for the newest checkpoint in output_dir, as far as it can
+        be known without data and arrays; unknown and loader as check_newest takes them.
+        """
+        check_newest(self.output_dir / CHECKPOINTS, self.config, self.identity, unknown, loader)
+
+    def emit(
+        self,
+        kind: EventKind,
+        step: int,
+        record: Json | None = None,
+        state: states.TrainState | None = None,
+    ) -> None:
+        """Passes an event to the listener and the callbacks, with the model of a state."""
+        self.emitted = step
+        event = TrainEvent(
+            kind=kind,
+            step=step,
+            steps=self.steps,
+            record=record or {},
+            control=self.control,
+            model=None if state is None else functools.partial(self.model, state),
+        )
+        if kind != "dispatch":  # as often as steps, and with nothing to show
+            self.listener(event)
+        for callback in self.callbacks:
+            callback(event)
+
+    def model(self, state: states.TrainState) -> Any:
+        """The module of a state, averaged where the optimizer averages."""
+        params = self.optimizer.eval_params(state.optimizer, state.params)
+        return self.layout.merge(params, state.rest)
+
+    def fresh(self) -> states.TrainState:
+        """The state before the first step."""
+        state = self.origin.state(self.layout, self.optimizer)
+        self.frozen = fingerprint({name: state.rest[name] for name in sorted(self.layout.frozen)})
+        return state
+
+    def ask_reference(self, first: states.TrainState) -> None:
+        """Asks a cached reference of all answers of the data."""
+        if isinstance(self.reference, CachedReference):
+            if self.passes is None:
+                raise ConfigError(
+                    at="train.preference.reference",
+                    problem="cached, and of a loader it is not known how all data is read once",
+                    fix="Give data in place of a loader, or leave it out.",
+                )
+            self.reference.fill(first, self.passes, self.mesh, to_dict(self.origin.shape))
+
+    def saved(self, state: states.TrainState) -> Arguments:
+        """What a checkpoint has of a state, or of an abstract one."""
+        return self.layout.without_frozen(states.flatten(state))
+
+    def completed(self, rest: Batch, batch: Batch) -> Batch:
+        """A batch on the mesh with what its loss needs besides.
+
+        Args:
+            rest: Of the model, what is not trained.
+            batch: On the mesh.
+        """
+        return batch if self.reference is None else self.reference.added(rest, batch)
+
+    def evaluate(self, step: int, state: states.TrainState) -> dict[str, Record]:
+        """What every held-out loader comes to, by name, after `step`.
+
+        Returns:
+            loss and nll (nats a token, over all targets of all batches, the short last one
+            included), ppl, what the loss gives besides, and num_targets. nll and ppl are None of a
+            loss that gives no nll.
+
+        Raises:
+            TrainError: Nothing is a target, or the loss is not finite.
+        """
+        params = self.optimizer.eval_params(state.optimizer, state.params)
+        return {one.name: self._evaluate(one, step, params, state.rest) for one in self.evals}
+
+    def _evaluate(self, held_out: HeldOut, step: int, params: Batch, rest: Batch) -> Record:
+        loader, name, sums = held_out.loader, held_out.name, []
+        loader.restore(held_out.start)
+        shards = batch_shards(self.mesh)
+        rows = -(-loader.batch_size // shards) * shards
+        for batch in itertools.islice(iter(loader), self.config.eval_batches):
+            placed = self.completed(rest, place_batch(batch, self.mesh, rows=rows))
+            sums.append(self.eval_step(params, rest, placed))
+            if len(sums) > 2:
+                # batches in flight hold memory: two are enough to keep the device busy
+                jax.block_until_ready(sums[-3])
+            self.emit("eval", step, {"name": name, "batches": len(sums)})
+        outs = jax.device_get(sums)
+        num_targets = sum(int(out.num_targets) for out in outs)
+        counts = [out.num_targets if out.weight_sum is None else out.weight_sum for out in outs]
+        divisor = math.fsum(map(float, counts)) or 1
+
+        def mean(values: Iterator[Any]) -> float:
+            return math.fsum(map(float, values)) / divisor
+
+        if num_targets == 0:
+            raise TrainError(
+                at=f"eval.{name}",
+                problem=f"no label to predict in {len(outs)} batches",
+                fix="Look at its loss_mask and its length.",
+            )
+        loss, nll = mean(out.loss_sum for out in outs), mean(out.nll_sum for out in outs)
+        if not math.isfinite(loss):
+            raise TrainError(
+                at=f"eval.{name}",
+                problem=f"the held-out loss is {loss}",
+                fix="Look for labels outside the vocabulary.",
+            )
+        more = {key: mean(out.more[key] for out in outs) for key in outs[0].more}
+        sums = functools.partial(jax.tree.map, lambda *parts: np.sum(parts, axis=0, dtype=float))
+        with np.errstate(invalid="ignore"):  # of a dataset that has no target
+            quotients = {
+                key: (top / below).tolist()
+                for key, (top, below) in sums(*(out.ratios for out in outs)).items()
+            }
+        more |= {
+            key: value if math.isfinite(value) else None
+            for key, value in named(quotients, held_out.sources)
+        }
+        known = nll if math.isfinite(nll) else None
+        record = {"loss": loss, "nll": known, "ppl": perplexity(nll)}
+        return record | more | {"num_targets": num_targets}
+
+    def meter(self) -> Meter:
+        """What reads this run's steps."""
+        config, devices = self.origin.config, self.mesh.devices.flat
+        peak = peak_flops(devices[0])
+        local = [one for one in devices if one.process_index == jax.process_index()]
+        if config is None:
+            return Meter(None, None, local, self.sources)
+        params = self.layout.params.items()
+        adapted = sum(leaf.size for name, leaf in params if not name.startswith("added."))
+        more = adapter_flops(config, adapted) if self.layout.frozen else 0
+
+        def flops(measured: Json) -> tuple[float, float]:
+            tokens, slots = measured["num_tokens"], measured["num_slots"]
+            exact = flops_from_sums(config, tokens, measured["attended"])
+            palm = palm_flops_per_step(config, slots, measured["seq_length"])
+            return exact + more * tokens, float(palm + more * slots)
+
+        peak = None if peak is None else peak * self.mesh.size
+        return Meter(flops, peak, local, self.sources)
