@@ -82,8 +82,10 @@ def _programs_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _old_objects_are_not_looked_through() -> None:
     """Modules, collected tests and compiled programs stand when a file begins; from then on no
-    search for garbage looks through them, least of all those that tests ask for.
+    search for garbage looks through them, least of all those that tests ask for. Those that nobody
+    asks for are rarer than usual: tracing makes many objects that live on.
     """
+    gc.set_threshold(20_000, 10, 100)
     gc.collect()
     gc.freeze()
 

@@ -15,8 +15,6 @@ from flax import nnx
 from easypipe import TaskSpec, Trainer, TrainingConfig, UniversalDataModule
 from easypipe.train.losses.loss import classification_sums
 
-datasets = pytest.importorskip("sklearn.datasets")
-
 
 class Digits(nnx.Module):
     """[B, 8, 8, 1] to logits of ten classes."""
@@ -31,6 +29,7 @@ class Digits(nnx.Module):
 
 
 def module() -> UniversalDataModule:
+    datasets = pytest.importorskip("sklearn.datasets")
     images, labels = datasets.load_digits(return_X_y=True)
     rows = [
         {"image": image.reshape(8, 8).astype(np.float32) / 16, "label": int(label)}

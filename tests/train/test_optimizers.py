@@ -61,6 +61,7 @@ def quadratic():
 
 
 def descend(config: OptimizerConfig, steps: int = STEPS, hidden: bool = True):
+    """Losses before and after, parameters, state, optimizer, and the parameters after every step."""
     loss, params = quadratic()
     optimizer = make_optimizer(
         config, steps, {"w": True, "bias": False}, {"w": hidden, "bias": False}
@@ -70,9 +71,10 @@ def descend(config: OptimizerConfig, steps: int = STEPS, hidden: bool = True):
     def step(carry, _):
         params, state = carry
         updates, state = optimizer.update(jax.grad(loss)(params), state, params, obj_fn=loss)
-        return (optax.apply_updates(params, updates), state), None
+        params = optax.apply_updates(params, updates)
+        return (params, state), params
 
-    (params, state), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, length=steps))(
+    (params, state), path = jax.jit(lambda carry: jax.lax.scan(step, carry, length=steps))(
         (params, state)
     )
     return (
@@ -81,6 +83,7 @@ def descend(config: OptimizerConfig, steps: int = STEPS, hidden: bool = True):
         params,
         state,
         optimizer,
+        path,
     )
 
 
@@ -218,14 +221,15 @@ def test_a_group_decides_by_name_first_match_first():
 @pytest.mark.parametrize("name", ["adamw", "prodigy", "sophia"])
 def test_ema_decay_evaluates_a_running_average_of_what_is_trained(name: str) -> None:
     options: Any = {"name": name, "learning_rate": 0.1, "schedule": "constant"}
-    plain = descend(OptimizerConfig(**options), steps=9)[2]
+    _, _, plain, *_, path = descend(OptimizerConfig(**options), steps=9)
     config = OptimizerConfig(ema_decay=0.4, **options)
-    _, _, params, state, optimizer = descend(config, steps=9)
+    _, _, params, state, optimizer, _ = descend(config, steps=9)
     average = jax.tree.map(lambda start: np.asarray(start, np.float64), quadratic()[1])
     for steps in range(1, 10):
-        after = descend(OptimizerConfig(**options), steps=steps)[2] if steps < 9 else plain
         kept = min(0.4, steps / (9 + steps))
-        average = {k: kept * average[k] + (1 - kept) * np.asarray(after[k]) for k in average}
+        average = {
+            k: kept * average[k] + (1 - kept) * np.asarray(path[k][steps - 1]) for k in average
+        }
     assert optimizer.needs_objective == (name == "sophia")
     found = optimizer.eval_params(state, params)
     for k, want in average.items():
@@ -240,7 +244,7 @@ def test_schedule_free_is_evaluated_at_its_average():
     config = OptimizerConfig(
         name="schedule_free", learning_rate=0.1, weight_decay=0.0, clip_norm=None
     )
-    _, after, params, state, optimizer = descend(config)
+    _, after, params, state, optimizer, _ = descend(config)
     loss, _ = quadratic()
     assert float(after) != float(loss(params))
     averages = optimizer.eval_params(state, params)
