@@ -471,6 +471,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "transforms/test_trained_turns.py::test_the_turns_of_these_roles_are_trained",
             "whose turns are targets",
         ),
+        "reasoning": Effect(
+            "output+error",
+            "transforms/test_trained_turns.py::test_a_sample_for_each_turn_whose_reasoning_is_dropped_later",
+            "whether what messages think is trained, and how many samples a row becomes",
+        ),
         "template_date": Effect(
             "output+error",
             "transforms/test_prompts.py::test_tools_column_system_prompt_and_template_date",

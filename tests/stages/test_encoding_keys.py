@@ -108,6 +108,8 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("sharegpt", "prompt.tools_column", "tools2"),
     ("sharegpt", "prompt.train_on", "all"),
     ("sharegpt", "prompt.train_on_eos", "last"),
+    ("sharegpt", "prompt.reasoning", "mask"),
+    ("sharegpt", "prompt.reasoning", "per_turn"),
     ("sharegpt", "prompt.roles_to_train", ["user"]),
     ("sharegpt", "prompt.roles_to_train", ["assistant"]),
     ("sharegpt", "prompt.template_date", "2026-01-31"),

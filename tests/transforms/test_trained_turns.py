@@ -1,14 +1,29 @@
-"""Whose turns are trained: roles_to_train, by the same mechanism as train_on."""
+"""Whose turns are trained (roles_to_train), and what becomes of what they think (reasoning)."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from chat_support import CHATML, MARKED, SHARED, chat_tokenizer, needs_shared, talk
-from easypipe import ConfigError, PromptConfig, PromptEngine, SourceError
+from chat_support import CHATML, MARKED, REASONING, SHARED, chat_tokenizer, needs_shared, talk
+from easypipe import (
+    ConfigError,
+    DatasetConfig,
+    LengthPolicy,
+    LoadStageConfig,
+    PackStageConfig,
+    Pipeline,
+    PipelineConfig,
+    PromptConfig,
+    PromptEngine,
+    SourceError,
+    load_tokenizer,
+)
+from easypipe.core.schema import INPUT_IDS, LOSS_MASK, ROW_NUMBER
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 
 END = "<|im_end|>"
@@ -132,3 +147,200 @@ def test_answers_to_a_prompt_are_trained_by_role(tmp_path: Path) -> None:
         f"Oh?{END}",
         f"No.{END}",
     ]
+
+
+# what messages think: kept, seen without being a target, or a sample for each turn
+
+
+def thought(answer: str, reasoning: str, *, inside: bool = False) -> dict[str, Any]:
+    if inside:
+        return {"role": "assistant", "content": f"<think>\n{reasoning}\n</think>\n\n{answer}"}
+    return {"role": "assistant", "content": answer, "reasoning_content": reasoning}
+
+
+def reasons(*, inside: bool = False) -> dict[str, Any]:
+    (why,), (now,) = talk("Why?"), talk("And now?")
+    return {
+        "messages": [why, thought("So.", "hm", inside=inside), now, thought("No.", "hmm", inside=inside)]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_reasoning_is_context_and_no_target_where_it_is_masked(inside: bool) -> None:
+    row = reasons(inside=inside)
+    keeps = trained(row, template=REASONING)
+    assert keeps == [f"So.{END}", f"<think>\nhmm\n</think>\n\nNo.{END}"]
+    assert trained(row, template=REASONING, reasoning="keep") == keeps
+    assert trained(row, template=REASONING, reasoning="mask") == [f"So.{END}", f"No.{END}"]
+    plain = trained(row, template="chatml", reasoning="mask")  # marked, and prints all reasoning
+    assert [text.strip() for text in plain] == [f"So.{END}", f"No.{END}"]
+    whole = PromptEngine(chat_tokenizer(), PromptConfig(template="chatml", reasoning="mask"))
+    assert "hm\n</think>" in whole.render(row).text
+
+
+def test_calls_behind_reasoning_are_trained_with_what_opens_them() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    calls = thought("", "hm") | {"tool_calls": [call]}
+    messages = [*talk("Why?"), calls, {"role": "tool", "content": "3"}, thought("Three", "ah")]
+    unmarked = CHAT_TEMPLATES["chatml"].replace("{%- generation -%}", "")
+    for source in ("chatml", unmarked.replace("{%- endgeneration -%}", "")):
+        assert trained({"messages": messages}, template=source, reasoning="mask") == [
+            f'<tool_call>\n{{"name": "f", "arguments": {{"x": 1}}}}\n</tool_call>{END}',
+            f"Three{END}",
+        ]
+
+
+HARMONY = (
+    "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}<|message|>"
+    "{{ m.content }}<|im_end|>{% else %}{% if m.reasoning_content and loop.last %}"
+    "<|im_start|>assistant<|channel|>analysis<|message|>{{ m.reasoning_content }}<|im_end|>"
+    "{% endif %}<|im_start|>assistant<|channel|>final<|message|>{{ m.content }}<|im_end|>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+
+
+def test_channels_of_harmony_are_told_apart() -> None:
+    row = {"messages": [*talk("Why?"), thought("So.", "hm")]}
+    assert trained(row, template=HARMONY, reasoning="mask") == [
+        f"<|channel|>final<|message|>So.{END}"
+    ]
+
+
+def test_nothing_is_trained_of_what_only_thinks_and_words_before_it_are_refused() -> None:
+    row = reasons()
+    row["messages"][3]["content"] = ""
+    assert trained(row, template=REASONING, reasoning="mask") == [f"So.{END}"]
+    between = {"messages": [*talk("Why?"), {"role": "assistant", "content": "a<think>b</think>c"}]}
+    with pytest.raises(SourceError, match="unproven_spans: reasoning stands behind words"):
+        trained(between, reasoning="mask")
+
+
+def samples(rows: Any, folder: Path, **options: Any) -> tuple[list[tuple[int, str, str]], Pipeline]:
+    """((row, text, what of it is trained), ...) of the documents that are stored."""
+    extra = options.pop("dataset", {})
+    config = PipelineConfig(
+        datasets=[
+            DatasetConfig(
+                name="d",
+                data_files=rows,
+                tokenizer=chat_tokenizer(),
+                prompt=PromptConfig(**({"template": REASONING} | options)),
+                **extra,
+            )
+        ],
+        pack=PackStageConfig(seq_length=512),
+        load=LoadStageConfig(batch_size=1, drop_last=False),
+        seed=1,
+        cache_dir=folder,
+    )
+    made = Pipeline.from_config(config).source().tokenize()
+    batch = made.get_data()["d"].read(0, 0, len(rows))
+    decode = load_tokenizer(chat_tokenizer()).decode
+    found = [
+        (row[ROW_NUMBER], decode(row[INPUT_IDS]), decode([i for i, m in zip(row[INPUT_IDS], row[LOSS_MASK], strict=True) if m]))
+        for row in batch.to_pylist()
+    ]  # fmt: skip
+    return found, made
+
+
+def test_a_sample_for_each_turn_whose_reasoning_is_dropped_later(tmp_path: Path) -> None:
+    """Each is what the template writes when the conversation ends with that turn."""
+    plain = {"messages": talk("Why?", "So.", "And now?", "No.")}
+    rows = [plain, reasons(), reasons(inside=True), plain]
+    found, made = samples(rows, tmp_path, reasoning="per_turn")
+    assert [row for row, *_ in found] == [0, 1, 1, 2, 2, 3]
+    first, last = f"<think>\nhm\n</think>\n\nSo.{END}", f"<think>\nhmm\n</think>\n\nNo.{END}"
+    assert [targets for *_, targets in found[1:3]] == [first, last] == [t for *_, t in found[3:5]]
+    one = PromptEngine(chat_tokenizer(), PromptConfig(template=REASONING))
+    for (_, text, _), stop in zip(found[1:3], (2, 4), strict=True):
+        assert text == one.render({"messages": reasons()["messages"][:stop]}).text
+    assert found[0][1] == one.render(plain).text  # without reasoning nothing is dropped
+    ledger = made.ledger()
+    ledger.check()
+    assert ledger.find("tokenize", "d", "rows").into == {"read": 4, "pieces": 2}
+    engine = PromptEngine(chat_tokenizer(), PromptConfig(template=REASONING, reasoning="per_turn"))
+    assert engine.render(plain).text == found[0][1]
+    with pytest.raises(SourceError, match="split: it becomes 2 samples"):
+        engine.encode(rows[1])
+
+
+def test_turns_that_a_later_sample_writes_alike_share_it(tmp_path: Path) -> None:
+    """Calls and results behind one question keep their reasoning."""
+    again = [thought("I look.", "one"), {"role": "tool", "content": "3"}, thought("Three", "two")]
+    row = {"messages": [*talk("Why?"), thought("So.", "hm"), *talk("And now?"), *again]}
+    found, _ = samples([row], tmp_path, reasoning="per_turn")
+    assert [targets.count("<think>") for *_, targets in found] == [1, 2]
+    kept, _ = samples([row], tmp_path, reasoning="per_turn", template="chatml")
+    assert [targets.count("<think>") for *_, targets in kept] == [3]  # which drops none
+    last, _ = samples([row], tmp_path, reasoning="per_turn", train_on="last_assistant")
+    assert [targets for *_, targets in last] == [f"<think>\ntwo\n</think>\n\nThree{END}"]
+    row["messages"][1]["train"] = False
+    flagged, _ = samples([row], tmp_path, reasoning="per_turn")
+    assert [targets.count("<think>") for *_, targets in flagged] == [2]
+
+
+def test_a_conversation_that_is_refused_at_a_turn_is_refused_whole(tmp_path: Path) -> None:
+    strict = (
+        REASONING + "{% if messages|length == 2 %}{{ raise_exception('too short') }}{% endif %}"
+    )
+    with pytest.raises(SourceError, match=r"refused_by_template.*too short"):
+        samples([reasons()], tmp_path, reasoning="per_turn", template=strict)
+
+
+@pytest.mark.parametrize("length", [{}, {"length": LengthPolicy(policy="trim_oldest_turns")}])
+def test_samples_per_turn_have_their_places_streamed_and_resumed(
+    tmp_path: Path, length: dict[str, Any]
+) -> None:
+    extra = {**length, "tokenizer_kwargs": {"max_length": 60}} if length else {}
+    rows = [reasons(inside=n % 2 == 1) for n in range(12)]
+    for n, row in enumerate(rows):
+        row["messages"][0]["content"] = f"{n}?"
+    stored, made = samples(rows, tmp_path, reasoning="per_turn", dataset=extra)
+    config = made.get_context().config
+    for streaming in (False, True):
+        more = {"streaming": True, "num_streams": 1} if streaming else {}
+        whole = Pipeline.from_config(dataclasses.replace(config, **more))
+        whole = whole.source().tokenize().pack().load()
+        loader = whole.build()
+        batches = [{k: np.asarray(v) for k, v in batch.items()} for batch in loader]
+        assert len(batches) > 2
+        half = iter(loader)
+        next(half)
+        state = loader.state()
+        del half
+        loader.restore(state)
+        for batch, same in zip(batches[1:], loader, strict=True):
+            for name, values in batch.items():
+                np.testing.assert_array_equal(values, np.asarray(same[name]))
+        ledger = loader.ledger() if streaming else whole.ledger()
+        ledger.check()
+        assert any(entry.stage == "lengths" for entry in ledger.entries) == bool(length)
+        if not streaming:
+            segments = loader.explain(0).rows[0].segments
+            decode = load_tokenizer(chat_tokenizer()).decode
+            shown = {(one.row, decode(one.ids[: one.document_tokens])) for one in segments}
+            assert len(shown) == len(segments)
+            assert shown <= {(row, text) for row, text, _ in stored}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"train_on": "all", "reasoning": "mask"}, "reasoning: 'mask' has no effect where all is"),
+        ({"label_column": "a", "reasoning": "mask"}, "reasoning: 'mask' has no effect where all"),
+        (
+            {"label_column": "a", "train_on": "assistant", "reasoning": "per_turn"},
+            "reasoning: 'per_turn' makes several samples of a row, and label_column names",
+        ),
+        ({"rejected_column": "a", "reasoning": "per_turn"}, "rejected_column names one answer"),
+        ({"desirable_column": "a", "reasoning": "per_turn"}, "desirable_column names one answer"),
+        (
+            {"train_on_eos": "last", "reasoning": "per_turn"},
+            "train_on_eos: 'last' has no effect beside reasoning 'per_turn'",
+        ),
+        ({"format_type": "text", "reasoning": "keep"}, "reasoning: has no effect on format_type"),
+    ],
+)
+def test_reasoning_is_refused_where_it_means_nothing(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        PromptConfig(**options)

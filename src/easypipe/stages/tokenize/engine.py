@@ -87,7 +87,13 @@ class PromptEngine:
         template beyond its limits.
         """
         self._require_columns(row)
-        (found,) = self.render_rows(self._with_shared([row]))
+        found, *more = (
+            self.render_turns([row])[0]
+            if self.config.reasoning == "per_turn"
+            else self.render_rows(self._with_shared([row]))
+        )
+        if more:
+            found = Refused("split", f"it becomes {len(more) + 1} samples, which a Pipeline gives")
         if isinstance(found, Refused):
             raise _no_sample(found)
         return found
@@ -107,16 +113,25 @@ class PromptEngine:
     def render_rows(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
         """`render` of rows that have all columns; a row that is no sample is Refused."""
         found = self.format.render(rows)
-        if self.verdicts:
-            for i, row in enumerate(rows):
-                name = next((name for name in self.verdicts if row.get(name) is False), None)
-                if name is not None:
-                    detail = (
-                        f"column {name!r} is false: an answer that is not to be learned; "
-                        "desirable_field names the column for train.preference"
-                    )
-                    found[i] = Refused("rejected_answer", detail)
-        return found
+        return [self._rejected(row) or one for row, one in zip(rows, found, strict=True)]
+
+    def render_turns(self, rows: Sequence[Row]) -> list[list[Rendered | Refused]]:
+        """`render_rows`, where reasoning is "per_turn", of each row its samples."""
+        assert isinstance(self.format, ChatFormat)
+        found = self.format.by_turns(rows)
+        rejected = [self._rejected(row) for row in rows]
+        return [[no] if no else some for no, some in zip(rejected, found, strict=True)]
+
+    def _rejected(self, row: Row) -> Refused | None:
+        """Why a row's answer is not learned, by what the row says itself."""
+        name = next((name for name in self.verdicts if row.get(name) is False), None)
+        if name is None:
+            return None
+        detail = (
+            f"column {name!r} is false: an answer that is not to be learned; "
+            "desirable_field names the column for train.preference"
+        )
+        return Refused("rejected_answer", detail)
 
     @property
     def splits(self) -> bool:
@@ -129,6 +144,7 @@ class PromptEngine:
             and self.config.rejected_column is None
             and self.config.label is None
             and self.config.train_on_eos in (None, "turn")
+            and self.config.reasoning != "per_turn"
             and isinstance(self.format, ChatFormat)
             and train_on != "all"
         )
@@ -181,6 +197,8 @@ class PromptEngine:
         if self.config.rejected_column is not None:
             pairs = self.render_pairs(rows)
             texts = [[pair] if isinstance(pair, Refused) else pair for pair in pairs]
+        elif self.config.reasoning == "per_turn":
+            texts = self.render_turns(rows)
         elif room is not None:
             texts = self.render_split(rows, room)
         else:
@@ -265,8 +283,11 @@ def _format(
             kwargs=config.chat_template_kwargs or {},
             train_on_eos=config.train_on_eos or "turn",
         )
-        if roles is not None:
-            template = replace(template, roles_to_train=tuple(roles))
+        template = replace(
+            template,
+            reasoning=config.reasoning or "keep",
+            roles_to_train=("assistant",) if roles is None else tuple(roles),
+        )
     except ConfigError as error:
         own = error.at.startswith("chat_template_kwargs")
         raise moved(error, error.at if own else "template") from None

@@ -183,15 +183,16 @@ def _cut_before(texts: Texts, rows: Int64) -> tuple[int, dict[str, int]]:
     """(tokens that went before the texts were written, what the ledger says of that). rows: those
     that have become documents.
     """
+    pieces = len(texts.rows) - len(np.unique(texts.rows))
+    told = {"pieces": pieces} if pieces else {}
     if texts.lost is None and texts.goes_on is None:
-        return 0, {}
+        return 0, told
     cut = np.zeros(len(texts.rows), np.int64)
     if texts.lost is not None:
         cut = np.where(np.isin(texts.rows, rows), texts.lost, 0)
-    touched, counts = cut != 0, {}
+    touched, counts = cut != 0, told
     if texts.goes_on is not None:
         touched = touched | texts.goes_on
-        counts["pieces"] = len(texts.rows) - len(np.unique(texts.rows))
     counts[texts.cut_by] = len(np.unique(texts.rows[touched]))
     if again := -int(cut.clip(None, 0).sum()):
         counts["overlap"] = again

@@ -38,7 +38,11 @@ log = logging.getLogger("easypipe")
 ENGINE_VERSION = 5  # counts up when the same conversation gives other text or other spans
 MOST_ENDED = 5  # rows after each other that end their worker: then it is the template
 # options that keys of caches hold only where they say something else
-ADDED: Mapping[str, Json] = {"train_on_eos": "turn", "roles_to_train": ("assistant",)}
+ADDED: Mapping[str, Json] = {
+    "train_on_eos": "turn",
+    "roles_to_train": ("assistant",),
+    "reasoning": "keep",
+}
 OTHER_FILES = ("include", "import", "from", "extends")  # statements of Jinja that read them
 
 
@@ -70,6 +74,7 @@ class ChatTemplate:
     train_empty_thinking: bool = True
     train_on_eos: str = "turn"  # of which trained turns what ends them is trained: turn, last, none
     roles_to_train: tuple[str, ...] = ("assistant",)  # whose turns train_on chooses among
+    reasoning: str = "keep"  # what becomes of what messages think: keep, mask, per_turn
 
     @property
     def fingerprint(self) -> str:

@@ -48,6 +48,7 @@ class Sentinels:
         self.value: dict[str, str] = {}
         self.owner: dict[str, int] = {}
         self.whole: set[str] = set()  # words that stand for all that a message says
+        self.thoughts: set[str] = set()  # words that stand for reasoning
         self.of_tools: set[str] = set()
         self.of_calls: dict[int, list[set[str]]] = {}  # by message, the words of each of its calls
         self.pattern = re.compile(rf"{self._stem}\d{{5}}x")
@@ -71,19 +72,10 @@ class Sentinels:
         alone = not message.get("tool_calls") and not thinks
         result = dict(message)
         if isinstance(said, str) and said.strip():
-            pieces = _THINK.split(said) if "think>" in said else [said]
-            new = [
-                piece
-                if n % 2 or not piece.strip()
-                else self.fresh(piece, i, whole=alone and len(pieces) == 1)
-                for n, piece in enumerate(pieces)
-            ]
-            result["content"] = "".join(new)
+            result["content"] = self._spoken(said, i, whole=alone)
         elif isinstance(said, list):
             result["content"] = [
-                {**part, "text": self.fresh(part["text"], i, whole=alone and len(said) == 1)}
-                if part["text"].strip()
-                else part
+                {**part, "text": self._spoken(part["text"], i, whole=alone and len(said) == 1)}
                 for part in said
             ]
         if message.get("role") != "assistant":
@@ -93,6 +85,7 @@ class Sentinels:
             value = message.get(key)
             if isinstance(value, str) and value.strip():
                 thought[value] = result[key] = thought.get(value) or self.fresh(value, i)
+        self.thoughts.update(thought.values())
         if isinstance(message.get("tool_calls"), list):
             edges, result["tool_calls"] = [len(self.value)], []
             for call in message["tool_calls"]:
@@ -102,6 +95,16 @@ class Sentinels:
             self.of_calls[i] = [set(words[a:b]) for a, b in itertools.pairwise(edges)]
             self.of_tools.update(*self.of_calls[i])
         return result
+
+    def _spoken(self, said: str, i: int, *, whole: bool) -> str:
+        """Words in place of a text and of the reasoning in it. whole: it is all of the message."""
+        pieces = _THINK.split(said) if "think>" in said else [said]
+        for n in range(0, len(pieces), 2):
+            if pieces[n].strip():
+                pieces[n] = self.fresh(pieces[n], i, whole=whole and len(pieces) == 1)
+                if "<think>" in pieces[max(n - 1, 0) : n] or pieces[n + 1 : n + 2] == ["</think>"]:
+                    self.thoughts.add(pieces[n])
+        return "".join(pieces)
 
     def _call(self, call: Json, i: int) -> Json:
         if not isinstance(call, dict):
@@ -124,6 +127,25 @@ class Sentinels:
             if isinstance(node, dict)
             else node
         )
+
+
+def without_reasoning(message: Message) -> Message:
+    """A message as one would have said it who did not think."""
+    said = {key: value for key, value in message.items() if key not in REASONING}
+    content = said.get("content")
+    if isinstance(content, str):
+        said["content"] = content.rpartition("</think>")[2]
+    elif isinstance(content, list):
+        texts = [part["text"].rpartition("</think>")[2] for part in content]
+        said["content"] = [
+            {**part, "text": text} for part, text in zip(content, texts, strict=True)
+        ]
+    return said
+
+
+def has_reasoning(message: Message) -> bool:
+    """Whether a message holds reasoning."""
+    return any(message.get(key) for key in REASONING) or "think>" in str(message.get("content"))
 
 
 def unused_stem(text: str, values: Json) -> str:

@@ -20,7 +20,13 @@ from typing import NamedTuple
 
 from easypipe.core.values import JsonValue
 from easypipe.transforms.chat.sandbox import Json, Message, RenderError, Template
-from easypipe.transforms.chat.sentinels import Place, Sentinels, UnprovenError, align
+from easypipe.transforms.chat.sentinels import (
+    Place,
+    Sentinels,
+    UnprovenError,
+    align,
+    without_reasoning,
+)
 
 # what must follow the text: nothing, the EOS token unseen by the loss, or as a target
 OPEN, MASKED_END, TRAINED_END = 0, 1, 2
@@ -110,7 +116,7 @@ class Spans:
     closers: the special tokens of the tokenizer. empty_thoughts: whether a thought without words,
     which templates of models that reason write in front of an answer, is trained. ends: of which
     trained turns what ends them is trained too: every `turn`, the `last` one, or `none`. roles:
-    whose turns are trained.
+    whose turns are trained. mask: whether what they think is none of it.
     """
 
     def __init__(
@@ -120,9 +126,10 @@ class Spans:
         empty_thoughts: bool = True,
         ends: str = "turn",
         roles: Sequence[str] = ("assistant",),
+        mask: bool = False,
     ) -> None:
         self.template, self.empty_thoughts, self.ends = template, empty_thoughts, ends
-        self.roles = roles
+        self.roles, self.mask = roles, mask
         words = sorted((re.escape(w) for w in closers if w.strip()), key=len, reverse=True)
         special = "|".join(words) or r"(?!)"  # which stands nowhere
         self.token = re.compile(special)
@@ -166,7 +173,7 @@ class Spans:
         trained = turns_to_train(flagged, train_on, self.roles, prompt)
         if not trained:
             return Rendered(text, [], OPEN)
-        if self.template.marked and trained == every:
+        if self.template.marked and trained == every and not self.mask:
             spans = marked
         else:
             spans = self._proven(text, marked, messages, tools, trained)
@@ -220,11 +227,11 @@ class Spans:
             try:
                 others = range(len(messages)) if everyone else trained
                 aligned = _Aligned(self, text, messages, tools, others)
-                if not self.template.marked:
-                    return aligned.spans(trained)
                 answers = [i for i in trained if messages[i].get("role") == "assistant"]
+                answers = answers if self.template.marked else []
                 rest = [i for i in trained if i not in answers]
-                return sorted([*aligned.marked(marked, answers), *aligned.spans(rest)])
+                spans = sorted([*aligned.marked(marked, answers), *aligned.spans(rest)])
+                return aligned.without_thoughts(spans) if self.mask else spans
             except (UnprovenError, RenderError) as error:
                 errors.append(error)
         if isinstance(errors[0], RenderError):
@@ -381,6 +388,38 @@ class _Aligned:
         if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
             raise UnprovenError("trained turns overlap")
         return spans
+
+    def without_thoughts(self, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """What of trained spans stands behind the reasoning in them."""
+        found: list[tuple[int, int]] = []
+        for start, stop in spans:
+            inside = [n for n, one in enumerate(self._places) if start <= one.start < stop]
+            thinks = [self._places[n].word in self._words.thoughts for n in inside]
+            count = sum(thinks)
+            if thinks != sorted(thinks, reverse=True):
+                raise UnprovenError("reasoning stands behind words of its turn")
+            if count < len(inside):
+                found.append((self._answer(inside[count]) if count else start, stop))
+            elif not count:
+                found.append((start, stop))
+        return found
+
+    def _answer(self, n: int) -> int:
+        """Where the model begins to answer when it has thought: in front of place n, as far as what
+        stands there stands there without the reasoning too.
+        """
+        i, place = self._owners[n], self._places[n]
+        text = self._render(
+            [*self._changed[:i], without_reasoning(self._changed[i]), *self._changed[i + 1 :]]
+        )
+        before, found, _ = text.partition(place.word)
+        other = self._tail(before)
+        lead = other[self._opened(other, i) :]
+        thought = _EMPTY_THOUGHT.match(lead)
+        lead = lead if thought is None else lead[thought.end() :]
+        if not found or not self._text.endswith(lead, self._places[n - 1].stop, place.start):
+            raise UnprovenError(f"where the reasoning of message {i} ends cannot be told")
+        return place.start - len(lead)
 
     def _says(self, i: int) -> bool:
         """Whether message i is no empty turn."""

@@ -1,4 +1,4 @@
-"""Conversations that are too long: their oldest turns left out, or several conversations made.
+"""One conversation made into others: without its oldest turns, or several, in place of one.
 
 question   a message of the user's that an answer follows; what is cut begins at one
 exchange   a question, and all that follows it up to the next one: answers, calls of tools, results
@@ -18,6 +18,7 @@ from easypipe.core.values import Int64
 from easypipe.transforms.chat.pool import Asked
 from easypipe.transforms.chat.render import ChatTemplate, HostileTemplateError
 from easypipe.transforms.chat.sandbox import Json, Message
+from easypipe.transforms.chat.sentinels import has_reasoning
 from easypipe.transforms.chat.spans import FLAG, OPEN, WEIGHT, Rendered, turns_to_train
 from easypipe.transforms.refused import TOO_LONG, Refused
 from easypipe.transforms.tokenizer.lengths import Lengths
@@ -25,6 +26,7 @@ from easypipe.transforms.tokenizer.masked import encode_masked
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 CUT_BY = "split_turns"  # what the ledger calls those that are cut
+Sample = tuple["Asked | Refused", "Answer"]  # what was asked for, and what came of it
 # `messages` and `tools`, and with an answer of its own `answers`, as ChatTemplate.render takes them
 Request = Mapping[str, Json]
 Answer = Rendered | Refused
@@ -82,6 +84,53 @@ def trimmed(
             if isinstance(result[i], Rendered) and high[i] - low[i] > 1
         }
     return result
+
+
+def by_turns(template: ChatTemplate, asked: Sequence[Asked | Refused]) -> list[list[Sample]]:
+    """Of each conversation that holds reasoning a sample for each of its trained turns, which ends
+    with it; of others the whole.
+
+    A turn that a later sample writes as its own does, with all in front of it, is trained there.
+    Samples stand in the order of their last turns. A conversation is refused whole. Raises
+    HostileTemplateError.
+    """
+    tried: list[tuple[int, Asked | Refused]] = []
+    for row, one in enumerate(asked):
+        ends: list[int] = []
+        if isinstance(one, Mapping) and any(map(has_reasoning, one["messages"])):
+            ends = turns_to_train(one["messages"], template.train_on, template.roles_to_train)
+        tried += [(row, _until(one, end)) for end in ends if isinstance(one, Mapping)]
+        tried += [] if ends else [(row, one)]
+    found: list[list[Sample]] = [[] for _ in asked]
+    for (row, one), answer in zip(tried, _rendered(template, tried), strict=True):
+        found[row].append((one, answer))
+    return [_fewest(samples) for samples in found]
+
+
+def _until(request: Request, end: int) -> Request:
+    """The conversation up to message `end`, of which that alone is trained."""
+    talk = request["messages"][: end + 1]
+    return {**request, "messages": [_with_flag(m, i == end) for i, m in enumerate(talk)]}
+
+
+def _fewest(samples: Sequence[Sample]) -> list[Sample]:
+    """Samples of one turn each, those left out whose turns a later one writes in the same way."""
+    wrong = [one for one in samples if isinstance(one[1], Refused) and not one[1].benign]
+    found: list[tuple[Request, Rendered]] = []
+    for request, one in reversed([] if wrong or len(samples) == 1 else samples):
+        if not isinstance(one, Rendered) or not isinstance(request, Mapping):
+            continue
+        said = one.text[: one.spans[-1][1]]
+        for n, (later, whole) in enumerate(found):
+            if one.end == OPEN and whole.text.startswith(said):
+                talk, last = list(later["messages"]), len(request["messages"]) - 1
+                talk[last] = _with_flag(talk[last], trained=True)
+                spans = [*one.spans, *whole.spans]
+                found[n] = {**later, "messages": talk}, whole._replace(spans=spans)
+                break
+        else:
+            found.insert(0, (request, one))
+    return [*found] or [*wrong, *samples][:1]
 
 
 def split_at_turns(
@@ -216,7 +265,7 @@ def _with_flag(message: Message, trained: bool) -> Message:
     return {**{k: v for k, v in message.items() if k != WEIGHT}, FLAG: trained}
 
 
-def _rendered(template: ChatTemplate, tried: Sequence[tuple[int, Request]]) -> list[Answer]:
+def _rendered(template: ChatTemplate, tried: Sequence[tuple[int, Asked | Refused]]) -> list[Answer]:
     """tried: with the number of the row, for errors."""
     try:
         return template.render([request for _, request in tried]) if tried else []

@@ -149,6 +149,7 @@ class _Writer:
                 self._spec.get("train_empty_thinking", True),
                 self._spec.get("train_on_eos", "turn"),
                 self._spec.get("roles_to_train", ("assistant",)),
+                self._spec.get("reasoning") == "mask",
             )
         return self._known[key]
 

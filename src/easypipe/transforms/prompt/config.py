@@ -21,6 +21,7 @@ from easypipe.transforms.prompt.fields import pieces_of
 FormatType = Literal["chat", "openai", "sharegpt", "alpaca", "custom", "prompt_completion", "text"]
 TrainOn = Literal["all", "completion", "assistant", "last_assistant"]
 TrainOnEos = Literal["turn", "last", "none"]
+Reasoning = Literal["keep", "mask", "per_turn"]
 
 TALKS = ("chat", "openai", "sharegpt")  # formats of messages, which chat templates render
 DEFAULT_COLUMNS: dict[str, tuple[tuple[str, ...], str | None]] = {
@@ -163,6 +164,11 @@ class PromptConfig:
         chat_template_kwargs: Variables of the template besides messages, as in
             `apply_chat_template` of transformers: {enable_thinking: false}. A row's column
             `chat_template_kwargs` overrides it.
+        reasoning: What becomes of what messages think (`reasoning_content`, or `<think>` in their
+            content): `keep` (default): trained where the template prints it; `mask`: seen, and no
+            target; `per_turn`: a sample for each trained turn, which ends with it, so that the
+            reasoning that templates drop from earlier turns is trained. Turns that a later sample
+            writes in the same way are trained there.
         train_empty_thinking: Whether the empty thought that templates of reasoning models write
             before an answer (`<think>\n\n</think>`) is trained; None means True, as in TRL's
             training templates. If a template has generation markers, they decide.
@@ -184,6 +190,7 @@ class PromptConfig:
     train_on_eos: TrainOnEos | None = None
     template_date: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     train_empty_thinking: bool | None = None
 
     def check(self) -> None:
@@ -298,6 +305,23 @@ class PromptConfig:
             "has no effect where all is trained, or all behind a prompt",
             "Leave it out, or set train_on to 'assistant' ('completion' of text).",
         )
+        require(
+            self.reasoning in (None, "keep") or not every,
+            "reasoning",
+            f"{self.reasoning!r} has no effect where all is trained, or all behind a prompt",
+            "Leave it out, or set train_on to 'assistant'.",
+        )
+        if self.reasoning != "per_turn":
+            return
+        for name in ("label_column", "rejected_column", "desirable_column"):
+            why = f"'per_turn' makes several samples of a row, and {name} names one answer"
+            require(fields_of(self)[name] is None, "reasoning", why, "Use 'keep' or 'mask'.")
+        require(
+            self.train_on_eos != "last",
+            "train_on_eos",
+            "'last' has no effect beside reasoning 'per_turn', whose samples end with their turns",
+            "Use 'turn' or 'none'.",
+        )
 
     @property
     def inputs(self) -> Sequence[str]:
@@ -365,6 +389,7 @@ class PromptConfig:
             "chat_template_kwargs",
             "train_empty_thinking",
             "roles_to_train",
+            "reasoning",
         ]
         if self.format_type != "custom":
             names += ["template", "template_date"]

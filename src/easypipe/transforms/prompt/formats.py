@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -21,7 +22,7 @@ from easypipe.transforms.chat.pool import WrittenTalk
 from easypipe.transforms.chat.render import ChatTemplate, check_whole, is_jinja, wrong_kwargs
 from easypipe.transforms.chat.sandbox import Json, Message, Row
 from easypipe.transforms.chat.spans import FLAG, MASKED_END, OPEN, Rendered, num_shared
-from easypipe.transforms.chat.turns import Request, split_at_turns, trimmed
+from easypipe.transforms.chat.turns import Request, by_turns, split_at_turns, trimmed
 from easypipe.transforms.prompt.config import ROLES, PromptConfig
 from easypipe.transforms.prompt.few_shot import FewShot
 from easypipe.transforms.prompt.fields import (
@@ -146,6 +147,16 @@ class ChatFormat:
         if self._trim is None:
             return answers
         return trimmed(self.template, asked, answers, self._trim)
+
+    def by_turns(self, rows: Sequence[Row]) -> list[list[Rendered | Refused]]:
+        """The samples of each row that `reasoning` "per_turn" asks for, within their length."""
+        found = by_turns(self.template, [self.request(row) for row in rows])
+        every = list(itertools.chain.from_iterable(found))
+        answers = [answer for _, answer in every]
+        if self._trim is not None:
+            answers = trimmed(self.template, [one for one, _ in every], answers, self._trim)
+        each = iter(answers)
+        return [[next(each) for _ in samples] for samples in found]
 
     def split(
         self,
