@@ -287,7 +287,11 @@ def test_a_conversation_that_is_refused_at_a_turn_is_refused_whole(tmp_path: Pat
         samples([reasons()], tmp_path, reasoning="per_turn", template=strict)
 
 
-@pytest.mark.parametrize("length", [{}, {"length": LengthPolicy(policy="trim_oldest_turns")}])
+@pytest.mark.parametrize(
+    "length",
+    [{}, *({"length": LengthPolicy(policy=name)} for name in ("trim_oldest_turns", "split"))],
+    ids=["no length", "trimmed", "split"],
+)
 def test_samples_per_turn_have_their_places_streamed_and_resumed(
     tmp_path: Path, length: dict[str, Any]
 ) -> None:

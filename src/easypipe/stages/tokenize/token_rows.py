@@ -81,7 +81,9 @@ def encode_texts(
         refused += _too_long(shaped, rows, sizes, lengths)
     rows, strings, mask = rows[shaped.origin], strings[shaped.origin], shaped.mask
     gone, counts = _cut_before(texts, rows)
-    counts, lost = {**shaped.counts, **counts}, shaped.truncated + gone
+    lost = shaped.truncated + gone
+    both = shaped.counts, counts
+    counts = {name: sum(one.get(name, 0) for one in both) for name in shaped.counts | counts}
     continued = (
         shaped.continued if texts.goes_on is None else shaped.continued | texts.goes_on[kept]
     )
