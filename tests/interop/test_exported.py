@@ -222,7 +222,7 @@ def test_who_refuses_a_conversation_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(exported_, "_written", lambda *_: own)
-    monkeypatch.setattr(exported_, "_applied", lambda *_: found)
+    monkeypatch.setattr(exported_, "applied", lambda *_, **__: found)
     template = CHAT_TEMPLATES["chatml"]
     said = [*exported_._conversations(load_tokenizer(tokenizer), template, SimpleNamespace())]
     assert bool(said) == (who is not None)

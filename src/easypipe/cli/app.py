@@ -28,6 +28,7 @@ from easypipe.cli.init import init
 from easypipe.cli.kernels import kernels
 from easypipe.cli.keys import as_setting, config, print_schema
 from easypipe.cli.masks import masks
+from easypipe.cli.parity import parity
 from easypipe.cli.plan import plan
 from easypipe.cli.prepare import prepare
 from easypipe.cli.preview import preview
@@ -64,6 +65,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None], tuple[str, ...]], ...] = (
     ),
     ("preview", preview, ("preview sft.yaml", "preview sft.yaml -n 20 --html samples.html")),
     ("masks", masks, ("masks model/tokenizer", "masks tokenizer --messages chats.jsonl")),
+    ("parity", parity, ("parity sft.yaml", "parity sft.yaml --rows 1000")),
     ("plan", plan, ("plan pretrain.yaml", "plan pretrain.yaml --topology v5p:4x4x4 --no-prepare")),
     ("prepare", prepare, ("prepare pretrain.yaml", "prepare pretrain.yaml --shard 0/8")),
     ("train", train, ("train sft.yaml", "train sft.yaml --set train.optimizer.learning_rate=1e-5")),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,8 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
-from easypipe.core.errors import ConfigError, TokenizerError, raising
+from easypipe.core.errors import ConfigError, TokenizerError
+from easypipe.interop.hf_tokens import NamedTokenizer, applied, first_difference, needed
 from easypipe.train.finished import Trained
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.lora import merge_lora
@@ -43,27 +42,10 @@ CONVERSATIONS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
 )
 
 
-class _Tokenizer(Protocol):
-    """What is asked of a tokenizer of transformers."""
-
-    chat_template: str | None
-
-    def __call__(self, text: str, *, add_special_tokens: bool) -> Mapping[str, list[int]]: ...
-
-    def apply_chat_template(
-        self,
-        conversation: list[Json],
-        *,
-        add_generation_prompt: bool,
-        tokenize: bool,
-        return_dict: bool,
-    ) -> list[int]: ...
-
-
 def check_needed(*, adapters: bool) -> None:
     """Raises ConfigError where transformers, torch or, for adapters, PEFT is not installed."""
     for name in ("torch", "transformers", *(["peft"] if adapters else [])):
-        _needed(name)
+        needed(name)
 
 
 def differences(trained: Trained, folder: Path, *, adapters: bool = False) -> Iterator[str]:
@@ -104,7 +86,7 @@ def token_differences(trained: Trained, folder: Path) -> Iterator[str]:
     """
     if trained.tokenizer is None:
         return
-    transformers, tokenizer = _needed("transformers"), load_tokenizer(trained.tokenizer)
+    transformers, tokenizer = needed("transformers"), load_tokenizer(trained.tokenizer)
     if not (folder / "tokenizer.json").is_file():
         yield "the folder has no tokenizer, and the run has one"
         return
@@ -119,21 +101,15 @@ def token_differences(trained: Trained, folder: Path) -> Iterator[str]:
         yield f"generation ends at the tokens {sorted(ends)}, and the run's at {sorted(own)}"
 
 
-def _needed(name: str) -> ModuleType:
-    problem, fix = f"needs the package {name}", "pip install 'easypipe[check]'"
-    with raising(ConfigError, "--check", problem, fix, ImportError):
-        return importlib.import_module(name)
-
-
 def _opened(base: Path, adapters: Path | None, *, scores: bool) -> Any:
     """The model as transformers, and PEFT where there are adapters, open it; in float32."""
-    torch, transformers = _needed("torch"), _needed("transformers")
+    torch, transformers = needed("torch"), needed("transformers")
     kind = transformers.AutoModelForSequenceClassification if scores else None
     found = (kind or transformers.AutoModelForCausalLM).from_pretrained(
         str(base), attn_implementation="eager", dtype=torch.float32
     )
     if adapters is not None:
-        found = _needed("peft").PeftModel.from_pretrained(found, str(adapters))
+        found = needed("peft").PeftModel.from_pretrained(found, str(adapters))
     return found.eval()
 
 
@@ -157,7 +133,7 @@ def _in_float32(model: Decoder, *, first_merged: bool) -> Decoder:
 
 
 def _logits(ours: Decoder, theirs: Any) -> Iterator[str]:
-    torch, vocab = _needed("torch"), ours.config.vocabulary
+    torch, vocab = needed("torch"), ours.config.vocabulary
     ids = np.random.default_rng(0).integers(0, vocab, (ROWS, LENGTH))
 
     def asked(model: Decoder, ids: jax.Array) -> jax.Array:
@@ -182,7 +158,7 @@ def _logits(ours: Decoder, theirs: Any) -> Iterator[str]:
         )
 
 
-def _texts(tokenizer: Tokenizer, named: _Tokenizer) -> Iterator[str]:
+def _texts(tokenizer: Tokenizer, named: NamedTokenizer) -> Iterator[str]:
     special = " and ".join(tokenizer.special_tokens)
     special_too = tokenizer.config.add_special_tokens
     for text in (*TEXTS, special):
@@ -193,7 +169,7 @@ def _texts(tokenizer: Tokenizer, named: _Tokenizer) -> Iterator[str]:
         )
 
 
-def _conversations(tokenizer: Tokenizer, given: str | None, named: _Tokenizer) -> Iterator[str]:
+def _conversations(tokenizer: Tokenizer, given: str | None, named: NamedTokenizer) -> Iterator[str]:
     try:
         today = datetime.date.today().isoformat()
         template = load_chat_template(
@@ -206,14 +182,15 @@ def _conversations(tokenizer: Tokenizer, given: str | None, named: _Tokenizer) -
     for what, turns in CONVERSATIONS:
         messages = [{"role": role, "content": text} for role, text in turns]
         asks = turns[-1][0] == "user"
-        own, found = _written(template, messages, asks), _applied(named, messages, asks)
+        own = _written(template, messages, asks)
+        found = applied(named, messages, add_generation_prompt=asks)
         if own is None or found is None:
             if own is not found:
                 which = "transformers" if found is None else "the run's template"
                 yield f"conversation with {what}: {which} refuses it"
             continue
         ids = next(iter(tokenizer.encode_with_characters([own])))[0]
-        yield from _unlike(f"conversation with {what}", ids, found)
+        yield from _unlike(f"conversation with {what}", ids, found["input_ids"])
 
 
 def _written(template: ChatTemplate, messages: list[Json], asks: bool) -> str | None:
@@ -228,21 +205,9 @@ def _written(template: ChatTemplate, messages: list[Json], asks: bool) -> str | 
     return None if isinstance(seen, Refused) else seen.text
 
 
-def _applied(named: _Tokenizer, messages: list[Json], asks: bool) -> list[int] | None:
-    """The tokens of a conversation as transformers writes it, None where it refuses to."""
-    errors = importlib.import_module("jinja2").TemplateError, ValueError
-    try:
-        return named.apply_chat_template(
-            messages, add_generation_prompt=asks, tokenize=True, return_dict=False
-        )
-    except errors:
-        return None
-
-
 def _unlike(what: str, own: Sequence[int], found: Sequence[int]) -> Iterator[str]:
-    if list(own) != list(found):
-        pairs = zip(own, found, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(found)))
+    at = first_difference(own, found)
+    if at is not None:
         yield (
             f"{what}: {len(found)} tokens, and the run's {len(own)}; from token {at} on "
             f"{list(found[at : at + 4])}, and the run's {list(own[at : at + 4])}"

@@ -1,0 +1,42 @@
+"""`easypipe parity`: tokens and masks beside those of transformers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from easypipe.cli.arguments import ConfigFile, Overrides
+from easypipe.cli.show import say
+
+MOST_SHOWN = 10  # of the rows of a dataset that differ
+
+
+def parity(
+    config: ConfigFile,
+    against: Annotated[
+        Literal["transformers"], typer.Option(help="With whose tokens they are compared.")
+    ] = "transformers",
+    rows: Annotated[int, typer.Option(min=1, help="Of each dataset, from its first row.")] = 100,
+    overrides: Overrides = None,
+) -> None:
+    """Compare the tokens of the first rows of CONFIG.YAML with what transformers makes of them, and
+    the masks where a chat template has generation markers. Rows that differ are shown with the
+    first token that does, and end it with exit 1. It needs easypipe[check].
+    """
+    from easypipe.cli.configs import described
+    from easypipe.previews.parity import parity as compared
+
+    differs = False
+    for one in compared(described(config, overrides or []).data, rows):
+        masks = f", masks of {one.masks}" if one.masks else ""
+        say(f"{one.dataset}: {one.rows} texts{masks} compared, {len(one.differences)} differ")
+        for difference in one.differences[:MOST_SHOWN]:
+            say(f"  differs: {difference}", style="yellow")
+        if len(one.differences) > MOST_SHOWN:
+            say(f"  and {len(one.differences) - MOST_SHOWN} more")
+        for note in one.notes:
+            say(f"  note: {note}")
+        differs = differs or bool(one.differences)
+    if differs:
+        raise typer.Exit(1)

@@ -1,0 +1,168 @@
+"""`easypipe parity`: tokens and masks of the first rows beside those of transformers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from chat_support import CHATML, MARKED, REASONING, chat_tokenizer, talk
+from easypipe.cli import main
+from easypipe.previews.parity import _differing, _Pair
+from easypipe.transforms.chat.spans import OPEN, Rendered
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
+from pipelines import jsonl
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+TALK = talk("Why?", "So.", "And now?", "No.", system="Be brief.")
+THINKS = talk("Why?", "So.", "And now?", "No.")
+THINKS[1]["reasoning_content"] = THINKS[3]["reasoning_content"] = "hm"
+PAIR = {"prompt": talk("Why?"), "good": talk("", "So.")[1:], "bad": talk("", "No.")[1:]}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALLS = [*talk("Why?"), {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+CALLS += [{"role": "tool", "content": "3"}, {"role": "assistant", "content": "Three"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TURNS = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
+SWITCHED = CHATML + "{% if thinking %}{{ '<think>' }}{% endif %}"
+
+# rows, options of the dataset, texts, texts whose masks are compared
+EQUAL: dict[str, tuple[list[dict[str, Any]], dict[str, Any], int, int]] = {
+    "own template": ([{"messages": TALK}], {"content_field": "messages"}, 1, 0),
+    "markers": ([{"messages": TALK}], {"content_field": "messages", "chat_template": MARKED}, 1, 1),
+    "tools": (
+        [{"messages": CALLS, "tools": [TOOL]}],
+        {"content_field": "messages", "chat_template": "chatml"},
+        1,
+        1,
+    ),
+    "flags": (
+        [{"messages": [*TALK[:4], TALK[4] | {"train": False}]}],
+        {"content_field": "messages", "chat_template": MARKED},
+        1,
+        0,
+    ),
+    "ShareGPT": (
+        [{"conversations": TURNS}],
+        {"prompt": {"format_type": "sharegpt", "template": MARKED}},
+        1,
+        1,
+    ),
+    "pairs": (
+        [PAIR],
+        {"prompt_field": "prompt", "completion_field": "good", "rejected_field": "bad"},
+        2,
+        0,
+    ),
+    "a sample for each turn": (
+        [{"messages": THINKS}],
+        {"prompt": {"template": REASONING, "reasoning": "per_turn"}},
+        2,
+        0,
+    ),
+    "kwargs": (
+        [
+            {"messages": TALK, "chat_template_kwargs": {"thinking": True}},
+            {"messages": TALK, "chat_template_kwargs": {"thinking": False}},
+        ],
+        {"content_field": "messages", "chat_template": SWITCHED},
+        2,
+        0,
+    ),
+    "text": ([{"text": "the quick brown fox"}, {"text": "<|im_end|> Four."}], {}, 2, 0),
+    "completions": (
+        [{"prompt": "Sure? ", "completion": "Four."}],
+        {"prompt_field": "prompt", "completion_field": "completion"},
+        1,
+        0,
+    ),
+}
+
+
+def written(folder: Path, rows: list[dict[str, Any]], **options: Any) -> str:
+    path = jsonl(folder / "rows.jsonl", rows)
+    dataset = {"name": "d", "data_files": str(path), "tokenizer": chat_tokenizer()} | options
+    config = folder / "config.yaml"
+    config.write_text(
+        yaml.safe_dump({"datasets": [dataset], "pack": {"seq_length": 64, "oversize": "drop"}})
+    )
+    return str(config)
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_tokens_and_masks_are_those_of_transformers(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, options, texts, masks = EQUAL[case]
+    assert main(["parity", written(tmp_path, rows, **options)]) == 0
+    compared = f"{texts} texts, masks of {masks}" if masks else f"{texts} texts"
+    assert f"d: {compared} compared, 0 differ" in capsys.readouterr().out
+
+
+def test_rows_that_differ_are_shown_with_their_first_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"text": "Four."}, *({"text": "Sure? <|im_end|>"} for _ in range(12))]
+    escaped = {"tokenizer_kwargs": {"special_strings": "escape"}}
+    config = written(tmp_path, rows, **escaped)
+    assert main(["parity", config]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "d: 13 texts compared, 12 differ" in text
+    at = load_tokenizer(chat_tokenizer()).reference_encode("Sure? ")
+    end = load_tokenizer(chat_tokenizer()).eos_token_id
+    assert f"row 1: token {len(at)} is '<'" in text
+    assert f"and with transformers '<|im_end|>' ({end})" in text
+    assert "and 2 more" in text
+    assert main(["parity", config, "--rows", "1"]) == 0
+    assert "1 texts compared, 0 differ" in capsys.readouterr().out
+
+
+def test_a_mask_that_differs_is_told_with_its_token() -> None:
+    tokenizer = load_tokenizer(chat_tokenizer())
+    ids = tokenizer.reference_encode("Four.")
+    pair = _Pair("row 3", Rendered("Four.", [[0, 5]], OPEN), ids, [0] * len(ids))
+    (said,) = _differing(pair, ids, [1] * len(ids), tokenizer)
+    assert said.startswith("row 3: token 0, ")
+    assert said.endswith("is a target here, and not with transformers")
+    assert [*_differing(pair, ids, [0] * len(ids), tokenizer)] == []
+
+
+def test_rows_that_are_refused_or_not_closed_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strict = CHATML + "{% if messages|length == 2 %}{{ raise_exception('too short') }}{% endif %}"
+    rows = [{"messages": TALK}, {"messages": talk("Why?", "So.")}]
+    open_end = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    for template, code, note in (
+        (strict, 0, "row 1: refused here: too short"),
+        (open_end, 0, "note: EOS follows 1 texts here, and none with transformers"),
+    ):
+        config = written(tmp_path, rows, content_field="messages", chat_template=template)
+        assert main(["parity", config]) == code
+        assert note in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_cannot_be_compared_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = written(tmp_path, [{"text": "Four."}])
+    assert main(["parity", config, "--rows", "0"]) == 2
+    assert main(["parity", config, "--against", "trl"]) == 2
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["parity", config]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--against: needs the package transformers" in said
+    assert "pip install 'easypipe[check]'" in said
+
+
+def test_rows_of_tokens_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tokens.jsonl"
+    path.write_text(json.dumps({"input_ids": [1, 2, 3]}) + "\n")
+    config = written(tmp_path, [{"text": "x"}], data_files=str(path))
+    assert main(["parity", config]) == 0
+    assert "note: its rows are tokens already" in capsys.readouterr().out
