@@ -569,10 +569,10 @@ def test_proposals_are_tried_on_the_first_rows(tmp_path: Path) -> None:
         "# 1 of the first 2 rows cannot be read so: null 1; row 1: column 'completion' has no text"
         in some.yaml()
     )
-    good, bad = ({"prompt": "a", "completion": "b", "label": label} for label in (True, False))
+    good, bad = ({"prompt": "a", "completion": "b", "label": label} for label in (True, None))
     assert (
-        "# 1 of the first 2 rows cannot be read so: rejected_answer 1; row 1: column 'label' is "
-        "false" in discover([good, bad]).propose().yaml()
+        "# 1 of the first 2 rows cannot be read so: no_verdict 1; row 1: column 'label' is "
+        "null" in discover([good, bad]).propose().yaml()
     )
     assert (
         "# all of the first 2 rows can be read so"
@@ -622,5 +622,7 @@ def test_prompts_alone_and_unpaired_preferences_say_what_is_left() -> None:
     assert any("easypipe generate" in reason for reason in prompts.reasons)
     row = {"prompt": TALK[:1], "completion": TALK[1:]}
     unpaired = discover([row | {"label": n > 0} for n in range(3)]).propose()
-    assert unpaired.fields["on_error"] == "skip"
-    assert unpaired.trial.reasons == {"rejected_answer": 1}
+    assert unpaired.fields["desirable_field"] == "label"
+    assert "on_error" not in unpaired.fields
+    assert not unpaired.trial.reasons
+    assert any("train.preference: {loss: kto}" in reason for reason in unpaired.reasons)

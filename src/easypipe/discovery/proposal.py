@@ -28,9 +28,9 @@ from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN
 
 _REMARKS = {
     "unpaired": (
-        "on_error = 'skip': answers whose label is false are left out and counted, the others "
-        "trained; to train on both kinds, name the label as desirable_field (prompt_field and "
-        "completion_field beside it) and set train.preference: {loss: kto}",
+        "train on both kinds of answers with train.preference: {loss: kto} and pack.oversize: "
+        "drop; to train on the desirable ones alone, set on_error: skip in place of naming the "
+        "column of verdicts: the others are left out and counted",
     ),
     "prompts": (
         "train_on = 'all': nobody answers in these rows, so all of them is trained; to have them "
@@ -93,8 +93,8 @@ def _wrong(kind: Kind, row: Row, roles: Mapping[str, str] | None) -> Wrong | Non
     values = {choice.slot: row.get(choice.column) for choice in kind.choices}
     if kind.name in ("tokens", "unknown"):
         return None
-    if kind.name == "unpaired" and values["label"] is False:
-        return "rejected_answer", f"column {kind.column('label')!r} is false"
+    if kind.name == "unpaired" and values["label"] is None:
+        return "no_verdict", f"column {kind.column('label')!r} is null"
     if kind.name in ("messages", "sharegpt") or kind.roles:
         renamed = kind.name == "sharegpt" or names_roles_otherwise(kind)
         known = {**ROLES, **(roles or {})} if renamed else None
@@ -309,14 +309,16 @@ def _fields(kind: Kind, roles: Mapping[str, str] | None, rows: Sequence[Row]) ->
             input_columns=(column.get("prompt", answer),),
             label_column=answer if "prompt" in column else None,
             rejected_column=column.get("rejected"),
+            desirable_column=column.get("label"),
             train_on="completion",
             tools_column=tools,
             message_fields=dict(kind.fields) or None,
         )
-        return {"prompt": prompt} | ({"on_error": "skip"} if kind.name == "unpaired" else {})
+        return {"prompt": prompt}
     if kind.name in ("prompt_completion", "unpaired"):
         own = {"prompt_field": column["prompt"], "completion_field": column["completion"]}
-        return own | named | ({"on_error": "skip"} if kind.name == "unpaired" else {})
+        verdict = {"desirable_field": column["label"]} if "label" in column else {}
+        return own | verdict | named
     if kind.name == "messages" and not names_roles_otherwise(kind):
         return {"content_field": column["messages"]} | named
     if kind.name == "tokens":
