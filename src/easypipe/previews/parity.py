@@ -21,9 +21,10 @@ from easypipe.core.protocols import scan
 from easypipe.core.schema import row_numbers
 from easypipe.core.values import Json, JsonObject
 from easypipe.interop.hf_tokens import NamedTokenizer, applied, first_difference, needed
-from easypipe.jobs import chain
+from easypipe.pipeline import Pipeline
 from easypipe.previews.samples import looked_at
 from easypipe.stages.config import PipelineConfig
+from easypipe.stages.source.stage import SourceStage
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.stages.tokenize.encoders import PromptRows
 from easypipe.transforms.chat.conversations import plain_of
@@ -75,8 +76,8 @@ def parity(config: PipelineConfig, rows: int) -> Iterator[Parity]:
     """
     needed("transformers", "--against")
     with tempfile.TemporaryDirectory(prefix="easypipe-parity-") as folder:
-        pipeline = chain(looked_at(config, folder), save=False, first_rows=rows)
-        tokenized = pipeline.tokenized()
+        source = SourceStage(first_rows=rows)
+        tokenized = Pipeline(looked_at(config, folder)).add_stage(source).tokenize().tokenized()
         for dataset in config.named().datasets:
             name = str(dataset.name)
             if name in tokenized:
