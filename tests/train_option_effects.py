@@ -116,6 +116,16 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "train/test_measures.py::test_a_run_tells_the_losses_of_its_datasets_and_of_those_held_out",
             "further metrics of each step and evaluation",
         ),
+        "neftune_alpha": Effect(
+            "output+error",
+            "train/test_neftune.py::test_evaluations_have_none",
+            "noise on the embeddings, in training alone",
+        ),
+        "class_weights": Effect(
+            "output+error",
+            "train/test_class_weights.py::test_a_run_takes_them_and_goes_on_with_the_same",
+            "what each class of a classifier counts",
+        ),
         "eval_batches": Effect(
             "output+cost",
             _TRAINER + "test_what_cannot_run_is_refused_before_anything_is_made",

@@ -22,7 +22,7 @@ jax.config.update("jax_enable_x64", True)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from easypipe.core.errors import ConfigError
 from easypipe.kernels.loss import sharded
-from easypipe.kernels.loss.api import LossSharding, fused_cross_entropy, fused_linear_cross_entropy, sequence_log_probs
+from easypipe.kernels.loss.api import LossSharding, fused_cross_entropy, fused_linear_cross_entropy, sequence_log_probs, token_entropy
 from loss_support import Case, case, oracle
 
 def mesh_of(*shape):
@@ -61,6 +61,10 @@ def check(arrays, what, layout="dv", **more):
     return grads
 
 plain = given._asdict()
+logits = given.hidden @ given.head + given.bias
+odds = np.exp(logits - logits.max(-1, keepdims=True))
+odds /= odds.sum(-1, keepdims=True)
+entropies = np.where(given.labels < 0, 0.0, -(odds * np.log(odds)).sum(-1))
 per_token = {name: array.reshape(4, 11, *array.shape[1:]) for name, array in plain.items() if name in ("hidden", "labels", "weights")}
 batched = plain | per_token
 table = plain | {"head": given.head.T}
@@ -74,6 +78,8 @@ for number, shape in enumerate([(2, 2, 2), (1, 8, 1), (1, 1, 8), (8, 1, 1), (1, 
             assert check(placed, shape, rule="fast", sharding=LossSharding())["head"].sharding.is_equivalent_to(dv, 2)
         if number != 4:
             assert check(turned, shape, "vd", rule="strict", sharding=LossSharding())["head"].sharding.is_equivalent_to(vd, 2)
+        spread = jax.jit(lambda arrays: token_entropy(arrays["hidden"], arrays["head"], arrays["labels"], bias=arrays["bias"], sharding=LossSharding()))
+        near(spread(placed), entropies, shape)
         if number == 0:
             check(placed, "by the compiler, fast", rule="fast")
             check(turned, "by the compiler, strict", "vd", rule="strict")

@@ -24,7 +24,7 @@ from easypipe.transforms.tokenizer.token_bytes import text_bytes
 from token_support import small_tokenizer, small_tokenizer_folder
 from train.runs import Arithmetic, settings
 
-NAMES = ("sources", "bits_per_byte", "token_accuracy")
+NAMES = ("sources", "bits_per_byte", "token_accuracy", "entropy")
 SIZES = np.array([0, 1, 2, 3, 4, 5], np.int32)
 
 
@@ -56,20 +56,21 @@ def test_sums_are_those_of_plain_loops(weighted: bool) -> None:
     batch |= {"loss_weights": weights.astype(np.float32)} if weighted else {}
     batch = {name: jnp.asarray(value) for name, value in batch.items()}
 
-    top, below = np.zeros((4, 5)), np.zeros((4, 5))  # of nll, bits, hits; the last row is of all
+    top, below = np.zeros((4, 4)), np.zeros((4, 4))  # nll, bits, hits, entropy; last row: all
     for row, slot in zip(*np.nonzero(labels != -100), strict=True):
         own, label = logits[row, slot].astype(np.float64), labels[row, slot]
         nll, weight = np.log(np.exp(own).sum()) - own[label], weights[row, slot]
-        size = SIZES[label]
+        size, odds = SIZES[label], np.exp(own) / np.exp(own).sum()
+        spread = -(odds * np.log(odds)).sum()
         for to in (sources[row, slot], 3):
-            top[to, :3] += weight * np.array([nll, nll / math.log(2) * (size > 0), own[label] == own.max()])  # fmt: skip
-            below[to, :3] += weight * np.array([1, size, 1])
+            top[to] += weight * np.array([nll, nll / math.log(2) * (size > 0), own[label] == own.max(), spread])  # fmt: skip
+            below[to] += weight * np.array([1, size, 1, 1])
 
     measures = Measures(NAMES, 4, SIZES)
     for sums in (loss_sums, logits_loss_sums):
         out = sums(Fixed(jnp.asarray(logits)), batch, measures=measures)
         quotients = {name: np.asarray(a / b) for name, (a, b) in out.ratios.items()}
-        for column, name in enumerate(("nll", "bits_per_byte", "token_accuracy")):
+        for column, name in enumerate(("nll", *NAMES[1:])):
             wanted = top[:3, column] / below[:3, column]
             np.testing.assert_allclose(quotients[f"{name}/"][:3], wanted, rtol=1e-5)
             assert math.isnan(quotients[f"{name}/"][3])
@@ -110,6 +111,7 @@ def test_a_run_tells_the_losses_of_its_datasets_and_of_those_held_out(tmp_path: 
         own = (record["nll/words"], record["nll/code"])
         assert np.dot(shares, own) == pytest.approx(record["nll"], rel=1e-5)
         assert 0 <= record["token_accuracy/code"] <= 1
+        assert 0 < record["entropy"] <= math.log(small_tokenizer().vocab_size)
     held = records[-1]["eval"]["held"]
     assert held["nll/words"] == pytest.approx(held["nll"], rel=1e-5)
     assert "nll/code" not in held

@@ -6,6 +6,7 @@ from easypipe.kernels.loss.api import (
     fused_cross_entropy,
     fused_linear_cross_entropy,
     sequence_log_probs,
+    token_entropy,
     token_log_probs,
 )
 from easypipe.kernels.loss.choice import LossSharding
@@ -17,5 +18,6 @@ __all__ = [
     "fused_cross_entropy",
     "fused_linear_cross_entropy",
     "sequence_log_probs",
+    "token_entropy",
     "token_log_probs",
 ]

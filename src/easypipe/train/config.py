@@ -61,7 +61,7 @@ class LossConfig:
 
 
 # what a run can measure beside its loss
-Measure = Literal["sources", "bits_per_byte", "token_accuracy"]
+Measure = Literal["sources", "bits_per_byte", "token_accuracy", "entropy"]
 
 # losses of pairs, by their names in TRL, whose formulas they have
 PreferenceLoss = Literal[
@@ -233,6 +233,12 @@ class TrainingConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     preference: PreferenceConfig | None = None  # train on pairs of answers instead of next tokens
+    # a weight for each class of a classifier, in the order of their numbers: loss and nll are means
+    # by them, as in torch's CrossEntropyLoss(weight=...); None: all alike
+    class_weights: ListOf[float] | None = None
+    # noise on the embeddings while training (NEFTune): its largest value is this, divided by the
+    # root of the document's tokens times the width; 5 is usual
+    neftune_alpha: float | None = None
     # train low-rank adapters only; None: train the model's own parameters
     lora: LoraConfig | None = None
     # a preset (dp, fsdp, zero1, tp, hybrid), or devices along data, fsdp, sequence, tensor: see
@@ -246,7 +252,7 @@ class TrainingConfig:
     eval_every: int | None = None  # steps between evaluations; None: only after the last step
     eval_batches: int | None = None  # batches of each held-out loader; None: all
     # what each step and evaluation measures besides: sources (each of its numbers by dataset),
-    # bits_per_byte, token_accuracy
+    # bits_per_byte, token_accuracy, entropy
     measure: ListOf[Measure] = ()
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     # callbacks by name; Python can add more
@@ -293,6 +299,25 @@ class TrainingConfig:
         counts = "accumulate_steps", "log_every", "eval_every", "eval_batches", "max_nonfinite"
         check_at_least(self, 1, "steps", *counts)
         require(0 <= self.seed < 2**32, "seed", f"{self.seed} is outside [0, 2^32)")
+        weights = self.class_weights
+        require(
+            weights is None or (all(0 <= one < math.inf for one in weights) and any(weights)),
+            "class_weights",
+            f"{list(weights or ())} are not numbers from 0 up, of which one at least is positive",
+            "Give a weight for each class; all 1 weigh alike.",
+        )
+        require(
+            self.preference is None or weights is None,
+            "class_weights",
+            "has no effect on preferences, which have a loss of their own",
+            "Leave it out.",
+        )
+        require(
+            self.neftune_alpha is None or 0 < self.neftune_alpha < math.inf,
+            "neftune_alpha",
+            f"{self.neftune_alpha} is not a positive number",
+            "5 is usual; leave it out for no noise.",
+        )
         if self.steps is not None:
             check_warmup(self.optimizer, self.steps)
         mesh_config(self.mesh)

@@ -52,7 +52,9 @@ from easypipe.train.metrics.devices import peak_flops
 from easypipe.train.metrics.log import Record, perplexity
 from easypipe.train.metrics.meter import Meter
 from easypipe.train.model.flops import adapter_flops, flops_from_sums, palm_flops_per_step, windows
+from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.lora import fingerprint
+from easypipe.train.model.noise import NoiseOfStep, noise_columns
 from easypipe.train.model.pretrained.origin import Model, origin_of
 from easypipe.train.model.pretrained.save import Seen
 from easypipe.train.optim.config import OptimizerConfig
@@ -252,16 +254,26 @@ class Engine:
             elif config.preference.compares:
                 elsewhere = answers_elsewhere if config.preference.loss == "kto" else None
                 self.reference = Reference(self.layout, elsewhere)
+        from_python = loss is not None and config.preference is None
+        self.noise = self._noise(abstract, own_loss=from_python)
         twice = loss  # what can be differentiated twice
         if loss is None:
             platform = self.mesh.devices.flat[0].platform
-            loss, twice = default_loss(abstract, config.loss, platform, self._measures())
+            loss, twice = default_loss(
+                abstract, config.loss, platform, self._measures(), config.class_weights
+            )
         else:
             require(
                 not config.measure,
                 "train.measure",
                 "has no effect on a loss from Python, which measures its own",
                 "Leave it out.",
+            )
+            require(
+                config.class_weights is None,
+                "train.class_weights",
+                "has no effect on a loss from Python",
+                "Leave one of them out.",
             )
         self.train_step = make_train_step(
             self.layout,
@@ -273,6 +285,26 @@ class Engine:
             windows=windows(self.origin.config) if self.origin.config else (None,),
         )
         self.eval_step = make_eval_step(self.layout, loss)
+
+    def _noise(self, model: nnx.Module, *, own_loss: bool) -> NoiseOfStep | None:
+        """What makes the columns of noise of a step; None without noise."""
+        alpha, at = self.config.neftune_alpha, "train.neftune_alpha"
+        if alpha is None:
+            return None
+        require(
+            isinstance(model, Decoder),
+            at,
+            "puts noise on the embeddings of tokens, which it does not find in a "
+            f"{type(model).__name__}",
+            "Leave it out, or train a Decoder: a ModelConfig or a published model.",
+        )
+        require(
+            not own_loss,
+            at,
+            "has no effect on a loss from Python, which calls the model by itself",
+            "Leave one of them out.",
+        )
+        return noise_columns(alpha, self.config.seed)
 
     def _measures(self) -> Measures:
         """What is measured of targets, as `train.measure` names it."""

@@ -237,7 +237,10 @@ class _Run:
         if "input_ids" in batch:
             trainer.seen = trainer.seen.longer(batch["input_ids"].shape[-1])
         placed = place_batch(batch, trainer.mesh, in_micro_batches=trainer.in_micro_batches)
-        return trainer.completed(self.state.rest, placed)
+        placed = trainer.completed(self.state.rest, placed)
+        if trainer.noise is None:
+            return placed
+        return {**placed, **trainer.noise(self.step + 1, placed)}
 
     def _settle(self, step: int, measured: Metrics) -> bool:
         """Evaluates and saves where `step`, the newest, is due; whether it was read for that.

@@ -113,6 +113,18 @@ def off(reason: str) -> Rule:
     return rule
 
 
+def to_if_on(path: str) -> Rule:
+    """A number where it is switched on, and nothing where it is off."""
+
+    def rule(made: ForeignConfig, key: str, given: Json) -> None:
+        if given[key] in (None, False, 0):
+            made.carried[key] = "is off"
+        else:
+            made.put(key, path, given[key])
+
+    return rule
+
+
 def needless(text: str) -> Rule:
     def rule(made: ForeignConfig, key: str, given: Json) -> None:
         made.carried[key] = text

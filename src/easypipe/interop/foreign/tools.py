@@ -47,6 +47,7 @@ from easypipe.interop.foreign.rules import (
     strategy,
     targets,
     to,
+    to_if_on,
     warmup,
     whole,
 )
@@ -194,7 +195,7 @@ _COMMON: dict[str, Rule] = {
     "lora_alpha": lora("alpha"),
     "lora_dropout": off("adapters have no dropout"),
     "use_rslora": lora("rank_stabilized"),
-    "neftune_noise_alpha": off("no noise is put on embeddings"),
+    "neftune_noise_alpha": to_if_on("train.neftune_alpha"),
     "report_to": reports,
     "hub_model_id": _PUSH,
     "hub_strategy": _PUSH,
@@ -334,6 +335,7 @@ _LLAMAFACTORY: dict[str, Rule] = {
     "flash_attn": _CHOSEN,
     "train_on_prompt": trained,
     "quantization_bit": _SLOW,
+    "neftune_alpha": to_if_on("train.neftune_alpha"),
     "save_only_model": off("checkpoints hold all that a run needs to go on"),
 }
 

@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from easypipe.core.schema import IGNORE
-from easypipe.kernels.loss import differentiable, reference
+from easypipe.kernels.loss import differentiable, reference, sharded
 from easypipe.kernels.loss.checks import Call, Request, checked
 from easypipe.kernels.loss.choice import Implementation, LossSharding, Rule
 from easypipe.kernels.loss.stats import Layout, LogitStats, token_losses
@@ -29,6 +29,7 @@ __all__ = [
     "fused_cross_entropy",
     "fused_linear_cross_entropy",
     "sequence_log_probs",
+    "token_entropy",
     "token_log_probs",
 ]
 
@@ -71,6 +72,7 @@ class _LogitsOptions(_CommonOptions, total=False):
 
 class _HeadOptions(TypedDict, total=False):
     bias: Array | None
+    temperature: float
     layout: Layout | None
     float32_logits: bool
 
@@ -113,6 +115,7 @@ def fused_linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     logit_soft_cap: float | None = None,
+    temperature: float = 1.0,
     reduction: Reduction = "mean",
     with_tokens: bool = False,
     layout: Layout | None = None,
@@ -122,15 +125,16 @@ def fused_linear_cross_entropy(
     chunk_size: int | None = None,
     float32_logits: bool = False,
 ) -> Array | LossWithTokens:
-    """Cross entropy of `softmax(cap(hidden @ lm_head + bias))` against `labels`, in nats; float32
-    (float64 for float64 inputs).
+    """Cross entropy of `softmax(cap(hidden @ lm_head + bias) / temperature)` against `labels`, in
+    nats; float32 (float64 for float64 inputs).
 
     Per token, with ε = label_smoothing and lse the log-sum-exp of its logits:
     `(1-ε)·nll + ε·mean over the vocabulary of -log p + z_loss·lse²`. `weights` multiply that (None:
     1). `reduction`: "sum"; "mean", which divides by the summed weights of the tokens that count (0
     where they sum to 0); "none", every token's, 0 where it does not count. A token does not count
     where its label is `ignore_index`, or, under jit, outside [0, V). `logit_soft_cap`: `cap(x) =
-    c·tanh(x/c)`.
+    c·tanh(x/c)`. `temperature`: `hidden` and `bias` are divided by it in their dtypes, so no
+    implementation has more to do; lse and log p are those of the divided logits.
 
     Products are taken in the dtype of the inputs (bfloat16, float32 or float64; the wider where
     they differ) and accumulated in float32 (float64); gradients have the dtype of their input.
@@ -171,6 +175,7 @@ def fused_linear_cross_entropy(
             z_loss=z_loss,
             label_smoothing=label_smoothing,
             soft_cap=logit_soft_cap,
+            temperature=temperature,
             reduction=reduction,
             layout=layout,
             sharding=sharding,
@@ -244,6 +249,7 @@ def token_log_probs(
     bias: Float[Array, " V"] | None = None,
     ignore_index: int = IGNORE,
     logit_soft_cap: float | None = None,
+    temperature: float = 1.0,
     layout: Layout | None = None,
     sharding: LossSharding | None = None,
     implementation: Implementation | None = None,
@@ -267,6 +273,7 @@ def token_log_probs(
             bias=bias,
             ignore_index=ignore_index,
             soft_cap=logit_soft_cap,
+            temperature=temperature,
             layout=layout,
             sharding=sharding,
             implementation=implementation,
@@ -274,6 +281,50 @@ def token_log_probs(
         )
     )
     return jnp.where(call.counted, _stats(call).log_prob, 0.0)
+
+
+def token_entropy(
+    hidden: Float[Array, "*tokens D"],
+    lm_head: Float[Array, "D V"] | Float[Array, "V D"],
+    labels: Int[Array, "*tokens"],
+    *,
+    bias: Float[Array, " V"] | None = None,
+    ignore_index: int = IGNORE,
+    logit_soft_cap: float | None = None,
+    temperature: float = 1.0,
+    layout: Layout | None = None,
+    sharding: LossSharding | None = None,
+    implementation: Literal["reference", "chunked"] | None = None,
+) -> Float[Array, "*tokens"]:
+    """The entropy of what the model expects in the place of every token, in nats: `-sum p log p`
+    over the vocabulary, 0 where the label does not count. No gradient passes through it.
+
+    It takes one product of hidden states and head more than the loss, by XLA on every device, of
+    which no more than a tile exists at a time. Arguments, dtypes and errors are those of
+    fused_linear_cross_entropy; the kernels "pallas_tpu" and "pallas_gpu" do not compute it.
+    """
+    call = checked(
+        Request(
+            at="token_entropy",
+            hidden=jax.lax.stop_gradient(hidden),
+            lm_head=jax.lax.stop_gradient(lm_head),
+            labels=labels,
+            bias=None if bias is None else jax.lax.stop_gradient(bias),
+            ignore_index=ignore_index,
+            soft_cap=logit_soft_cap,
+            temperature=temperature,
+            layout=layout,
+            sharding=sharding,
+            implementation=implementation,
+            entropy=True,
+        )
+    )
+    plan = call.plan
+    if plan.is_reference:
+        found = reference.entropy(call.inputs, layout=plan.layout, soft_cap=plan.soft_cap)
+    else:
+        found = sharded.entropy(call.inputs, plan)
+    return jnp.where(call.counted, found, 0.0)
 
 
 def sequence_log_probs(

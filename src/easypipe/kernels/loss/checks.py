@@ -64,6 +64,8 @@ class Request:
     rule: Rule | None = None
     chunk_size: int | None = None
     float32_logits: bool = False
+    temperature: float = 1.0
+    entropy: bool = False  # is asked for, which XLA alone computes
 
     @functools.cached_property
     def arrays(self) -> dict[str, Array]:
@@ -142,18 +144,25 @@ def _call(request: Request) -> Call:
     if lm_head is not None:
         wider = jnp.result_type(hidden, lm_head)
         hidden, lm_head = hidden.astype(wider), lm_head.astype(wider)
+    bias, soft_cap = request.bias, request.soft_cap
+    if (warmth := request.temperature) != 1:
+        # cap(x) / t is the cap soft_cap / t of x / t: no logit is touched
+        hidden, bias = hidden / warmth, None if bias is None else bias / warmth
+        soft_cap = None if soft_cap is None else soft_cap / warmth
     dtype = accumulator_dtype(hidden)
     counted = (labels != request.ignore_index) & (labels >= 0) & (labels < vocab)
     weights = given["weights"].astype(dtype) if "weights" in given else jnp.ones((), dtype)
     weights = jnp.where(counted, weights, 0)
     # Inside the user's shard_map, jax sums the cotangent of what all devices share; so it must be
     # told of it before our rules begin.
-    inputs = Inputs(hidden, lm_head, request.bias, jnp.where(counted, labels, -1))  # pyright: ignore[reportArgumentType]  (see Call)
+    inputs = Inputs(hidden, lm_head, bias, jnp.where(counted, labels, -1))  # pyright: ignore[reportArgumentType]  (see Call)
     shared = jax.tree.leaves((inputs, weights, counted))
     inputs, weights, counted = jax.tree.map(
         lambda array: varying_like(array, *shared), (inputs, weights, counted)
     )
     implementation, refusals = request.implementation, {}
+    if implementation is None and request.entropy:
+        implementation = "chunked"
     if implementation is None:
         refusals = {name: list(_refusals(request, name)) for name in FAVOURITES.values()}
         unused = FAVOURITES.get(choice.platform_at_hand())
@@ -166,7 +175,7 @@ def _call(request: Request) -> Call:
     plan = Plan(
         choice.candidates(refusals, implementation),
         request.layout or "dv",
-        request.soft_cap,
+        soft_cap,
         request.sharding,
         request.chunk_size,
         request.float32_logits,
@@ -233,6 +242,8 @@ def _numbers(request: Request) -> Iterator[str]:
         yield f"z_loss: {request.z_loss} is not a number from 0 up (1e-4 is usual)"
     if not 0 <= _number(request.label_smoothing) < 1:
         yield f"label_smoothing: {request.label_smoothing} is outside [0, 1) (0.1 is usual)"
+    if not 0 < _number(request.temperature) < math.inf:
+        yield f"temperature: {request.temperature} is not a positive number (1.0 is none)"
     if request.soft_cap is not None and not 0 < _number(request.soft_cap) < math.inf:
         yield (
             f"logit_soft_cap: {request.soft_cap} is not a positive number (30.0 is usual; None "
@@ -268,6 +279,8 @@ def _names(request: Request) -> Iterator[str]:
     implementations = get_args(Implementation)
     if request.lm_head is None:
         implementations = ("reference", "chunked", "pallas_gpu")
+    if request.entropy:
+        implementations = ("reference", "chunked")
     for name, value, options in (
         ("implementation", request.implementation, (None, *implementations)),
         ("rule", request.rule, (None, *get_args(Rule))),

@@ -34,6 +34,7 @@ from easypipe.kernels.loss.stats import (
     LogitStats,
     Objective,
     ShapedArray,
+    Spread,
     accumulator_dtype,
     logit_gradients,
     loss_gradient_inputs,
@@ -57,6 +58,7 @@ __all__ = [
 ]
 
 Carry = TypeVar("Carry")
+LOWEST = -1e30  # stands for -inf, which no difference is taken of
 TILE = (1024, 4096)  # tokens and columns of a strict tile: 16 MiB of float32 logits
 # a float32 gradient of the hidden states, where they are not float32 themselves
 HIDDEN_BYTES = 64 << 20
@@ -110,6 +112,31 @@ def stats(
     return _loop(
         tiles.tokens, tokens, LogitStats(*(tiles.zeros((tiles.T,)) for _ in LogitStats._fields))
     )
+
+
+def spread(
+    inputs: Inputs, *, layout: Layout, soft_cap: float | None, block: tuple[int, int] | None = None
+) -> Spread:
+    """What entropies are made of, by the same walk as `stats`."""
+    tiles = _Tiles(inputs, layout, soft_cap, block)
+
+    def tokens(i: Array, out: Spread) -> Spread:
+        def columns(j: Array, running: Spread) -> Spread:
+            z_CB, _, _, fresh_B = tiles.logits(i, j)
+            best_C = jnp.maximum(running.best, jnp.where(fresh_B, z_CB, -jnp.inf).max(axis=-1))
+            gap_CB = z_CB - best_C[:, None]
+            exp_CB = jnp.where(fresh_B, jnp.exp(gap_CB), 0.0)
+            _, terms_C, below_C = running.about(best_C)
+            terms_C = terms_C + exp_CB.sum(axis=-1)
+            return Spread(best_C, terms_C, below_C + (exp_CB * gap_CB).sum(axis=-1))
+
+        zero_C = tiles.zeros((tiles.C,))
+        start = Spread(zero_C + LOWEST, zero_C, zero_C)
+        done = _loop(tiles.columns, columns, start)
+        put = (_put(*both, tiles.first_token(i), 0) for both in zip(out, done, strict=True))
+        return Spread(*put)
+
+    return _loop(tiles.tokens, tokens, Spread(*(tiles.zeros((tiles.T,)) for _ in Spread._fields)))
 
 
 def gradients(

@@ -41,6 +41,12 @@ def stats(
     )
 
 
+def entropy(inputs: Inputs, *, layout: Layout, soft_cap: float | None) -> Float[Array, "*tokens"]:
+    """-sum_v p log p of every token, in nats."""
+    z_TV = soft_capped(_logits(inputs, layout), soft_cap)
+    return jax.scipy.special.entr(jax.nn.softmax(z_TV)).sum(axis=-1)
+
+
 def gradients(
     inputs: Inputs,
     lse: Float[Array, " T"],

@@ -47,6 +47,7 @@ from easypipe.kernels.loss.stats import (
     Objective,
     accumulator_dtype,
     merge_shards,
+    spread_over_shards,
     vocab_size,
 )
 
@@ -70,6 +71,16 @@ def stats(inputs: Inputs, plan: Plan) -> LogitStats:
         return _shaped(merge_shards(local, plan.vocab_axes()), inputs.labels)
 
     return _on_mesh(on_device, inputs, (), plan, lambda tokens, _: _of_stats(tokens))
+
+
+def entropy(inputs: Inputs, plan: Plan) -> Array:
+    """-sum_v p log p over the whole vocabulary, of the shape of the labels; by XLA alone."""
+
+    def on_device(inputs: Inputs) -> Array:
+        local = chunked.spread(_flat(inputs, plan), **_options(plan, "chunked"))
+        return spread_over_shards(local, plan.vocab_axes()).entropy.reshape(inputs.labels.shape)
+
+    return _on_mesh(on_device, inputs, (), plan, lambda tokens, _: tokens)
 
 
 def gradients(inputs: Inputs, lse: Array, g: Cotangents, plan: Plan) -> Gradients:

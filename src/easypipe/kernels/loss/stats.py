@@ -194,6 +194,25 @@ class Kernel(Protocol):
         ...
 
 
+class Spread(NamedTuple):
+    """What the entropy of a token is made of; of some columns, or of all."""
+
+    best: Float[Array, " T"]  # max_v z
+    terms: Float[Array, " T"]  # sum_v exp(z - best)
+    below: Float[Array, " T"]  # sum_v exp(z - best) * (z - best), at most 0
+
+    @property
+    def entropy(self) -> Array:
+        """-sum_v p log p in nats, Float[T]: nothing in it is larger than the result."""
+        return jnp.log(self.terms) - self.below / self.terms
+
+    def about(self, best: Array) -> Spread:
+        """The same with a larger `best`, of which all parts that are added up have one."""
+        moved = self.best - best
+        weight = jnp.exp(moved)
+        return Spread(best, self.terms * weight, (self.below + moved * self.terms) * weight)
+
+
 def accumulator_dtype(*arrays: Array) -> jnp.dtype:
     """float32, or float64 where an input is: sums over tokens and vocabulary are never taken in
     half precision.
@@ -267,6 +286,16 @@ def merge_shards(stats: LogitStats, axes: tuple[str, ...]) -> LogitStats:
     if not axes:
         return stats
     return _over_parts(*jax.lax.all_gather(jnp.stack(stats), axes, axis=1))
+
+
+def spread_over_shards(spread: Spread, axes: tuple[str, ...]) -> Spread:
+    """That of all shards of the vocabulary, from each shard's own."""
+    if not axes:
+        return spread
+    parts = Spread(*jax.lax.all_gather(jnp.stack(spread), axes, axis=1))
+    best = parts.best.max(axis=0)
+    moved = parts.about(best)
+    return Spread(best, moved.terms.sum(axis=0), moved.below.sum(axis=0))
 
 
 def merged(parts: list[LogitStats]) -> LogitStats:

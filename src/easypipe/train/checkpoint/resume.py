@@ -21,7 +21,7 @@ ENDED = "ended"  # in resume_changes: a run that stopped for good goes on
 # of TrainingConfig: what decides the numbers
 MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")
 # these too; compared only where there is one, so that a refusal says whether there was
-IF_THERE = ("lora", "preference")
+IF_THERE = ("lora", "preference", "neftune_alpha", "class_weights")
 # of preferences, options that older checkpoints lack: compared only where they are others
 LATER = {"loss": "sigmoid", "margin": None, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
 
 import jax
@@ -24,11 +24,19 @@ from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.schema import IGNORE
 from easypipe.core.values import Arguments, attribute_of
-from easypipe.kernels.loss.api import Implementation, LossSharding, Rule, fused_linear_cross_entropy
+from easypipe.kernels.loss.api import (
+    Implementation,
+    LossSharding,
+    Rule,
+    fused_linear_cross_entropy,
+    token_entropy,
+)
 from easypipe.kernels.loss.choice import misplaced, platform_name
 from easypipe.train.config import LossConfig
 from easypipe.train.losses.measures import Measures
 from easypipe.train.model.classifier import Classifier
+from easypipe.train.model.decoder import Decoder
+from easypipe.train.model.noise import noise_of
 from easypipe.train.parallel.config import axes_of
 from easypipe.train.parallel.mesh import BATCH_AXES, on_mesh, rules, vocab_axes
 
@@ -89,13 +97,21 @@ class LanguageModel(Protocol):
     def lm_head(self) -> Array: ...
 
 
+def hidden_of(model: LanguageModel, batch: Batch) -> Float[Array, "B S D"]:
+    """The hidden states of a batch; with noise on the embeddings, where the batch brings it."""
+    taken = batch["input_ids"], batch.get("segment_ids"), batch.get("position_ids")
+    noise = noise_of(batch)
+    if noise is None:
+        return model.hidden(*taken)
+    assert isinstance(model, Decoder)  # the trainer refuses others
+    return model.hidden(*taken, noise=noise)
+
+
 def hidden_and_head(model: LanguageModel, batch: Batch) -> tuple[tuple[Array, ...], Arguments]:
     """(hidden states, head, labels) of a batch, and the options of the fused loss that follow from
     the model.
     """
-    hidden_BSD = model.hidden(
-        batch["input_ids"], batch.get("segment_ids"), batch.get("position_ids")
-    )
+    hidden_BSD = hidden_of(model, batch)
     cap, layout = (
         attribute_of(model, "logit_soft_cap"),
         attribute_of(model, "lm_head_layout") or "dv",
@@ -224,7 +240,10 @@ def loss_sums(
     outside = count - out.tokens.counted.sum(dtype=jnp.int32)
     loss = jnp.where(outside > 0, jnp.nan, out.loss)
     log_probs = out.tokens.log_probs if weights is None else out.tokens.log_probs * weights
-    ratios = measures.of(batch, out.tokens.log_probs, out.tokens.correct)
+    entropies = None
+    if "entropy" in measures.names:
+        entropies = token_entropy(*arrays, sharding=loss_sharding(), **of_model)
+    ratios = measures.of(batch, out.tokens.log_probs, out.tokens.correct, entropies)
     return LossOutput(loss, count, -log_probs.sum(), {}, weight_sum, ratios)
 
 
@@ -272,23 +291,42 @@ def logits_loss_sums(
         log_probs_BSV = jax.lax.stop_gradient(jax.nn.log_softmax(logits_BSV))
         log_probs_BS1 = jnp.take_along_axis(log_probs_BSV, labels_BS1, axis=-1)
         correct_BS = log_probs_BS1[..., 0] >= log_probs_BSV.max(axis=-1)
-        out = out._replace(ratios=measures.of(batch, log_probs_BS1[..., 0], correct_BS))
+        entropies_BS = None
+        if "entropy" in measures.names:
+            entropies_BS = jax.scipy.special.entr(jnp.exp(log_probs_BSV)).sum(axis=-1)
+        ratios = measures.of(batch, log_probs_BS1[..., 0], correct_BS, entropies_BS)
+        out = out._replace(ratios=ratios)
     return out._replace(weight_sum=weight_sum)
 
 
 def classification_sums(
-    model: Callable[..., Array], batch: Batch, *, z_loss: float = 0.0, label_smoothing: float = 0.0
+    model: Callable[..., Array],
+    batch: Batch,
+    *,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    class_weights: Sequence[float] | None = None,
 ) -> LossOutput:
     """As logits_loss_sums, of a module that gives logits of classes, [B, N], for `pixel_values`,
     [B, H, W, C]; `labels` are Int[B].
 
-    Rows with label -100 do not count. `more` has accuracy: how many of the others have their
-    label's logit as the largest one.
+    Rows with label -100 do not count. `ratios` have accuracy: the share of the others whose
+    label's logit is the largest one. class_weights: of each class; loss and nll are then weighted
+    means by the labels' weights, and smoothing weighs each class, as torch's
+    CrossEntropyLoss(weight=...) has it. Accuracy counts rows.
     """
+    labels_B = batch["labels"]
     logits_BN = model(batch["pixel_values"]).astype(jnp.float32)
-    hits_B = jnp.argmax(logits_BN, axis=-1) == batch["labels"]
-    out = _sums(logits_BN, batch["labels"], z_loss, label_smoothing)
-    return out._replace(more={"accuracy": hits_B.sum().astype(jnp.float32)})
+    hits_B = jnp.argmax(logits_BN, axis=-1) == labels_B
+    weights_B = each_N = weight_sum = None
+    if class_weights is not None:
+        each_N = jnp.asarray(class_weights, jnp.float32)
+        counted_B = labels_B != IGNORE
+        weights_B = jnp.where(counted_B, jnp.take(each_N, labels_B, mode="clip"), 0.0)
+        weight_sum = weights_B.sum()
+    out = _sums(logits_BN, labels_B, z_loss, label_smoothing, weights_B, each_N)
+    accuracy = hits_B.sum().astype(jnp.float32), out.num_targets.astype(jnp.float32)
+    return out._replace(ratios={"accuracy": accuracy}, weight_sum=weight_sum)
 
 
 def _sums(
@@ -297,20 +335,26 @@ def _sums(
     z_loss: float,
     label_smoothing: float,
     weights_BS: Array | None = None,
+    class_weights_V: Array | None = None,
 ) -> LossOutput:
+    """weights_BS: of the labels. class_weights_V: of what smoothing spreads over the classes; None:
+    the label's own for all.
+    """
     vocab = logits_BSV.shape[-1]
     counted_BS = labels_BS != IGNORE
     outside = (counted_BS & ((labels_BS < 0) | (labels_BS >= vocab))).any()
     lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
     labels_BS1 = jnp.clip(labels_BS, 0, vocab - 1)[..., None]
     nll_BS = lse_BS - jnp.take_along_axis(logits_BSV, labels_BS1, axis=-1)[..., 0]
-    smooth_BS = nll_BS
+    own_BS = 1.0 if weights_BS is None else weights_BS
+    nll_BS = smooth_BS = nll_BS * own_BS
     if label_smoothing:
-        even_BS = lse_BS - logits_BSV.mean(-1)
+        if class_weights_V is None:
+            even_BS = (lse_BS - logits_BSV.mean(-1)) * own_BS
+        else:
+            even_BS = ((lse_BS[..., None] - logits_BSV) * class_weights_V).mean(-1)
         smooth_BS = (1 - label_smoothing) * nll_BS + label_smoothing * even_BS
-    loss_BS = smooth_BS + z_loss * lse_BS**2
-    if weights_BS is not None:
-        loss_BS, nll_BS = loss_BS * weights_BS, nll_BS * weights_BS
+    loss_BS = smooth_BS + z_loss * lse_BS**2 * own_BS
     loss = jnp.where(counted_BS, loss_BS, 0).sum()
     nll = jax.lax.stop_gradient(jnp.where(counted_BS, nll_BS, 0).sum())
     return LossOutput(jnp.where(outside, jnp.nan, loss), counted_BS.sum(dtype=jnp.int32), nll)
@@ -328,7 +372,11 @@ def _own_type(model: object) -> Callable[..., Any]:
 
 
 def default_loss(
-    model: nnx.Module, config: LossConfig, platform: str, measures: Measures = NOTHING
+    model: nnx.Module,
+    config: LossConfig,
+    platform: str,
+    measures: Measures = NOTHING,
+    class_weights: Sequence[float] | None = None,
 ) -> tuple[Callable[..., LossOutput], Callable[..., LossOutput]]:
     """(loss, the same with a second derivative) of a module: fused, where it has `hidden` and
     `lm_head`, else of its logits.
@@ -338,6 +386,12 @@ def default_loss(
     other devices, and for what is not measured of classes.
     """
     options = {key: value for key, value in to_dict(config).items() if value is not None}
+    require(
+        class_weights is None or isinstance(model, Classifier),
+        "train.class_weights",
+        "are of the classes of a classifier, and this model predicts tokens",
+        "Leave them out; a column loss_weights weighs tokens.",
+    )
     if isinstance(model, LanguageModel):
         if (reason := misplaced(config.implementation, {platform_name(platform)})) is not None:
             raise ConfigError(
@@ -363,7 +417,14 @@ def default_loss(
             "is of tokens, and has no effect on classes, whose accuracy is always measured",
             "Leave it out.",
         )
-        sums = functools.partial(classification_sums, **options)
+        count = model.config.num_classes
+        require(
+            class_weights is None or len(class_weights) == count,
+            "train.class_weights",
+            f"{len(class_weights or ())} weights, and there are {count} classes",
+            "Give one for each, in the order of their numbers.",
+        )
+        sums = functools.partial(classification_sums, class_weights=class_weights, **options)
         return sums, sums
     if "segment_ids" not in call_names(model):
         logger.warning(

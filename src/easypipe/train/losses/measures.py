@@ -40,6 +40,7 @@ class Measures(NamedTuple):
         batch: Mapping[str, Array],
         log_probs: Float[Array, "B S"],
         correct: Bool[Array, "B S"],
+        entropies: Float[Array, "B S"] | None,
     ) -> Ratios:
         """Sums over the targets; names end in "/" where they are of each dataset.
 
@@ -47,6 +48,7 @@ class Measures(NamedTuple):
             batch: With labels, and `source_ids` where datasets are told apart.
             log_probs: log p of every label.
             correct: Whether no token is likelier than the label.
+            entropies: Of what the model expects in the place of every label, where it is measured.
         """
         labels = batch["labels"]
         counted = labels != IGNORE
@@ -55,6 +57,8 @@ class Measures(NamedTuple):
         each = {}
         if "token_accuracy" in self.names:
             each["token_accuracy"] = jnp.where(correct, weights, 0.0), weights
+        if entropies is not None:
+            each["entropy"] = jnp.where(counted, entropies, 0.0) * weights, weights
         if self.token_bytes is not None:
             sizes = jnp.asarray(self.token_bytes)[jnp.where(counted, labels, 0)] * weights
             each["bits_per_byte"] = jnp.where(sizes > 0, nll, 0.0) / math.log(2), sizes

@@ -28,6 +28,7 @@ from easypipe.train.losses.loss import (
     LanguageModel,
     LossOutput,
     hidden_and_head,
+    hidden_of,
     loss_sharding,
 )
 from easypipe.train.model.decoder import Decoder
@@ -53,7 +54,7 @@ def scores(model: LanguageModel, batch: Batch) -> Float[Array, "B S"]:
     """What a reward model says of each answer, at its last token; 0 elsewhere; float32."""
     assert isinstance(model, Decoder)
     segments = batch["segment_ids"]
-    hidden = model.hidden(batch["input_ids"], segments, batch.get("position_ids"))
+    hidden = hidden_of(model, batch)
     behind = jnp.pad(segments[:, 1:], ((0, 0), (0, 1)))
     return jnp.where((segments > 0) & (segments != behind), model.scores(hidden), 0.0)
 

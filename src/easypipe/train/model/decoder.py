@@ -24,6 +24,7 @@ from easypipe.core.random import fold
 from easypipe.kernels.loss.stats import Layout
 from easypipe.train.model.attention import KVCache, Scores, attend, attend_cached, head_axes
 from easypipe.train.model.config import ModelConfig, RopeScaling
+from easypipe.train.model.noise import Noise
 from easypipe.train.parallel.config import axes_of
 from easypipe.train.parallel.mesh import (
     BATCH_AXES,
@@ -311,6 +312,8 @@ class Decoder(nnx.Module):
         input_ids: Int[Array, "B S"],
         segment_ids: Int[Array, "B S"] | None = None,
         position_ids: Int[Array, "B S"] | None = None,
+        *,
+        noise: Noise | None = None,
     ) -> Float[Array, "B S D"]:
         """States before the head, in `config.dtype`, normalised.
 
@@ -318,6 +321,7 @@ class Decoder(nnx.Module):
         row is one segment.
         position_ids: place of the token in its segment, for the rotation; None: counted from
         segment_ids.
+        noise: on the embeddings, in training.
         """
         if segment_ids is None:
             segment_ids = jnp.ones_like(input_ids)
@@ -339,7 +343,7 @@ class Decoder(nnx.Module):
             layer = jax.checkpoint(layer)
         elif config.remat == "dots":
             layer = jax.checkpoint(layer, policy=_PRODUCTS)
-        x_BSD = self._embedded(input_ids)
+        x_BSD = self._embedded(input_ids, noise)
         x_BSD, _ = jax.lax.scan(layer, x_BSD, (self.layers, windowed), unroll=self._unroll)
         return self.norm(x_BSD)
 
@@ -371,13 +375,17 @@ class Decoder(nnx.Module):
         (x_BTD, cache), _ = jax.lax.scan(layer, begin, layers, unroll=self._unroll)
         return self.norm(x_BTD), cache
 
-    def _embedded(self, input_ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+    def _embedded(
+        self, input_ids: Int[Array, "B S"], noise: Noise | None = None
+    ) -> Float[Array, "B S D"]:
         # A table sharded over its vocabulary is gathered over `fsdp` first; without this the
         # partitioner replicates it whole.
         table_VD = constrain(self.embedding[...].astype(self.config.dtype), vocab_axes(), None)
         x_BSD = constrain(jnp.take(table_VD, input_ids, axis=0), *TOKEN_AXES, None)
         if self.added is not None:
             x_BSD = self.added.embedded(input_ids, x_BSD)
+        if noise is not None:
+            x_BSD = noise.added(x_BSD)
         if self.config.scale_embeddings:
             # rounded to the dtype first, as Gemma was trained
             x_BSD = x_BSD * jnp.asarray(self.config.hidden_size**0.5, x_BSD.dtype)

@@ -32,6 +32,7 @@ from easypipe.train.metrics.devices import Device, advice, known_device, on_devi
 from easypipe.train.model.attention import choose
 from easypipe.train.model.config import ModelConfig
 from easypipe.train.model.flops import flops_per_step, matmul_params, palm_flops_per_step
+from easypipe.train.model.noise import abstract_columns
 from easypipe.train.model.pretrained.origin import Model
 from easypipe.train.parallel.mesh import TOKEN_AXES, check_row_length, make_mesh
 from easypipe.train.plan.hlo import Collective, Read, read
@@ -226,6 +227,8 @@ def plan_step(
     state = states.abstract_state(trainer.layout, trainer.optimizer)
     columns = _columns(train, columns)
     batch = _abstract_batch(mesh, columns, batch_size, seq_length, accumulation_steps)
+    if trainer.noise is not None:
+        batch |= abstract_columns(batch["input_ids"])
     config, backend = trainer.origin.config, None
     with states.on(mesh, trainer.rules):
         if config is not None:

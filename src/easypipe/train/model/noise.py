@@ -1,0 +1,94 @@
+"""Noise on the embeddings of tokens while a model is trained (NEFTune: Jain et al., 2023).
+
+A micro-batches · B rows · S slots of a row · D width
+"""
+# ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Float, Int, UInt32
+
+from easypipe.core.random import fold
+from easypipe.train.parallel.mesh import TOKEN_AXES, constrain
+
+# columns of a batch that is trained on; a batch of an evaluation has none
+SEEDS, SIZES = "noise_seeds", "noise_sizes"
+
+
+class Noise(NamedTuple):
+    """What is added to the embeddings of a batch."""
+
+    seeds: UInt32[Array, " B"]  # a row's noise follows from its own
+    sizes: Float[Array, "B S"]  # the largest noise of a slot, times the root of D; 0 on padding
+
+    def added(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """`x`, and in each of its numbers noise drawn evenly from within the size of its slot."""
+        width = x.shape[-1]
+
+        def row(seed: Array, sizes: Array) -> Array:
+            shape = (*sizes.shape, width)
+            drawn = jax.random.uniform(jax.random.key(seed), shape, jnp.float32, -1.0, 1.0)
+            return drawn * (sizes[:, None] * width**-0.5)
+
+        noise = constrain(jax.vmap(row)(*self), *TOKEN_AXES, None)
+        return (x + noise).astype(x.dtype)
+
+
+def noise_of(batch: Mapping[str, Array]) -> Noise | None:
+    """The noise of a batch; None where it has none."""
+    return Noise(batch[SEEDS], batch[SIZES]) if SEEDS in batch else None
+
+
+NoiseOfStep = Callable[[int, Mapping[str, Array]], dict[str, Array]]
+
+
+def noise_columns(alpha: float, seed: int) -> NoiseOfStep:
+    """Makes the columns of `noise_of` for the batch of a step, compiled.
+
+    The noise of a row follows from `seed`, the step and the row's number in the batch, whatever
+    micro-batches it is cut into. Its size is `alpha / sqrt(L·D)`, L being the tokens of the
+    document: in a packed row each document has the noise that it would have in a row of its own.
+    """
+    key = jax.random.key(fold(seed, "neftune") % 2**32)
+
+    def columns(step: int, batch: Mapping[str, Array]) -> dict[str, Array]:
+        ids = batch["input_ids"]
+        segments = batch.get("segment_ids", jnp.ones_like(ids))
+        seeds = jax.random.bits(jax.random.fold_in(key, step), (ids[..., 0].size,))
+        if ids.ndim == 3:  # micro-batch a holds the rows r with r % A == a
+            seeds = seeds.reshape(ids.shape[1], ids.shape[0]).T
+        sizes = alpha * jax.lax.rsqrt(jnp.maximum(_lengths(segments), 1).astype(jnp.float32))
+        axes = (*[None] * (ids.ndim - 2), *TOKEN_AXES)
+        return {
+            SEEDS: constrain(seeds, *axes[:-1]),
+            SIZES: constrain(jnp.where(segments > 0, sizes, 0.0), *axes),
+        }
+
+    return jax.jit(columns)
+
+
+def abstract_columns(ids: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
+    """The columns of `noise_columns` for a batch of such tokens, without making them."""
+    assert isinstance(ids.sharding, NamedSharding)
+    *rows, _ = ids.sharding.spec
+    of_rows = NamedSharding(ids.sharding.mesh, PartitionSpec(*rows))
+    return {
+        SEEDS: jax.ShapeDtypeStruct(ids.shape[:-1], jnp.uint32, sharding=of_rows),
+        SIZES: jax.ShapeDtypeStruct(ids.shape, jnp.float32, sharding=ids.sharding),
+    }
+
+
+def _lengths(segments: Int[Array, "*rows S"]) -> Int[Array, "*rows S"]:
+    """How many tokens the document of each slot has."""
+
+    def row(ids: Array) -> Array:
+        return jnp.zeros(len(ids) + 1, jnp.int32).at[ids].add(1)[ids]
+
+    return jnp.vectorize(row, signature="(s)->(s)")(segments)

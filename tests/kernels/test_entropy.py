@@ -1,0 +1,172 @@
+"""Temperature in the loss, and the entropy of what is expected: against the textbook in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from easypipe.core.errors import ConfigError
+from easypipe.kernels.loss import chunked
+from easypipe.kernels.loss.api import fused_linear_cross_entropy, token_entropy, token_log_probs
+from easypipe.kernels.loss.stats import Inputs
+from loss_support import IGNORE, Case, case
+
+WAYS = {
+    "reference": {"implementation": "reference"},
+    "fast": {"implementation": "chunked", "rule": "fast", "chunk_size": 4},
+    "strict": {"implementation": "chunked", "rule": "strict"},
+}
+GRID = [*itertools.product((0.25, 1.0, 3.0), (None, 2.0), (False, True))]  # temperature, cap, bias
+
+
+def log_probs_of(given: Case, arrays: dict[str, jax.Array], cap: float | None, warmth: float):
+    x = arrays["hidden"] @ arrays["head"] + arrays.get("bias", 0.0)
+    z = (x if cap is None else cap * jnp.tanh(x / cap)) / warmth
+    return jax.nn.log_softmax(z), jax.nn.logsumexp(z, axis=-1)
+
+
+def floats(given: Case) -> dict[str, jax.Array]:
+    found = {"hidden": given.hidden, "head": given.head, "bias": given.bias}
+    return {name: jnp.asarray(array) for name, array in found.items() if array is not None}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_logits_are_divided_by_the_temperature(way: str) -> None:
+    """Value and all gradients, beside cap, bias, weights, z-loss and smoothing."""
+    with jax.enable_x64(True):
+        for warmth, cap, bias in GRID:
+            given = case(bias=bias)
+            counted = given.labels != IGNORE
+
+            def textbook(arrays, given=given, cap=cap, warmth=warmth, counted=counted):
+                log_p, lse = log_probs_of(given, arrays, cap, warmth)
+                own = np.maximum(given.labels, 0)[:, None]
+                nll = -jnp.take_along_axis(log_p, own, axis=-1)[:, 0]
+                each = 0.8 * nll - 0.2 * log_p.mean(-1) + 0.1 * lse**2
+                weights = np.where(counted, given.weights, 0.0)
+                return (each * weights).sum() / weights.sum()
+
+            def ours(arrays, given=given, cap=cap, warmth=warmth):
+                return fused_linear_cross_entropy(
+                    arrays["hidden"],
+                    arrays["head"],
+                    given.labels,
+                    bias=arrays.get("bias"),
+                    weights=jnp.asarray(given.weights),
+                    z_loss=0.1,
+                    label_smoothing=0.2,
+                    logit_soft_cap=cap,
+                    temperature=warmth,
+                    **WAYS[way],
+                )
+
+            want = jax.jit(jax.value_and_grad(textbook))(floats(given))
+            got = jax.jit(jax.value_and_grad(ours))(floats(given))
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_log_probs_have_a_temperature_too() -> None:
+    with jax.enable_x64(True):
+        given = case(bias=False)
+        arrays = floats(given)
+        log_p, _ = log_probs_of(given, arrays, 2.0, 0.5)
+        own = np.maximum(given.labels, 0)[:, None]
+        want = np.take_along_axis(np.asarray(log_p), own, axis=-1)[:, 0]
+        options = {"temperature": 0.5, "logit_soft_cap": 2.0}
+        got = token_log_probs(arrays["hidden"], arrays["head"], given.labels, **options)
+        np.testing.assert_allclose(got, np.where(given.labels == IGNORE, 0, want), rtol=1e-11)
+
+
+def test_a_kernel_divides_them_as_xla_does() -> None:
+    """The kernels of TPUs, in the interpreter; the door divides before any of them."""
+    random = np.random.default_rng(0)
+    hidden, head = (
+        jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((128, 64), (64, 256))
+    )
+    labels = jnp.asarray(random.integers(0, 256, 128))
+
+    def loss(hidden, head, **how):
+        return fused_linear_cross_entropy(hidden, head, labels, temperature=0.7, **how)
+
+    both = jax.value_and_grad(loss, argnums=(0, 1))
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        ours = both(hidden, head, implementation="pallas_tpu", rule="strict")
+    exact = both(hidden, head, implementation="reference")
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize("layout", ["dv", "vd"])
+def test_entropy_is_that_of_the_textbook(implementation, layout) -> None:
+    with jax.enable_x64(True):
+        for warmth, cap, bias in GRID:
+            given = case(bias=bias, size=4.0)
+            arrays = floats(given)
+            log_p = np.asarray(log_probs_of(given, arrays, cap, warmth)[0])
+            want = np.where(given.labels == IGNORE, 0.0, -(np.exp(log_p) * log_p).sum(-1))
+            got = jax.jit(
+                lambda arrays, given=given, cap=cap, warmth=warmth: token_entropy(
+                    arrays["hidden"],
+                    arrays["head"] if layout == "dv" else arrays["head"].T,
+                    given.labels,
+                    bias=arrays.get("bias"),
+                    logit_soft_cap=cap,
+                    temperature=warmth,
+                    layout=layout,
+                    implementation=implementation,
+                )
+            )(arrays)
+            np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("block", [(1, 1), (4, 5), (5, 19), (64, 64)])
+def test_tiles_of_any_size_have_the_same_entropy(block) -> None:
+    with jax.enable_x64(True):
+        given = case(size=20.0)  # the largest logit of a row is met late
+        inputs = Inputs(*(jnp.asarray(one) for one in (given.hidden, given.head, given.bias)), jnp.asarray(given.labels))  # fmt: skip
+        log_p = np.asarray(log_probs_of(given, floats(given), None, 1.0)[0])
+        found = chunked.spread(inputs, layout="dv", soft_cap=None, block=block).entropy
+        np.testing.assert_allclose(found, -(np.exp(log_p) * log_p).sum(-1), rtol=1e-9, atol=1e-12)
+
+
+def test_logits_far_from_zero_and_even_ones() -> None:
+    """In float32: all alike have the log of the vocabulary, an offset changes nothing."""
+    hidden, labels = jnp.ones((3, 1)), jnp.zeros(3, jnp.int32)
+    for offset in (0.0, 1e4, -1e4):
+        got = token_entropy(hidden, jnp.full((1, 5000), offset), labels)
+        np.testing.assert_allclose(got, np.log(5000), rtol=1e-6)
+    sharp = jnp.zeros((1, 5000)).at[0, 4999].set(1e4)
+    np.testing.assert_allclose(token_entropy(hidden, sharp, labels), 0, atol=1e-6)
+
+
+def test_no_logits_stand_in_memory_and_no_gradient_passes() -> None:
+    shapes = ((4096, 16), (16, 32768))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    labels = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    compiled = jax.jit(token_entropy).lower(*arrays, labels).compile()
+    found = compiled.memory_analysis()
+    assert found is not None
+    assert found.temp_size_in_bytes < 4096 * 32768 * 4 / 8
+    given = case()
+    grads = jax.grad(lambda h, w: token_entropy(h, w, given.labels).sum(), argnums=(0, 1))(
+        jnp.asarray(given.hidden), jnp.asarray(given.head)
+    )
+    assert not any(np.asarray(one).any() for one in grads)
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    hidden, head, labels = jnp.ones((8, 6)), jnp.ones((6, 19)), jnp.zeros(8, jnp.int32)
+    for warmth in (0.0, -1.0, float("inf"), float("nan"), "hot"):
+        with pytest.raises(ConfigError, match=r"temperature: .* is not a positive number"):
+            fused_linear_cross_entropy(hidden, head, labels, temperature=warmth)  # pyright: ignore[reportArgumentType]
+    for name in ("pallas_tpu", "pallas_gpu"):
+        message = f"implementation: '{name}' is not an option [(]have: reference, chunked"
+        with pytest.raises(ConfigError, match=message):
+            token_entropy(hidden, head, labels, implementation=name)  # pyright: ignore[reportArgumentType]
