@@ -486,7 +486,7 @@ FAULTS = [
           "dataclasses.replace(options, rank=0, world_size=1),", "options,"),
     fault("passes in order count as shuffled ones", "compat/data_pipeline.py", "tests/compat/test_epochs.py -k yaml",
           "counted_by(self._passes, (split, shuffle))", "counted_by(self._passes, (split, True))"),
-    fault("a stop string in the prompt ends the text", "cli/writing.py", "tests/train/test_export.py -k up_to_its_stop",
+    fault("a stop string in the prompt ends the text", "train/model/writing.py", "tests/train/test_export.py -k up_to_its_stop",
           "cuts = (text.find(end, before) for", "cuts = (text.find(end) for"),
     fault("a manifest of another state is up to date where it is as long", "interop/hub.py", "tests/interop/test_hub.py -k is_pushed",
           "repo.read(file.name) == file.content for file in files if file.content is not None", "True for file in files if file.content is not None"),

@@ -12,6 +12,8 @@ from option_effects import Effect
 _ADDED = "train/test_added_tokens.py::"
 _TRAINER = "train/test_trainer.py::"
 _NAMED = "train/test_named_callbacks.py::"
+_SAMPLED = "test_samples_are_written_and_nothing_else_is_another"
+_DRAWN = "test_what_is_drawn_follows_from_the_options"
 _HARNESS = "train/test_harness.py::"
 _WATCH = "train/test_watch.py::"
 _STEP = "train/test_step.py::"
@@ -281,6 +283,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             _NAMED + "test_heartbeats_are_renewed_and_say_how_it_ended",
             "see HeartbeatConfig",
         ),
+        "samples": Effect("files", "train/test_samples.py::" + _SAMPLED, "see SamplesConfig"),
         "lm_eval": Effect(
             "files+error",
             _HARNESS + "test_a_run_is_asked_at_every_checkpoint_and_by_the_command",
@@ -297,6 +300,22 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             ("chat", "asked by the chat template"),
             ("batch_size", "rows that are read at once"),
             ("max_length", "what stands further left is cut"),
+        )
+    },
+    "SamplesConfig": {
+        option: Effect(effect, "train/test_samples.py::" + test, text)
+        for option, effect, test, text in (
+            ("prompts", "files", _SAMPLED, "what texts begin with"),
+            ("every", "files", _SAMPLED, "after which steps"),
+            (
+                "messages",
+                "files+error",
+                "test_conversations_are_answered_by_the_template",
+                "what is answered",
+            ),
+            ("max_new_tokens", "files", _DRAWN, "how long texts are"),
+            ("temperature", "files", _DRAWN, "how even the odds are"),
+            ("seed", "files", _DRAWN, "what is drawn"),
         )
     },
     "EarlyStoppingConfig": {

@@ -32,13 +32,13 @@ from easypipe import (
     train_bpe,
 )
 from easypipe.cli import main
-from easypipe.cli.writing import Loaded, Writer
 from easypipe.core.errors import SourceError, StorageError
 from easypipe.train import save_pretrained
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.finished import load_trained
 from easypipe.train.model.generate import generate
 from easypipe.train.model.pretrained.save import Seen
+from easypipe.train.model.writing import Loaded, Writer
 from easypipe.transforms.chat.render import load_chat_template, turns_of
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer

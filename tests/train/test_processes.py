@@ -27,6 +27,11 @@ MESH = {"data": 2, "tensor": 2}  # sums of two numbers, which are the same in an
 
 
 def start(count: int, folder: Path, *jobs: dict) -> list[subprocess.Popen[str]]:
+    return launched(count, [str(PROGRAM), str(folder), *map(json.dumps, jobs)])
+
+
+def launched(count: int, arguments: list[str]) -> list[subprocess.Popen[str]]:
+    """Processes of Python that find each other, with four devices in all."""
     asked = os.environ.get("XLA_FLAGS", "")
     flags = f"{asked} --xla_force_host_platform_device_count={4 // count}"
     environment = os.environ | {
@@ -39,7 +44,7 @@ def start(count: int, folder: Path, *jobs: dict) -> list[subprocess.Popen[str]]:
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
             "JAX_NUM_PROCESSES": str(count),
         }
-    command = [sys.executable, str(PROGRAM), str(folder), *map(json.dumps, jobs)]
+    command = [sys.executable, *arguments]
     each = [environment | ({"JAX_PROCESS_ID": str(i)} if count > 1 else {}) for i in range(count)]
     return [
         subprocess.Popen(

@@ -29,10 +29,10 @@ from easypipe import (
     PromptConfig,
     PromptEngine,
 )
-from easypipe.cli.writing import conversations_of
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_BREAK
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
+from easypipe.transforms.chat.conversations import conversations_of
 from easypipe.transforms.chat.spans import OPEN
 from easypipe.transforms.prompt.templates import CHATML
 from pipelines import jsonl

@@ -96,7 +96,9 @@ def generate(
         "stop": tuple(stop or ()),
         "seed": seed,
     }
-    from easypipe.cli.writing import Writer, conversations_of, load, show_text, talk
+    from easypipe.cli.writing import load, show_text, talk
+    from easypipe.train.model.writing import Writer
+    from easypipe.transforms.chat.conversations import conversations_of
 
     writer = Writer(load(model, tokenizer, step, dtype), options)
     if chat:

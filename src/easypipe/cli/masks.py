@@ -62,10 +62,10 @@ def masks(
     masked dim and in ⟦ ⟧, and it tells whether that is proven. Ends with 1 where one of --messages
     is not.
     """
-    from easypipe.cli.writing import conversations_of
     from easypipe.core.storage import commit_bytes
     from easypipe.previews.masks import masks as find
     from easypipe.previews.masks import masks_page
+    from easypipe.transforms.chat.conversations import conversations_of
 
     rows = None if messages is None else [row for _, row in conversations_of(messages)]
     found = find(

@@ -111,8 +111,8 @@ def sample(run: RunConfig, result: TrainResult, count: int, prompt: str = "") ->
     """Short texts by the model, each begun with `prompt`; without one with the end-of-text token,
     behind which documents begin. A model of conversations answers the prompt.
     """
-    from easypipe.cli.writing import Loaded, Writer
     from easypipe.train.model.generate import generate
+    from easypipe.train.model.writing import Loaded, Writer
     from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
     name = result.tokenizer

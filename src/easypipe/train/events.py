@@ -16,7 +16,16 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from easypipe.core.values import Json
 
 EventKind = Literal[
-    "start", "dispatch", "step", "eval", "evaluated", "checkpoint", "rollback", "end", "exception"
+    "start",
+    "dispatch",
+    "step",
+    "eval",
+    "evaluated",
+    "look",
+    "checkpoint",
+    "rollback",
+    "end",
+    "exception",
 ]
 
 
@@ -27,13 +36,15 @@ class Control:
     reason: why it shall stop after the step it is at, saved, as if that were its last. ended: the
     same, where that is the end of the run: run again, it stays there, unless train.resume_changes
     has "ended". saving: whether the step that was just evaluated shall be saved.
-    kept: steps whose checkpoints are kept whatever their age.
+    kept: steps whose checkpoints are kept whatever their age. looking: whether the model shall be
+    shown behind the step that is about to be taken.
     """
 
     reason: str | None = None
     ended: str | None = None
     saving: bool = False
     kept: set[int] = field(default_factory=set)
+    looking: bool = False
 
     def stop(self, reason: str, *, for_good: bool = False) -> None:
         """for_good: run again, the run is found at its end; else it goes on from here."""
@@ -47,6 +58,10 @@ class Control:
         """
         self.saving = True
 
+    def look(self) -> None:
+        """Asked from on_dispatch: on_look of that step comes with its model, before it is saved."""
+        self.looking = True
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainEvent:
@@ -57,6 +72,7 @@ class TrainEvent:
     step: a line went to metrics.jsonl, `record`.
     eval: batches of a held-out loader were seen; record has name, batches.
     evaluated: all were; record has what each came to, by name.
+    look: a callback asked for the model of this step, which was read and is sound.
     checkpoint: a save of this step began.
     rollback: the state is again that of the step record["to"]; what came behind it is skipped.
     end: the last step is done and saved.
@@ -69,7 +85,7 @@ class TrainEvent:
     steps: int
     record: Json = field(default_factory=dict)
     control: Control = field(default_factory=Control, compare=False)
-    # of start and checkpoint: the model as it is now, for as long as the event is heard
+    # of start, look and checkpoint: the model as it is now, for as long as the event is heard
     model: Callable[[], Any] | None = field(default=None, compare=False)
 
 
@@ -106,6 +122,7 @@ class Callback:
             "dispatch": self.on_dispatch,
             "step": self.on_step,
             "evaluated": self.on_eval,
+            "look": self.on_look,
             "checkpoint": self.on_save,
             "rollback": self.on_rollback,
             "end": self.on_end,
@@ -118,6 +135,7 @@ class Callback:
     def on_dispatch(self, event: TrainEvent) -> None: ...
     def on_step(self, event: TrainEvent) -> None: ...
     def on_eval(self, event: TrainEvent) -> None: ...
+    def on_look(self, event: TrainEvent) -> None: ...
     def on_save(self, event: TrainEvent) -> None: ...
     def on_rollback(self, event: TrainEvent) -> None: ...
     def on_end(self, event: TrainEvent) -> None: ...

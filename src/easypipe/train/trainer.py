@@ -253,12 +253,16 @@ class _Run:
         calendar = last or _due(step, self.config.checkpoint.every)
         save = calendar or self.guard.owes or leaving or self.control.saving
         evaluate = last or leaving or _due(step, self.config.eval_every)
-        if settled := save or evaluate:  # both need to know that this step was sound
+        look, self.control.looking = self.control.looking, False
+        if settled := save or evaluate or look:  # all need to know that this step was sound
             record, bad = self._read(step, measured)
             if bad:
                 self._roll_back(step)
             if evaluate and not stopped and self.trainer.evals:
                 record["eval"] = self.trainer.evaluate(step, self.state)
+                self.meter.restart()
+            if look and not bad:
+                self.trainer.emit("look", step, state=self.state)
                 self.meter.restart()
             self._write(record)
         # now: an evaluation may have asked

@@ -175,6 +175,40 @@ class LmEvalConfig:
 
 
 @config
+class SamplesConfig:
+    """Texts by the model while it is trained: what it writes behind `prompts`, and how it answers
+    conversations by the chat template of the run.
+
+    They are drawn every `every` steps and after the last one, on one host, and written to
+    samples.jsonl in the output folder, which `easypipe report` shows.
+    """
+
+    prompts: ListOf[str] = ()  # beginnings of texts; an empty one begins as documents do
+    # a file of conversations to answer: JSON, or one in each line, as for `easypipe generate`
+    messages: str | None = None
+    every: int = 500  # steps between samples
+    max_new_tokens: int = 64  # tokens of each, at most
+    # 0 takes the likeliest token every time; 1 draws by the model's own odds
+    temperature: float = 0.8
+    seed: int = 0  # of what is drawn, the same at every step
+
+    def check(self) -> None:
+        require(
+            self.prompts or self.messages is not None,
+            "prompts",
+            "names none, and there is no file of messages",
+            "Give texts to begin with, or messages: FILE.",
+        )
+        check_at_least(self, 1, "every", "max_new_tokens")
+        require(
+            0 <= self.temperature < math.inf,
+            "temperature",
+            f"{self.temperature} is not a number from 0 up",
+            "0.8 is usual; 0 takes the likeliest token.",
+        )
+
+
+@config
 class CallbacksConfig:
     """Callbacks by name; one that is given, if only as `{}`, is on.
 
@@ -191,3 +225,4 @@ class CallbacksConfig:
     profile: ProfileConfig | None = None  # trace a few steps
     heartbeat: HeartbeatConfig | None = None  # a file that shows that the run is alive
     lm_eval: LmEvalConfig | None = None  # scores of tasks, at every checkpoint
+    samples: SamplesConfig | None = None  # texts by the model, every few steps

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from easypipe.core.errors import ConfigError, StorageError, did_you_mean, raising, require
-from easypipe.core.values import Json
+from easypipe.core.values import Arguments, Json
 from easypipe.train.callbacks.config import (
     BestConfig,
     CallbacksConfig,
@@ -23,15 +23,18 @@ from easypipe.train.callbacks.config import (
     LmEvalConfig,
     Mode,
     ProfileConfig,
+    SamplesConfig,
     TensorBoardConfig,
 )
 from easypipe.train.callbacks.trackers import Mlflow, Trackio, Wandb, flat, installed
 from easypipe.train.events import Callback, StatefulListener, TrainEvent
-from easypipe.train.metrics.log import MetricsFile
+from easypipe.train.metrics.log import SAMPLES, MetricsFile
 from easypipe.train.record import BEST, write_kept
+from easypipe.transforms.chat.conversations import conversations_of
 
 if TYPE_CHECKING:
     from easypipe.train.model.pretrained.save import Seen  # loads jax
+    from easypipe.train.model.writing import Writer
 
 # of each line of metrics.jsonl, and the same in all processes of a run
 TRAINING = ("loss", "nll", "ppl", "grad_norm", "param_norm")
@@ -383,6 +386,77 @@ class LmEval(Callback):
         self._lines.close()
 
 
+class Samples(Callback):
+    """Its lines have the step and, of each text, what it begins with and what the model wrote."""
+
+    def __init__(self, config: SamplesConfig, folder: Path, known: Known) -> None:
+        """Raises ConfigError where the data names no tokenizer, or several processes would have to
+        write together; SourceError for a file that holds no conversations.
+        """
+        import jax
+
+        at = f"{_AT}.samples"
+        require(
+            jax.process_count() == 1,
+            at,
+            "writes with a model that lies on one host",
+            "Leave it out, and run `easypipe generate` on the run's folder.",
+        )
+        require(
+            known.tokenizer,
+            at,
+            "the run's data names no tokenizer",
+            "Name the one that made its tokens.",
+        )
+        self._conversations = []
+        if config.messages is not None:
+            path = Path(config.messages).expanduser()
+            require(path.is_file(), f"{at}.messages", f"{path} is no file", "Give one of JSON.")
+            self._conversations = conversations_of(path)
+        self.config, self._path, self._known = config, folder / SAMPLES, known
+        self._prompts: list[str] = []
+        self._writer: Writer | None = None
+
+    def on_init(self, event: TrainEvent) -> None:
+        from easypipe.train.model.decoder import Decoder
+        from easypipe.train.model.writing import Loaded, Writer
+
+        config, known = self.config, self._known
+        assert event.model is not None
+        assert known.seen is not None
+        model = event.model()
+        problem = f"cannot write with a {type(model).__name__}"
+        require(isinstance(model, Decoder), f"{_AT}.samples", problem, "Train a ModelConfig.")
+        options: Arguments = {
+            "max_new_tokens": config.max_new_tokens,
+            "temperature": config.temperature,
+            "seed": config.seed,
+            "stop": (),
+        }
+        self._writer = Writer(Loaded(model, known.tokenizer or "", known.seen()), options)
+        talks = self._conversations
+        self._prompts = [*config.prompts, *(self._writer.opened(talks) if talks else ())]
+        self._writer.decoder = None  # its arrays are consumed by the first step
+        self._lines = MetricsFile(self._path, after_step=event.step)
+
+    def on_dispatch(self, event: TrainEvent) -> None:
+        if event.step % self.config.every == 0 or event.step == event.steps:
+            event.control.look()
+
+    def on_look(self, event: TrainEvent) -> None:
+        assert self._writer is not None
+        assert event.model is not None
+        self._writer.decoder = event.model()
+        texts = self._writer.written(self._prompts, whole=False)
+        self._writer.decoder = None
+        both = zip(self._prompts, texts, strict=True)
+        samples = [{"prompt": prompt, "text": text} for prompt, text in both]
+        self._lines.append({"step": event.step, "samples": samples})
+
+    def on_end(self, event: TrainEvent) -> None:
+        self._lines.close()
+
+
 _AT = "train.callbacks"
 
 
@@ -433,6 +507,8 @@ def make_callbacks(
         )
     if config.lm_eval is not None:
         made["lm_eval"] = LmEval(config.lm_eval, folder, known)
+    if config.samples is not None:
+        made["samples"] = Samples(config.samples, folder, known)
     if process == 0:
         if config.tensorboard is not None:
             made["tensorboard"] = TensorBoard(config.tensorboard, folder)

@@ -26,6 +26,7 @@ Record = dict[str, Any]
 # in train.output_dir, each a MetricsFile
 METRICS = "metrics.jsonl"
 ROLLBACKS = "rollbacks.jsonl"
+SAMPLES = "samples.jsonl"
 
 logger = logging.getLogger("easypipe")
 

@@ -11,7 +11,7 @@ from typing import Any
 from easypipe.core.errors import StateError
 from easypipe.core.pages import Section, shown
 from easypipe.core.values import Json, JsonValue
-from easypipe.train.metrics.log import Record, read_metrics
+from easypipe.train.metrics.log import SAMPLES, Record, read_metrics
 from easypipe.train.record import (
     BEST,
     CHANGES,
@@ -42,6 +42,7 @@ def sections(folder: Path, curves: Curves) -> list[Section]:
             ("step", "held out", "loss", "nll", "perplexity", "targets"),
             _evaluations(curves.evaluations),
         ),
+        _samples("Samples", folder / SAMPLES),
         of("Best checkpoints", BEST, functools.partial(_best, folder)),
         _rollbacks("Roll-backs", folder / ROLLBACKS),
         of("Changes", CHANGES, _changes, "nothing was changed while it ran"),
@@ -129,6 +130,18 @@ def _rollbacks(heading: str, path: Path) -> Section:
         for line in read_metrics(path)
     ]
     return _section(heading, head, lines)
+
+
+def _samples(heading: str, path: Path) -> Section:
+    """What the model wrote, the newest first."""
+    if not path.exists():
+        return Section(heading, none="the run had none written")
+    lines = [
+        (line["step"], one["prompt"], one["text"])
+        for line in reversed(read_metrics(path))
+        for one in line["samples"]
+    ]
+    return _section(heading, ("step", "prompt", "what the model wrote"), lines)
 
 
 def _changes(heading: str, entries: Sequence[Record]) -> Section:

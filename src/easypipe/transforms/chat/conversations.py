@@ -11,9 +11,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 
+from easypipe.core.errors import SourceError, require
 from easypipe.transforms.chat.sandbox import Json, Message, texts_within
 from easypipe.transforms.chat.spans import FLAG, WEIGHT, flag_of
 
@@ -316,3 +318,24 @@ def _decoded(value: bytes | None) -> str | bytes | None:
         return None if value is None else value.decode()
     except UnicodeDecodeError:
         return value
+
+
+def conversations_of(path: Path) -> list[tuple[str, Json]]:
+    """The conversations of a file, each with its place: a JSON list of messages, an object with
+    `messages` (or `prompt`, as rows of TRL have it) and what else rows have beside them (`tools`,
+    `system`, `chat_template_kwargs`), or one of these in each line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SourceError(
+            at=str(path), problem=f"is not UTF-8: {error}", fix="Save it as UTF-8."
+        ) from None
+    found = [(str(path), loaded(text))]
+    if isinstance(found[0][1], BadJson):
+        lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        found = [(f"{path}, line {number}", loaded(line)) for number, line in lines]
+    for at, row in found:
+        require(not isinstance(row, BadJson), at, f"is not JSON: {row}", "Give a list of messages.")
+    rows = [(at, row if isinstance(row, dict) else {"messages": row}) for at, row in found]
+    return [(at, {"messages": row.get("prompt"), **row}) for at, row in rows]

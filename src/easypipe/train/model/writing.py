@@ -1,0 +1,90 @@
+"""What a model writes behind prompts, and how it answers conversations by its chat template."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from easypipe.core.errors import SourceError
+from easypipe.train.model.decoder import Decoder
+from easypipe.train.model.generate import generate
+from easypipe.train.model.pretrained.save import Seen
+from easypipe.transforms.chat.render import ChatTemplate, load_chat_template, turns_of
+from easypipe.transforms.chat.sandbox import Json
+from easypipe.transforms.prompt.config import PromptConfig
+from easypipe.transforms.prompt.formats import ChatFormat
+from easypipe.transforms.refused import Refused
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
+
+
+class Loaded(NamedTuple):
+    """A model, the name of its tokenizer, and what it has seen."""
+
+    decoder: Decoder
+    tokenizer: str
+    seen: Seen
+
+
+class Writer:
+    """A model with what it writes by. options: of easypipe.generate.
+
+    decoder: may be taken away and put in again, while another one is in training.
+    """
+
+    def __init__(self, loaded: Loaded, options: dict[str, Any]) -> None:
+        tokenizer, ends = load_tokenizer(loaded.tokenizer), loaded.seen.stop_token_ids
+        own = tokenizer.eos_token_id
+        self.decoder: Decoder | None = loaded.decoder
+        self._tokenizer, self._options = tokenizer, options
+        self._ends = ends if own is None else (*ends, own)
+        self._given = loaded.seen.chat_template  # None: the tokenizer's own
+        self._begin = [] if own is None else [own]  # in the place of an empty prompt
+
+    def written(self, prompts: Sequence[str], *, whole: bool) -> list[str]:
+        """What the model writes behind each prompt, behind the prompt itself where `whole`."""
+        assert self.decoder is not None
+        ids = [self._tokenizer.reference_encode(prompt) or self._begin for prompt in prompts]
+        lines = generate(
+            self.decoder,
+            ids,
+            eos_token_id=self._ends,
+            tokenizer=self._tokenizer,
+            **self._options,
+        )
+        decode, texts = self._tokenizer.decode, []
+        for prompt, begun, line in zip(prompts, ids, lines, strict=True):
+            before = len(decode(begun)) if prompt else 0
+            text = decode([*begun, *line] if prompt else line)
+            cuts = (text.find(end, before) for end in self._options["stop"])
+            text = text[: min((cut for cut in cuts if cut >= 0), default=None)]
+            texts.append(text if whole else text[before:])
+        return texts
+
+    def opened(self, conversations: Sequence[tuple[str, Json]]) -> list[str]:
+        """Prompts that open an answer to each conversation, by the chat template; with the places
+        of the conversations, for errors.
+        """
+        config = PromptConfig(input_columns=["messages"])
+        reader = ChatFormat(config, self._template, refuse=())
+        asked = [reader.request(row) for _, row in conversations]
+        prompts: list[str] = []
+        for (at, _), text in zip(conversations, self._template.prompts(asked), strict=True):
+            if isinstance(text, Refused):
+                raise SourceError(
+                    at=at,
+                    problem=f"{text.reason}: {text.detail}",
+                    fix='Give a list of messages: [{"role": "user", "content": "..."}], or an '
+                    "object with messages, and system, tools, chat_template_kwargs as rows have.",
+                )
+            prompts.append(text)
+        return prompts
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        """Its turns end what the model writes, too."""
+        template = load_chat_template(
+            self._tokenizer, chat_template=self._given, train_on="assistant", date=None
+        )
+        self._ends = (*self._ends, *turns_of(template, self._tokenizer).stop_token_ids)
+        return template
