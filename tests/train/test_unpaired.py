@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from easypipe import RunConfig
 from easypipe.core.config import from_dict, to_dict
 from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.run import train
+from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.config import PreferenceConfig
 from easypipe.train.losses.unpaired import answer_losses, answers_elsewhere
 from easypipe.train.metrics.log import read_metrics
 from token_support import small_tokenizer_folder
+from train.runs import numbers
+from train.test_processes import finish, launched
 
 
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
@@ -99,6 +104,48 @@ def config(folder: Path, preference: Any, **dataset: Any) -> RunConfig:
     training = {"output_dir": str(folder / "run"), "steps": 12, "optimizer": {"learning_rate": 0.02}}  # fmt: skip
     training |= {"preference": preference} if preference else {}
     return from_dict(RunConfig, {"data": data, "model": model, "train": training})
+
+
+def test_adapters_learn_it_and_two_processes_have_the_curve_of_one(tmp_path: Path) -> None:
+    """By command, with KTO: the adapters alone are kept, and the run goes on."""
+    changes = {"lora": {"rank": 4, "targets": ["*"]}, "mesh": {"data": 2, "tensor": 2}}
+    changes |= {"checkpoint": {"every": 4}, "optimizer": {"learning_rate": 0.1}}
+    made = to_dict(config(tmp_path, {"loss": "kto"}))
+    made["model"] |= {"num_heads": 2, "num_kv_heads": 2}
+    finish(launched(1, ["-m", "easypipe", "prepare", _written(tmp_path, "data", made, {})]))
+    for name, count in (("one", 1), ("two", 2)):
+        file = _written(tmp_path, name, made, changes)
+        finish(launched(count, ["-m", "easypipe", "train", file, "--samples", "0"]))
+    one, two = (numbers(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("one", "two"))
+    for a, b in zip(one, two, strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+    assert one[0]["loss"] == pytest.approx(0.5)
+    assert one[-1]["loss"] < 0.48
+    assert one[-1]["reward_desirable"] > one[-1]["reward_undesirable"]
+    assert any(line["kl"] > 0 for line in one)
+    # what stopped goes on, with the same reference, which is the model without its adapters
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "12")
+    finish(launched(1, ["-m", "easypipe", "train", str(tmp_path / "two.yaml"), "--samples", "0"]))
+    again = numbers(read_metrics(tmp_path / "two" / "metrics.jsonl"))
+    for a, b in zip(again, one, strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+    kept = {name.rpartition(".")[2] for name in _kept(tmp_path / "two")}
+    assert kept == {"lora_a", "lora_b"}
+
+
+def _written(folder: Path, name: str, made: Any, changes: Any) -> str:
+    """The file of a run."""
+    own = {**made["train"], **changes, "output_dir": str(folder / name)}
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump({**made, "train": own}))
+    return str(file)
+
+
+def _kept(run: Path) -> list[str]:
+    """Names of the parameters of the last checkpoint."""
+    with Checkpoints(run / "checkpoints", keep=None) as checkpoints:
+        found = checkpoints.describe(12)
+    return [name for name in found if name.startswith("params/")]
 
 
 @pytest.mark.parametrize(
