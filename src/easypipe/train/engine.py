@@ -51,8 +51,8 @@ from easypipe.train.losses.unpaired import answers_elsewhere, unpaired_loss
 from easypipe.train.metrics.devices import peak_flops
 from easypipe.train.metrics.log import Record, perplexity
 from easypipe.train.metrics.meter import Meter
-from easypipe.train.model.flops import adapter_flops, flops_from_sums, palm_flops_per_step, windows
 from easypipe.train.model.decoder import Decoder
+from easypipe.train.model.flops import adapter_flops, flops_from_sums, palm_flops_per_step, windows
 from easypipe.train.model.lora import fingerprint
 from easypipe.train.model.noise import NoiseOfStep, noise_columns
 from easypipe.train.model.pretrained.origin import Model, origin_of
