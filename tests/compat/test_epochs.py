@@ -30,6 +30,7 @@ from easypipe import (
     create_causal_lm_collate,
     create_dataloaders,
     create_masked_lm_collate,
+    load_tokenizer,
 )
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.loader.config import LoadStageConfig
@@ -248,6 +249,33 @@ def test_what_is_validated_on_is_masked_alike_every_time() -> None:
     held_out = data.val_dataloader()
     assert held_out is not None
     assert bits(held_out) == bits(held_out)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (TOKENS, {"num_epochs": 3}),
+        (TOKENS, {"num_epochs": None}),
+        (TOKENS, {"drop_last": True}),
+        (PROSE, {"num_epochs": 3, "tokenizer": None}),
+        (PROSE, {"group_by_length": 2, "tokenizer": None}),
+    ],
+)
+def test_however_training_reads_validation_reads_every_row_once_and_in_order(
+    rows: Any, options: dict[str, Any]
+) -> None:
+    options = options | ({"tokenizer": tokenizer()} if "tokenizer" in options else {})
+    data = UniversalDataModule(rows, batch_size=4, val_split=0.5, seed=1, **options)
+    held_out = data.val_dataloader()
+    assert held_out is not None
+    found = [
+        ids[attended == 1].tolist()
+        for batch in itertools.islice(held_out, 99)  # it may never end
+        for ids, attended in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    known = load_tokenizer(tokenizer())
+    wanted = [rows[i] for i in data.splits.val]
+    assert found == [row.get("input_ids") or known.reference_encode(row["text"]) for row in wanted]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -67,6 +67,14 @@ def test_batches_are_the_loaders_and_iterators_go_their_own_ways():
     next(first)
     assert_same_batches(wanted, second)
     assert_same_batches(wanted[1:], first)
+    first, second, third = (iter(dataset) for _ in range(3))
+    next(first)
+    next(second)
+    third.set_state(first.get_state())  # of the first, whoever has read meanwhile
+    next(first)
+    assert_same_batches(wanted[1:], third)
+    third.set_state(first.get_state())
+    assert_same_batches(wanted[2:], third)
 
 
 def test_index_of_an_iterator():
