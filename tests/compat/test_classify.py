@@ -297,6 +297,18 @@ def test_rows_of_files_are_copied_once_and_mapped(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache" / "images").iterdir())) == 2
 
 
+@pytest.mark.parametrize("count", range(1, 10))
+def test_rows_are_copied_to_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(classify, "ROWS_AT_A_TIME", 4)
+    path = table(tmp_path / "images.parquet", count)
+    rows = Images(
+        ImagesConfig(data_files=str(path), cache_dir=tmp_path / "cache"), "data_files"
+    ).rows(None)
+    assert [rows[i]["image"][0, 0] for i in range(len(rows))] == [*range(count)]
+
+
 def test_each_column_of_a_file_has_a_copy_of_its_own(tmp_path: Path) -> None:
     path = table(tmp_path / "images.parquet", 9)
     plain = pq.read_table(path)

@@ -52,6 +52,7 @@ from easypipe.save import sizes
 from easypipe.save.card import CARD, HUB_CARD, YAML, public_name, size_category
 from easypipe.save.config import CODECS, Compression, parse_bytes
 from easypipe.save.saved import MANIFEST, SavedSource
+from easypipe.save.shard_writer import open_writer
 from easypipe.save.sizes import default_shard_bytes, edges_by_bytes, edges_by_size
 from easypipe.save.verify import verify
 from easypipe.save.write_folder import SavedFolder
@@ -1067,3 +1068,18 @@ def test_rows_are_read_in_pieces_of_their_shards(
     assert len(found) == sum(
         -(-sum(shard == i for shard, _ in every[start:stop]) // step) for i in range(len(rows))
     )
+
+
+@pytest.mark.parametrize(("kind", "codec"), EVERY)
+def test_the_same_rows_are_the_same_bytes_whenever_they_are_written(
+    monkeypatch: pytest.MonkeyPatch, kind: str, codec: str
+) -> None:
+    batch = pa.record_batch({"text": ["one", "two"], "n": [1, 2]})
+    written = []
+    for now in (1.0, 2e9):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        sink = pa.BufferOutputStream()
+        with open_writer(sink, kind, codec, batch.schema) as write:
+            write(batch)
+        written.append(sink.getvalue().to_pybytes())
+    assert written[0] == written[1]
