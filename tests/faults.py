@@ -617,6 +617,9 @@ FAULTS = [
           "for start in range(0, rows, ROWS_AT_A_TIME):", "for start in range(0, max(rows - 1, 1), ROWS_AT_A_TIME):"),
     fault("packed JSON has the day in it", "save/shard_writer.py", "tests/stages/test_save.py -k same_bytes_whenever",
           "compresslevel=6, mtime=0", "compresslevel=6"),
+    fault("the time of going back counts into tokens per second", "train/trainer.py", "tests/train/test_watch.py -k going_back_is",
+          '        self.trainer.emit("rollback", step, {"to": good})\n        self.meter.restart()\n',
+          '        self.trainer.emit("rollback", step, {"to": good})\n'),
 ]
 # fmt: on
 

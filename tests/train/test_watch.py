@@ -150,6 +150,28 @@ def rough(tmp_path_factory):
     return folder, events
 
 
+def test_the_time_of_going_back_is_none_of_training(tmp_path, monkeypatch):
+    """Of a clock on which going back takes a quarter of an hour, and a look at it a millisecond."""
+    clock, went_back = [0.0], []
+
+    def now():
+        clock[0] += 1e-3
+        return clock[0]
+
+    def listener(event):
+        if event.kind == "rollback":
+            clock[0] += 1000.0
+            went_back.append(event.step)
+
+    monkeypatch.setattr("easypipe.train.metrics.meter.time", SimpleNamespace(perf_counter=now))
+    shaken = Shaken(odd_steps=(14, 15))
+    trainer(tmp_path, shaken, steps=18, spikes=SPIKES, listener=listener).run()
+    assert went_back == [15]
+    rates = [one["tokens_per_second"] for one in read_metrics(tmp_path / "metrics.jsonl")]
+    assert min(rate for rate in rates if rate is not None) > 100
+    assert any(rates[16:])
+
+
 def test_a_spike_rolls_back_and_skips_the_window(rough):
     folder, events = rough
     assert [(e.step, e.record["to"]) for e in events if e.kind == "rollback"] == [
