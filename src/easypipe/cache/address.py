@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from easypipe.core.jit import jit, later
-from easypipe.core.values import Bools, Int32, Int64, UInt64
 
 
 def _pointer(kind: str) -> Any:
@@ -51,12 +50,7 @@ def _part_of(doc, first_doc, part):  # type: ignore[no-untyped-def]
 
 
 @jit
-def list_lengths(
-    docs: Int64,
-    first_doc: Int64,
-    offsets_address: UInt64,
-    out: Int32,
-) -> None:
+def list_lengths(docs, first_doc, offsets_address, out):  # type: ignore[no-untyped-def]
     """out[i] = offsets[d + 1] - offsets[d] of the part that holds docs[i]."""
     part = 0
     for i in range(docs.size):
@@ -68,7 +62,7 @@ def list_lengths(
 
 
 @jit
-def count_zeros(first_doc: Int64, bytes_address: UInt64) -> int:
+def count_zeros(first_doc, bytes_address):  # type: ignore[no-untyped-def]
     """How many documents have a byte of 0."""
     zeros = 0
     for part in range(bytes_address.shape[0]):
@@ -79,12 +73,7 @@ def count_zeros(first_doc: Int64, bytes_address: UInt64) -> int:
 
 
 @jit
-def byte_values(
-    docs: Int64,
-    first_doc: Int64,
-    bytes_address: UInt64,
-    out: Bools,
-) -> None:
+def byte_values(docs, first_doc, bytes_address, out):  # type: ignore[no-untyped-def]
     """out[i] = the byte of docs[i] is not 0."""
     part = 0
     for i in range(docs.size):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
-import xxhash
 
 from easypipe.cache.blocks import TokenStamp, block_sums
 from easypipe.cache.manifest import Manifest, manifest_json, read_manifest
@@ -61,13 +60,12 @@ class CacheFolder:
         """
         if not manifest.quarantine:
             return True
-        hasher = xxhash.xxh3_128()
+        path = self.at("manifests", manifest.quarantine)
         try:
-            for chunk in storage.chunks(self.at("manifests", manifest.quarantine), self.options):
-                hasher.update(chunk)
+            found = storage.checksum(path, self.options)
         except FileNotFoundError:
             return False
-        return manifest.quarantine_checksum in ("", hasher.hexdigest())
+        return manifest.quarantine_checksum in ("", found.checksum)
 
     def content(self, file: str) -> pa.Buffer:
         """The bytes of a token file. Raises FileNotFoundError, OSError."""

@@ -169,19 +169,16 @@ def wrong_bytes(
     path: str, num_bytes: int, checksum: str, storage_options: StorageOptions
 ) -> str | None:
     """What is wrong with the bytes of a file, if anything."""
-    hasher, size = xxhash.xxh3_128(), 0
     try:
-        for chunk in storage.chunks(path, storage_options):
-            hasher.update(chunk)
-            size += len(chunk)
+        found = storage.checksum(path, storage_options)
     except FileNotFoundError:
         return "missing"
     except OSError as error:
         return f"cannot be read: {error}"
-    if size != num_bytes:
-        return f"{size} bytes, committed with {num_bytes}"
-    if hasher.hexdigest() != checksum:
-        return f"damaged: checksum {hasher.hexdigest()}, committed as {checksum}"
+    if found.num_bytes != num_bytes:
+        return f"{found.num_bytes} bytes, committed with {num_bytes}"
+    if found.checksum != checksum:
+        return f"damaged: checksum {found.checksum}, committed as {checksum}"
     return None
 
 

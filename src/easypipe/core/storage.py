@@ -132,9 +132,9 @@ def exists(path: str | Path, storage_options: StorageOptions = None) -> bool:
             return Path(_local(path)).exists()
     try:
         if is_http(str(path)):
-            _remote(path, storage_options, http_facts, kind="facts")
+            ask(path, storage_options, http_facts, kind="facts")
         else:
-            _remote(path, storage_options, _fresh_info)
+            ask(path, storage_options, _fresh_info)
     except MissingFileError:
         return False
     return True
@@ -145,7 +145,7 @@ def read_bytes(path: str | Path, storage_options: StorageOptions = None) -> byte
         if not is_remote(path):
             return Path(_local(path)).read_bytes()
         return bytes(
-            _remote(
+            ask(
                 path,
                 storage_options,
                 lambda fs, name, timeout_s: remote_call(fs, "cat_file", timeout_s, name),
@@ -188,7 +188,7 @@ def read_range(
             raise ShortReadError(f"{len(data)} of {stop - start} bytes came")
         return data
 
-    return _remote(path, storage_options, call, stop - start, "range")
+    return ask(path, storage_options, call, stop - start, "range")
 
 
 def chunks(path: str | Path, storage_options: StorageOptions = None) -> Iterator[bytes]:
@@ -214,8 +214,8 @@ def size_of(path: str | Path, storage_options: StorageOptions = None) -> int | N
         return local.stat().st_size if local.is_file() else None
     try:
         if is_http(str(path)):
-            return _remote(path, storage_options, http_facts, kind="facts").num_bytes
-        found = _remote(path, storage_options, _fresh_info, kind="facts")
+            return ask(path, storage_options, http_facts, kind="facts").num_bytes
+        found = ask(path, storage_options, _fresh_info, kind="facts")
     except MissingFileError:
         return None
     return None if found.get("type") == "directory" else int(found.get("size") or 0)
@@ -232,7 +232,7 @@ def names_in(folder: str | Path, storage_options: StorageOptions = None) -> list
 
     if is_remote(folder):
         try:
-            found = _remote(folder, storage_options, call)
+            found = ask(folder, storage_options, call)
         except MissingFileError:
             return []
     else:
@@ -257,7 +257,7 @@ def remove(path: str | Path, storage_options: StorageOptions = None) -> None:
             shutil.rmtree(local) if local.is_dir() else local.unlink(missing_ok=True)
         return
     with contextlib.suppress(MissingFileError):
-        _remote(path, storage_options, call)
+        ask(path, storage_options, call)
 
 
 def _fresh_info(fs: AbstractFileSystem, name: str, timeout_s: float) -> Any:
@@ -265,7 +265,7 @@ def _fresh_info(fs: AbstractFileSystem, name: str, timeout_s: float) -> Any:
     return remote_call(fs, "info", timeout_s, name)
 
 
-def _remote(
+def ask(
     path: str | Path,
     storage_options: StorageOptions,
     call: Callable[[AbstractFileSystem, str, float], T],
@@ -434,7 +434,7 @@ def _upload(
         return True
 
     try:
-        done = _remote(path, storage_options, attempt, num_bytes)
+        done = ask(path, storage_options, attempt, num_bytes)
     except (StorageError, MissingFileError) as error:  # a bucket may be missing
         fix = error.fix or "Check the address, storage_options and permissions."
         raise StorageError(
@@ -444,9 +444,14 @@ def _upload(
         raise FileExistsError(public_url(str(path)))
 
 
-def checksum(path: str | Path) -> Stamp:
-    """Size and XXH3-128 of a local file."""
+def checksum(path: str | Path, storage_options: StorageOptions = None) -> Stamp:
+    """Size and XXH3-128 of a file. Raises FileNotFoundError."""
     hasher, total = xxhash.xxh3_128(), 0
+    if is_remote(path):
+        for chunk in chunks(path, storage_options):
+            hasher.update(chunk)
+            total += len(chunk)
+        return Stamp(num_bytes=total, checksum=hasher.hexdigest())
     held = memoryview(bytearray(HASHED_BYTES))
     with open(_local(path), "rb", buffering=0) as file:
         while count := file.readinto(held):

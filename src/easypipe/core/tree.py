@@ -7,9 +7,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from fsspec import AbstractFileSystem
+
 from easypipe.core import storage
 from easypipe.core.errors import MissingFileError
-from easypipe.core.remote import StorageOptions, remote_call, retrying
+from easypipe.core.remote import StorageOptions, remote_call
 from easypipe.core.values import Json, JsonObject
 
 
@@ -39,8 +41,7 @@ def files_below(folder: str | Path, storage_options: StorageOptions = None) -> d
         )
         return {name: Found(stats[name].st_size, stats[name].st_mtime) for name in sorted(stats)}
 
-    def attempt(timeout_s: float) -> dict[str, Found]:
-        fs, name = storage.filesystem(folder, storage_options)
+    def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> dict[str, Found]:
         fs.invalidate_cache()  # stores remember listings; another process may have written since
         found: JsonObject = remote_call(fs, "find", timeout_s, name, detail=True)
         root = name.strip("/") + "/"
@@ -50,7 +51,7 @@ def files_below(folder: str | Path, storage_options: StorageOptions = None) -> d
         }
 
     try:
-        return dict(sorted(retrying(str(folder), attempt, options=storage_options).items()))
+        return dict(sorted(storage.ask(folder, storage_options, call).items()))
     except MissingFileError:
         return {}
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from easypipe.core.errors import StallError
 
@@ -39,7 +39,7 @@ log = logging.getLogger("easypipe")
 Make = Callable[[int, Callable[[str], None]], T | None]
 
 
-class Prefetcher(Generic[T]):
+class Prefetcher(Iterator[T]):
     """Iterates over `make(start), make(start + 1), ...` until it gives None, `workers` threads
     working at most `ahead` items ahead.
 
@@ -75,9 +75,6 @@ class Prefetcher(Generic[T]):
         self._finalizer = weakref.finalize(self, _stop, self._workers, threads, name)
         for thread in threads:
             thread.start()
-
-    def __iter__(self) -> Iterator[T]:
-        return self
 
     def __next__(self) -> T:
         if self._failure is not None:
@@ -189,7 +186,7 @@ def _stop(
             )
 
 
-class InOrder(Generic[T]):
+class InOrder(Iterator[T]):
     """The same items without threads: each is made when it is asked for. After an error the same
     item is tried again.
     """
@@ -197,9 +194,6 @@ class InOrder(Generic[T]):
     def __init__(self, make: Make[T], start: int) -> None:
         self._make: Make[T] | None = make
         self._index = start
-
-    def __iter__(self) -> Iterator[T]:
-        return self
 
     def __next__(self) -> T:
         item = None if self._make is None else self._make(self._index, _no_stage)

@@ -34,9 +34,10 @@ from easypipe.core.schema import ROW_NUMBER, with_row_numbers
 from easypipe.core.text import not_utf8
 from easypipe.core.threads import Threads
 from easypipe.core.values import Int64
-from easypipe.sources.files import DataFiles, FileRef, resolve
+from easypipe.sources.files import DataFiles, resolve
 from easypipe.sources.formats.streams import PlainBytes
 from easypipe.sources.partitions import constant, partition_schema
+from easypipe.sources.refs import FileRef
 from easypipe.sources.schemas import column, has_strings, reconcile
 
 OnError = Literal["error", "skip", "quarantine"]

@@ -19,22 +19,22 @@ from functools import lru_cache, partial
 from typing import Any
 
 import pyarrow as pa
+from fsspec import AbstractFileSystem
 
-from easypipe.core import remote
+from easypipe.core import remote, storage
 from easypipe.core.errors import MissingFileError, SourceError, did_you_mean, require
 from easypipe.core.remote import StorageOptions
-from easypipe.core.storage import filesystem, is_remote
 from easypipe.core.threads import Threads
 from easypipe.sources.listing import resolve_remote
-from easypipe.sources.refs import COMPRESSIONS as COMPRESSIONS
-from easypipe.sources.refs import EXTENSIONS as EXTENSIONS
-from easypipe.sources.refs import FileRef as FileRef
-from easypipe.sources.refs import changed as changed
-from easypipe.sources.refs import compression_of as compression_of
-from easypipe.sources.refs import data_files_in, partitioned
-from easypipe.sources.refs import format_of as format_of
-from easypipe.sources.refs import natural as natural
-from easypipe.sources.refs import reading as reading
+from easypipe.sources.refs import (
+    EXTENSIONS,
+    FileRef,
+    changed,
+    data_files_in,
+    natural,
+    partitioned,
+    reading,
+)
 
 log = logging.getLogger("easypipe")
 
@@ -123,7 +123,7 @@ def _listed(
         "Give a path, a glob, a folder or a URL.",
     )
     text = os.fspath(pattern)
-    if is_remote(text):
+    if storage.is_remote(text):
         return text, resolve_remote(text, storage_options, kinds)
     return text, _resolve_local(text, kinds)
 
@@ -155,8 +155,7 @@ def _whole(file: FileRef) -> bytes:
 def _requested(file: FileRef, start: int, stop: int) -> bytes:
     url, options = file.address, file.storage_options
 
-    def attempt(timeout_s: float) -> bytes:
-        fs, name = filesystem(url, dict(options or {}))
+    def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> bytes:
         if remote.is_http(url):
             return remote.http_range(fs, url, start, stop, file.identity, timeout_s)
         data = bytes(remote.remote_call(fs, "cat_file", timeout_s, name, start=start, end=stop))
@@ -164,11 +163,7 @@ def _requested(file: FileRef, start: int, stop: int) -> bytes:
             raise remote.ShortReadError(f"{len(data)} of {stop - start} bytes came")
         return data
 
-    size = stop - start
-    return reading(
-        file,
-        lambda: remote.retrying(url, attempt, options=options, num_bytes=size, kind="range"),
-    )
+    return reading(file, lambda: storage.ask(url, options, call, stop - start, "range"))
 
 
 def open_binary(file: FileRef, ahead_bytes: int = 1 << 22) -> Any:

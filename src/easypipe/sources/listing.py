@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import glob
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from easypipe.core import remote
+from easypipe.core import remote, storage
 from easypipe.core.config import digest
 from easypipe.core.errors import MissingFileError, SourceError, StorageError, require
 from easypipe.core.remote import StorageOptions
-from easypipe.core.storage import filesystem
 from easypipe.core.values import Json
 from easypipe.sources.refs import (
     FileRef,
@@ -44,17 +42,11 @@ def resolve_remote(
     if remote.is_http(text):
         return [_resolve_http(text, here)]
 
-    def retried(use: Callable[[Any, str, float], Any]) -> Any:
-        def attempt(timeout_s: float) -> Any:
-            return use(*filesystem(text, dict(storage_options or {})), timeout_s)
-
-        return remote.retrying(text, attempt, options=storage_options)
-
     def call(method: str, **kwargs: Any) -> Any:
-        return retried(lambda fs, path, s: remote.remote_call(fs, method, s, path, **kwargs))
+        use = lambda fs, path, s: remote.remote_call(fs, method, s, path, **kwargs)  # noqa: E731
+        return storage.ask(text, storage_options, use)
 
-    fs, path = retried(lambda fs, path, _: (fs, path))
-    # listings that this process made before would hide what has changed since
+    fs, path = storage.ask(text, storage_options, lambda fs, path, _: (fs, path))
     fs.invalidate_cache()
 
     def ref(found: str, info: Json) -> FileRef:
@@ -98,12 +90,9 @@ def _resolve_http(text: str, here: FileRef) -> FileRef:
         "Give the URL of every file.",
     )
 
-    def attempt(timeout_s: float) -> remote.HttpFacts:
-        fs, _ = filesystem(text, dict(options or {}))
-        return remote.http_facts(fs, text, timeout_s)
-
     try:
-        facts = remote.retrying(text, attempt, options=options, kind="facts")
+        use = lambda fs, _, s: remote.http_facts(fs, text, s)  # noqa: E731
+        facts = storage.ask(text, options, use, kind="facts")
     except StorageError as error:
         raise SourceError(at=name, problem=error.problem, fix=error.fix) from None
     file = _sized(here, facts.num_bytes, facts.identity)

@@ -9,7 +9,7 @@ from easypipe.core.errors import ConfigError, SourceError, require, require_know
 from easypipe.core.values import Arguments
 from easypipe.sources.base import FileOptions, FileSource
 from easypipe.sources.external.token_files import TokenFilesConfig, TokenShardedSource
-from easypipe.sources.files import COMPRESSIONS, DataFiles, format_of, resolve
+from easypipe.sources.files import DataFiles, resolve
 from easypipe.sources.formats.arrayrecord import ArrayRecordShardedSource
 from easypipe.sources.formats.arrow import ArrowShardedSource
 from easypipe.sources.formats.csv import CsvShardedSource
@@ -18,7 +18,7 @@ from easypipe.sources.formats.mds import MdsShardedSource
 from easypipe.sources.formats.parquet import ParquetShardedSource
 from easypipe.sources.formats.txt import TextShardedSource, TextUnit
 from easypipe.sources.formats.webdataset import WebDatasetShardedSource
-from easypipe.sources.refs import ALL_EXTENSIONS, TOKEN_EXTENSIONS
+from easypipe.sources.refs import ALL_EXTENSIONS, COMPRESSIONS, TOKEN_EXTENSIONS, format_of
 
 # compressions and archives that people have
 UNREAD = (".xz", ".lzma", ".zip", ".tgz", ".7z", ".lz4", ".br", ".rar")

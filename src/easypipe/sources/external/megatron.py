@@ -25,7 +25,8 @@ from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import INPUT_IDS, offsets_of
 from easypipe.core.values import Array, DType, Int32, Int64
-from easypipe.sources.files import FileRef, open_local, read_range
+from easypipe.sources.files import open_local, read_range
+from easypipe.sources.refs import FileRef
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER_BYTES = 34

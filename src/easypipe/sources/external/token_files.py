@@ -22,9 +22,10 @@ from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import DType, Int64
 from easypipe.sources.base import FileOptions, FileSource, Rows, Survey
 from easypipe.sources.external.megatron import MegatronIndex, open_index
-from easypipe.sources.files import DataFiles, FileRef, read_range, resolve
+from easypipe.sources.files import DataFiles, read_range, resolve
 from easypipe.sources.formats.records import Found, Layout, Records, RecordSource
 from easypipe.sources.formats.scanners import split_tokens
+from easypipe.sources.refs import FileRef
 
 NPY_MAGIC = b"\x93NUMPY"
 HEADER_BYTES = 1 << 16

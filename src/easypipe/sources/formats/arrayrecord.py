@@ -17,7 +17,8 @@ from easypipe.core.errors import SourceError, place, raising
 from easypipe.core.schema import INPUT_IDS, offsets_of
 from easypipe.sources.base import FileOptions, FileSource, Rows, Survey
 from easypipe.sources.external.token_files import TokenFilesConfig, token_lists
-from easypipe.sources.files import DataFiles, FileRef, open_local
+from easypipe.sources.files import DataFiles, open_local
+from easypipe.sources.refs import FileRef
 from easypipe.sources.schemas import text_array
 
 TEXT = "text"

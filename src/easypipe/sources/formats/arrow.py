@@ -12,7 +12,8 @@ from easypipe.core.errors import SourceError
 from easypipe.core.schema import offsets_of
 from easypipe.core.values import Int64
 from easypipe.sources.base import FileSource, Rows, Survey
-from easypipe.sources.files import FileRef, library_errors, open_binary, open_local, read_range
+from easypipe.sources.files import library_errors, open_binary, open_local, read_range
+from easypipe.sources.refs import FileRef
 from easypipe.sources.schemas import plain_schema
 
 log = logging.getLogger("easypipe")

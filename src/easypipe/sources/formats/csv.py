@@ -17,7 +17,6 @@ import pyarrow.csv as pc
 from easypipe.core.errors import SourceError, raising
 from easypipe.core.protocols import Reject, left_out
 from easypipe.sources.base import Rows
-from easypipe.sources.files import COMPRESSIONS, FileRef
 from easypipe.sources.formats.records import (
     BOM,
     Layout,
@@ -29,6 +28,7 @@ from easypipe.sources.formats.records import (
 )
 from easypipe.sources.formats.scanners import split_csv
 from easypipe.sources.formats.streams import PlainBytes
+from easypipe.sources.refs import COMPRESSIONS, FileRef
 
 HEADER_BYTES = 1 << 20  # a header is looked for in so many first bytes
 

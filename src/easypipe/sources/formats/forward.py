@@ -21,12 +21,13 @@ from easypipe.core.errors import SourceError
 from easypipe.core.protocols import Reject, Scan, Shard, SourceInfo
 from easypipe.core.remote import StorageOptions
 from easypipe.sources.base import READER_VERSION, FileSource, OnError, Rows, Survey
-from easypipe.sources.files import DataFiles, FileRef, compression_of, format_of, resolve
+from easypipe.sources.files import DataFiles, resolve
 from easypipe.sources.formats import jsonlines, txt
 from easypipe.sources.formats.jsontypes import Observer, schema_of
 from easypipe.sources.formats.records import BOM, MAX_RECORD_BYTES, Records, frozen, read_head
 from easypipe.sources.formats.scanners import split_lines
 from easypipe.sources.formats.streams import PlainBytes
+from easypipe.sources.refs import FileRef, compression_of, format_of
 
 HEAD_BYTES = 1 << 20  # of the first file, from which the columns of JSON lines follow
 BLOCK_BYTES = 1 << 20  # read at a time to find the end of the first lines

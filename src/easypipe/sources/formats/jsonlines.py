@@ -23,7 +23,6 @@ from easypipe.core.protocols import Reject, left_out
 from easypipe.core.schema import is_json, offsets_of
 from easypipe.core.values import Record
 from easypipe.sources.base import Rows
-from easypipe.sources.files import FileRef
 from easypipe.sources.formats.jsontypes import Observer, schema_of
 from easypipe.sources.formats.records import BOM, Layout, Records, RecordSource, read_head
 from easypipe.sources.formats.scanners import (
@@ -34,6 +33,7 @@ from easypipe.sources.formats.scanners import (
     split_elements,
     split_lines,
 )
+from easypipe.sources.refs import FileRef
 from easypipe.sources.schemas import json_array, json_text
 
 FEW = 64  # lines of a refused block that are looked at one by one

@@ -18,12 +18,7 @@ import pyarrow as pa
 from easypipe.core.errors import MissingFileError, SourceError, place, raising
 from easypipe.core.values import Array, DType, Int64
 from easypipe.sources.base import FileOptions, FileSource, Rows, Survey
-from easypipe.sources.files import (
-    DataFiles,
-    FileRef,
-    compression_of,
-    format_of,
-)
+from easypipe.sources.files import DataFiles
 from easypipe.sources.formats.mds_index import COPY, INDEX, MdsIndexes
 from easypipe.sources.formats.members import (
     BYTES,
@@ -37,6 +32,7 @@ from easypipe.sources.formats.members import (
     spans,
     unread,
 )
+from easypipe.sources.refs import FileRef, compression_of, format_of
 
 SCALARS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 SCALARS += ("float16", "float32", "float64")

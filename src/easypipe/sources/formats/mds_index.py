@@ -11,7 +11,8 @@ import xxhash
 
 from easypipe.core.errors import MissingFileError, SourceError, raising
 from easypipe.core.values import Json
-from easypipe.sources.files import FileRef, read_range, resolve
+from easypipe.sources.files import read_range, resolve
+from easypipe.sources.refs import FileRef
 
 INDEX = "index.json"
 COPY = "Copy or write the folder again."

@@ -14,8 +14,8 @@ from easypipe.core.protocols import Reject
 from easypipe.core.schema import is_json
 from easypipe.core.values import Array, Int64
 from easypipe.sources.base import Rows
-from easypipe.sources.files import FileRef, changed
 from easypipe.sources.formats.streams import PlainBytes
+from easypipe.sources.refs import FileRef, changed
 from easypipe.sources.schemas import JSON, json_array
 
 CUT_BYTES = 1 << 20  # cuts of a shard are at least so many plain bytes apart

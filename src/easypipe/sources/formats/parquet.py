@@ -22,7 +22,8 @@ from easypipe.core.errors import SourceError
 from easypipe.core.schema import offsets_of
 from easypipe.core.values import Int64
 from easypipe.sources.base import FileOptions, FileSource, Rows, Survey
-from easypipe.sources.files import DataFiles, FileRef, library_errors, open_binary, read_range
+from easypipe.sources.files import DataFiles, library_errors, open_binary, read_range
+from easypipe.sources.refs import FileRef
 from easypipe.sources.schemas import plain_schema
 
 # a group up to this size (decoded, columns that are read) is decoded whole

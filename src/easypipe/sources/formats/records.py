@@ -23,10 +23,10 @@ from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
 from easypipe.core.values import Int64, JsonObject, UInt8
 from easypipe.sources.base import FileSource, Rows, Survey
-from easypipe.sources.files import FileRef, changed, compression_of
 from easypipe.sources.formats.jsontypes import Observer
 from easypipe.sources.formats.scanners import BROKEN, CLOSED, MORE, OPEN_QUOTE, pick_entries
 from easypipe.sources.formats.streams import PlainBytes, Restart, check_compression
+from easypipe.sources.refs import FileRef, changed, compression_of
 
 INDEX_VERSION = 2
 ENTRY_ROWS = 1024

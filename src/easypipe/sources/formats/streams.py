@@ -21,14 +21,8 @@ from typing import Any, NamedTuple
 import zstandard
 
 from easypipe.core.errors import SourceError
-from easypipe.sources.files import (
-    FileRef,
-    compression_of,
-    open_binary,
-    open_local,
-    read_range,
-    reading,
-)
+from easypipe.sources.files import open_binary, open_local, read_range
+from easypipe.sources.refs import FileRef, compression_of, reading
 
 log = logging.getLogger("easypipe")
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 from easypipe.core.errors import require_option
 from easypipe.core.protocols import left_out
 from easypipe.sources.base import FileOptions, Rows
-from easypipe.sources.files import DataFiles, FileRef
+from easypipe.sources.files import DataFiles
 from easypipe.sources.formats.records import BOM, Layout, Records, RecordSource, read_head
 from easypipe.sources.formats.scanners import (
     BLANK,
@@ -21,6 +21,7 @@ from easypipe.sources.formats.scanners import (
     split_lines,
     split_paragraphs,
 )
+from easypipe.sources.refs import FileRef
 from easypipe.sources.schemas import text_array
 
 TEXT = "text"

@@ -13,7 +13,7 @@ import pyarrow as pa
 from easypipe.core.errors import SourceError, place, raising
 from easypipe.core.values import Array, DType, Int64
 from easypipe.sources.base import FileSource, Rows, Survey
-from easypipe.sources.files import FileRef, RangeFile
+from easypipe.sources.files import RangeFile
 from easypipe.sources.formats.members import (
     BYTES,
     INTEGER,
@@ -25,6 +25,7 @@ from easypipe.sources.formats.members import (
     spans,
     unread,
 )
+from easypipe.sources.refs import FileRef
 
 KEY = "__key__"
 BLOCK = 512  # of a tar

@@ -15,14 +15,14 @@ from easypipe.cache.reader import cache_schema
 from easypipe.core.errors import SourceError, TokenizerError, place
 from easypipe.core.protocols import Reject
 from easypipe.core.random import fold, permute
-from easypipe.core.schema import token_dtype
+from easypipe.core.schema import offsets_of, token_dtype
 from easypipe.core.text import bytes_of
 from easypipe.core.values import Bools, Int64, UInt8
 from easypipe.stages.tokenize.text_rows import Texts
 from easypipe.transforms.refused import NOTHING_TO_TRAIN, TOO_LONG, Refused
 from easypipe.transforms.tokenizer.lengths import Lengths, Shaped, shape
 from easypipe.transforms.tokenizer.masked import NO_END, encode_masked, has_target
-from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Mask
+from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Tokens
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 AUDITED_SHARE = 1000  # one text in so many is encoded again with the reference
@@ -276,68 +276,71 @@ def _audit(
     max_length has cut nothing.
     """
     for i in _picked(texts, key):  # the reference takes one text at a time
+        spans, ends = None, None
+        if texts.spans is not None and texts.ends is not None:
+            spans, ends = texts.spans[i : i + 1], [int(texts.ends[i])]
         here = slice(made.offsets[i], made.offsets[i + 1])
-        ids, mask = made.ids[here], None if made.mask is None else made.mask[here]
+        mask = None if made.mask is None else made.mask[here]
+        stored = Tokens(np.array([0, here.stop - here.start]), made.ids[here], mask)
         pieces = _pieces(texts, i, key)
-        if texts.spans is None or texts.ends is None:
-            if pieces and _agree([piece for _, piece in pieces], ids, tokenizer):
-                continue
-            found = tokenizer.reference_encode(texts.texts[i].as_py(), whole=whole)
-            same = np.array_equal(ids, np.asarray(found, np.uint32))
-        else:
-            if pieces and _agree_with_spans(pieces, texts.spans[i], tokenizer, raw=raw):
-                continue
-            expected = encode_masked(
-                tokenizer,
-                texts.texts.slice(i, 1),
-                texts.spans[i : i + 1],
-                [int(texts.ends[i])],
-                raw=raw,
-                reference=True,
-                whole=whole,
-            )
-            same = _equal((ids, mask), (expected.ids, expected.mask))
-        if not same:
+        if pieces and _agree(pieces, spans, stored.ids, tokenizer, raw=raw):
+            continue
+        text = texts.texts.slice(i, 1)
+        if not _equal(stored, _again(text, spans, ends, tokenizer, raw, whole, reference=True)):
             raise _refuted(tokenizer, place(at, row=int(texts.rows[i])))
 
 
-def _equal(one: tuple[Ids, Mask | None], two: tuple[Ids, Mask | None]) -> bool:
-    if one[1] is None or two[1] is None:
-        return np.array_equal(one[0], two[0])
-    return np.array_equal(one[0], two[0]) and np.array_equal(one[1], two[1])
+def _equal(one: Tokens, two: Tokens) -> bool:
+    if one.mask is None or two.mask is None:
+        return np.array_equal(one.ids, two.ids)
+    return np.array_equal(one.ids, two.ids) and np.array_equal(one.mask, two.mask)
 
 
-def _agree(pieces: list[str], ids: Ids, tokenizer: Tokenizer) -> bool:
-    """Whether the reference gives the tokens of `pieces`, the first of which begins the text of
-    `ids`. If not, the whole text decides.
-    """
-    found = tokenizer.encode_column(pa.array(pieces, pa.large_string()), whole=True)
-    expected = [
-        np.asarray(tokenizer.reference_encode(piece, whole=True), np.uint32) for piece in pieces
-    ]
-    stored = min(len(ids), len(expected[0]) - LATE_TOKENS) - tokenizer.specials_per_text
-    begin = slice(0, max(0, stored))
-    return np.array_equal(found.ids, np.concatenate(expected)) and np.array_equal(
-        ids[begin], expected[0][begin]
-    )
+def _again(
+    texts: pa.LargeStringArray,
+    spans: Sequence[Sequence[Sequence[int]]] | None,
+    ends: Sequence[int] | None,
+    tokenizer: Tokenizer,
+    raw: bool,
+    whole: bool,
+    *,
+    reference: bool,
+) -> Tokens:
+    """The tokens of some texts, of which spans are trained, by either encoder."""
+    if spans is not None and ends is not None:
+        made = encode_masked(
+            tokenizer, texts, spans, ends, raw=raw, reference=reference, whole=whole
+        )
+        return Tokens(*made[:3])
+    if not reference:
+        return Tokens(*tokenizer.encode_column(texts, whole=whole)[:3])
+    found = [tokenizer.reference_encode(text, whole=whole) for text in texts.to_pylist()]
+    return Tokens(offsets_of([len(one) for one in found]), np.concatenate(found).astype(np.uint32))
 
 
-def _agree_with_spans(
+def _agree(
     pieces: Sequence[tuple[int, str]],
-    spans: Sequence[Sequence[int]],
+    spans: Sequence[Sequence[Sequence[int]]] | None,
+    ids: Ids,
     tokenizer: Tokenizer,
     *,
     raw: bool,
 ) -> bool:
-    """`_agree` of a text with these spans: whether both encoders give the same of its pieces."""
+    """Whether both encoders give the same of `pieces`, the first of which begins the text of `ids`.
+    If not, the whole text decides.
+    """
     parts = pa.array([piece for _, piece in pieces], pa.large_string())
-    within = [_within(spans, first, first + len(piece)) for first, piece in pieces]
-    ends = [NO_END] * len(pieces)
+    within = ends = None
+    if spans is not None:
+        within = [_within(spans[0], first, first + len(piece)) for first, piece in pieces]
+        ends = [NO_END] * len(pieces)
     one, two = (
-        encode_masked(tokenizer, parts, within, ends, raw=raw, reference=reference, whole=True)
+        _again(parts, within, ends, tokenizer, raw, True, reference=reference)
         for reference in (False, True)
     )
-    return _equal((one.ids, one.mask), (two.ids, two.mask))
+    stored = min(len(ids), int(two.sizes[0]) - LATE_TOKENS) - tokenizer.specials_per_text
+    begin = slice(0, 0 if spans is not None else max(0, stored))
+    return _equal(one, two) and np.array_equal(ids[begin], two.ids[begin])
 
 
 def _refuted(tokenizer: Tokenizer, at: str) -> TokenizerError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import pyarrow as pa
 
@@ -46,29 +45,11 @@ VERDICTS = ("label", "kto_tag")
 SHARED = "easypipe shared"  # of a row of a pair: how much of its beginning both answers have
 
 
-class Format(Protocol):
-    """How rows are written as texts.
-
-    columns: those that every row has; optional: those that are read where there are some. raw: no
-    template of a tokenizer writes the texts, so its special tokens are put around them. kind,
-    identity: what decides texts and spans beside rows, for recipes of caches.
-    """
-
-    kind: str
-    raw: bool
-    columns: tuple[str, ...]
-    optional: tuple[str, ...]
-
-    @property
-    def identity(self) -> Identity: ...
-
-    def accepts(self, kind: pa.DataType, column: str) -> bool:
-        """Whether this column, which it reads, can be of this type."""
-        ...
-
-    def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
-        """Raises HostileTemplateError, whose `row` numbers one of `rows`."""
-        ...
+# Of every format: `columns` are those that every row has, `optional` those that are read where some
+# are there. `raw`: no template of a tokenizer writes the texts, so its special tokens surround
+# them. `kind`, `identity`: what decides texts and spans beside rows, for recipes of caches.
+# `accepts`: whether a column, which it reads, can be of a type. `render` raises
+# HostileTemplateError, whose `row` numbers one of its rows.
 
 
 class ChatFormat:
