@@ -269,10 +269,10 @@ class FileSource(Source):
         try:
             return column(table.column(name).chunks, kind)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise SourceError(
-                at=place(file.path, column=name),
-                problem=f"cannot be read as {kind}, which it has in other files or rows: {error}",
-                fix=f"Leave {name!r} out with columns=[...], or rewrite the file.",
+            raise file.error(
+                f"cannot be read as {kind}, which it has in other files or rows: {error}",
+                f"Leave {name!r} out with columns=[...], or rewrite the file.",
+                column=name,
             ) from error
 
     def _refusal(self, file: FileRef, survey: Survey, reject: Reject) -> SourceError:
@@ -297,9 +297,7 @@ class FileSource(Source):
     def _look(self) -> _Opened:
         def one(file: FileRef) -> Survey:
             if file.num_bytes == 0:
-                raise SourceError(
-                    at=file.path, problem="is empty (0 bytes)", fix="Remove it from data_files."
-                )
+                raise file.error("is empty (0 bytes)", "Remove it from data_files.")
             return self._survey(file)
 
         workers = min(len(self.files), 16 if self.files[0].remote else (os.cpu_count() or 1))
@@ -347,10 +345,8 @@ class FileSource(Source):
                 head = min(survey.num_rows, 1000)
                 for reject in bad_of(self._rows(file, survey, pa.schema([]), 0, head).rejects):
                     return self._refusal(file, survey, reject)
-        return SourceError(
-            at=self.files[0].path,
-            problem="holds no row from which columns could be known",
-            fix="Give files with rows.",
+        return self.files[0].error(
+            "holds no row from which columns could be known", "Give files with rows."
         )
 
     def _require(self, data: pa.Schema, surveys: Sequence[Survey]) -> None:

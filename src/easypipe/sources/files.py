@@ -91,11 +91,9 @@ def resolve(
                 continue
             if inode in known:
                 other = "" if known[inode] == file.path else f" as {known[inode]}"
-                raise SourceError(
-                    at=file.path,
-                    problem=f"named twice in data_files{other} (again by "
-                    f"{remote.public_url(text)!r})",
-                    fix="Name every file once; to see rows more often, give the dataset more "
+                raise file.error(
+                    f"named twice in data_files{other} (again by {remote.public_url(text)!r})",
+                    "Name every file once; to see rows more often, give the dataset more "
                     "epochs or weight.",
                 )
             mine[inode] = file.path

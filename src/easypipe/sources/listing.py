@@ -116,11 +116,7 @@ def _resolve_http(text: str, here: FileRef) -> FileRef:
 def _sized(file: FileRef, num_bytes: int | None, identity: str) -> FileRef:
     """The file with what its server tells of it. Raises SourceError where that is no size."""
     if num_bytes is None:
-        raise SourceError(
-            at=file.path,
-            problem="the server does not tell its size",
-            fix="Copy the file to storage that does.",
-        )
+        raise file.error("the server does not tell its size", "Copy the file to storage that does.")
     return replace(file, num_bytes=int(num_bytes), identity=identity)
 
 

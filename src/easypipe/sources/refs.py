@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from easypipe.core import remote
 from easypipe.core.config import digest
-from easypipe.core.errors import EasypipeError, MissingFileError, SourceError, StorageError
+from easypipe.core.errors import EasypipeError, MissingFileError, SourceError, StorageError, place
 from easypipe.core.remote import StorageOptions
 from easypipe.core.storage import is_remote
 from easypipe.sources.partitions import partition_values
@@ -78,6 +78,19 @@ class FileRef:
         parts: list[Any] = [self.path, self.num_bytes, self.identity]
         parts += [[list(pair) for pair in self.partitions]] if self.partitions else []
         return digest(*parts, *(() if self.head_bytes is None else ("head", self.head_bytes)))
+
+    def error(
+        self,
+        problem: str,
+        fix: str | None = None,
+        *,
+        have: Iterable[object] | None = None,
+        row: int | None = None,
+        column: str | None = None,
+    ) -> SourceError:
+        """What is wrong with the file, or with a row or column of it."""
+        at = place(self.path, row=row, column=column)
+        return SourceError(at=at, problem=problem, have=have, fix=fix)
 
 
 def format_of(path: str) -> str | None:
@@ -163,18 +176,14 @@ def reading(file: FileRef, call: Callable[[], T]) -> T:
             at=file.path, problem="was there when the source was made, and is gone"
         ) from error
     except StorageError as error:
-        raise SourceError(at=file.path, problem=error.problem, fix=error.fix) from None
+        raise file.error(error.problem, error.fix) from None
     except OSError as error:
         if isinstance(error, EasypipeError):
             raise
-        raise SourceError(
-            at=file.path,
-            problem=f"cannot be read: {error.strerror or error}",
-            fix="Check the path and permissions.",
+        raise file.error(
+            f"cannot be read: {error.strerror or error}", "Check the path and permissions."
         ) from error
 
 
 def changed(file: FileRef) -> SourceError:
-    return SourceError(
-        at=file.path, problem="changed after the source was made", fix="Make the source again."
-    )
+    return file.error("changed after the source was made", "Make the source again.")

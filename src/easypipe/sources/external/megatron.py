@@ -112,15 +112,11 @@ def open_index(index: FileRef, data: FileRef) -> MegatronIndex:
         or firsts[-1] != sequences
         or (firsts[1:] < firsts[:-1]).any()
     ):
-        raise SourceError(
-            at=index.path,
-            problem="its documents do not cover its sequences in order",
-            fix="Write it again.",
-        )
+        raise index.error("its documents do not cover its sequences in order", "Write it again.")
     stop = int(pointers[-1]) + int(sizes[-1]) * dtype.itemsize if sequences else 0
     if stop > data.num_bytes:
         problem = f"{data.num_bytes} bytes, {index.path} says {stop}: truncated"
-        raise SourceError(at=data.path, problem=problem, fix="Copy or write both files again.")
+        raise data.error(problem, "Copy or write both files again.")
     return MegatronIndex(index.path, dtype, sizes, pointers, firsts)
 
 
@@ -128,12 +124,11 @@ def _header(index: FileRef) -> tuple[np.dtype[Any], int, int]:
     """The dtype of the tokens, and how many sequences and documents there are."""
     head = read_range(index, 0, min(HEADER_BYTES, index.num_bytes))
     if not head.startswith(MAGIC) or len(head) < HEADER_BYTES:
-        raise SourceError(
-            at=index.path,
-            problem=f"truncated: {len(head)} bytes"
+        raise index.error(
+            f"truncated: {len(head)} bytes"
             if head.startswith(MAGIC)
             else f"not a Megatron index: it begins with {head[:9]!r}, not {MAGIC!r}",
-            fix="Check the file, or remove it.",
+            "Check the file, or remove it.",
         )
     version, code = int.from_bytes(head[9:17], "little"), head[17]
     sequences, documents = (
@@ -142,11 +137,10 @@ def _header(index: FileRef) -> tuple[np.dtype[Any], int, int]:
     )
     if version != 1 or code not in DTYPES:
         what = f"version {version}" if version != 1 else f"dtype code {code}"
-        raise SourceError(
-            at=index.path,
-            problem=f"{what} is not known",
+        raise index.error(
+            f"{what} is not known",
+            "Write it again as integers.",
             have=DTYPES.values() if version == 1 else [1],
-            fix="Write it again as integers.",
         )
     expected = HEADER_BYTES + 12 * sequences + 8 * documents
     if index.num_bytes != expected:
@@ -155,10 +149,9 @@ def _header(index: FileRef) -> tuple[np.dtype[Any], int, int]:
             if index.num_bytes < expected
             else "it may be of a multimodal dataset, which is not read"
         )
-        raise SourceError(
-            at=index.path,
-            problem=f"{index.num_bytes} bytes, its header says {expected}: {what}",
-            fix="Copy or write it again.",
+        raise index.error(
+            f"{index.num_bytes} bytes, its header says {expected}: {what}",
+            "Copy or write it again.",
         )
     return np.dtype(DTYPES[code]), sequences, documents
 

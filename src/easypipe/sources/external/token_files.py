@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.core.config import check_at_least, config, digest, fields_of
-from easypipe.core.errors import MissingFileError, SourceError, require
+from easypipe.core.errors import MissingFileError, require
 from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import DType, Int64
 from easypipe.sources.base import FileOptions, FileSource, Rows, Survey
@@ -106,25 +106,21 @@ class TokenShardedSource(RecordSource):
         if head.startswith(NPY_MAGIC) or file.path.lower().endswith(".npy"):
             dtype, shape, start = _npy_header(file, head)
             if self._layout.dtype is not None:
-                raise SourceError(
-                    at=file.path,
-                    problem=f"says itself that it holds {dtype}",
-                    fix="Leave dtype out: it is for raw .bin files.",
+                raise file.error(
+                    f"says itself that it holds {dtype}",
+                    "Leave dtype out: it is for raw .bin files.",
                 )
         else:
             if self._layout.dtype is None:
-                raise SourceError(
-                    at=file.path,
-                    problem="raw tokens do not say their dtype",
-                    fix="Give token_files=TokenFilesConfig(dtype='uint16', ...).",
+                raise file.error(
+                    "raw tokens do not say their dtype",
+                    "Give token_files=TokenFilesConfig(dtype='uint16', ...).",
                 )
             dtype, start = np.dtype(self._layout.dtype).newbyteorder("<"), 0
             if file.num_bytes % dtype.itemsize:
                 problem = f"{file.num_bytes} bytes are no whole number of {dtype} tokens"
-                raise SourceError(
-                    at=file.path,
-                    problem=problem,
-                    fix="Check dtype, or copy the file again: it may be truncated.",
+                raise file.error(
+                    problem, "Check dtype, or copy the file again: it may be truncated."
                 )
             shape = (file.num_bytes // dtype.itemsize,)
         if len(shape) == 2:
@@ -134,10 +130,9 @@ class TokenShardedSource(RecordSource):
             width = self._layout.document_tokens
             return _survey(file, _Found(dtype, start, width=width), -(-shape[0] // width))
         if self._layout.separator_id is None:
-            raise SourceError(
-                at=file.path,
-                problem="one long row of tokens does not say where documents end",
-                fix="Give token_files=TokenFilesConfig(separator_id=...), the EOS token, or "
+            raise file.error(
+                "one long row of tokens does not say where documents end",
+                "Give token_files=TokenFilesConfig(separator_id=...), the EOS token, or "
                 "document_tokens.",
             )
         separator = self._layout.separator_id
@@ -173,9 +168,7 @@ class TokenShardedSource(RecordSource):
     def _refuse(self, file: FileRef, why: str) -> None:
         for name, value in fields_of(self._layout).items():
             if value is not None:
-                raise SourceError(
-                    at=file.path, problem=f"{name} has no effect: {why}", fix=f"Leave {name} out."
-                )
+                raise file.error(f"{name} has no effect: {why}", f"Leave {name} out.")
 
     def _options(self) -> list[Any]:
         return [
@@ -225,11 +218,7 @@ def _survey(file: FileRef, found: _Found, rows: int) -> Survey:
 def _npy_header(file: FileRef, head: bytes) -> tuple[DType, tuple[int, ...], int]:
     """dtype, shape, and the byte at which the data begins."""
     if not head.startswith(NPY_MAGIC):
-        raise SourceError(
-            at=file.path,
-            problem=f"not an .npy file: it begins with {head[:6]!r}",
-            fix="Check its type.",
-        )
+        raise file.error(f"not an .npy file: it begins with {head[:6]!r}", "Check its type.")
     stream = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(stream)
@@ -240,26 +229,20 @@ def _npy_header(file: FileRef, head: bytes) -> tuple[DType, tuple[int, ...], int
         )
         shape, fortran, dtype = read(stream)
     except ValueError as error:
-        raise SourceError(
-            at=file.path, problem=f"damaged .npy header: {error}", fix="Write the array again."
-        ) from None
+        raise file.error(f"damaged .npy header: {error}", "Write the array again.") from None
     if dtype.kind not in "ui" or dtype.itemsize > 8 or (dtype.itemsize > 1 and dtype.str[0] == ">"):
-        raise SourceError(
-            at=file.path,
-            problem=f"an array of {dtype.str} is no array of tokens",
-            fix="Write little-endian integers.",
+        raise file.error(
+            f"an array of {dtype.str} is no array of tokens", "Write little-endian integers."
         )
     if len(shape) not in (1, 2) or (len(shape) == 2 and (fortran or not shape[1])):
         problem = f"an array of shape {shape}{', in Fortran order' if fortran else ''}"
-        raise SourceError(
-            at=file.path, problem=problem, fix="Write it with one or two dimensions, in C order."
-        )
+        raise file.error(problem, "Write it with one or two dimensions, in C order.")
     expected = stream.tell() + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if file.num_bytes != expected:
         problem = f"{file.num_bytes} bytes, its header says {expected}" + (
             ": truncated" if file.num_bytes < expected else ""
         )
-        raise SourceError(at=file.path, problem=problem, fix="Copy or write the file again.")
+        raise file.error(problem, "Copy or write the file again.")
     return dtype, shape, stream.tell()
 
 

@@ -48,16 +48,13 @@ class ArrayRecordShardedSource(FileSource):
         given = {} if self._layout is None else fields_of(self._layout)
         for name in ("separator_id", "document_tokens"):
             if given.get(name) is not None:
-                raise SourceError(
-                    at=file.path,
-                    problem=f"{name} has no effect: every record is a document",
-                    fix=f"Leave {name} out.",
+                raise file.error(
+                    f"{name} has no effect: every record is a document", f"Leave {name} out."
                 )
         if self._layout is not None and self._layout.dtype is None:
-            raise SourceError(
-                at=file.path,
-                problem="records of tokens do not say their dtype",
-                fix="Give it by token_files, or leave that out.",
+            raise file.error(
+                "records of tokens do not say their dtype",
+                "Give it by token_files, or leave that out.",
             )
         _, reader = self._reader(file)
         rows = reader.num_records()
@@ -122,11 +119,7 @@ class ArrayRecordShardedSource(FileSource):
 
 def _open(file: FileRef) -> Any:
     if file.remote:
-        raise SourceError(
-            at=file.path,
-            problem="ArrayRecord files are read locally only",
-            fix="Copy them to this machine.",
-        )
+        raise file.error("ArrayRecord files are read locally only", "Copy them to this machine.")
     fix = "pip install 'easypipe[arrayrecord]'."
     with raising(SourceError, file.path, "cannot be read", fix, ImportError):
         array_record_module: Any = importlib.import_module(
@@ -141,8 +134,6 @@ def _open(file: FileRef) -> Any:
         reader.close()  # it is this that tells what was wrong
     except RuntimeError as error:
         why = f": {error}"
-    raise SourceError(
-        at=file.path,
-        problem=f"not an ArrayRecord file, or truncated{why}",
-        fix="Check its type, or copy it again.",
+    raise file.error(
+        f"not an ArrayRecord file, or truncated{why}", "Check its type, or copy it again."
     )

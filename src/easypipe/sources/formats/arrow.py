@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.errors import SourceError
 from easypipe.core.schema import offsets_of
 from easypipe.core.values import Int64
 from easypipe.sources.base import FileSource, Rows, Survey
@@ -46,10 +45,8 @@ class ArrowShardedSource(FileSource):
             if head.startswith(FILE_MAGIC):
                 tail = read_range(file, file.num_bytes - len(FILE_MAGIC), file.num_bytes)
                 if tail != FILE_MAGIC or file.num_bytes < 20:
-                    raise SourceError(
-                        at=file.path,
-                        problem="truncated: an Arrow file without its footer",
-                        fix="Copy or write it again.",
+                    raise file.error(
+                        "truncated: an Arrow file without its footer", "Copy or write it again."
                     )
                 batches = _survey_file(opened)
             elif head.startswith(STREAM_MAGIC):
@@ -65,16 +62,13 @@ class ArrowShardedSource(FileSource):
                         len(batches.first_row) - 1,
                     )
             elif head.startswith(b"FEA1"):
-                raise SourceError(
-                    at=file.path,
-                    problem="is feather version 1",
-                    fix="Write it again with pyarrow.feather (version 2).",
+                raise file.error(
+                    "is feather version 1", "Write it again with pyarrow.feather (version 2)."
                 )
             else:
-                raise SourceError(
-                    at=file.path,
-                    problem=f"neither an Arrow file nor a stream: it begins with {head!r}",
-                    fix="Check its type.",
+                raise file.error(
+                    f"neither an Arrow file nor a stream: it begins with {head!r}",
+                    "Check its type.",
                 )
         cuts = tuple(int(row) for row in np.unique(batches.first_row[:-1])) or (0,)
         schema, rows = plain_schema(batches.schema, file.path), int(batches.first_row[-1])

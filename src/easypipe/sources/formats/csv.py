@@ -161,11 +161,7 @@ def _header(
                         fix="Give every column a name of its own.",
                     )
             return names, at
-    raise SourceError(
-        at=file.path,
-        problem=f"no header line in its first {HEADER_BYTES} bytes",
-        fix="Check that it is CSV.",
-    )
+    raise file.error(f"no header line in its first {HEADER_BYTES} bytes", "Check that it is CSV.")
 
 
 def _delimiter(path: str) -> str:

@@ -77,7 +77,7 @@ class MdsShardedSource(FileSource):
         head = _uint32(self._plain.fetch(file, 0, 4))
         behind = 4 + 4 * (int(head[0]) + 1) if len(head) else 0
         offsets = _uint32(self._plain.fetch(file, 4, behind)).astype(np.int64)
-        broken = SourceError(at=file.path, problem="not an MDS shard, or truncated", fix=COPY)
+        broken = file.error("not an MDS shard, or truncated", COPY)
         if (
             not len(head)
             or len(offsets) != head[0] + 1

@@ -67,14 +67,14 @@ class MdsIndexes:
         name = file.address.rpartition("/")[2]
         if index is not None and name not in index:
             problem = f"{INDEX} beside it does not name it"
-            raise SourceError(at=file.path, problem=problem, fix=COPY)
+            raise file.error(problem, COPY)
         return {} if index is None else index[name]
 
 
 def _agree(file: FileRef, what: str, here: int | str, said: int | str | None) -> None:
     if said not in (None, here):
         problem = f"{what}: {here}, {INDEX} says {said}"
-        raise SourceError(at=file.path, problem=problem, fix=COPY)
+        raise file.error(problem, COPY)
 
 
 def _read(folder: str, file: FileRef) -> dict[str, Json] | None:

@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from easypipe.core.errors import SourceError
 from easypipe.core.schema import offsets_of
 from easypipe.core.values import Int64
 from easypipe.sources.base import FileOptions, FileSource, Rows, Survey
@@ -214,21 +213,16 @@ def _group_bytes(metadata: pq.FileMetaData, group: int, columns: tuple[str, ...]
 def _check_magic(file: FileRef) -> None:
     head = read_range(file, 0, min(4, file.num_bytes))
     if head == b"PARE":
-        raise SourceError(
-            at=file.path, problem="is an encrypted parquet file", fix="Decrypt it first."
-        )
+        raise file.error("is an encrypted parquet file", "Decrypt it first.")
     if head != MAGIC:
-        raise SourceError(
-            at=file.path,
-            problem=f"not a parquet file: it begins with {head!r}, not b'PAR1'",
-            fix="Check its type.",
+        raise file.error(
+            f"not a parquet file: it begins with {head!r}, not b'PAR1'", "Check its type."
         )
     tail = read_range(file, max(0, file.num_bytes - 4), file.num_bytes)
     if tail != MAGIC or file.num_bytes < 12:
-        raise SourceError(
-            at=file.path,
-            problem="truncated: it begins as parquet but ends without the footer's b'PAR1'",
-            fix="Copy or write it again.",
+        raise file.error(
+            "truncated: it begins as parquet but ends without the footer's b'PAR1'",
+            "Copy or write it again.",
         )
 
 

@@ -20,7 +20,6 @@ import pyarrow as pa
 
 from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import digest
-from easypipe.core.errors import SourceError, place
 from easypipe.core.values import Int64, JsonObject, UInt8
 from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.formats.jsontypes import Observer
@@ -229,7 +228,7 @@ def index_records(file: FileRef, layout: Layout, plain: PlainBytes) -> RecordInd
         if len(held) >= MAX_RECORD_BYTES:
             problem = f"a record of more than {MAX_RECORD_BYTES >> 20} MiB begins here"
             fix = "A quote or bracket may be open; of text, take a smaller text_unit."
-            raise SourceError(at=place(file.path, row=row), problem=problem, fix=fix)
+            raise file.error(problem, fix, row=row)
         more, final, cut = _behind(file, plain, base + len(held), len(held))
         text, at = held + more, 0
         while True:
@@ -251,17 +250,17 @@ def index_records(file: FileRef, layout: Layout, plain: PlainBytes) -> RecordInd
                 closed, rest, at = True, text[at:].strip(b" \t\r\n"), len(text)
                 if rest:
                     problem = f"goes on after the end of the array: {rest[:20]!r}"
-                    raise SourceError(at=file.path, problem=problem, fix="Correct the file.")
+                    raise file.error(problem, "Correct the file.")
             elif status != MORE:
                 problem, fix = BREAKS[status]
                 problem = problem.format(base + at)
-                raise SourceError(at=place(file.path, row=row), problem=problem, fix=fix)
+                raise file.error(problem, fix, row=row)
             if found < len(starts):
                 break
         held, base = text[at:], base + at
     if layout.closes and not closed and not cut:
         problem, fix = "truncated: the JSON array does not end", "Copy or write it again."
-        raise SourceError(at=place(file.path, row=row), problem=problem, fix=fix)
+        raise file.error(problem, fix, row=row)
     return RecordIndex(
         num_rows=row,
         total_rows=None if cut else row,
@@ -323,10 +322,8 @@ def read_head(file: FileRef, num_bytes: int, plain: PlainBytes | None = None) ->
     """
     head = (plain or PlainBytes()).fetch(file, 0, num_bytes)
     if not head:
-        raise SourceError(
-            at=file.path,
-            problem="is empty (nothing is left when it is decompressed)",
-            fix="Remove it from data_files.",
+        raise file.error(
+            "is empty (nothing is left when it is decompressed)", "Remove it from data_files."
         )
     if compression_of(file.path) is None:
         check_compression(file, head)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import zstandard
 
-from easypipe.core.errors import SourceError
 from easypipe.sources.files import open_binary, open_local, read_range
 from easypipe.sources.refs import FileRef, compression_of, reading
 
@@ -62,31 +61,25 @@ def check_compression(file: FileRef, first: bytes) -> None:
     if kind == "zst" and head in SKIPPABLE:
         found = "zst"
     if kind and found != kind:
-        raise SourceError(
-            at=file.path,
-            problem=f"not {kind} data, in spite of its name: it begins with {head!r}",
-            fix="Rename the file.",
+        raise file.error(
+            f"not {kind} data, in spite of its name: it begins with {head!r}", "Rename the file."
         )
     if found and not kind:
-        raise SourceError(
-            at=file.path,
-            problem=f"is compressed ({found}), which its name does not say",
-            fix=f"Rename it to end in .{found}.",
+        raise file.error(
+            f"is compressed ({found}), which its name does not say",
+            f"Rename it to end in .{found}.",
         )
     if head.startswith((b"PAR1", b"ARROW1"[:4])):
-        raise SourceError(
-            at=file.path,
-            problem=f"not text: it begins with {head!r}",
-            fix="Give the format by type=, or rename the file.",
+        raise file.error(
+            f"not text: it begins with {head!r}", "Give the format by type=, or rename the file."
         )
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise SourceError(at=file.path, problem="is UTF-16", fix="Convert it to UTF-8.")
+        raise file.error("is UTF-16", "Convert it to UTF-8.")
     begin = first[:16]  # what stands behind text may be a hole
     if not kind and len(head) == 4 and begin.count(0) * 4 > len(begin):
-        raise SourceError(
-            at=file.path,
-            problem=f"not text: {begin.count(0)} of its first {len(begin)} bytes are 0",
-            fix="Convert it to UTF-8 if it is UTF-16, or copy it again.",
+        raise file.error(
+            f"not text: {begin.count(0)} of its first {len(begin)} bytes are 0",
+            "Convert it to UTF-8 if it is UTF-16, or copy it again.",
         )
 
 
@@ -234,10 +227,8 @@ class _Unpacking:
                 self._rest = reading(self.file, lambda: self._input.read(INPUT_BYTES))
                 if not self._rest:
                     if self._engine is not None:
-                        raise SourceError(
-                            at=self.file.path,
-                            problem=f"truncated {self._kind} data",
-                            fix="Copy or write the file again.",
+                        raise self.file.error(
+                            f"truncated {self._kind} data", "Copy or write the file again."
                         )
                     return b""
             if self._engine is None and not self._begin():
@@ -282,10 +273,9 @@ class _Unpacking:
                 out = engine.decompress(given)
                 left = engine.unused_data if engine.eof else b""
         except DAMAGED as error:
-            raise SourceError(
-                at=self.file.path,
-                problem=f"damaged {self._kind} data near byte {self._packed}: {error}",
-                fix="Copy or write the file again.",
+            raise self.file.error(
+                f"damaged {self._kind} data near byte {self._packed}: {error}",
+                "Copy or write the file again.",
             ) from error
         self._packed += len(given) - len(left)
         self._rest = left

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.errors import SourceError, place, raising
+from easypipe.core.errors import SourceError, raising
 from easypipe.core.values import Array, DType, Int64
 from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import RangeFile
@@ -69,7 +69,7 @@ class WebDatasetShardedSource(FileSource):
                 kinds[name] = _array_kind(file, first) if last == "npy" else KINDS.get(last, BYTES)
             if places[name][row, 0] >= 0:
                 problem = f"two members of one name ({keys[row]}.{name})"
-                raise SourceError(at=place(file.path, row=row), problem=problem, fix="Rename one.")
+                raise file.error(problem, "Rename one.", row=row)
             places[name][row] = begin, end
         ends = np.zeros(len(keys), np.int64)
         for row, _, _, end in members:
@@ -127,10 +127,10 @@ class WebDatasetShardedSource(FileSource):
                 behind = self._plain.fetch(file, tar.offset, tar.offset + BLOCK)
         except (tarfile.TarError, UnicodeError, ValueError) as error:
             problem = f"not a tar file, or truncated: {error}"
-            raise SourceError(at=file.path, problem=problem, fix="Copy it again.") from error
+            raise file.error(problem, "Copy it again.") from error
         if behind.strip(b"\0"):
             problem = f"damaged: no member begins at byte {tar.offset}"
-            raise SourceError(at=file.path, problem=problem, fix="Copy it again.")
+            raise file.error(problem, "Copy it again.")
         return keys, members, bool(behind)
 
 

@@ -124,11 +124,9 @@ class HubRepo:
             cached = self._call(lambda: hf_hub_download(self.repo, inside, **more))
         status = os.stat(cached)
         if status.st_size != file.num_bytes:
-            raise SourceError(
-                at=file.path,
-                problem=f"{status.st_size} bytes in the cache of the Hub's client, not "
-                f"{file.num_bytes}",
-                fix=f"Delete {Path(cached).resolve()} and run again.",
+            raise file.error(
+                f"{status.st_size} bytes in the cache of the Hub's client, not {file.num_bytes}",
+                f"Delete {Path(cached).resolve()} and run again.",
             )
         return replace(
             file,

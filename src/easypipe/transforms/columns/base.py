@@ -118,6 +118,12 @@ class ColumnTransform(ABC):
         Rows on which it failed are rejects; what it drops on purpose need be in neither.
         """
 
+    def error(
+        self, problem: str, fix: str | None = None, have: Iterable[str] | None = None
+    ) -> SourceError:
+        """What is wrong with the columns that it is given."""
+        return SourceError(at=str(self), problem=problem, have=have, fix=fix)
+
     def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
         """A transform with the same rows that needs to give only `columns`, and what it reads.
 
@@ -136,10 +142,8 @@ class ColumnTransform(ABC):
             pa.schema([pa.field(f.name, f.type) for f in before if f.name != ROW_NUMBER])
         )
         if ROW_NUMBER in after.names:
-            raise SourceError(
-                at=str(self),
-                problem=f"column {ROW_NUMBER!r} is kept for row numbers",
-                fix="Choose another name.",
+            raise self.error(
+                f"column {ROW_NUMBER!r} is kept for row numbers", "Choose another name."
             )
         return with_row_numbers(after) if ROW_NUMBER in before.names else after
 

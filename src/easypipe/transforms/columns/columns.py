@@ -58,12 +58,7 @@ class Rename(ColumnTransform):
         for old, new in self.names.items():
             if new in before.names and new not in self.names:
                 fix = f"Drop {new!r} first, or choose another name for {old!r}."
-                raise SourceError(
-                    at=str(self),
-                    problem=f"there is a column {new!r} already",
-                    have=before.names,
-                    fix=fix,
-                )
+                raise self.error(f"there is a column {new!r} already", fix, have=before.names)
         return pa.schema(
             [pa.field(self.names.get(field.name, field.name), field.type) for field in before]
         )
@@ -119,12 +114,7 @@ class Drop(ColumnTransform):
     def columns(self, before: pa.Schema) -> pa.Schema:
         require_columns(self.names, before.names, str(self))
         if len(self.names) == len(before):
-            raise SourceError(
-                at=str(self),
-                problem="no column would be left",
-                have=before.names,
-                fix="Keep at least one.",
-            )
+            raise self.error("no column would be left", "Keep at least one.", have=before.names)
         return pa.schema([field for field in before if field.name not in self.names])
 
     def rows(self, rows: Rows) -> Rows:
@@ -181,11 +171,7 @@ class Extract(ColumnTransform):
                 position = _position(step)
                 if position is None:
                     fix = f"Give a position, as in {path.replace(step, '0', 1)!r}."
-                    raise SourceError(
-                        at=str(self),
-                        problem=f"{path!r}: {step!r} is no position in a list",
-                        fix=fix,
-                    )
+                    raise self.error(f"{path!r}: {step!r} is no position in a list", fix)
                 array = _item(array, position)
             elif pa.types.is_struct(kind):
                 keys = [field.name for field in kind.fields]
@@ -193,10 +179,8 @@ class Extract(ColumnTransform):
                 require_known(step, keys, str(self), problem, kind=SourceError)
                 array = pc.struct_field(array, step)
             else:
-                raise SourceError(
-                    at=str(self),
-                    problem=f"{path!r}: {kind} has nothing inside",
-                    fix=f"End the path before {step!r}.",
+                raise self.error(
+                    f"{path!r}: {kind} has nothing inside", f"End the path before {step!r}."
                 )
         return array
 
@@ -242,11 +226,7 @@ class Combine(ColumnTransform):
                 or t.is_boolean(kind)
             ):
                 fix = "Take what you need of it first: Extract({...})."
-                raise SourceError(
-                    at=str(self),
-                    problem=f"column {name!r} holds {kind}, not text or a number",
-                    fix=fix,
-                )
+                raise self.error(f"column {name!r} holds {kind}, not text or a number", fix)
         return overlaid(before, {self.into: pa.large_string()})
 
     def rows(self, rows: Rows) -> Rows:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from easypipe.core.config import digest
-from easypipe.core.errors import SourceError, place, require, require_columns
+from easypipe.core.errors import place, require, require_columns
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.transforms.chat.conversations import (
     is_messages,
@@ -80,10 +80,9 @@ class Chat(ColumnTransform):
             require_columns([name], before.names, str(self))
             kind = before.field(name).type
             if not is_messages(kind) and not is_text(kind) and not pa.types.is_null(kind):
-                raise SourceError(
-                    at=str(self),
-                    problem=f"column {name!r} holds {kind}, not lists of objects",
-                    fix="Give [{role, content}, ...].",
+                raise self.error(
+                    f"column {name!r} holds {kind}, not lists of objects",
+                    "Give [{role, content}, ...].",
                 )
         return overlaid(before, {self.into: pa.large_string()})
 

@@ -132,11 +132,10 @@ class Map(ColumnTransform):
                 else as_array(values, field.type)
             )
             if len(array) != batch.num_rows:
-                raise SourceError(
-                    at=str(self),
-                    problem=f"{self.function.name} returned {len(array)} rows of {field.name!r} "
+                raise self.error(
+                    f"{self.function.name} returned {len(array)} rows of {field.name!r} "
                     f"for {batch.num_rows}",
-                    fix="Return a value for each row; Filter drops rows and Expand adds them.",
+                    "Return a value for each row; Filter drops rows and Expand adds them.",
                 )
             made[field.name] = array
         return pa.RecordBatch.from_arrays(list(made.values()), schema=schema)
@@ -158,10 +157,8 @@ class Map(ColumnTransform):
             return
         if not whole.equals(pa.concat_batches(pieces)):
             fix = "Make each row depend on itself alone."
-            raise SourceError(
-                at=str(self),
-                problem=f"{self.function.name} gives a row other values when it comes with others",
-                fix=fix,
+            raise self.error(
+                f"{self.function.name} gives a row other values when it comes with others", fix
             )
 
     def __repr__(self) -> str:
@@ -213,11 +210,8 @@ class Filter(ColumnTransform):
                 before.empty_table().filter(self.test)
             except (pa.ArrowException, KeyError) as error:
                 problem = str(error).splitlines()[0]
-                raise SourceError(
-                    at=str(self),
-                    problem=problem,
-                    have=before.names,
-                    fix="Test columns that are there.",
+                raise self.error(
+                    problem, "Test columns that are there.", have=before.names
                 ) from error
         return before
 
@@ -302,9 +296,8 @@ class Expand(ColumnTransform):
         require_columns([self.by], before.names, str(self))
         kind = before.field(self.by).type
         if not _is_list(kind):
-            raise SourceError(
-                at=str(self),
-                problem=f"column {self.by!r} holds {kind}, not lists; columns of lists",
+            raise self.error(
+                f"column {self.by!r} holds {kind}, not lists; columns of lists",
                 have=[field.name for field in before if _is_list(field.type)],
             )
         return overlaid(before, {self.by: kind.value_type})
