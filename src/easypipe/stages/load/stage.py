@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
 
 from easypipe.cache.reader import TokenCache
+from easypipe.cache.verify import same_tokenizer_again
 from easypipe.core.aligned import SOURCE_IDS
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, require
+from easypipe.core.errors import ConfigError, TokenizerError, require
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, Sources, info_of
 from easypipe.core.schema import SEGMENT_IDS
 from easypipe.core.values import Arguments, Int32
 from easypipe.loader.collate import CollateConfig
 from easypipe.loader.config import LoadStageConfig, check_streams, default_streams
+from easypipe.loader.explain import Decoder, Decodes
 from easypipe.loader.loader import Loader
 from easypipe.loader.rows.planned import PlannedRows
 from easypipe.loader.rows.rows import Rows
@@ -25,7 +28,6 @@ from easypipe.loader.streams import spec as streams
 from easypipe.loader.streams.rows import StreamRows
 from easypipe.plan.buckets import bucket_widths, length_counts
 from easypipe.stages.config import datasets_of, settings_of, tokenizer_config_of
-from easypipe.stages.decoding import decoder_of
 from easypipe.stages.load.forward import ForwardDocuments
 from easypipe.stages.mix.mixture import PlannedSource, planned_of
 from easypipe.stages.mix.stage import MixedShardedSource
@@ -34,6 +36,7 @@ from easypipe.stages.tokenize.documents import (
     aligned_columns,
     require_documents,
     require_tokens,
+    token_info,
     tokenized_of,
     tokenizer_of,
 )
@@ -355,3 +358,26 @@ def _stream_spec(
         joined=planned.joined,
         train_continued=planned.train_continued,
     )
+
+
+def decoder_of(source: ShardedSource) -> Decoder:
+    """dataset → its tokenizer; for saved rows, whose datasets are no longer told apart, any name
+    will do.
+    """
+    planned = planned_of(source)
+    parts = {} if planned is None else planned.mixture.parts
+
+    def decoder(dataset: str) -> Decodes:
+        part: ShardedSource = parts.get(dataset, source)
+        own = tokenizer_of(part)
+        if own is not None:
+            return own
+        info = token_info(part)
+        if info is None:
+            raise TokenizerError(
+                at=f"dataset {dataset!r}" if dataset else "rows",
+                problem="nobody knows whose tokens these are",
+            )
+        return same_tokenizer_again(info.tokenizer, info.tokenizer_fingerprint)
+
+    return functools.cache(decoder)

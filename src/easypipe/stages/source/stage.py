@@ -18,19 +18,25 @@ from easypipe.core.protocols import (
 )
 from easypipe.core.values import Arguments
 from easypipe.save.saved import SavedSource, is_saved, load_saved
+from easypipe.sources.base import FileOptions
 from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.sources.external.objects import open_object
+from easypipe.sources.external.saved_datasets import is_saved_dataset, saved_dataset_files
 from easypipe.sources.formats.forward import open_forward
 from easypipe.sources.formats.records import MAX_RECORD_BYTES
+from easypipe.sources.hub.source import HuggingFaceShardedSource
 from easypipe.sources.open import open_files, require_text_files
 from easypipe.sources.splits import PartialSource, limited
 from easypipe.stages.config import datasets_of
 from easypipe.stages.source.columns import formatted, read_columns, template_columns
 from easypipe.stages.source.config import (
     DatasetConfig,
+    is_hub,
+    is_object,
+    is_tokens,
     no_datasets,
     split_of,
 )
-from easypipe.stages.source.inputs import open_input
 
 log = logging.getLogger("easypipe")
 
@@ -111,7 +117,7 @@ def open_dataset(
     most = (
         dataset.num_rows if first_rows is None else min(first_rows, dataset.num_rows or first_rows)
     )
-    own = open_input(
+    own = _open_input(
         dataset, index_folder(dataset, context), num_rows=most, counted=not context.config.streaming
     )
     if own is not None:
@@ -162,3 +168,62 @@ def _without_conflicts(source: ShardedSource, dataset: DatasetConfig) -> Sharded
             return narrowed
         raise
     return source
+
+
+def _open_input(
+    dataset: DatasetConfig,
+    index_dir: Path | None,
+    *,
+    num_rows: int | None = None,
+    counted: bool = True,
+) -> ShardedSource | None:
+    """The source of an input that is no plain file and no plain rows, all of its split; None for
+    those.
+
+    num_rows, counted: of a source of users' own, how many of its rows are asked for, and whether
+    they are counted before they are read.
+    """
+    files = dataset.data_files
+    split, part = split_of(dataset)
+    options: FileOptions = {
+        "on_error": dataset.on_error,
+        "storage_options": dataset.storage_options,
+        "index_dir": index_dir,
+    }
+    if is_object(files):
+        return open_object(
+            files,
+            name=str(dataset.name),
+            split=split,
+            version=dataset.version,
+            num_rows=num_rows if part is None else None,
+            counted=counted or part is not None,
+            folder=index_dir,
+            skip=dataset.on_error != "error",
+        )
+    if is_hub(dataset):
+        return HuggingFaceShardedSource(
+            files,
+            split=split,
+            subset=dataset.subset,
+            revision=dataset.revision,
+            num_rows=dataset.num_rows if part is None else part.first_rows,
+            text_unit=dataset.text_unit,
+            **options,
+        )
+    if is_tokens(dataset):
+        return open_files(files, type=dataset.type, token_files=dataset.token_files, **options)
+    if isinstance(files, str | Path) and is_saved_dataset(files):
+        require(
+            dataset.type in (None, "arrow"),
+            f"datasets.{dataset.name}.type",
+            f"{dataset.type!r}, but {files} is a folder of `datasets`",
+            "Leave it out.",
+        )
+        return open_files(
+            saved_dataset_files(files, split),
+            type="arrow",
+            text_unit=dataset.text_unit,
+            **options,
+        )
+    return None
