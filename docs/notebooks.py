@@ -1,14 +1,15 @@
 """Tutorials as notebooks: the site's build makes them of the pages, which stay their one source.
 
 `python docs/notebooks.py [NAME ...]` runs them by Jupyter's nbclient, in one new folder: the
-quickstart that each begins with runs once.
+quickstart that each begins with runs once. With `--folder FOLDER` they run there, and a quickstart
+that stands in it is not run again.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -98,6 +99,10 @@ def run(name: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", default=TUTORIALS)
+    parser.add_argument("--folder")
+    asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="easypipe-notebooks-") as made:
-        for tutorial in sys.argv[1:] or TUTORIALS:
-            run(tutorial, made)
+        for tutorial in asked.names:
+            run(tutorial, asked.folder or made)
