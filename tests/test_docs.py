@@ -4,6 +4,7 @@ in the navigation.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -149,6 +150,21 @@ def test_links_between_pages_lead_somewhere() -> None:
             if not there.exists() and there not in known:
                 wrong.append(f"{page.name}: {target}")
     assert not wrong, wrong
+
+
+def test_the_gallery_shows_every_picture_and_each_is_small() -> None:
+    """docs/gallery.py makes them."""
+    drawn = {path.stem: path.stat().st_size for path in (DOCS / "gallery").iterdir()}
+    gallery = ast.parse((DOCS / "gallery.py").read_text())
+    made = {
+        name
+        for one in gallery.body
+        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) in ("PAGES", "PLOTS")
+        for name in ast.literal_eval(one.value)
+    }
+    shown = re.findall(r"\]\(gallery/(\w+)\.png\)", (DOCS / "gallery.md").read_text())
+    assert set(drawn) == made == set(shown)
+    assert max(drawn.values()) < 100_000
 
 
 def test_messages_of_the_troubleshooting_page_are_said() -> None:
