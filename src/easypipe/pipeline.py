@@ -35,8 +35,8 @@ from easypipe.loader.loader import Loader
 from easypipe.loader.steps import Begin
 from easypipe.save.config import SaveStageConfig
 from easypipe.sources.external.objects import is_dataset_object, open_object
-from easypipe.stages.build_record import remember
-from easypipe.stages.config import PipelineConfig, settings_of
+from easypipe.stages.build_record import Chain
+from easypipe.stages.config import PipelineConfig, datasets_of, settings_of
 from easypipe.stages.load.stage import LoadStage
 from easypipe.stages.mix.config import MixStageConfig
 from easypipe.stages.mix.stage import MixStage
@@ -375,9 +375,9 @@ class Pipeline:
         for stage, data in saves:
             written = stage.write(data, self._context)
             folders += written
-            chain = self._chain(stage)
+            chain = Chain(self._chain(stage), self._context)
             for folder in written:
-                remember(folder.manifest.fingerprint, chain, self._context)
+                chain.remember(folder.manifest.fingerprint)
             if (publication := stage.publication(written)) is not None:
                 from easypipe.interop.hub import push
 
@@ -479,14 +479,11 @@ class Pipeline:
             _Step(stage, self._sources(stage, made) if _is_own(stage) else made),
         )
         if isinstance(stage, TokenizeStage):
-            chain = self._chain(stage)
+            chain = Chain(self._chain(stage), self._context)
+            datasets = datasets_of(self._context)
             for name, source in self.tokenized().items():
                 source.writer.when_made = functools.partial(
-                    remember,
-                    stages=chain,
-                    context=self._context,
-                    folder=source.writer.folder,
-                    dataset=name,
+                    chain.remember, folder=source.writer.folder, dataset=datasets.get(name)
                 )
         return self
 

@@ -48,13 +48,13 @@ PART = Part(
     checksum="sum", blocks="blocks", content="content",
 )  # fmt: skip
 COUNTS = Counts(
-    rows=30, rejects={"null": 7, "blank": 3}, docs=20, tokens=500, encoded=480, added=40,
+    rows=30, rejects={"null": 7, "blank": 5}, docs=20, tokens=500, encoded=480, added=40,
     truncated=20, special=2, escaped=4, lost=5, lengths={"split": 1, "pieces": 2}, trained=77,
-    aligned={"value": 300},
+    aligned={"value": 500},
 )  # fmt: skip
 REJECTS = (
     Reject(row=11, reason="null", detail="why", count=7),
-    Reject(row=12, reason="blank", benign=True, count=3),
+    Reject(row=12, reason="blank", benign=True, count=5),
 )
 TOKENIZER = TokenizerIdentity(
     name="bpe", fingerprint="print", vocab_size=320, bos_token_id=1, eos_token_id=2, pad_token_id=3
@@ -148,10 +148,10 @@ def test_counts_add_up() -> None:
         value = getattr(both, field.name)
         if isinstance(value, int):
             assert value == 2 * getattr(COUNTS, field.name) + (getattr(other, field.name) or 0)
-    assert both.rejects == {"also": 2, "blank": 6, "null": 15}
+    assert both.rejects == {"also": 2, "blank": 10, "null": 15}
     assert list(both.rejects) == sorted(both.rejects)
     assert both.lengths == {"pieces": 5, "split": 2}
-    assert both.aligned == {"value": 600}
+    assert both.aligned == {"value": 1000}
     assert (total([other]).trained, total([other]).aligned) == (None, None)
     assert total([]) == Counts()
 

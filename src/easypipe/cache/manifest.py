@@ -219,7 +219,7 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
                 **values,
                 "tokenizer": TokenizerIdentity(**values["tokenizer"]),
                 "counts": Counts(**values["counts"]),
-                "aligned": tuple(AlignedColumn(**one) for one in values.get("aligned", ())),
+                "aligned": tuple(map(_aligned, values.get("aligned", ()))),
                 "parts": tuple(Part(**part) for part in values["parts"]),
                 "shard_names": tuple(values["shard_names"]),
                 "shard_rows": tuple(values["shard_rows"]),
@@ -235,6 +235,13 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
             problem=f"not a token cache manifest: {error}",
             fix="Delete it and prepare again.",
         ) from error
+
+
+def _aligned(values: Json) -> AlignedColumn:
+    """Raises TypeError for a dtype that there is not."""
+    column = AlignedColumn(**values)
+    assert column.kind
+    return column
 
 
 _KEYS = tuple(entry.name for entry in dataclasses.fields(Manifest))

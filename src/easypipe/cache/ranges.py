@@ -142,7 +142,10 @@ def read_record(
 
     def record(values: JsonObject) -> Record:
         check_format(values, path)
-        return record_of({**values, "shard": shard})
+        found = record_of({**values, "shard": shard})
+        if any(entry.leak for entry in found.counts.ledger("", {}).entries):
+            raise ValueError("its counts do not add up")
+        return found
 
     return recall_checked(
         path, record, what="the record of a range of rows", storage_options=storage_options
@@ -157,10 +160,10 @@ def record_of(values: Json, more: Sequence[Reject] = ()) -> Record:
     reasons = Counter[str]()
     for reject in rejects:
         reasons[reject.reason] += reject.count
-    counts = {name: values[name] for name in _COUNTS if name in values}
+    rows = values["stop"] - values["start"]
     return Record(
         part=Part(**{name: values[name] for name in _PART if name in values}),
-        counts=Counts(rows=values["stop"] - values["start"], rejects=dict(reasons), **counts),
+        counts=dataclasses.replace(counts_of(values), rows=rows, rejects=dict(reasons)),
         rejects=rejects,
         shard_name=values["shard_name"],
         text=values["text"],
@@ -173,6 +176,11 @@ def counts_json(counts: Counts) -> JsonObject:
     """What a token file says of itself, and the record of its range."""
     values = {name: value for name, value in dataclasses.asdict(counts).items() if name in _COUNTS}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def counts_of(values: Json) -> Counts:
+    """What `counts_json` gave; without rows and their rejects."""
+    return Counts(**{name: values[name] for name in _COUNTS if name in values})
 
 
 _PART = tuple(entry.name for entry in dataclasses.fields(Part))

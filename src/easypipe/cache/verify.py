@@ -5,23 +5,35 @@ Nothing is changed here; cache/repair.py makes good what is found.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
-from easypipe.cache.folder import CacheFolder
-from easypipe.cache.manifest import Manifest, Part, fingerprint_of, read_manifest
+from easypipe.cache.blocks import block_sums
+from easypipe.cache.folder import STATS, CacheFolder
+from easypipe.cache.manifest import (
+    Manifest,
+    Part,
+    TokenizerIdentity,
+    fingerprint_of,
+    read_manifest,
+    total,
+)
 from easypipe.cache.mapping import token_batch
-from easypipe.cache.ranges import read_record
+from easypipe.cache.ranges import counts_json, counts_of, read_record
 from easypipe.cache.reader import cache_schema
 from easypipe.core import storage
 from easypipe.core.errors import CacheError, EasypipeError, TokenizerError
+from easypipe.core.protocols import TokenInfo
 from easypipe.core.remote import StorageOptions
-from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, fields_text
+from easypipe.core.schema import INPUT_IDS, LOSS_MASK, ROW_NUMBER, SEGMENT_BREAK, fields_text
+from easypipe.core.values import JsonObject
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -72,17 +84,17 @@ def verify_manifest(folder: CacheFolder, key: str) -> Verification:
         problem = Problem(at=path, what=f"the manifest: {error.problem}", file=path)
         return Verification(path=path, kind=TOKEN_CACHE, dataset="?", problems=(problem,))
     parts = [part for part in m.parts if part.file]
-    problems = [
+    said: list[JsonObject] = []
+    problems = [problem for part in parts for problem in _wrong_part(m, part, folder, said)]
+    problems += [
         Problem(at=path, what=f"the manifest is damaged: {what}", file=path)
-        for what in _contradictions(key, m)
+        for what in (*_contradictions(key, m), *_miscounted(m, said))
     ]
-    for part in parts:
-        problems += _wrong_part(m, part, folder)
     if not folder.holds_quarantine(m):
         at = str(folder.at("manifests", m.quarantine))
         what = "the quarantine file is missing or damaged"
         problems.append(Problem(at=at, what=what, file=path))
-    more, notes = check_tokenizer(m.tokenizer.name, m.tokenizer.fingerprint)
+    more, notes = check_tokenizer(m.tokenizer.tokens, path)
     return Verification(
         path=path,
         kind=TOKEN_CACHE,
@@ -106,7 +118,7 @@ def verify_records(folder: CacheFolder) -> Iterator[Verification]:
         for key in storage.names_in(ranges, folder.options)
         for name in storage.names_in(folder.at("ranges", key), folder.options)
     ]
-    known: dict[str, tuple[str, int, int] | None] = {}
+    known: dict[str, tuple[str, JsonObject] | None] = {}
     problems: list[Problem] = []
     for path in map(str, paths):
         record = read_record(path, storage_options=folder.options)
@@ -118,12 +130,15 @@ def verify_records(folder: CacheFolder) -> Iterator[Verification]:
         if part.file and part.file not in known:
             known[part.file] = _held(folder, part.file)
         there = known.get(part.file)
-        if there and there[0] == part.checksum and there[1:] != (part.docs, part.tokens):
-            what = (
-                f"says {part.docs} documents of {part.tokens} tokens, its file holds "
-                f"{there[1]} "
-                f"of {there[2]}"
-            )
+        if not there or there[0] != part.checksum:
+            continue
+        own = counts_json(record.counts) | dataclasses.asdict(part)
+        what = ", ".join(
+            f"{name} is {own[name]!r}, in its file {there[1][name]!r}"
+            for name in own.keys() & there[1].keys()
+            if own[name] not in ("", there[1][name])  # earlier versions wrote some not
+        )
+        if what:
             problems.append(Problem(at=path, what=what, file=path))
     if problems:
         yield Verification(
@@ -131,18 +146,26 @@ def verify_records(folder: CacheFolder) -> Iterator[Verification]:
         )
 
 
-def check_tokenizer(name: str, fingerprint: str) -> tuple[list[Problem], tuple[str, ...]]:
+def check_tokenizer(tokens: TokenInfo, manifest: str) -> tuple[list[Problem], tuple[str, ...]]:
     """The golden probe: what the tokenizer of that name makes of a fixed text, and of its files, is
-    part of the fingerprint.
+    part of the fingerprint. manifest: the file that names it.
     """
     try:
-        same_tokenizer_again(name, fingerprint)
+        found = same_tokenizer_again(tokens.tokenizer, tokens.tokenizer_fingerprint)
     except TokenizerError as error:
         if "is not the tokenizer" in error.problem:
-            return [Problem(at=f"tokenizer {name}", what=error.problem)], ()
+            return [Problem(at=f"tokenizer {tokens.tokenizer}", what=error.problem)], ()
         why = f"{error.at}: {error.problem}"
         return [], (f"the tokenizer is not here, so its encoding was not compared: {why}",)
-    return [], ()
+    own = dataclasses.asdict(TokenizerIdentity.of(found).tokens)
+    # packed rows are padded with what the stage was given
+    ids = ("eos_token_id",) if tokens.seq_length else ("eos_token_id", "pad_token_id")
+    what = [
+        f"{name} is {value}, of the tokenizer {own[name]}"
+        for name, value in dataclasses.asdict(tokens).items()
+        if name in ("vocab_size", *ids) and value != own[name]
+    ]
+    return [Problem(at=manifest, what="; ".join(what), file=manifest)] if what else [], ()
 
 
 def same_tokenizer_again(name: str, fingerprint: str) -> Tokenizer:
@@ -211,9 +234,25 @@ def _contradictions(key: str, m: Manifest) -> Iterator[str]:
         yield "its fingerprint is not that of its parts"
     if key != m.key:
         yield f"it is the manifest {m.key}"
+    if m.quarantine_checksum and not m.quarantine:
+        yield "it has the checksum of a quarantine file, and names none"
 
 
-def _wrong_part(m: Manifest, part: Part, folder: CacheFolder) -> Iterator[Problem]:
+def _miscounted(m: Manifest, said: Sequence[JsonObject]) -> Iterator[str]:
+    """Where its counts are not those that its token files have. said: of these, what each has."""
+    # rows without a document are counted too, but kept in no file
+    if len(said) < len(m.parts) or not all(said):
+        return
+    held = dataclasses.asdict(total(counts_of(one) for one in said))
+    for name, value in dataclasses.asdict(m.counts).items():
+        if name not in ("rows", "rejects") and value != held[name]:
+            yield f"{name} is {value}, its token files have {held[name]}"
+
+
+def _wrong_part(
+    m: Manifest, part: Part, folder: CacheFolder, said: list[JsonObject]
+) -> Iterator[Problem]:
+    """said: is given what the file says of itself."""
     file = str(folder.tokens(part.file))
     shard = m.shard_names[part.shard] if 0 <= part.shard < len(m.shard_names) else "?"
     at = f"{file} (rows {part.start}:{part.stop} of {shard})"
@@ -222,7 +261,13 @@ def _wrong_part(m: Manifest, part: Part, folder: CacheFolder) -> Iterator[Proble
         yield Problem(at=at, what=wrong, file=file)
         return
     try:
-        wrong = wrong_content(m, part, token_batch(folder.content(part.file), file))
+        data = folder.content(part.file)
+        said.append(_said(data))
+        wrong = wrong_content(m, part, token_batch(data, file))
+        if part.blocks not in ("", block_sums(data)):
+            wrong = wrong or "the checksums of its blocks are others"
+        if said[-1].get("content", part.content) != part.content:
+            wrong = wrong or "its tokens have another hash"
     except (CacheError, pa.ArrowException, OSError, ValueError) as error:
         wrong = f"cannot be read: {error}"
     if wrong:  # its bytes are those that were committed, so the manifest is what changed
@@ -241,6 +286,10 @@ def wrong_content(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
             f"holds {batch.num_rows} documents of {len(ids)} tokens, the manifest says "
             f"{part.docs} of {part.tokens}"
         )
+    two = 0 if not m.loss_mask else _number_of(batch.column(LOSS_MASK), SEGMENT_BREAK)
+    if two != (part.docs if m.pairs else 0):
+        wanted = f"all {part.docs} documents are some" if m.pairs else "there are none"
+        return f"holds {two} pairs of answers, the manifest says that {wanted}"
     largest = int(ids.to_numpy().max()) if len(ids) else 0
     if largest >= m.tokenizer.vocab_size:
         return f"token {largest} is outside the vocabulary of {m.tokenizer.vocab_size}"
@@ -251,12 +300,23 @@ def wrong_content(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
     return None
 
 
-def _held(folder: CacheFolder, file: str) -> tuple[str, int, int] | None:
-    """(checksum, documents, tokens) of a token file; None where it is none."""
+def _number_of(lists: pa.Array, value: int) -> int:
+    return int(np.count_nonzero(lists.flatten().to_numpy() == value))
+
+
+def _held(folder: CacheFolder, file: str) -> tuple[str, JsonObject] | None:
+    """Checksum of a token file, and what it holds and says of itself; None where it is none."""
     try:
         data = folder.content(file)
         batch = token_batch(data, file)
         tokens = len(batch.column(INPUT_IDS).flatten())
+        said = _said(data)
     except (CacheError, pa.ArrowException, OSError, ValueError):
         return None
-    return xxhash.xxh3_128(data).hexdigest(), batch.num_rows, tokens
+    held = {"docs": batch.num_rows, "tokens": tokens, "num_bytes": data.size}
+    return xxhash.xxh3_128(data).hexdigest(), {**said, **held, "blocks": block_sums(data)}
+
+
+def _said(data: pa.Buffer) -> JsonObject:
+    """What a token file says of itself."""
+    return json.loads((pa.ipc.open_file(data).schema.metadata or {}).get(STATS, b"{}"))

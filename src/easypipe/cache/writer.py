@@ -245,7 +245,10 @@ class CacheWriter(Generic[R]):
             return TokenCache(self.folder.manifest(key), dataset=self.dataset, folder=self.folder)
 
     def _record(self, piece: Range) -> Record | None:
-        return read_record(record_path(self.folder, piece), piece.shard, self.folder.options)
+        record = read_record(record_path(self.folder, piece), piece.shard, self.folder.options)
+        if record is None or (record.part.start, record.part.stop) != (piece.start, piece.stop):
+            return None
+        return record
 
     def _records(self, ranges: Sequence[Range]) -> Iterator[Record]:
         for piece in ranges:

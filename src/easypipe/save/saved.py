@@ -154,11 +154,14 @@ def read_manifest(folder: str | Path, storage_options: StorageOptions = None) ->
         outside = [s["name"] for s in text["shards"] if not storage.is_inside(s["name"])]
         if outside:
             raise ValueError(f"{outside[0]!r} is not a file of this folder")
+        schema = schema_of_text(text["schema"])
+        if not {*text.get("aligned", ())} <= {*schema.names}:
+            raise ValueError(f"{text['aligned']} are no columns of its schema")
         return SavedManifest(
             fingerprint=text["fingerprint"],
             format=text["format"],
             compression=text["compression"],
-            schema=schema_of_text(text["schema"]),
+            schema=schema,
             tokens=None if text["tokens"] is None else TokenInfo(**text["tokens"]),
             shards=tuple(SavedShard(**shard) for shard in text["shards"]),
             ledger=text["ledger"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from easypipe.cache.config import CacheConfig
@@ -24,7 +25,9 @@ from easypipe.cache.verify import (
 )
 from easypipe.core import storage
 from easypipe.core.errors import EasypipeError, MissingFileError, require
+from easypipe.core.protocols import TokenInfo
 from easypipe.core.remote import StorageOptions
+from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.save import saved
 from easypipe.save.folder import RUN
 from easypipe.train.checkpoint import files as checkpoint_files
@@ -129,6 +132,14 @@ def _saved(folder: str, storage_options: StorageOptions) -> Verification:
     problems: list[Problem] = []
     text = storage.read_json(path, storage_options)
     rows, tokens = manifest.num_rows, manifest.num_tokens
+    leaks = [
+        entry
+        for entry in manifest.ledger.get("entries", ())
+        if sum(entry["in"].values()) != sum(entry["out"].values())
+    ]
+    if leaks:
+        what = f"the manifest is damaged: its ledger does not add up: {leaks[0]}"
+        problems.append(Problem(at=path, what=what, file=path))
     if (text.get("num_rows"), text.get("num_tokens")) != (rows, tokens):
         what = (
             f"the manifest is damaged: {text.get('num_rows')} rows of {text.get('num_tokens')} "
@@ -144,9 +155,7 @@ def _saved(folder: str, storage_options: StorageOptions) -> Verification:
         problems += _saved_rows(folder, manifest, storage_options)
     notes: tuple[str, ...] = ()
     if manifest.tokens is not None:
-        more, notes = check_tokenizer(
-            manifest.tokens.tokenizer, manifest.tokens.tokenizer_fingerprint
-        )
+        more, notes = check_tokenizer(manifest.tokens, path)
         problems += more
     return Verification(
         path=folder,
@@ -174,6 +183,8 @@ def _saved_rows(
                 batch = source.read(i, start, min(start + BATCH_ROWS, info.num_rows or 0))
                 rows += batch.num_rows
                 tokens += saved.count_tokens(batch)
+                if source.packed and manifest.tokens is not None:
+                    yield from _wrong_slots(batch, manifest.tokens, path)
             if (rows, tokens) != (shard.num_rows, shard.num_tokens):
                 what = (
                     f"holds {rows} rows of {tokens} tokens, the manifest says {shard.num_rows} "
@@ -190,3 +201,17 @@ def _saved_rows(
             what=f"its rows are not in the columns that the manifest names: {error}",
             file=path,
         )
+
+
+def _wrong_slots(batch: pa.RecordBatch, told: TokenInfo, path: str) -> Iterator[Problem]:
+    """Where packed rows have other slots, or other padding, than the manifest says."""
+    ids = batch.column(INPUT_IDS)
+    sizes = ids.value_lengths().unique().to_pylist()
+    if told.seq_length is not None and sizes != [told.seq_length]:
+        what = f"its rows have {sizes} slots, the manifest says {told.seq_length}"
+        yield Problem(at=path, what=what, file=path)
+    unused = batch.column(SEGMENT_IDS).flatten().to_numpy() == 0
+    padding = np.unique(ids.flatten().to_numpy()[unused]).tolist()
+    if padding not in ([], [told.pad_token_id or 0]):
+        what = f"its rows are padded with {padding}, the manifest says {told.pad_token_id}"
+        yield Problem(at=path, what=what, file=path)

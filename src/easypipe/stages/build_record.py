@@ -12,6 +12,7 @@ them from whatever files. Credentials are left out, and so is whatever runs code
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from easypipe.core.values import Json, JsonObject
 from easypipe.save import saved
 from easypipe.save.folder import prefix_of
 from easypipe.stages.config import settings_of
+from easypipe.stages.source.config import DatasetConfig
 
 KEYS = ("config", "stages", "folder", "unknown")
 STAGES = ("tokenize", "mix", "pack", "save")
@@ -36,38 +38,75 @@ STAGES = ("tokenize", "mix", "pack", "save")
 log = logging.getLogger("easypipe")
 
 
-def remember(
-    name: str,
-    stages: Sequence[BaseStage],
-    context: PipelineContext,
-    folder: CacheFolder | None = None,
-    dataset: str | None = None,
-) -> None:
-    """Keeps it, where the folder can be written to.
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A chain that says what made its datasets. What it says of all of them is put together once.
 
-    Args:
-        name: Of the file, see above.
-        stages: Behind source().
-        context: Of the pipeline.
-        folder: None takes the pipeline's.
-        dataset: The only one that `name` was made of; None: all are needed.
+    stages: behind source(). context: of the pipeline.
     """
-    own: CacheFolder = CacheFolder(context.cache_dir) if context.cache is None else context.cache
-    here = own if folder is None else folder
-    path = _path(here, name)
-    try:
-        if not _read(here, name).get("unknown", "?"):
-            return
-        if isinstance(path, Path) and path.parent.is_dir():
-            storage.sweep(path.parent)  # a killed process may have left half of one
-        remember_checked(path, _described(stages, context, dataset), here.options)
-    except StorageError as error:
-        log.info("`easypipe verify --repair` will have to be given the config: %s", error)
+
+    stages: Sequence[BaseStage]
+    context: PipelineContext
+
+    def remember(
+        self, name: str, folder: CacheFolder | None = None, dataset: DatasetConfig | None = None
+    ) -> None:
+        """Keeps it, where the folder can be written to.
+
+        Args:
+            name: Of the file, see above.
+            folder: None takes the pipeline's.
+            dataset: The only one that `name` was made of; None: all are needed.
+        """
+        kept: CacheFolder | None = self.context.cache
+        own = CacheFolder(self.context.cache_dir) if kept is None else kept
+        here = own if folder is None else folder
+        try:
+            if _read(here, name).get("unknown", "?"):
+                remember_checked(_path(here, name), self._described(dataset), here.options)
+        except StorageError as error:
+            log.info("`easypipe verify --repair` will have to be given the config: %s", error)
+
+    def _described(self, dataset: DatasetConfig | None) -> JsonObject:
+        config, stages, reasons = self._shared
+        own = settings_of(self.context).datasets if dataset is None else (dataset,)
+        reasons = reasons or [
+            f"datasets[{i}].data_files are rows in memory"
+            for i, one in enumerate(own)
+            if one.in_memory
+        ]
+        reasons = reasons or _reasons({"datasets": own}, "")
+        return {
+            "config": None if reasons else {**config, "datasets": to_dict(own)},
+            "stages": [] if reasons else stages,
+            "folder": os.getcwd(),
+            "unknown": "; ".join(reasons),
+        }
+
+    @functools.cached_property
+    def _shared(self) -> tuple[JsonObject, list[Any], list[str]]:
+        """The config without its datasets, the stages, and why they do not say it all."""
+        # by which tokenize() cuts conversations
+        without = {name: None for name in (*STAGES, "load") if name != "pack"}
+        config = fields_of(settings_of(self.context), secret=False)
+        config |= {**without, "datasets": None, "executor": "local"}
+        reasons = [
+            f"its chain has a stage of Python, {stage.name!r}"
+            for stage in self.stages
+            if stage.name not in STAGES
+        ]
+        reasons = reasons or [
+            reason
+            for value in (config, *(stage.config for stage in self.stages))
+            for reason in _reasons(value, "")
+        ]
+        stages = [] if reasons else [[one.name, to_dict(one.config)] for one in self.stages]
+        return to_dict(config), stages, reasons
 
 
 def recall(name: str, folder: CacheFolder) -> Json:
-    """What `remember` kept. Raises ConfigError where there is nothing, or where it is not enough,
-    saying what to give.
+    """What `Chain.remember` kept. Raises ConfigError where there is nothing, or where it is not
+    enough, saying what to give.
     """
     fix = "Give the config that made it: easypipe verify PATH CONFIG.YAML --repair."
     kept = _read(folder, name)
@@ -118,37 +157,6 @@ def _read(folder: CacheFolder, name: str) -> Json:
     except StorageError:  # it is written again when the data is made again
         return {}
     return kept if kept is not None and set(KEYS) <= kept.keys() else {}
-
-
-def _described(
-    stages: Sequence[BaseStage], context: PipelineContext, dataset: str | None
-) -> JsonObject:
-    # by which tokenize() cuts conversations
-    without = {name: None for name in (*STAGES, "load") if name != "pack"}
-    config = settings_of(context)
-    own = [one for one in config.datasets if one.name == dataset] or config.datasets
-    config = dataclasses.replace(config, **without, datasets=own, executor="local")
-    reasons = [
-        f"its chain has a stage of Python, {stage.name!r}"
-        for stage in stages
-        if stage.name not in STAGES
-    ]
-    reasons += [
-        f"datasets[{i}].data_files are rows in memory"
-        for i, dataset in enumerate(config.datasets)
-        if dataset.in_memory
-    ]
-    reasons = reasons or [
-        reason
-        for value in (config, *(stage.config for stage in stages))
-        for reason in _reasons(value, "")
-    ]
-    return {
-        "config": None if reasons else to_dict(config),
-        "stages": [] if reasons else [[stage.name, to_dict(stage.config)] for stage in stages],
-        "folder": os.getcwd(),
-        "unknown": "; ".join(reasons),
-    }
 
 
 def _reasons(value: Any, at: str) -> list[str]:
