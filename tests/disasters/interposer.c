@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -24,7 +25,7 @@ static atomic_long calls = 0;
 static char root[PATH_MAX];
 
 /* action: one of the enum. n: the call, from 1. code: errno of a failure. log: a descriptor that
- * gets one line for each call: its name and the path. */
+ * gets one line for each call: its name and the path; behind it, where calls are recorded, frames. */
 void disaster_arm(const char *folder, int action, long n, int code, int log) {
     snprintf(root, sizeof root, "%s", folder);
     point = n, failure = code, log_to = log;
@@ -55,15 +56,28 @@ static void of_name(int folder, const char *name, char *path) {
     if (snprintf(path, PATH_MAX, base[0] ? "%s/%s" : "%s%s", base, name) >= PATH_MAX) path[0] = 0;
 }
 
+/* Lists a call; where all are recorded, with the lines of Python that made it. The interpreter is not
+ * asked to wait: a thread's own frames stand still while it is here. */
+static void list(const char *call, const char *path) {
+    static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
+    char line[PATH_MAX + 64];
+    int length = snprintf(line, sizeof line, "%s\t%s\n", call, path);
+    pthread_mutex_lock(&one_at_a_time);
+    syscall(SYS_write, log_to, line, length);
+    if (mode == RECORD) {
+        void *(*thread)(void) = (void *(*)(void))dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState");
+        void (*dump)(int, void *) = (void (*)(int, void *))dlsym(RTLD_DEFAULT, "_Py_DumpTraceback");
+        void *state = thread && dump ? thread() : NULL;
+        if (state) dump(log_to, state);
+    }
+    pthread_mutex_unlock(&one_at_a_time);
+}
+
 /* Whether the call fails. part: of a write that is killed, this much is written. */
 static int strikes(const char *call, const char *path, int descriptor, const void *part, size_t size) {
     if (mode == OFF || !below(path)) return 0;
     long number = atomic_fetch_add(&calls, 1) + 1;
-    if (log_to >= 0) {
-        char line[PATH_MAX + 64];
-        int length = snprintf(line, sizeof line, "%s\t%s\n", call, path);
-        syscall(SYS_write, log_to, line, length);
-    }
+    if (log_to >= 0) list(call, path);
     if (mode == KILL && number == point) {
         if (part) syscall(SYS_write, descriptor, part, size / 2);
         kill(getpid(), SIGKILL);

@@ -60,12 +60,14 @@ class Order:
 class Outcome:
     """code: 0; negative: the signal that ended it; ERROR_OF_OURS; BARE. said: on the terminal.
 
-    operations: (call, path) of each, in order.
+    operations: (call, path) of each, in order. frames: of each that was recorded, the lines of
+    easypipe that made it, the innermost first; none of threads that no Python runs in.
     """
 
     code: int
     said: str
     operations: list[tuple[str, str]]
+    frames: list[list[str]]
 
 
 class Interposed:
@@ -123,9 +125,16 @@ class Interposed:
 
 
 def _outcome(code: int, said: Path) -> Outcome:
-    lines = said.with_suffix(".log").read_text().splitlines()
-    operations = [(call, path) for call, _, path in (one.partition("\t") for one in lines)]
-    return Outcome(code, said.read_text(errors="replace"), operations)
+    operations: list[tuple[str, str]] = []
+    frames: list[list[str]] = []
+    for line in said.with_suffix(".log").read_text().splitlines():
+        call, tab, path = line.partition("\t")
+        if tab:
+            operations.append((call, path))
+            frames.append([])
+        elif "/easypipe/" in line:
+            frames[-1].append(line.rpartition("/easypipe/")[2])
+    return Outcome(code, said.read_text(errors="replace"), operations, frames)
 
 
 def _fork(order: Order, said: str) -> int:

@@ -61,7 +61,8 @@ NO_RESULT = ("run/checkpoints/2/", "cache/locks/", "run/restarts.json")
 
 @dataclass(frozen=True)
 class Found:
-    """What one point came to. wrong: "" where all that must hold does."""
+    """What one point came to. wrong: "" where all that must hold does. group: of its operation, see
+    Trial."""
 
     job: str
     how: str
@@ -69,10 +70,15 @@ class Found:
     operation: str
     ended: str
     wrong: str
+    group: str = ""
 
 
 class Trial:
-    """One job in a folder that it finds again as it was, however often it is run."""
+    """One job in a folder that it finds again as it was, however often it is run.
+
+    groups: of each operation, a digest of the lines of easypipe that made it, its kind, and the
+    kind of its file: those that are equal in these are one class.
+    """
 
     def __init__(self, interposed: Interposed, job: str, folder: Path) -> None:
         self._interposed, self.job = interposed, job
@@ -86,6 +92,10 @@ class Trial:
         self._well(done, job)
         self.operations = [
             (call, _named(path.removeprefix(f"{self._work}/"))) for call, path in done.operations
+        ]
+        self.groups = [
+            hashlib.sha256(repr((call, _kind(path), frames)).encode()).hexdigest()[:12]
+            for (call, path), frames in zip(self.operations, done.frames, strict=True)
         ]
         self._expected = contents(self._work)
 
@@ -103,7 +113,8 @@ class Trial:
         call, path = self.operations[number - 1]
         ended = "dead" if outcome.code < 0 else ("well", "refused")[outcome.code > 0]
         wrong = self._wrong(outcome)
-        return Found(self.job, how, number, f"{call} {path}", ended, wrong)
+        group = self.groups[number - 1]
+        return Found(self.job, how, number, f"{call} {path}", ended, wrong, group)
 
     def close(self) -> None:
         shutil.rmtree(self._before)
@@ -237,3 +248,8 @@ def _named(path: str) -> str:
     path = re.sub(r"\.tmp-\w+-[0-9a-f]{8}-", ".tmp-...-", path)
     path = re.sub(r"[0-9a-f]{32}", "...", path)
     return re.sub(r"part-[0-9a-f]{8}-", "part-...-", path)
+
+
+def _kind(path: str) -> str:
+    """What files that differ in numbers and digests alone have in common."""
+    return re.sub(r"\b[0-9a-f]{2}/|[0-9a-f]{16,}|[0-9]+", "#", path)

@@ -2,9 +2,9 @@
 
 python tests/disasters/strike.py LOG [--minutes M] [JOB ...]
 
-LOG has one line for each point, in an order in which all kinds of operations and ways come early. M
-minutes at most are spent on a job. What came of it is counted in struck.json, which
-tests/disasters/page.py shows.
+LOG has one line for each point: first one of each class (`Trial.groups`), then one of each class in
+each way, then the others. M minutes at most are spent on a job. What came of it is counted in
+struck.json, which tests/disasters/page.py shows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,16 +32,16 @@ from disasters.points import HOWS, Found, Trial
 STRUCK = Path(__file__).with_name("struck.json")
 
 
-def points(operations: Sequence[tuple[str, str]]) -> list[tuple[int, str]]:
-    """(number, way) of all: first one of each kind of operation in each way, then the next one."""
-    every = [(number, how) for number in range(1, len(operations) + 1) for how in HOWS]
+def points(groups: Sequence[str]) -> list[tuple[int, str]]:
+    """(number, way) of all: first one of each class, then those in other ways, then the others."""
+    every = [(number, how) for number in range(1, len(groups) + 1) for how in HOWS]
     random.Random(1).shuffle(every)
-    seen: Counter[tuple[str, str]] = Counter()
-    turns: list[int] = []
+    seen: Counter[tuple[str, ...]] = Counter()
+    turns: list[tuple[int, int]] = []
     for number, how in every:
-        kind = (operations[number - 1][0], how)
-        seen[kind] += 1
-        turns.append(seen[kind])
+        group = groups[number - 1]
+        seen.update([(group,), (group, how)])
+        turns.append((seen[group, how], seen[group,]))
     order = sorted(range(len(every)), key=turns.__getitem__)
     return [every[i] for i in order]
 
@@ -50,7 +50,7 @@ def strike(trial: Trial, log: Path, seconds: float) -> None:
     """Raises AssertionError at none: what is wrong stands in the log."""
     done = {(one.number, one.how) for one in read(log) if one.job == trial.job}
     ends = time.monotonic() + seconds
-    for number, how in points(trial.operations):
+    for number, how in points(trial.groups):
         if time.monotonic() > ends:
             return
         if (number, how) not in done:
@@ -63,11 +63,16 @@ def read(log: Path) -> list[Found]:
     return [Found(**json.loads(line)) for line in lines]
 
 
-def counted(found: Sequence[Found]) -> dict[str, dict[str, int]]:
-    """By job: how many points were struck, how the jobs ended, and what was wrong afterwards."""
+def counted(found: Sequence[Found], listed: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """By job: how many points were struck, of how many of the `listed` classes, how the jobs ended,
+    and what was wrong afterwards.
+    """
     return {
         job: {
             "struck": len(own),
+            "classes": len({one.group for one in own}),
+            "classes listed": listed.get(job, 0),
+            "classes in all ways": len({(one.group, one.how) for one in own}),
             **Counter(one.ended for one in own),
             "wrong": sum(one.wrong != "" for one in own),
         }
@@ -82,15 +87,21 @@ def main() -> int:
     options.add_argument("jobs", nargs="*", metavar="JOB", help=", ".join(JOBS))
     options.add_argument("--minutes", type=float, default=float("inf"))
     asked = options.parse_intermixed_args()
+    before = json.loads(STRUCK.read_text(encoding="utf-8"))
+    listed = {job: one.get("classes listed", 0) for job, one in before.items()}
     with tempfile.TemporaryDirectory(prefix="easypipe-disasters-") as name:
         folder = Path(name).resolve()
         with Interposed(folder, arrays=True) as interposed:
             for job in asked.jobs or JOBS:
                 trial = Trial(interposed, job, folder)
+                listed[job] = len({*trial.groups})
+                print(f"{job}: {len(trial.groups)} operations, {listed[job]} classes", flush=True)
                 strike(trial, asked.log, asked.minutes * 60)
                 trial.close()
     found = read(asked.log)
-    STRUCK.write_text(json.dumps(counted(found), indent=1) + "\n", encoding="utf-8")
+    STRUCK.write_text(
+        json.dumps(before | counted(found, listed), indent=1) + "\n", encoding="utf-8"
+    )
     for one in found:
         if one.wrong:
             print(one)
