@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ def spans_of(folder: str | Path) -> tuple[Span, ...]:
     """The spans of the run in `folder`, in order; () where it records no data that a plan knows.
     Raises StateError for foreign files.
     """
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     kept, record = read_kept(folder / FINGERPRINTS), folder / RECORD
     if not kept or not kept.get("train") or not record.exists():
         return ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -200,7 +201,7 @@ class Inputs:
         """What `training` gives; what became of the data is written into the run's folder before it
         and after it.
         """
-        folder, data = Path(self.run.train.output_dir).expanduser(), self.run.data
+        folder, data = Path(os.path.expanduser(self.run.train.output_dir)), self.run.data
         if writes:
             with locks.training(folder):  # before a ledger of other data takes its place
                 write_kept(folder / LEDGER, self.prepared.report.ledger.to_json())

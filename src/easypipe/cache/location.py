@@ -64,14 +64,13 @@ def cache_folder(given: str | Path | None, options: CacheConfig | None = None) -
     """
     chosen = given or os.environ.get("EASYPIPE_CACHE") or platformdirs.user_cache_dir("easypipe")
     if not storage.is_remote(chosen):
-        local = Path(str(chosen).removeprefix("file://")).expanduser().absolute()
+        local = Path(os.path.expanduser(str(chosen).removeprefix("file://"))).absolute()
         _tell_who_writes(local)
         return CacheFolder(local)
     options = options or CacheConfig()
     url = str(chosen).rstrip("/")
-    staging = (
-        None if options.staging_dir is None else Path(options.staging_dir).expanduser().absolute()
-    )
+    own = options.staging_dir
+    staging = None if own is None else Path(os.path.expanduser(own)).absolute()
     return RemoteFolder(
         url,
         _beside(url),
@@ -88,7 +87,7 @@ def _beside(url: str) -> Path:
     """
     own = os.environ.get("EASYPIPE_CACHE")
     root = own if own and not storage.is_remote(own) else platformdirs.user_cache_dir("easypipe")
-    return Path(root).expanduser().absolute() / "remote" / digest(public_url(url))[:16]
+    return Path(os.path.expanduser(root)).absolute() / "remote" / digest(public_url(url))[:16]
 
 
 def cache_folder_of(

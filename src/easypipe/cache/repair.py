@@ -67,7 +67,7 @@ def place_of(path: str | Path) -> str:
     """A path or URL in the one spelling under which places are compared."""
     if storage.is_remote(path):
         return str(path).rstrip("/")
-    return str(Path(str(path).removeprefix("file://")).expanduser().absolute())
+    return str(Path(os.path.expanduser(str(path).removeprefix("file://"))).absolute())
 
 
 @contextlib.contextmanager

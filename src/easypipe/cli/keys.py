@@ -147,7 +147,7 @@ def config(
         return
     same = [(path, node) for path, node in paths() if path.endswith(f".{key}")]
     if not same:
-        raise ConfigError(at=key, problem="no such key", fix=_nearest(key))
+        raise ConfigError(at=key or "''", problem="no such key", fix=_nearest(key))
     for path, node in same:
         _show(path, node)
 

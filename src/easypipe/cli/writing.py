@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ def load(name: str, tokenizer: str | None, step: int | None, dtype: Any) -> Load
     from easypipe.train.model.pretrained.save import Seen
     from easypipe.train.model.writing import Loaded
 
-    if (Path(name).expanduser() / CHECKPOINTS).is_dir():
+    if (Path(os.path.expanduser(name)) / CHECKPOINTS).is_dir():
         trained = load_trained(name, step)
         decoder, own, seen = trained.model, trained.tokenizer, trained.seen
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import os
 from dataclasses import field
 from functools import cached_property
 from pathlib import Path
@@ -100,7 +101,7 @@ class DatasetSection:
         """Whether `name` is a path or URL, and not a dataset of the Hub."""
         return (
             "://" in self.name
-            or Path(self.name).expanduser().exists()
+            or Path(os.path.expanduser(self.name)).exists()
             or bool(Path(self.name).suffix)
             or glob.has_magic(self.name)
         )

@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import re
 import types
 import typing
@@ -106,17 +107,22 @@ def config(cls: type[T]) -> type[T]:
                 raise ConfigError(
                     at=key, problem=f"{value} does not fit 64 bits", fix="Give a smaller number."
                 )
-            if value == "" or "\0" in str(value):
+            if Path in typing.get_args(hints[key]) and value is not None:
                 require(
-                    Path not in typing.get_args(hints[key]),
+                    _names_a_place(str(value)),
                     key,
-                    f"{value!r} names no file or folder",
+                    f"{str(value)!a} names no file or folder",
                     "Give a path, or leave it out.",
                 )
 
     made.__init__ = __init__
     made.__easypipe_config__ = True
     return made
+
+
+def _names_a_place(path: str) -> bool:
+    """Whether a file may be called so here, and `~` is a home that there is."""
+    return path != "" and "\0" not in path and not os.path.expanduser(path).startswith("~")
 
 
 def fields_of(value: Any, *, secret: bool = True) -> Arguments:
@@ -339,11 +345,13 @@ def allowing_code() -> Generator[None]:
 
 def require_harmless(values: Any, at: str) -> None:
     """Raises ConfigError where plain values that came as text name a function, or a server that is
-    not trusted: to read a config is not to run what it names, nor to send what it asks for.
+    not trusted: to read a config is not to run what it names, nor to send what it asks for. So it
+    does where a text holds half a surrogate pair, which no file and no column is called.
     """
     if isinstance(values, dict):
         for key, value in values.items():
             here = f"{at}.{key}".lstrip(".")
+            require_harmless(key, at)
             if key == "storage_options" and isinstance(value, dict):
                 require_trusted_storage(value, here)
             if key in CODE_KEYS and value is not None and not _code_allowed.get():
@@ -356,6 +364,9 @@ def require_harmless(values: Any, at: str) -> None:
     elif isinstance(values, list):
         for i, value in enumerate(values):
             require_harmless(value, f"{at}[{i}]")
+    elif isinstance(values, str):
+        whole = not any("\ud800" <= letter <= "\udfff" for letter in values)
+        require(whole, at, f"{values!a} is no text of Unicode", "Write it anew.")
 
 
 def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
@@ -375,7 +386,8 @@ def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
             value = _read_yaml(text)
         except yaml.YAMLError as error:
             _, why = _wrong_yaml(error, text)
-            raise ConfigError(at=path, problem=f"{text!r} is not a YAML value: {why}") from None
+            problem = f"{text!a} is not a YAML value: {why}"
+            raise ConfigError(at=path, problem=problem, fix="Quote it: 'key=\"text\"'.") from None
         node: Any = result
         keys = path.split(".")
         for depth, key in enumerate(keys):

@@ -528,7 +528,7 @@ def _changed(path: Path) -> float:
 
 
 def _local(path: str | Path) -> Path:
-    return Path(str(path).removeprefix("file://")).expanduser()
+    return Path(os.path.expanduser(str(path).removeprefix("file://")))  # that of Path may raise
 
 
 def sync(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import datetime
 from pathlib import Path
@@ -29,7 +30,7 @@ def files_below(folder: str | Path, storage_options: StorageOptions = None) -> d
     folder.
     """
     if not storage.is_remote(folder):
-        local = Path(str(folder).removeprefix("file://")).expanduser()
+        local = Path(os.path.expanduser(str(folder).removeprefix("file://")))
         stats = (
             {
                 path.relative_to(local).as_posix(): path.stat()

@@ -289,6 +289,8 @@ def choose(step: int, row: int | None, count: int) -> list[int]:
         )
     if row is not None and not 0 <= row < count:
         raise PlanError(
-            at=f"step {step}, row {row}", problem=f"the batch has {count} rows, counted from 0"
+            at=f"step {step}, row {row}",
+            problem=f"the batch has {count} rows, counted from 0",
+            fix=f"Give 0 to {count - 1}.",
         )
     return list(range(count)) if row is None else [row]

@@ -60,7 +60,7 @@ def verify(path: str | Path, storage_options: StorageOptions = None) -> tuple[Ve
     folders = _saved_folders(text, storage_options)
     require(
         folders,
-        text,
+        text or "''",
         "is neither a token cache, nor a folder that save() wrote, nor the output_dir of "
         "a run with checkpoints",
         "Give one of those.",

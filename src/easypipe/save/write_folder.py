@@ -132,7 +132,7 @@ def write_folder(target: Target, rows: Rows, progress: ProgressListener) -> Save
     """
     with contextlib.ExitStack() as stack:
         if not storage.is_remote(target.folder):  # no lock reaches there: see Run.claim
-            folder = Path(target.folder.removeprefix("file://")).expanduser()
+            folder = Path(os.path.expanduser(target.folder.removeprefix("file://")))
             stack.enter_context(locks.saving(folder))
         return _write_folder(target, rows, progress)
 

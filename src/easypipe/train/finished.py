@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def load_trained(
     known here; StateError for damage, and for a base that is not the one the adapters were trained
     on.
     """
-    folder = Path(run).expanduser() / CHECKPOINTS
+    folder = Path(os.path.expanduser(run)) / CHECKPOINTS
     if not folder.is_dir():
         raise MissingFileError(
             at=str(folder),
@@ -87,7 +88,7 @@ def load_trained(
     return Trained(
         model=model,
         step=step,
-        tokenizer=_tokenizer(saved, Path(run).expanduser()),
+        tokenizer=_tokenizer(saved, Path(os.path.expanduser(run))),
         seen=Seen.recorded(saved),
         base=origin and str(origin["config"]["pretrained"]),
     )

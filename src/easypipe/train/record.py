@@ -11,6 +11,7 @@ import datetime
 import importlib.metadata
 import json
 import logging
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -158,7 +159,7 @@ def from_anywhere(name: str) -> str:
     """A tokenizer or model as a run records it: a path that is there from any folder, a Hub name as
     it is.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     return str(path.absolute()) if path.exists() else name
 
 
@@ -166,7 +167,7 @@ def found_beside(name: str, run: Path) -> str:
     """A tokenizer or model as it is found from here: a relative path that an older run recorded is
     looked for in the run's folder and those above it, the nearest first, where it is not here.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     folder = run.expanduser().absolute()
     beside = [] if path.exists() else [above / path for above in (folder, *folder.parents)]
     return next((str(one) for one in beside if one.exists()), name)
@@ -177,7 +178,7 @@ def recorded_seed(output_dir: str | Path) -> int | None:
 
     Raises StateError where its record has none.
     """
-    record = Path(output_dir).expanduser() / RECORD
+    record = Path(os.path.expanduser(output_dir)) / RECORD
     if not record.exists():
         return None
     with allowing_code():  # it may name functions; reading them runs none

@@ -467,6 +467,7 @@ def _flat(column: pa.Array, name: str, at: str, first_row: int) -> tuple[Int64, 
         raise SourceError(
             at=place(at, column=name),
             problem=f"values up to {numbers.max()} do not fit int32, which batches have",
+            fix="Give rows of numbers that do.",
         )
     return offsets, numbers.astype(np.int32, copy=False)
 

@@ -283,8 +283,14 @@ class DatasetConfig:
             "has no effect while cache_enabled is False",
             "Leave one of them out.",
         )
-        for column in self.aligned:
+        for column, width in self.aligned.items():
             require_free(column, "aligned_columns")
+            require(
+                (width or 0) < 1 << 31,
+                f"aligned_columns.{column}",
+                f"a token cannot have {width} numbers",
+                "Give the length of the inner lists.",
+            )
             require(
                 column not in MADE_COLUMNS,
                 "aligned_columns",

@@ -234,7 +234,9 @@ class TensorBoard(Callback):
     def __init__(self, config: TensorBoardConfig, folder: Path) -> None:
         """Raises ConfigError where the package tensorboardX is not installed."""
         self.folder = (
-            folder / "tensorboard" if config.folder is None else Path(config.folder).expanduser()
+            folder / "tensorboard"
+            if config.folder is None
+            else Path(os.path.expanduser(config.folder))
         )
         self._make = installed("tensorboard", "tensorboardX").SummaryWriter
         self._flush_s, self._writer = config.flush_s, None

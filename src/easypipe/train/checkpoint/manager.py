@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,7 +65,9 @@ class CheckpointManager(Closeable):
             "not given, and without it best_mode and keep_best have no effect",
             "Name one.",
         )
-        self._checkpoints = Checkpoints(Path(checkpoint_dir).expanduser(), keep=keep or sys.maxsize)
+        self._checkpoints = Checkpoints(
+            Path(os.path.expanduser(checkpoint_dir)), keep=keep or sys.maxsize
+        )
         self._metric, self._keep_best = best_metric, keep_best
         self._sign = 1 if best_mode == "min" else -1
         self._seen: dict[int, float] = {}
@@ -223,7 +226,7 @@ class CheckpointManager(Closeable):
                     fix="Save one first.",
                 )
             return steps[-1]
-        given = Path(path).expanduser().absolute()
+        given = Path(os.path.expanduser(path)).absolute()
         require(
             given.parent == self._checkpoints.folder,
             str(path),

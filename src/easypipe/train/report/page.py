@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.resources
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,8 +39,8 @@ def write_report(folders: str | Path | Sequence[str | Path], out: str | Path | N
         StateError: Where a folder holds no run, or a file of it cannot be read.
     """
     given = [folders] if isinstance(folders, str | Path) else folders
-    runs = [Path(folder).expanduser() for folder in given]
-    target = runs[0] / PAGE if out is None else Path(out).expanduser()
+    runs = [Path(os.path.expanduser(folder)) for folder in given]
+    target = runs[0] / PAGE if out is None else Path(os.path.expanduser(out))
     commit_bytes(target, page(runs).encode())
     return target
 

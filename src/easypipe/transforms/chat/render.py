@@ -293,7 +293,7 @@ def given_template(
         return without_mark(text), at
     if text in names:
         return names[text], f"built-in template {text!r}"
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     try:
         return without_mark(path.read_text(encoding="utf-8")), str(path)
     except (OSError, UnicodeDecodeError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -106,7 +107,7 @@ class FewShot:
 def _read(path: str, columns: tuple[str, ...]) -> list[Row]:
     at = "few_shot.data_files"
     try:
-        data = read_bytes(str(Path(path).expanduser()) if "://" not in path else path)
+        data = read_bytes(str(Path(os.path.expanduser(path))) if "://" not in path else path)
     except MissingFileError:
         raise ConfigError(
             at=at,

@@ -63,7 +63,7 @@ class TokenizerFiles(NamedTuple):
 
 def find_tokenizer(name_or_path: str) -> TokenizerFiles:
     """Raises TokenizerError where nothing is found, or what is found is not a tokenizer.json."""
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))
     if os.path.isdir(path):
         return _from_folder(path)
     if os.path.isfile(path):
@@ -123,7 +123,7 @@ def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
 
     Raises TokenizerError where the tokenizer has none.
     """
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))
     names = ("chat_template.jinja", "tokenizer_config.json")
     if os.path.exists(path) or _looks_like_path(name_or_path):
         folder = path if os.path.isdir(path) else path.parent

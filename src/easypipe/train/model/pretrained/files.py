@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def model_folder(
     gated repository, and for a revision given beside a folder.
     """
     name = str(path_or_hub_name)
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         if revision is not None:
             raise SourceError(
@@ -119,7 +120,7 @@ def commit_of(folder: Path, path_or_hub_name: str | Path) -> str | None:
     """The commit of the Hub's files in `folder`, which `model_folder` gave; None where that is a
     folder of its own.
     """
-    return None if Path(path_or_hub_name).expanduser().is_dir() else folder.name
+    return None if Path(os.path.expanduser(path_or_hub_name)).is_dir() else folder.name
 
 
 def read_config(folder: Path) -> tuple[JsonObject, str]:

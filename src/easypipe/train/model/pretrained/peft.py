@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -101,7 +102,7 @@ def save_adapters(module: Decoder, path: str | Path, *, base: str | Path | None 
     with new_folder(path) as folder:
         save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         (folder / ADAPTER_CONFIG).write_bytes(json_bytes(written))
-    return Path(path).expanduser().absolute()
+    return Path(os.path.expanduser(path)).absolute()
 
 
 def load_adapters(module: Decoder, path: str | Path) -> Decoder:
@@ -112,7 +113,7 @@ def load_adapters(module: Decoder, path: str | Path) -> Decoder:
     adapter_config.json; StateError for tensors that are missing, unexpected or of the wrong shape,
     with their names, and for damaged files.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     values, file = read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_WEIGHTS
     for key, neutral in _NEUTRAL.items():
         value, at = values.get(key, neutral[0]), f"{folder / ADAPTER_CONFIG}: {key}"

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
@@ -156,7 +157,7 @@ def save_pretrained(
                 tokenizer.save_pretrained(str(folder))
             if chat_template is not None:
                 _write_template(folder, chat_template)
-    return Path(path).expanduser().absolute()
+    return Path(os.path.expanduser(path)).absolute()
 
 
 @contextlib.contextmanager
@@ -165,7 +166,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
     Raises ConfigError where `path` is there; StorageError.
     """
-    target = Path(path).expanduser().absolute()
+    target = Path(os.path.expanduser(path)).absolute()
     require(
         not target.exists() or (target.is_dir() and not any(target.iterdir())),
         str(target),
@@ -272,7 +273,7 @@ def _tokenizer_files(tokenizer: Any) -> list[Path]:
         f"{type(tokenizer).__name__} cannot be saved",
         "Give a tokenizer.json, its folder, or an object with save_pretrained.",
     )
-    path = Path(tokenizer).expanduser()
+    path = Path(os.path.expanduser(tokenizer))
     path = path if path.exists() else model_folder(tokenizer, None, weights=False)
     names = [path] if path.is_file() else [path / name for name in TOKENIZER_FILES]
     found = [name for name in names if name.is_file()]
