@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -80,6 +81,47 @@ def assert_rows_by_number(rows: Any, numbers: np.ndarray, width: int) -> None:
         )
     for name, column in rows.batch(numbers[::-1].copy(), width).items():
         np.testing.assert_array_equal(column[::-1], rows.batch(numbers, width)[name])
+
+
+def assert_ranks(make: Callable[[int], Any], world: int, batch_size: int, batches: int) -> None:
+    """Of `world` ranks, batch t of all together has the rows of batch t of one loader that is as
+    many times as large. make: a fresh loader of that batch size.
+    """
+    ranks = [iter(make(batch_size).of_rank(rank, world)) for rank in range(world)]
+    each = itertools.islice(zip(*ranks, strict=False), batches)
+    for n, (parts, whole) in enumerate(zip(each, make(world * batch_size), strict=False)):
+        rows = Counter(itertools.chain.from_iterable(map(_rows, parts)))
+        assert rows == Counter(_rows(whole)), f"batch {n} of {world} ranks of {batch_size} rows"
+        batches -= 1
+    assert batches == 0, f"{batches} batches are missing"
+
+
+def _rows(batch: Mapping[str, Any]) -> list[tuple[bytes, ...]]:
+    columns = [np.asarray(batch[name]) for name in sorted(batch)]
+    return [tuple(row.tobytes() for row in rows) for rows in zip(*columns, strict=True)]
+
+
+def assert_same_documents(
+    first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, Any]], *, what: str
+) -> int:
+    """The same segments, however they are laid into rows, each with the values that every column
+    has beside its tokens. Returns how many there were.
+    """
+    one, other = (
+        Counter(itertools.chain.from_iterable(map(_segments, x))) for x in (first, second)
+    )
+    assert one == other, f"{what}: {len(one - other)} and {len(other - one)} documents more"
+    return one.total()
+
+
+def _segments(batch: Mapping[str, Any]) -> list[tuple[bytes, ...]]:
+    columns = {name: np.asarray(batch[name]) for name in sorted(batch) if name != SEGMENT_IDS}
+    segments = np.asarray(batch[SEGMENT_IDS])
+    return [
+        tuple(values[row][segments[row] == number].tobytes() for values in columns.values())
+        for row in range(len(segments))
+        for number in range(1, int(segments[row].max()) + 1)
+    ]
 
 
 # Law 2: exact resume

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from easypipe import (
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
-from laws import assert_aligned, assert_exact_resume, assert_same_batches
+from laws import assert_aligned
 from token_support import small_tokenizer
 
 EOS, TOP = 9999, 3
@@ -118,45 +117,6 @@ def test_values_stand_where_their_tokens_do(
         "teacher_ids": "int32",
         "half": "float16",
     }
-
-
-@pytest.mark.parametrize("streaming", [False, True], ids=["cached", "streaming"])
-def test_laws(tmp_path: Path, tokenizer: Any, streaming: bool) -> None:
-    more = {"num_streams": 4} if streaming else {}
-
-    def make() -> Any:
-        made = pipeline(
-            tmp_path, tokenizer, dataset(rows()), pack=PACKS["split"], streaming=streaming, **more
-        )
-        return made.load(LoadStageConfig(batch_size=4, source_ids=True)).build()
-
-    assert_exact_resume(make, 6, hops=(1,), stops=(0, 1, 3))
-    whole = list(itertools.islice(iter(make()), 6))
-
-    def ranks() -> Iterator[dict[str, np.ndarray]]:
-        each = [iter(make().of_rank(rank, 2)) for rank in range(2)]
-        while True:
-            try:
-                parts = [[next(rank) for _ in range(1)] for rank in each]
-            except StopIteration:
-                return
-            yield {
-                name: np.stack([part[0][name] for part in parts], axis=1).reshape(
-                    -1, *parts[0][0][name].shape[1:]
-                )
-                for name in parts[0][0]
-            }
-
-    twice = make().copy(LoadStageConfig(batch_size=8, prefetch_workers=1))
-    both = [
-        {name: np.concatenate([a[name], b[name]]) for name in a}
-        for a, b in zip(whole[::2], whole[1::2], strict=True)
-    ]
-    if not streaming:
-        assert_same_batches(both, itertools.islice(ranks(), 3), what="ranks")
-        assert_same_batches(both, itertools.islice(iter(twice), 3), what="another size")
-        rebuilt = make().map_rows(lambda columns, key: None, version="1")
-        assert_same_batches(whole, itertools.islice(iter(rebuilt), 6), what="changed by nothing")
 
 
 @pytest.mark.parametrize("format", ["parquet", "arrow", "jsonl"])
