@@ -6,6 +6,7 @@ No jax is loaded for this.
 from __future__ import annotations
 
 import dataclasses
+import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -
         data,
         None if train is None else train.steps,
         within,
-        None if train is None else Path(train.output_dir).expanduser(),
+        None if train is None else Path(os.path.expanduser(train.output_dir)),
     )
 
 

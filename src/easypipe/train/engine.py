@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +142,7 @@ class Engine:
     ) -> None:
         self.config, self.train, self.listener, self.control = config, train, listener, Control()
         self.writes = jax.process_index() == 0  # whether this process writes the files of the run
-        self.output_dir = Path(config.output_dir).expanduser()
+        self.output_dir = Path(os.path.expanduser(config.output_dir))
         self.tokenizer = None if tokenizer is None else from_anywhere(tokenizer)
         self.seen = Seen.of(turns)
         self.run_config = to_dict(run_config or {})
