@@ -586,7 +586,7 @@ FAULTS = [
     fault("a batch divides where its micro-batches do not", "loader/placement.py", "tests/loader/test_placement.py -k eight",
           "if self._micro_size % ways:", "if batch_size % ways:"),
     fault("saved folders remember what came after them", "pipeline.py", "tests/stages/test_build_record.py -k stages_before",
-          "            chain = self._chain(stage)\n            for folder", "            chain = self._chain(last.stage)\n            for folder"),
+          "            chain = Chain(self._chain(stage), self._context)\n            for folder", "            chain = Chain(self._chain(last.stage), self._context)\n            for folder"),
     fault("rows far behind a pass are fewer than none", "loader/rows/ranks.py", "tests/loader/test_row_identities.py -k behind_the_last",
           "return max(0, self._own(there) - start)", "return self._own(there) - start"),
     fault("text beside lists of any insides is JSON", "sources/external/dicts.py", "tests/sources/test_memory.py -k holds_both",
