@@ -94,7 +94,11 @@ class MdsShardedSource(FileSource):
         if compression_of(file.path) is None and offsets[-1] != file.num_bytes:
             raise broken
         with raising(
-            SourceError, file.path, "not an MDS shard", COPY, (ValueError, KeyError, TypeError)
+            SourceError,
+            file.path,
+            "not an MDS shard",
+            COPY,
+            (ValueError, KeyError, TypeError, RecursionError),
         ):
             told = json.loads(self._plain.fetch(file, behind, int(offsets[0])))
             keys = ("column_names", "column_encodings", "column_sizes")
@@ -235,7 +239,13 @@ def _index(folder: str, file: FileRef) -> dict[str, Json] | None:
     except MissingFileError:
         return None
     entries: dict[str, Json] = {}
-    with raising(SourceError, found.path, "not an index", COPY, (ValueError, KeyError, TypeError)):
+    with raising(
+        SourceError,
+        found.path,
+        "not an index",
+        COPY,
+        (ValueError, KeyError, TypeError, RecursionError),
+    ):
         for shard in json.loads(read_range(found, 0, found.num_bytes))["shards"]:
             for data in (shard["raw_data"], shard["zip_data"]):
                 if data is not None:
