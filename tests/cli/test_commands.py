@@ -213,6 +213,11 @@ def test_a_missing_config_and_a_wrong_command(
 ) -> None:
     assert main(["prepare", str(tmp_path / "nowhere.yaml")]) == 2
     assert "no such file. Give the path of a YAML file." in capsys.readouterr().err
+    assert main(["explain", str(tmp_path), "--step", "1"]) == 2
+    assert "this is a folder. Give the path of a YAML file." in capsys.readouterr().err
+    (tmp_path / "run.yaml").touch()
+    assert main(["explain", str(tmp_path), "--step", "1"]) == 2
+    assert "this is a folder. Give the path of its run.yaml." in capsys.readouterr().err
     assert main(["prepar"]) == 2
     assert main(["prepare", "--nonsense"]) == 2
     unknown = tmp_path / "x.yaml"

@@ -285,8 +285,11 @@ def load_yaml(path: str | Path) -> JsonObject:
     path = Path(path)
     try:
         if not path.is_file():
+            inside = path / "run.yaml"  # a run's folder
             raise ConfigError(
-                at=str(path), problem="no such file", fix="Give the path of a YAML file."
+                at=str(path),
+                problem="this is a folder" if path.is_dir() else "no such file",
+                fix=f"Give the path of {'its run.yaml' if inside.is_file() else 'a YAML file'}.",
             )
         text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
