@@ -227,19 +227,7 @@ class Engine:
             self.layout = states.layout_of(
                 abstract, self.mesh, self.origin.trained, spread=self.spread
             )
-        schedule = None
-        if optimizer is None:
-            schedule = make_schedule(config.optimizer, self.steps)
-            self.optimizer = make_optimizer(
-                config.optimizer, self.steps, self.layout.decays, self.layout.hidden
-            )
-        elif config.optimizer == OptimizerConfig():
-            self.optimizer = Optimizer(optimizer)
-        else:
-            problem = (
-                "given, and so is an optimizer from Python, which would leave it without effect"
-            )
-            raise ConfigError(at="train.optimizer", problem=problem, fix="Leave one of them out.")
+        schedule = self._choose_optimizer(optimizer)
         self.reference = None
         if config.preference is not None:
             require(
@@ -286,6 +274,25 @@ class Engine:
             windows=windows(self.origin.config) if self.origin.config else (None,),
         )
         self.eval_step = make_eval_step(self.layout, loss)
+
+    def _choose_optimizer(
+        self, given: optax.GradientTransformation | None
+    ) -> optax.Schedule | None:
+        """Sets the optimizer: that of the config, whose schedule it returns, or one from Python."""
+        named = self.config.optimizer
+        if given is None:
+            self.optimizer = make_optimizer(
+                named, self.steps, self.layout.decays, self.layout.hidden
+            )
+            return make_schedule(named, self.steps)
+        require(
+            named == OptimizerConfig(),
+            "train.optimizer",
+            "given, and so is an optimizer from Python, which would leave it without effect",
+            "Leave one of them out.",
+        )
+        self.optimizer = Optimizer(given)
+        return None
 
     def _noise(self, model: nnx.Module, *, own_loss: bool) -> NoiseOfStep | None:
         """What makes the columns of noise of a step; None without noise."""

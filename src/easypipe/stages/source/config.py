@@ -248,17 +248,8 @@ class DatasetConfig:
             f"{self.type!r} says nothing about rows in memory",
             "Leave it out.",
         )
-        name = self.name
-        require(
-            name is None
-            or (name not in ("", ".", "..") and "/" not in name and name.isprintable()),
-            "name",
-            f"{name!r} cannot name a dataset",
-            "Use a word without a slash.",
-        )
-        require(
-            len(name or "") <= 100, "name", f"{len(name or '')} characters", "Give at most 100."
-        )
+        if self.name is not None:
+            _check_name(self.name)
         require(
             self.num_rows is None or self.num_rows >= 1,
             "num_rows",
@@ -348,6 +339,16 @@ def _may_be_text(dataset: DatasetConfig) -> bool:
         dataset.data_files if isinstance(dataset.data_files, list | tuple) else [dataset.data_files]
     )
     return dataset.type is not None or all(format_of(str(file)) in (None, "txt") for file in files)
+
+
+def _check_name(name: str) -> None:
+    require(
+        name not in ("", ".", "..") and "/" not in name and name.isprintable(),
+        "name",
+        f"{name!r} cannot name a dataset",
+        "Use a word without a slash.",
+    )
+    require(len(name) <= 100, "name", f"{len(name)} characters", "Give at most 100.")
 
 
 def _check_paths(files: Any) -> None:

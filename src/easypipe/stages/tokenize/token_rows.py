@@ -84,9 +84,7 @@ def encode_texts(
     lost = shaped.truncated + gone
     both = shaped.counts, counts
     counts = {name: sum(one.get(name, 0) for one in both) for name in shaped.counts | counts}
-    continued = (
-        shaped.continued if texts.goes_on is None else shaped.continued | texts.goes_on[kept]
-    )
+    continued = shaped.continued | (False if texts.goes_on is None else texts.goes_on[kept])
     found, special = int(strings.sum()), int(shaped.added.sum())
     escapes = tokenizer.special.policy == "escape"
     return EncodedDocuments(

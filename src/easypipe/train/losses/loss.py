@@ -411,20 +411,7 @@ def default_loss(
             "Leave it out, or give the module these two.",
         )
     if isinstance(model, Classifier):
-        require(
-            not measures.names,
-            "train.measure",
-            "is of tokens, and has no effect on classes, whose accuracy is always measured",
-            "Leave it out.",
-        )
-        count = model.config.num_classes
-        require(
-            class_weights is None or len(class_weights) == count,
-            "train.class_weights",
-            f"{len(class_weights or ())} weights, and there are {count} classes",
-            "Give one for each, in the order of their numbers.",
-        )
-        sums = functools.partial(classification_sums, class_weights=class_weights, **options)
+        sums = functools.partial(_of_classes(model, measures, class_weights), **options)
         return sums, sums
     if "segment_ids" not in call_names(model):
         logger.warning(
@@ -433,3 +420,25 @@ def default_loss(
         )
     sums = functools.partial(logits_loss_sums, measures=measures, **options)
     return sums, sums
+
+
+def _of_classes(
+    model: Classifier, measures: Measures, weights: Sequence[float] | None
+) -> Callable[..., LossOutput]:
+    """The loss of a classifier. Raises ConfigError for weights of other classes, and for measures
+    of tokens.
+    """
+    require(
+        not measures.names,
+        "train.measure",
+        "is of tokens, and has no effect on classes, whose accuracy is always measured",
+        "Leave it out.",
+    )
+    count = model.config.num_classes
+    require(
+        weights is None or len(weights) == count,
+        "train.class_weights",
+        f"{len(weights or ())} weights, and there are {count} classes",
+        "Give one for each, in the order of their numbers.",
+    )
+    return functools.partial(classification_sums, class_weights=weights)
