@@ -17,6 +17,8 @@ os.environ.setdefault(
     "--xla_cpu_parallel_codegen_split_count=1"
     + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
 )
+# Pictures of runs are of fewer points, here and in the processes that tests start.
+os.environ.setdefault("MATPLOTLIBRC", str(Path(__file__).with_name("matplotlibrc")))
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from easypipe.core.errors import StateError, TrainError
 from easypipe.core.storage import commit_bytes
@@ -18,6 +18,8 @@ from easypipe.train.record import PLAN, read_kept
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    Sheet: TypeAlias = tuple[Figure, Axes]
 
 log = logging.getLogger("easypipe")
 
@@ -49,7 +51,8 @@ def pictures(folder: Path, names: Sequence[str] = ()) -> dict[str, bytes]:
             problem="no step was logged, so there is nothing to draw",
             fix="Wait for the run's first step.",
         )
-    drawn = {name: PLOTS[name](records) for name in names or PLOTS if name != MIXTURE}
+    sheet = _figure()
+    drawn = {name: PLOTS[name](sheet, records) for name in names or PLOTS if name != MIXTURE}
     if not names or MIXTURE in names:
         try:
             drawn[MIXTURE] = mixture_picture(read_kept(folder / PLAN))
@@ -58,7 +61,7 @@ def pictures(folder: Path, names: Sequence[str] = ()) -> dict[str, bytes]:
     return {name: picture for name, picture in drawn.items() if picture is not None}
 
 
-def _loss(records: Sequence[Record]) -> bytes:
+def _loss(sheet: Sheet, records: Sequence[Record]) -> bytes:
     """`loss` by step, and each held-out loss."""
     lines = {"training": [(record["step"], record["loss"]) for record in records]}
     for name in sorted({name for record in records for name in record.get("eval", {})}):
@@ -67,12 +70,14 @@ def _loss(records: Sequence[Record]) -> bytes:
             for record in records
             if name in record.get("eval", {})
         ]
-    return _picture("loss", "loss (nats a token)", lines)
+    return _picture(sheet, "loss", "loss (nats a token)", lines)
 
 
-def _curve(key: str, title: str, label: str, records: Sequence[Record]) -> bytes | None:
+def _curve(
+    key: str, title: str, label: str, sheet: Sheet, records: Sequence[Record]
+) -> bytes | None:
     points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
-    return _picture(title, label, {title: points}) if points else None
+    return _picture(sheet, title, label, {title: points}) if points else None
 
 
 def mixture_picture(plan: Json | None) -> bytes | None:
@@ -133,7 +138,7 @@ def mixture_lines(plan: Json | None) -> dict[str, dict[str, list[float]]]:
     }
 
 
-PLOTS: Mapping[str, Callable[[Sequence[Record]], bytes | None]] = {
+PLOTS: Mapping[str, Callable[[Sheet, Sequence[Record]], bytes | None]] = {
     "loss": _loss,
     "learning_rate": partial(_curve, "learning_rate", "learning rate", "learning rate"),
     "tokens_per_second": partial(
@@ -144,19 +149,26 @@ PLOTS: Mapping[str, Callable[[Sequence[Record]], bytes | None]] = {
 
 
 def _picture(
-    title: str, label: str, lines: Mapping[str, Sequence[tuple[int, float | None]]]
+    sheet: Sheet, title: str, label: str, lines: Mapping[str, Sequence[tuple[int, float | None]]]
 ) -> bytes:
-    figure, axes = _figure()
+    """One picture on a sheet that is blank again behind it: ticks and labels cost more than lines,
+    and a run's pictures share them.
+    """
+    figure, axes = sheet
     for number, (name, points) in enumerate(lines.items()):
         marker = "o" if number or len(points) == 1 else None
         axes.plot(*zip(*points, strict=True), linewidth=1, marker=marker, markersize=4, label=name)
     axes.set(xlabel="step", ylabel=label, title=title)
-    if len(lines) > 1:
-        axes.legend()
-    return _png(figure)
+    legend = axes.legend() if len(lines) > 1 else None
+    picture = _png(figure)
+    for drawn in (*axes.lines, *filter(None, [legend])):
+        drawn.remove()
+    axes.set_prop_cycle(None)  # the first color again
+    axes.relim()
+    return picture
 
 
-def _figure() -> tuple[Figure, Axes]:
+def _figure() -> Sheet:
     # 0.5 s, and only needed when a run ends
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
