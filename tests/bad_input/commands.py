@@ -22,7 +22,7 @@ ARGUMENTS = [
     command("Missing argument", "prepare"),
     command("No such option", "prepare", "run.yaml", "--sed", "5"),
     command("nowhere.yaml: no such file", "prepare", "nowhere.yaml"),
-    command("tokenizer: no such file", "prepare", "tokenizer"),
+    command("tokenizer: this is a folder", "prepare", "tokenizer"),
     command("data.jsonl", "prepare", "data.jsonl"),
     command("'': no such file", "prepare", "''"),
     command("not of the form key.path=value", "prepare", "run.yaml", "--set", "seed"),

@@ -167,6 +167,8 @@ NAMES = [
     named("load.num_epochs", load__num_epochs=10**18),
     command("x: is neither", "verify", NOBODY),
     command("x: no such folder", "report", NOBODY),
+    command("x: no such folder", "report", NOBODY, "--serve"),
+    command("there is no home", "quickstart", "--output-dir", NOBODY),
     command("'': is neither", "verify", ""),
     command("Give 0 to 1", "explain", "run.yaml", "--step", "1", "--row", "99"),
     command("Quote it", "prepare", "run.yaml", "--set", "seed=!!python/name:os.system"),

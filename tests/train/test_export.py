@@ -154,7 +154,7 @@ def test_what_was_seen_is_in_the_checkpoint_and_generate_stops_there(
         given.extend(generate(*args, **options))
         return given[-1:]
 
-    monkeypatch.setattr("easypipe.train.model.generate.generate", watched)
+    monkeypatch.setattr("easypipe.train.model.writing.generate", watched)
     assert main(greedy) == 0
     unused = next(token for token in range(300) if token not in given[0])
     generation = read(folder, "generation_config.json") | {"eos_token_id": [unused, given[0][-1]]}
@@ -176,7 +176,7 @@ def test_conversations_are_answered_by_the_template_that_was_trained(
         assert IM_END in options["eos_token_id"]
         return generate(model, prompts, **options)
 
-    monkeypatch.setattr("easypipe.train.model.generate.generate", watched)
+    monkeypatch.setattr("easypipe.train.model.writing.generate", watched)
     greedy = ["generate", run, "--max-new-tokens", "4", "--temperature", "0"]
     talks = [[{"role": "user", "content": f"say {n}"}] for n in (3, 4)]
     opened = [f"<|im_start|>user\nsay {n}<|im_end|>\n<|im_start|>assistant\n" for n in (3, 4)]
@@ -207,7 +207,7 @@ def test_an_answer_is_kept_as_it_is_and_shown_without_what_steers_a_terminal(
         asked.extend(map(tokenizer.decode, prompts))
         return [tokenizer.reference_encode("a\x1b[2Jb")]
 
-    monkeypatch.setattr("easypipe.train.model.generate.generate", answers)
+    monkeypatch.setattr("easypipe.train.model.writing.generate", answers)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
     assert main(["generate", run, "--chat"]) == 0
     assert capsys.readouterr().out == "a\\u{1b}[2Jb\n" * 2

@@ -416,7 +416,7 @@ def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, name, packa
         (
             {"earlystopping": {}},
             "callbacks.earlystopping: unknown key (have: early_stopping, best, tensorboard, wandb, "
-            "trackio, mlflow, profile, heartbeat, lm_eval). ",
+            "trackio, mlflow, profile, heartbeat, lm_eval, samples). ",
         ),
         ({"early_stopping": {}}, "callbacks.early_stopping.metric: required"),
         (

@@ -25,7 +25,7 @@ def complete_config(incomplete: str) -> list[str]:
     folder, begun = (typed, "") if incomplete.endswith("/") else (typed.parent, typed.name)
     try:
         near = sorted(path for path in folder.expanduser().iterdir() if path.name.startswith(begun))
-    except OSError:
+    except (OSError, RuntimeError):  # also a home that is not there
         return []
     prefix = incomplete.removesuffix(begun)
     hidden = begun.startswith(".")

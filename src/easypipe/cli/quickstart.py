@@ -20,7 +20,7 @@ from easypipe.cli.arguments import Overrides
 from easypipe.cli.keys import SCHEMA
 from easypipe.cli.show import console, say
 from easypipe.cli.train import load, run_training, show_result
-from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.errors import ConfigError, SourceError, require
 
 # The project folder of the quickstart: text of the standard library, a config, a README.
 #
@@ -216,7 +216,14 @@ def quickstart(
     """
     importlib.import_module("easypipe.run")  # refused without `[train]`, before a file is written
     began = Path.cwd()
-    folder = output_dir.expanduser().absolute()
+    folder = Path(os.path.expanduser(output_dir))
+    require(
+        not str(folder).startswith("~"),
+        "--output-dir",
+        f"there is no home {folder.parts[0]}",
+        "Give another folder.",
+    )
+    folder = folder.absolute()
     written = write_project(folder)
     say(f"project: {folder} ({'written' if written else 'found'})")
     # the paths of the config are relative to it, as they are for `easypipe train quickstart.yaml`

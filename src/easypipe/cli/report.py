@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +44,7 @@ def report(
     from easypipe.train.report.serve import HOST, server
 
     try:
-        serving = server([run.expanduser() for run in runs], port)
+        serving = server([Path(os.path.expanduser(run)) for run in runs], port)
     except OSError as error:
         raise ConfigError(
             at="--port", problem=f"{port} cannot be served: {error}", fix="Give another one, or 0."

@@ -7,6 +7,7 @@ transformers' business.
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -139,7 +140,7 @@ def _differing(
 
 
 def _named(tokenizer: Tokenizer) -> NamedTokenizer:
-    path = Path(tokenizer.name).expanduser()
+    path = Path(os.path.expanduser(tokenizer.name))
     name = str(path.parent if path.is_file() else tokenizer.name)
     open_one = needed("transformers").AutoTokenizer.from_pretrained
     wrong = OSError, ValueError, KeyError

@@ -168,7 +168,7 @@ def found_beside(name: str, run: Path) -> str:
     looked for in the run's folder and those above it, the nearest first, where it is not here.
     """
     path = Path(os.path.expanduser(name))
-    folder = run.expanduser().absolute()
+    folder = Path(os.path.expanduser(run)).absolute()
     beside = [] if path.exists() else [above / path for above in (folder, *folder.parents)]
     return next((str(one) for one in beside if one.exists()), name)
 

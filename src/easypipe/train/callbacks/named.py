@@ -412,7 +412,7 @@ class Samples(Callback):
         )
         self._conversations = []
         if config.messages is not None:
-            path = Path(config.messages).expanduser()
+            path = Path(os.path.expanduser(config.messages))
             require(path.is_file(), f"{at}.messages", f"{path} is no file", "Give one of JSON.")
             self._conversations = conversations_of(path)
         self.config, self._path, self._known = config, folder / SAMPLES, known
