@@ -6,6 +6,7 @@ import errno
 import fcntl
 import importlib.metadata
 import os
+import resource
 import shutil
 import time
 from collections.abc import Callable
@@ -306,6 +307,7 @@ DIE_WRITING = "import os, sys; open(sys.argv[1], 'wb', 0).write(b'n'); os._exit(
         ("locks exclude", "another process got it too", fcntl, "flock", lambda *_: None),
         ("clock", "from this machine's clock", machine.time, "time", lambda: 0.0),
         ("clock", "dated -", machine.time, "time", lambda: 9e9),
+        ("limits", "9 open files are allowed", resource, "getrlimit", lambda _: (9, 9)),
         (
             "limits",
             "are free in",
@@ -332,6 +334,16 @@ def test_a_faulty_machine(
     finding = found(machine.machine_checks(tmp_path), check)
     assert finding.state == "FAILED"
     assert says in finding.says
+
+
+def test_no_limit_of_open_files_is_no_low_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = resource.RLIM_INFINITY  # which is -1
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (endless, endless))
+    finding = found(machine.machine_checks(tmp_path), "limits")
+    assert finding.state == "ok"
+    assert finding.says.startswith("any number of open files, ")
 
 
 def test_what_breaks_is_found_and_the_rest_goes_on() -> None:

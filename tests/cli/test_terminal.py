@@ -268,10 +268,17 @@ def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for name, step in (("done", 10), ("half", 5), ("now", 3), ("odd", 1)):
         folder = tmp_path / "runs" / name
         (folder / "checkpoints").mkdir(parents=True)
-        record = {"step": step, "loss": 2.5, "eval": {"held_out": {"loss": 3.0}}}
-        (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        seen = [
+            (step - 1, {"held_out": {"loss": 4.0}}),
+            (step, {"held_out": {"loss": 3.0}}),
+            (step, {}),
+        ]
+        lines = [json.dumps({"step": n, "loss": 2.5, "eval": one}) for n, one in seen]
+        (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
         (folder / "run.yaml").write_text(yaml.safe_dump({"train": {"steps": 10}}))
     (tmp_path / "runs/odd/metrics.jsonl").write_text("nothing\nmore\n")
+    (tmp_path / "runs/done/within").mkdir()  # is no run of its own
+    (tmp_path / "runs/done/within/metrics.jsonl").write_text("")
     with training(tmp_path / "runs/now"):
         assert main(["runs", str(tmp_path), "--json"]) == 0
     found = {Path(one["folder"]).name: one for one in json.loads(capsys.readouterr().out)}

@@ -224,6 +224,10 @@ def test_a_name_that_is_no_path_is_on_the_hub() -> None:
     assert (dataset.type, dataset.data_files, dataset.split, dataset.subset, dataset.revision) == (
         "huggingface", "gsm8k-like/rows", "test", "main", "abc"
     )  # fmt: skip
+    for name in ("rows/val.jsonl", "rows/*", "s3://bucket/rows"):  # nothing is there
+        given["dataset"] = {"name": name}
+        named = DataPipeline.from_config(given).unwrap().dataset_config("train")
+        assert (named.type, named.data_files) == (None, name)
 
 
 def test_the_printed_file_reads_a_dataset_of_the_hub(hub_mirror: WebServer) -> None:  # noqa: F811

@@ -182,7 +182,12 @@ def test_documents_by_number_have_their_own_lengths(tmp_path):
 
 @pytest.mark.parametrize(
     "load",
-    [{}, {"drop_last": False, "mesh": {"data": 1}, "num_epochs": 2}, {"accumulation_steps": 2}],
+    [
+        {},
+        {"drop_last": False, "mesh": {"data": 1}, "num_epochs": 2},
+        {"prefetch_to_device": True},
+        {"accumulation_steps": 2},
+    ],
     ids=str,
 )
 def test_batches_by_number_behind_load(tmp_path, load):
@@ -194,6 +199,7 @@ def test_batches_by_number_behind_load(tmp_path, load):
     assert len(batches) == len(whole)
     for i in reversed(range(len(whole))):
         real = len(batches[i]["labels"])
+        assert all(isinstance(column, np.ndarray) for column in batches[i].values())
         if load.get("accumulation_steps", 1) == 1:
             assert_same_batch(
                 {name: np.asarray(column)[:real] for name, column in whole[i].items()}, batches[i]

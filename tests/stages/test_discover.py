@@ -392,10 +392,11 @@ def test_pairs_are_proposed_as_pairs(tmp_path: Path, row: dict[str, Any]) -> Non
     assert documents.read(0, 0, 3).num_rows == 3
 
 
-def test_pairs_without_their_prompt_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_pairs_without_their_prompt_are_refused(tmp_path: Path, role: str) -> None:
     row = {
         "prompt": "p",
-        **{side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")},
+        **{side: [{"role": role, "content": side}] for side in ("chosen", "rejected")},
     }
     with pytest.raises(ConfigError, match="begin with the answer"):
         discover(jsonl(tmp_path / "pairs.jsonl", [row] * 3)).propose()

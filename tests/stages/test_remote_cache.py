@@ -189,6 +189,48 @@ def test_reading_ranges_fetches_less_than_shards(
     assert 0 < fetched["ranges"] < fetched["shards"] / 2
 
 
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URL of a cache of three token files, each with one document of several blocks."""
+    here = tmp_path_factory.mktemp("long")
+    folder = RemoteFolder("memory://caches/long", here)
+    rows = [[" ".join(map(str, range(start, 60_000)))] for start in range(3)]
+    prepare(WithIdentity(*rows), load_tokenizer(tokenizer()), dataset="d", cache_dir=folder)
+    (manifest,) = storage.names_in(folder.at("manifests"), None)
+    return f"{folder.at('manifests')}/{manifest}"
+
+
+def test_neighbouring_blocks_come_with_one_request(
+    long: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = opened(long, tmp_path, reading="ranges")
+    asked: list[int] = []
+    read = storage.read_range
+
+    def counted(url: str, start: int, stop: int, options: Any) -> bytes:
+        asked.append(stop - start)
+        return read(url, start, stop, options)
+
+    monkeypatch.setattr(storage, "read_range", counted)
+    assert cache.tokens(1).size > BLOCK
+    assert len(asked) == 1
+    assert asked[0] > 2 * BLOCK
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_what_was_not_read_for_longest_goes_first(long: str, tmp_path: Path, reading: str) -> None:
+    size = opened(long, tmp_path).manifest.parts[0].num_bytes
+    cache = opened(long, tmp_path, reading=reading, staging_bytes=(2 * size // BLOCK + 2) * BLOCK)
+    staging = cache.folder.staging  # type: ignore[union-attr]
+    for doc in (0, 1, 0, 2):
+        cache.tokens(doc)
+    before = staging.fetched_bytes
+    cache.tokens(0)
+    assert staging.fetched_bytes == before, "it was read after document 1"
+    cache.tokens(1)
+    assert staging.fetched_bytes > before
+
+
 def test_staging_dir_is_where_fetched_tokens_are(
     two: tuple[TokenCache, str], tmp_path: Path
 ) -> None:

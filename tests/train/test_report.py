@@ -201,6 +201,17 @@ def test_in_a_browser(tmp_path: Path, size: str) -> None:
     assert (tmp_path / "page.png").stat().st_size > 20_000
 
 
+def test_the_newest_samples_stand_first(tmp_path: Path) -> None:
+    made = run(tmp_path)
+    lines = [
+        json.dumps({"step": step, "samples": [{"prompt": "say", "text": f"said at {step}"}]})
+        for step in (10, 20)
+    ]
+    (made / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    page = write_report(made).read_text()
+    assert page.index("said at 20") < page.index("said at 10")
+
+
 def test_a_million_steps_make_a_small_page(tmp_path: Path) -> None:
     """A tenth of them here: what is drawn does not grow."""
     made = tmp_path / "run"

@@ -183,6 +183,17 @@ def test_every_option_is_in_the_fingerprint_of_a_transform(fim: str) -> None:
             known[found] = make, changed
 
 
+@pytest.mark.parametrize(
+    "other", [Words(version="2"), Words(eos_token_id=2), Words(pad_token_id=3), Others()], ids=repr
+)
+def test_tokens_of_own_tokenizers_tell_whose_they_are(other: Words) -> None:
+    """Which decides whether they may be mixed."""
+    own, same, unlike = (
+        EncodeTexts(one, "text").tokens.tokenizer_fingerprint for one in (Words(), Words(), other)
+    )
+    assert own == same != unlike
+
+
 def test_every_option_of_every_transform_is_tried() -> None:
     modules = (columns, conversation, functions, hold_out, fill_in_the_middle)
     house = {

@@ -279,6 +279,17 @@ def test_turns_that_a_later_sample_writes_alike_share_it(tmp_path: Path) -> None
     assert [targets.count("<think>") for *_, targets in flagged] == [2]
 
 
+def test_a_turn_that_eos_ends_is_a_sample_of_its_own(tmp_path: Path) -> None:
+    """Where the template ends only turns that others follow, the whole writes another end."""
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content or '' }}{{ m.content }}"
+        "{{ '' if loop.last else '\n' }}{% endfor %}"
+        "{{ '\nassistant: ' if add_generation_prompt else '' }}"
+    )
+    found, _ = samples([reasons()], tmp_path, reasoning="per_turn", template=template)
+    assert [targets for *_, targets in found] == [f"hmSo.{END}", f"hmmNo.{END}"]
+
+
 def test_a_conversation_that_is_refused_at_a_turn_is_refused_whole(tmp_path: Path) -> None:
     strict = (
         REASONING + "{% if messages|length == 2 %}{{ raise_exception('too short') }}{% endif %}"
