@@ -20,9 +20,9 @@ def parity(
     rows: Annotated[int, typer.Option(min=1, help="Of each dataset, from its first row.")] = 100,
     overrides: Overrides = None,
 ) -> None:
-    """Compare the tokens of the first rows of CONFIG.YAML with what transformers makes of them, and
-    the masks where a chat template has generation markers. Rows that differ are shown with the
-    first token that does, and end it with exit 1. It needs easypipe[check].
+    """Compare tokens of CONFIG.YAML with transformers' own. Those of its first rows are, and masks
+    where a chat template has generation markers. Rows that differ are shown with the first token
+    that does, and end it with exit 1. It needs easypipe[check].
     """
     from easypipe.cli.configs import described
     from easypipe.previews.parity import parity as compared
