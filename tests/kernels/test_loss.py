@@ -4,6 +4,7 @@ of options, ragged sizes, edges.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -173,52 +174,48 @@ def test_strict_tiles_of_any_size(block, hidden_bytes, monkeypatch):
     them.
     """
     monkeypatch.setattr(chunked, "HIDDEN_BYTES", hidden_bytes)
-    with jax.disable_jit():
-        given = case()
-        for layout, bias, cap in (("dv", given.bias, None), ("vd", None, 3.0)):
-            head = given.head if layout == "dv" else given.head.T
-            arrays = [
-                None if array is None else jnp.asarray(array, jnp.bfloat16)
-                for array in (given.hidden, head, bias)
-            ]
-            labels = jnp.asarray([-1, 19, 25, *given.labels[3:]], jnp.int32)
-            cotangents = Cotangents(
-                *(
-                    jnp.asarray(np.random.default_rng(i).normal(size=13), jnp.float32)
-                    for i in range(3)
-                )
-            )
-            inputs = Inputs(*arrays, labels)
+    given = case()
+    cotangents = Cotangents(
+        *(np.random.default_rng(i).normal(size=13).astype(np.float32) for i in range(3))
+    )
+    labels = np.array([-1, 19, 25, *given.labels[3:]], np.int32)
+    for layout, bias, cap in (("dv", given.bias, None), ("vd", None, 3.0)):
+        head = given.head if layout == "dv" else given.head.T
+        arrays = [
+            None if array is None else array.astype(jnp.bfloat16)
+            for array in (given.hidden, head, bias)
+        ]
+
+        def both(inputs, cotangents, layout=layout, cap=cap):
+            """Statistics and gradients of the tiles, and of the reference."""
+            options = {"layout": layout, "soft_cap": cap, "block": block}
             want = reference.stats(inputs, layout=layout, soft_cap=cap)
-            for ours_, theirs in zip(
-                chunked.stats(inputs, layout=layout, soft_cap=cap, block=block), want, strict=True
-            ):
-                np.testing.assert_allclose(ours_, theirs, rtol=1e-6, atol=1e-6)
-            both = [
-                module.gradients(
-                    inputs, want.lse, cotangents, layout=layout, soft_cap=cap, block=block
+            return [
+                (
+                    module.stats(inputs, **options),
+                    module.gradients(inputs, want.lse, cotangents, **options),
                 )
                 for module in (chunked, reference)
             ]
-            for ours_, theirs in zip(
-                jax.tree.leaves(both[0]), jax.tree.leaves(both[1]), strict=True
-            ):
-                assert ours_.dtype == theirs.dtype == jnp.bfloat16
-                np.testing.assert_allclose(
-                    *(np.asarray(g, np.float32) for g in (ours_, theirs)), rtol=2**-7, atol=1e-5
-                )
+
+        (stats, grads), (want, want_grads) = jax.jit(both)(Inputs(*arrays, labels), cotangents)
+        for ours_, theirs in zip(stats, want, strict=True):
+            np.testing.assert_allclose(ours_, theirs, rtol=1e-6, atol=1e-6)
+        for ours_, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+            assert ours_.dtype == theirs.dtype == jnp.bfloat16
+            np.testing.assert_allclose(
+                *(np.asarray(g, np.float32) for g in (ours_, theirs)), rtol=2**-7, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize(("vocab_block", "vector"), [(None, 1), (7, 1), (19, 1), (None, 8)])
 @pytest.mark.parametrize("chunk_size", [6, 13])
 def test_the_head_gradient_is_whole_whatever_its_blocks(vocab_block, vector, chunk_size):
-    with jax.enable_x64(True), jax.disable_jit():
+    with jax.enable_x64(True):
         given = case()
-        hidden, head, labels, bias, weights = map(jnp.asarray, given)
-        weights = jnp.where(labels == IGNORE, 0.0, weights)
-        _, grads = chunked.loss_gradients(
-            Inputs(hidden, head, bias, labels),
-            weights,
+        hidden, head, labels, bias, weights = given
+        run = functools.partial(
+            chunked.loss_gradients,
             layout="dv",
             soft_cap=None,
             objective=Objective(0.1, 0.2, 19),
@@ -226,6 +223,9 @@ def test_the_head_gradient_is_whole_whatever_its_blocks(vocab_block, vector, chu
             vocab_block=vocab_block,
             # rows are XLA's; 19 columns are two vectors of 8 and a rest
             kernel=SimpleNamespace(**vars(chunked) | {"VECTOR": vector}),
+        )
+        _, grads = jax.jit(run)(
+            Inputs(hidden, head, bias, labels), np.where(labels == IGNORE, 0.0, weights)
         )
         want = oracle(given, z_loss=0.1, label_smoothing=0.2, reduction="sum").grads
         for name, grad in zip(("hidden", "head", "bias"), grads, strict=True):

@@ -40,19 +40,19 @@ def inputs(
     tokens.
     """
     rng = np.random.default_rng(seed)
-    hidden = jnp.asarray(rng.normal(size=(tokens, width)), dtype)
-    head = jnp.asarray(rng.normal(size=(width, vocab)) / np.sqrt(width), dtype)
-    labels = jnp.asarray(rng.integers(-3, vocab + 3, size=tokens), jnp.int32)
+    hidden = rng.normal(size=(tokens, width)).astype(dtype)
+    head = (rng.normal(size=(width, vocab)) / np.sqrt(width)).astype(dtype)
+    labels = rng.integers(-3, vocab + 3, size=tokens).astype(np.int32)
     cotangents = (
         rng.normal(size=(3, tokens)) * np.array([[1.0], [1.0], [0.01]]) * (rng.random(tokens) < 0.8)
     )
-    offsets = jnp.asarray(rng.normal(size=vocab), dtype) if bias else None
+    offsets = rng.normal(size=vocab).astype(dtype) if bias else None
     return (
         hidden,
         head if layout == "dv" else head.T,
         offsets,
         labels,
-        [jnp.asarray(g, jnp.float32) for g in cotangents],
+        [g.astype(np.float32) for g in cotangents],
     )
 
 
@@ -110,25 +110,23 @@ def check(
     options: Any = {"layout": layout, "soft_cap": soft_cap}
     with jax.enable_x64(True):
         exact_inputs = [
-            None if array is None else array.astype(jnp.float64)
-            for array in (hidden, head, offsets)
+            None if array is None else array.astype(np.float64) for array in (hidden, head, offsets)
         ]
-        exact = reference.stats(Inputs(*exact_inputs, labels), **options)
-        exact_g = Cotangents(*(g.astype(jnp.float64) for g in cotangents))
-        exact_grads = reference.gradients(
-            Inputs(*exact_inputs, labels), exact.lse, exact_g, **options
-        )
-        lse = exact.lse.astype(jnp.float32)
+        exact_g = Cotangents(*(g.astype(np.float64) for g in cotangents))
+
+        def both(given, g):
+            stats = reference.stats(given, **options)
+            return stats, reference.gradients(given, stats.lse, g, **options)
+
+        exact, exact_grads = jax.jit(both)(Inputs(*exact_inputs, labels), exact_g)
+        lse = np.asarray(exact.lse, np.float32)
     given = Inputs(hidden, head, offsets, labels)
-    ours = jax.jit(
-        lambda given: pallas_tpu.stats(given, **options, block=block, interpret=interpret)
-    )(given)
+    run = options | {"block": block, "interpret": interpret}
+    ours = jax.jit(functools.partial(pallas_tpu.stats, **run))(given)
     for one, other in zip(ours, exact, strict=True):
         assert one.dtype == jnp.float32
         close(one, other, 2e-6)
-    gradients = jax.jit(
-        lambda *given: pallas_tpu.gradients(*given, **options, block=block, interpret=interpret)
-    )
+    gradients = jax.jit(functools.partial(pallas_tpu.gradients, **run))
     for one, other, like in zip(
         gradients(given, lse, Cotangents(*cotangents)), exact_grads, given[:3], strict=True
     ):
@@ -209,14 +207,15 @@ def test_gradients_in_float32_where_they_are_asked_for():
     hidden, head, _, labels, cotangents = inputs(128, 64, 256, jnp.bfloat16)
     arguments = (
         Inputs(hidden, head, None, labels),
-        jnp.full(128, 6.0, jnp.float32),
+        np.full(128, 6.0, np.float32),
         Cotangents(*cotangents),
     )
     options: Any = {"layout": "dv", "soft_cap": None, "grad_dtype": jnp.float32}
-    ours = pallas_tpu.gradients(
-        *arguments, **options, block=blocks(back_width=64), interpret=watched(1)
+    run = functools.partial(
+        pallas_tpu.gradients, **options, block=blocks(back_width=64), interpret=watched(1)
     )
-    exact = reference.gradients(*arguments, **options)
+    ours = jax.jit(run)(*arguments)
+    exact = jax.jit(functools.partial(reference.gradients, **options))(*arguments)
     assert ours.hidden.dtype == ours.lm_head.dtype == jnp.float32
     close(ours.hidden, exact.hidden, 1e-5)
     close(ours.lm_head, exact.lm_head, 1e-5)
@@ -224,18 +223,18 @@ def test_gradients_in_float32_where_they_are_asked_for():
 
 def test_tokens_without_a_cotangent_add_nothing():
     hidden, head, _, labels, _ = inputs(130, 64, 256, jnp.float32)
-    zero = jnp.zeros(130, jnp.float32)
+    zero = np.zeros(130, np.float32)
     options: Any = {
         "layout": "dv",
         "soft_cap": None,
         "block": blocks(back_width=64),
         "interpret": watched(1),
     }
-    grads = pallas_tpu.gradients(
-        Inputs(hidden, head, None, labels), zero, Cotangents(zero, zero, zero), **options
+    grads = jax.jit(functools.partial(pallas_tpu.gradients, **options))(
+        Inputs(hidden, head, None, labels), zero, Cotangents(zero, zero, zero)
     )
-    assert not grads.hidden.any()
-    assert not grads.lm_head.any()
+    assert not np.asarray(grads.hidden).any()
+    assert not np.asarray(grads.lm_head).any()
 
 
 def test_the_sum_over_columns_is_kept_in_float32_between_them():
@@ -261,28 +260,36 @@ def test_the_sum_over_columns_is_kept_in_float32_between_them():
 )
 def test_rows(tokens, vocab, dtype, soft_cap):
     rng = np.random.default_rng(2)
-    logits = jnp.asarray(rng.normal(size=(tokens, vocab)) * 3, dtype)
-    labels = jnp.asarray(rng.integers(-3, vocab + 3, size=tokens), jnp.int32)
-    weights = jnp.asarray(rng.random(tokens), jnp.float32)
+    logits = (rng.normal(size=(tokens, vocab)) * 3).astype(dtype)
+    labels = rng.integers(-3, vocab + 3, size=tokens).astype(np.int32)
+    weights = rng.random(tokens).astype(np.float32)
     objective, interpret = Objective(1e-2, 0.1, vocab), watched(1)
-    exact_dx, exact = chunked.row_step(
-        logits.astype(jnp.float32), labels, weights, objective=objective, soft_cap=soft_cap
+
+    def program(module, logits, labels, weights, **options):
+        return module.row_step(
+            logits, labels, weights, objective=objective, soft_cap=soft_cap, **options
+        )
+
+    exact_dx, exact = jax.jit(functools.partial(program, chunked))(
+        logits.astype(np.float32), labels, weights
     )
-    dx, stats = pallas_tpu.row_step(
-        logits, labels, weights, objective=objective, soft_cap=soft_cap, interpret=interpret
+    dx, stats = jax.jit(functools.partial(program, pallas_tpu, interpret=interpret))(
+        logits, labels, weights
     )
-    alone = pallas_tpu.row_stats(logits, labels, soft_cap=soft_cap, interpret=interpret)
+    alone = jax.jit(
+        functools.partial(pallas_tpu.row_stats, soft_cap=soft_cap, interpret=interpret)
+    )(logits, labels)
     for one, two, other in zip(stats, alone, exact, strict=True):
         close(one, other, 2e-6)
         np.testing.assert_array_equal(one, two)
     assert dx.dtype == dtype
     close(dx, exact_dx, 1e-6 if dtype == jnp.float32 else 5e-3)
-    g = Cotangents(*(jnp.asarray(rng.normal(size=tokens), jnp.float32) for _ in range(3)))
-    dx = pallas_tpu.row_gradients(
-        logits, labels, stats.lse, g, soft_cap=soft_cap, interpret=interpret
-    )
-    exact_dx = chunked.row_gradients(
-        logits.astype(jnp.float32), labels, stats.lse, g, soft_cap=soft_cap
+    g = Cotangents(*(rng.normal(size=tokens).astype(np.float32) for _ in range(3)))
+    dx = jax.jit(
+        functools.partial(pallas_tpu.row_gradients, soft_cap=soft_cap, interpret=interpret)
+    )(logits, labels, stats.lse, g)
+    exact_dx = jax.jit(functools.partial(chunked.row_gradients, soft_cap=soft_cap))(
+        logits.astype(np.float32), labels, stats.lse, g
     )
     close(dx, exact_dx, 1e-6 if dtype == jnp.float32 else 5e-3)
     assert no_races()
@@ -294,7 +301,7 @@ def test_behind_the_api(rule):
     interpreter.
     """
     hidden, head, _, labels, _ = inputs(128, 64, 256, jnp.float32)
-    labels = jnp.where((labels < 0) | (labels >= 256), -100, labels)
+    labels = np.where((labels < 0) | (labels >= 256), np.int32(-100), labels)
 
     def loss(hidden, head, **how):
         return fused_linear_cross_entropy(
@@ -302,12 +309,14 @@ def test_behind_the_api(rule):
         )
 
     with pltpu.force_tpu_interpret_mode(watched(1)):
-        ours = jax.value_and_grad(
-            functools.partial(loss, implementation="pallas_tpu", rule=rule), argnums=(0, 1)
+        ours = jax.jit(
+            jax.value_and_grad(
+                functools.partial(loss, implementation="pallas_tpu", rule=rule), argnums=(0, 1)
+            )
         )(hidden, head)
-    exact = jax.value_and_grad(functools.partial(loss, implementation="reference"), argnums=(0, 1))(
-        hidden, head
-    )
+    exact = jax.jit(
+        jax.value_and_grad(functools.partial(loss, implementation="reference"), argnums=(0, 1))
+    )(hidden, head)
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
         close(one, other, 2e-6)
 
@@ -395,12 +404,14 @@ def test_a_label_beyond_the_vocabulary_meets_no_padding_column():
     shard, or to nobody.
     """
     hidden, head, _, _, _ = inputs(16, 128, 200, jnp.float32)
-    labels = jnp.arange(198, 214, dtype=jnp.int32) + jnp.array([0, 0] + [3] * 14)
+    labels = np.arange(198, 214, dtype=np.int32) + np.array([0, 0] + [3] * 14, np.int32)
     given, options = Inputs(hidden, head, None, labels), {"layout": "dv", "soft_cap": None}
-    ours = pallas_tpu.stats(given, **options, block=blocks(), interpret=True)
+    run = options | {"block": blocks(), "interpret": True}
+    ours = jax.jit(functools.partial(pallas_tpu.stats, **run))(given)
     assert (np.asarray(ours.target)[:2] != 0).all()
     assert not np.asarray(ours.target)[2:].any()
-    g = Cotangents(jnp.zeros(16), jnp.ones(16), jnp.zeros(16))
-    found = pallas_tpu.gradients(given, ours.lse, g, **options, block=blocks(), interpret=True)
+    g = Cotangents(*np.array([[0.0], [1.0], [0.0]], np.float32).repeat(16, axis=1))
+    found = jax.jit(functools.partial(pallas_tpu.gradients, **run))(given, ours.lse, g)
     assert not np.asarray(found.hidden)[2:].any()
-    close(found.lm_head, reference.gradients(given, ours.lse, g, **options).lm_head, 2e-6)
+    wanted = jax.jit(functools.partial(reference.gradients, **options))(given, ours.lse, g)
+    close(found.lm_head, wanted.lm_head, 2e-6)
