@@ -59,6 +59,7 @@ def oracle(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     logit_soft_cap: float | None = None,
+    temperature: float = 1.0,
     reduction: str = "mean",
     cotangent: Any = 1.0,
 ) -> Answer:
@@ -68,7 +69,8 @@ def oracle(
     counted = (labels >= 0) & (labels < vocab)
     weights = np.where(counted, 1.0 if given.weights is None else given.weights, 0.0)
     x = hidden @ head + (0.0 if bias is None else bias)
-    z = x if logit_soft_cap is None else logit_soft_cap * np.tanh(x / logit_soft_cap)
+    capped = x if logit_soft_cap is None else logit_soft_cap * np.tanh(x / logit_soft_cap)
+    z = capped / temperature
     best = z.max(-1)
     lse = best + np.log(np.exp(z - best[:, None]).sum(-1))
     log_p, p = z - lse[:, None], np.exp(z - lse[:, None])
@@ -88,7 +90,9 @@ def oracle(
         - (1 - label_smoothing) * onehot
         - label_smoothing / vocab
     )
-    dx = dz if logit_soft_cap is None else dz * (1 - (z / logit_soft_cap) ** 2)
+    dx = dz / temperature
+    if logit_soft_cap is not None:
+        dx *= 1 - (capped / logit_soft_cap) ** 2
     grads = {"hidden": dx @ head.T, "head": hidden.T @ dx, "bias": dx.sum(0)}
     less = loss if reduction == "mean" else 0.0
     grads["weights"] = np.where(counted, cotangent * scale * (losses - less), 0.0)

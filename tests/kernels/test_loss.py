@@ -86,8 +86,9 @@ def test_the_oracle_is_the_textbook_formula():
         given = case()
 
         def textbook(hidden, head, bias, weights):
-            log_p = jax.nn.log_softmax(3.0 * jnp.tanh((hidden @ head + bias) / 3.0))
-            z_T = jax.nn.logsumexp(3.0 * jnp.tanh((hidden @ head + bias) / 3.0), axis=-1)
+            z_TV = 3.0 * jnp.tanh((hidden @ head + bias) / 3.0) / 0.7
+            log_p = jax.nn.log_softmax(z_TV)
+            z_T = jax.nn.logsumexp(z_TV, axis=-1)
             kept = given.labels != IGNORE
             nll = -log_p[jnp.arange(len(kept)), jnp.where(kept, given.labels, 0)]
             losses = jnp.where(kept, 0.8 * nll - 0.2 * log_p.mean(-1) + 0.1 * z_T**2, 0.0)
@@ -97,7 +98,8 @@ def test_the_oracle_is_the_textbook_formula():
         loss, grads = jax.jit(jax.value_and_grad(textbook, argnums=(0, 1, 2, 3)))(
             *map(jnp.asarray, arguments)
         )
-        want = oracle(given, z_loss=0.1, label_smoothing=0.2, logit_soft_cap=3.0)
+        options = {"z_loss": 0.1, "label_smoothing": 0.2, "logit_soft_cap": 3.0}
+        want = oracle(given, **options, temperature=0.7)
         np.testing.assert_allclose(want.loss, loss, rtol=1e-12)
         for grad, name in zip(grads, ("hidden", "head", "bias", "weights"), strict=True):
             np.testing.assert_allclose(want.grads[name], grad, rtol=1e-10, atol=1e-14)

@@ -4,8 +4,9 @@ float64, of the very logits."""
 
 from __future__ import annotations
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -31,12 +32,11 @@ TOKENS, VOCAB, OFFSET = 8, 300, 1e5
 OBJECTIVE = Objective(vocab=VOCAB)
 
 
-def given() -> tuple[jax.Array, np.ndarray]:
+def given() -> tuple[np.ndarray, np.ndarray]:
     """Float32[T, V] logits around 1e5, and labels."""
     random = np.random.default_rng(3)
-    return jnp.asarray(
-        4 * random.normal(size=(TOKENS, VOCAB)) + OFFSET, jnp.float32
-    ), random.integers(0, VOCAB, TOKENS)
+    logits = (4 * random.normal(size=(TOKENS, VOCAB)) + OFFSET).astype(np.float32)
+    return logits, random.integers(0, VOCAB, TOKENS).astype(np.int32)
 
 
 def oracle() -> tuple[np.ndarray, np.ndarray]:
@@ -63,12 +63,16 @@ def near(found, wanted) -> None:
 def test_of_logits(way):
     logits, labels = given()
     losses, grad = oracle()
-    loss, found = jax.value_and_grad(
-        lambda x: fused_cross_entropy(x, labels, reduction="sum", **way)
-    )(logits)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def summed(logits):
+        out = fused_cross_entropy(logits, labels, reduction="sum", with_tokens=True, **way)
+        return out.loss, out.tokens
+
+    (loss, tokens), found = summed(logits)
     near(found, grad)
     near(loss, losses.sum())
-    tokens = fused_cross_entropy(logits, labels, with_tokens=True, **way).tokens
     near(tokens.log_probs, -losses)
 
 
@@ -87,18 +91,18 @@ def test_of_hidden_states_that_pick_a_row_of_the_head(way, layout):
     logits, labels = given()
     losses, grad = oracle()
 
-    def loss(head):
-        return fused_linear_cross_entropy(
-            jnp.eye(TOKENS), head, labels, layout=layout, reduction="sum", **way
-        )
+    eye = np.eye(TOKENS, dtype=np.float32)
 
-    value, found = jax.value_and_grad(loss)(logits if layout == "dv" else logits.T)
+    @jax.jit
+    @jax.value_and_grad
+    def loss(head):
+        return fused_linear_cross_entropy(eye, head, labels, layout=layout, reduction="sum", **way)
+
+    value, found = loss(logits if layout == "dv" else logits.T)
     near(found if layout == "dv" else found.T, grad)
     near(value, losses.sum())
-    log_probs = token_log_probs(
-        jnp.eye(TOKENS), logits, labels, layout="dv", implementation=way["implementation"]
-    )
-    near(log_probs, -losses)
+    run = functools.partial(token_log_probs, layout="dv", implementation=way["implementation"])
+    near(jax.jit(run)(eye, logits, labels), -losses)
 
 
 @pytest.mark.parametrize("name", ["xla", "tpu", "gpu"])
@@ -110,16 +114,23 @@ def test_of_the_rows_of_every_kernel(name):
         "tpu": (pallas_tpu, {"interpret": True}),
         "gpu": (pallas_gpu, {"interpret": True, "block": RowBlock(columns=64, num_warps=4)}),
     }[name]
-    labels, weights = jnp.asarray(labels, jnp.int32), jnp.ones(TOKENS)
-    dx, stats = kernel.row_step(
-        logits, labels, weights, objective=OBJECTIVE, soft_cap=None, **options
-    )
+    weights = np.ones(TOKENS, np.float32)
+
+    @jax.jit
+    def program(logits, labels):
+        dx, stats = kernel.row_step(
+            logits, labels, weights, objective=OBJECTIVE, soft_cap=None, **options
+        )
+        about = about_best(
+            stats.best, stats.log_sum, loss_cotangents(stats.lse, weights, OBJECTIVE)
+        )
+        apart = kernel.row_gradients(logits, labels, *about, soft_cap=None, **options)
+        return dx, stats.log_prob, apart
+
+    dx, log_prob, apart = program(logits, labels)
     near(dx, grad)
-    near(-stats.log_prob, losses)
-    shift, cotangents = about_best(
-        stats.best, stats.log_sum, loss_cotangents(stats.lse, weights, OBJECTIVE)
-    )
-    near(kernel.row_gradients(logits, labels, shift, cotangents, soft_cap=None, **options), grad)
+    near(-log_prob, losses)
+    near(apart, grad)
 
 
 @pytest.mark.parametrize(
@@ -130,27 +141,34 @@ def test_of_the_rows_of_every_kernel(name):
 def test_of_the_stats_and_gradients_of_every_kernel(kernel):
     logits, labels = given()
     losses, grad = oracle()
-    inputs = Inputs(jnp.eye(TOKENS), logits, None, jnp.asarray(labels, jnp.int32))
+    inputs = Inputs(np.eye(TOKENS, dtype=np.float32), logits, None, labels)
     options = {"layout": "dv", "soft_cap": None} | (
         {"interpret": True} if kernel in (pallas_tpu, pallas_gpu) else {}
     )
-    stats = kernel.stats(inputs, **options)
-    near(-stats.log_prob, losses)
-    cotangents = loss_cotangents(stats.lse, jnp.ones(TOKENS), OBJECTIVE)
-    near(
-        kernel.gradients(
-            inputs, *about_best(stats.best, stats.log_sum, cotangents), **options
-        ).lm_head,
-        grad,
-    )
+
+    @jax.jit
+    def program(inputs):
+        stats = kernel.stats(inputs, **options)
+        cotangents = loss_cotangents(stats.lse, np.ones(TOKENS, np.float32), OBJECTIVE)
+        about = about_best(stats.best, stats.log_sum, cotangents)
+        return stats.log_prob, kernel.gradients(inputs, *about, **options).lm_head
+
+    log_prob, found = program(inputs)
+    near(-log_prob, losses)
+    near(found, grad)
 
 
 def test_of_parts_of_the_vocabulary():
     logits, labels = given()
     losses, _ = oracle()
-    parts = [
-        chunked.row_stats(part, jnp.asarray(labels - first), soft_cap=None)
-        for first, part in ((0, logits[:, :100]), (100, logits[:, 100:]))
-    ]
-    whole: LogitStats = merged(parts)
-    near(-whole.log_prob, losses)
+
+    @jax.jit
+    def whole(logits, labels):
+        parts = [
+            chunked.row_stats(part, labels - first, soft_cap=None)
+            for first, part in ((0, logits[:, :100]), (100, logits[:, 100:]))
+        ]
+        found: LogitStats = merged(parts)
+        return found.log_prob
+
+    near(-whole(logits, labels), losses)

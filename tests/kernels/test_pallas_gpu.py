@@ -30,17 +30,28 @@ def inputs(tokens, width, vocab, layout, bias, dtype, seed=0):
     labels = rng.integers(-1, vocab + 1, tokens)  # some beyond either end: columns of another shard
     # ignored tokens: all three are 0
     cotangents = rng.normal(size=(3, tokens)) * (rng.random(tokens) < 0.8)
-    arrays = (jnp.asarray(rng.normal(size=(tokens, width)), dtype), jnp.asarray(head, dtype))
-    bias_V = jnp.asarray(rng.normal(size=vocab), dtype) if bias else None
-    return Inputs(*arrays, bias_V, jnp.asarray(labels, jnp.int32)), Cotangents(
-        *jnp.asarray(cotangents, jnp.float32)
+    arrays = (rng.normal(size=(tokens, width)).astype(dtype), head.astype(dtype))
+    bias_V = rng.normal(size=vocab).astype(dtype) if bias else None
+    return Inputs(*arrays, bias_V, labels.astype(np.int32)), Cotangents(
+        *cotangents.astype(np.float32)
     )
 
 
 def wide(arrays) -> Any:
     return jax.tree.map(
-        lambda a: a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a, arrays
+        lambda a: a.astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a, arrays
     )
+
+
+def exactly(arrays, cotangents, **options) -> Any:
+    """Statistics and gradients of the reference in float64."""
+
+    def both(given, g):
+        stats = reference.stats(given, **options)
+        return stats, reference.gradients(given, stats.lse, g, **options)
+
+    with jax.enable_x64(True):
+        return jax.jit(both)(wide(arrays), wide(cotangents))
 
 
 def error(ours, exact):
@@ -66,23 +77,22 @@ def test_the_strict_kernels_equal_the_reference(
     with jax.enable_x64(True):
         arrays, cotangents = inputs(tokens, width, vocab, layout, bias, dtype)
         options = {"layout": layout, "soft_cap": soft_cap}
-        exact = reference.stats(wide(arrays), **options)
+        exact, wanted = exactly(arrays, cotangents, **options)
         rounding = 1e-5 if dtype == jnp.float32 else 2e-2
         run = options | {"block": SMALL, "interpret": True}
         ours = jax.jit(functools.partial(pallas_gpu.stats, **run))(arrays)
-        for value, wanted in zip(ours, exact, strict=True):
+        for value, target in zip(ours, exact, strict=True):
             assert value.shape == (tokens,)
             assert value.dtype == jnp.float32
             np.testing.assert_allclose(
                 value,
-                wanted,
+                target,
                 rtol=rounding,
-                atol=rounding * float(jnp.abs(exact.best).max() + vocab**0.5),
+                atol=rounding * float(np.abs(exact.best).max() + vocab**0.5),
             )
         gradients = jax.jit(functools.partial(pallas_gpu.gradients, **run))(
             arrays, ours.lse, cotangents
         )
-        wanted: Any = reference.gradients(wide(arrays), exact.lse, wide(cotangents), **options)
         for like, value, target in zip(
             (arrays[0], arrays[1], arrays[2]), gradients, wanted, strict=True
         ):
@@ -103,16 +113,17 @@ def test_float32_logits_are_not_rounded(vocab):
     """
     arrays, cotangents = inputs(100, 64, vocab, "vd", True, jnp.bfloat16)
     options = {"layout": "vd", "soft_cap": None}
-    with jax.enable_x64(True):
-        exact = reference.stats(wide(arrays), **options)
-        wanted: Any = reference.gradients(wide(arrays), exact.lse, wide(cotangents), **options)
+    exact, wanted = exactly(arrays, cotangents, **options)
     run = {"block": SMALL, "interpret": True, **options}
     errors = {}
     for wish in (False, True):
-        found = pallas_gpu.stats(arrays, **run, float32_logits=wish)
-        gradients = pallas_gpu.gradients(
-            arrays, found.lse, cotangents, **run, float32_logits=wish, grad_dtype=jnp.float32
-        )
+
+        def both(arrays, cotangents, wish=wish):
+            found = pallas_gpu.stats(arrays, **run, float32_logits=wish)
+            options = run | {"float32_logits": wish, "grad_dtype": jnp.float32}
+            return found, pallas_gpu.gradients(arrays, found.lse, cotangents, **options)
+
+        found, gradients = jax.jit(both)(arrays, cotangents)
         errors[wish] = (
             error(found.target, exact.target),
             error(gradients.hidden, wanted.hidden),
@@ -128,7 +139,7 @@ def test_the_head_gradient_is_rounded_once_however_small_the_slabs_are():
     of bfloat16: 0.004.
     """
     arrays, cotangents = inputs(256, 16, 72, "vd", False, jnp.bfloat16)
-    lse = jnp.full(256, 6.0, jnp.float32)
+    lse = np.full(256, 6.0, np.float32)
     run = functools.partial(pallas_gpu.gradients, layout="vd", soft_cap=None, interpret=True)
     small, large = (
         jax.jit(functools.partial(run, block={**SMALL, "slab_mib": mib}))(arrays, lse, cotangents)
@@ -142,26 +153,29 @@ def test_the_head_gradient_is_rounded_once_however_small_the_slabs_are():
 @pytest.mark.parametrize(("vocab", "soft_cap"), [(1, None), (64, 5.0), (200, None)])
 def test_the_rows_equal_those_of_xla(vocab, soft_cap):
     rng = np.random.default_rng(vocab)
-    logits = jnp.asarray(rng.normal(size=(7, vocab)) * 8, jnp.float32)
-    labels = jnp.asarray(rng.integers(-1, vocab + 1, 7), jnp.int32)
-    weights = jnp.asarray([1, 0, 2, 0.5, 1, 1, 0], jnp.float32)
+    logits = (rng.normal(size=(7, vocab)) * 8).astype(np.float32)
+    labels = rng.integers(-1, vocab + 1, 7).astype(np.int32)
+    weights = np.array([1, 0, 2, 0.5, 1, 1, 0], np.float32)
     objective = Objective(z_loss=0.01, label_smoothing=0.1, vocab=vocab)
     options = {"block": RowBlock(columns=64, num_warps=4), "interpret": True, "soft_cap": soft_cap}
-    dx, stats = pallas_gpu.row_step(logits, labels, weights, objective=objective, **options)
-    wanted_dx, wanted = chunked.row_step(
-        logits, labels, weights, objective=objective, soft_cap=soft_cap
-    )
+
+    @jax.jit
+    def program(logits, labels, weights):
+        given = logits, labels, weights
+        ours = pallas_gpu.row_step(*given, objective=objective, **options)
+        wanted = chunked.row_step(*given, objective=objective, soft_cap=soft_cap)
+        lse = ours[1].lse
+        g = loss_cotangents(lse, weights, objective)
+        apart = pallas_gpu.row_gradients(logits, labels, lse, g, **options)
+        return ours, wanted, pallas_gpu.row_stats(logits, labels, **options), apart
+
+    (dx, stats), (wanted_dx, wanted), alone, apart = program(logits, labels, weights)
     for value, target in zip((dx, *stats), (wanted_dx, *wanted), strict=True):
         np.testing.assert_allclose(value, target, rtol=2e-5, atol=2e-5)
     assert not np.asarray(dx)[np.asarray(weights) == 0].any(), (
         "a token without weight has no gradient, not even a small one"
     )
-    np.testing.assert_allclose(
-        jnp.stack(pallas_gpu.row_stats(logits, labels, **options)), jnp.stack(stats), rtol=1e-6
-    )
-    apart = pallas_gpu.row_gradients(
-        logits, labels, stats.lse, loss_cotangents(stats.lse, weights, objective), **options
-    )
+    np.testing.assert_allclose(alone, stats, rtol=1e-6)
     np.testing.assert_allclose(apart, dx, rtol=1e-6, atol=1e-7)
 
 

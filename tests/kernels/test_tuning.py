@@ -373,7 +373,7 @@ def test_tune_times_nothing_that_is_wrong(monkeypatch):
             loss, d_hidden, d_head = run(hidden, lm_head, labels)
             return loss, d_hidden, d_head.at[:, : d_head.shape[1] // 8].set(0)
 
-        return half
+        return jax.jit(half)
 
     trials = []
     monkeypatch.setattr(tune, "_step", step)
