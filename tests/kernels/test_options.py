@@ -24,23 +24,27 @@ from easypipe.kernels.loss.api import (
 )
 from easypipe.train.model import attention
 
-HIDDEN, HEAD, LABELS = jnp.ones((8, 6)), jnp.ones((6, 19)), jnp.zeros(8, jnp.int32)
+HIDDEN, HEAD = np.ones((8, 6), np.float32), np.ones((6, 19), np.float32)
+LABELS = np.zeros(8, np.int32)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
-            {"labels": jnp.zeros(3, jnp.int32)},
+            {"labels": np.zeros(3, np.int32)},
             r"labels \(3,\) do not fit hidden \(8, 6\): give hidden \[T, n\] and labels \[T\]",
         ),
-        ({"labels": jnp.zeros(8)}, "labels: dtype float32 is no integer: give token ids as int32"),
         (
-            {"lm_head": jnp.ones((7, 19))},
+            {"labels": np.zeros(8, np.float32)},
+            "labels: dtype float32 is no integer: give token ids as int32",
+        ),
+        (
+            {"lm_head": np.ones((7, 19), np.float32)},
             r"lm_head \(7, 19\) has no dimension of the width 6 of hidden",
         ),
         (
-            {"lm_head": jnp.ones((6, 6))},
+            {"lm_head": np.ones((6, 6), np.float32)},
             r"layout: lm_head \(6, 6\) is square, so it fits both ways: say 'dv' for \[D, V\] or "
             r"'vd'",
         ),
@@ -49,11 +53,14 @@ HIDDEN, HEAD, LABELS = jnp.ones((8, 6)), jnp.ones((6, 19)), jnp.zeros(8, jnp.int
             r"layout: lm_head \(6, 19\) read as 'vd' does not fit the width 6 of hidden",
         ),
         ({"layout": "vx"}, r"layout: 'vx' is not an option \(have: dv, vd\)"),
-        ({"lm_head": jnp.ones(6)}, r"lm_head \(6,\) is no matrix: give \[D, V\] or \[V, D\]"),
-        ({"bias": jnp.ones(6)}, r"bias \(6,\) does not fit a vocabulary of 19"),
-        ({"weights": jnp.ones(3)}, r"weights \(3,\) do not fit labels \(8,\)"),
         (
-            {"hidden": HIDDEN.astype(jnp.float16)},
+            {"lm_head": np.ones(6, np.float32)},
+            r"lm_head \(6,\) is no matrix: give \[D, V\] or \[V, D\]",
+        ),
+        ({"bias": np.ones(6, np.float32)}, r"bias \(6,\) does not fit a vocabulary of 19"),
+        ({"weights": np.ones(3, np.float32)}, r"weights \(3,\) do not fit labels \(8,\)"),
+        (
+            {"hidden": HIDDEN.astype(np.float16)},
             "hidden: dtype float16 is not one of bfloat16, float32, float64",
         ),
         ({"z_loss": -1.0}, r"z_loss: -1.0 is not a number from 0 up \(1e-4 is usual\)"),
@@ -69,7 +76,7 @@ HIDDEN, HEAD, LABELS = jnp.ones((8, 6)), jnp.ones((6, 19)), jnp.zeros(8, jnp.int
         ),
         ({"ignore_index": 1 << 40}, "ignore_index: 1099511627776 is no label"),
         (
-            {"weights": jnp.ones(8, jnp.complex64)},
+            {"weights": np.ones(8, np.complex64)},
             "weights: dtype complex64 is not real: give float32",
         ),
         ({"reduction": "avg"}, r"reduction: 'avg' is not an option \(have: mean, sum, none\)"),
@@ -119,7 +126,13 @@ def test_bad_arguments_are_refused(change, message):
 def test_a_refusal_names_every_reason_at_once():
     with pytest.raises(ConfigError) as error:
         fused_linear_cross_entropy(
-            HIDDEN, HEAD, LABELS, z_loss=-1.0, reduction="avg", bias=jnp.ones(3), chunk_size=0
+            HIDDEN,
+            HEAD,
+            LABELS,
+            z_loss=-1.0,
+            reduction="avg",
+            bias=np.ones(3, np.float32),
+            chunk_size=0,
         )
     assert [part.split(":")[0].split(" ")[0] for part in error.value.problem.split("; ")] == [
         "bias",
@@ -135,8 +148,8 @@ def test_a_refusal_names_every_reason_at_once():
         ),
     ):
         fused_linear_cross_entropy(
-            HIDDEN.astype(jnp.float64),
-            HEAD.astype(jnp.float64),
+            HIDDEN.astype(np.float64),
+            HEAD.astype(np.float64),
             LABELS,
             implementation="pallas_gpu",
         )
@@ -173,7 +186,7 @@ def test_a_kernel_for_devices_that_are_not_here_is_refused_where_it_would_run_at
 
 
 def test_every_recommended_call_runs():
-    square = jnp.ones((6, 6))
+    square = np.ones((6, 6), np.float32)
     for layout in ("dv", "vd"):
         fused_linear_cross_entropy(HIDDEN, square, LABELS, layout=layout)
     fused_linear_cross_entropy(HIDDEN, HEAD, LABELS, rule="strict", reduction="none")

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -18,29 +18,37 @@ from easypipe.train.model.generate import PIECE, STEPS, cache_bytes, generate
 from train.hf_support import CONFIGS, tensors, write_model
 
 VOCAB = 31
-MODEL = Decoder(
-    ModelConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-    ),
-    nnx.Rngs(1),
+CONFIG = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
 )
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]
+logits_of = nnx.jit(lambda model, ids: model(ids))
+
+
+@functools.cache
+def model() -> Decoder:
+    return Decoder(CONFIG, nnx.Rngs(1))
+
+
+@functools.cache
+def logits_after_7() -> np.ndarray:
+    """Float32[V]: what tests of sampling draw from."""
+    return np.asarray(logits_of(model(), np.array([[7]], np.int32))[0, -1])
 
 
 def test_greedy_is_the_likeliest_token_of_the_growing_row():
-    logits = nnx.jit(lambda model, ids: model(ids))
     for prompt, new in zip(
-        PROMPTS, generate(MODEL, PROMPTS, max_new_tokens=6, temperature=0), strict=True
+        PROMPTS, generate(model(), PROMPTS, max_new_tokens=6, temperature=0), strict=True
     ):
         row = np.full((1, 11), 30, np.int32)  # what stands after a token must not matter
         row[0, : len(prompt)] = prompt
         for place, token in enumerate(new, len(prompt)):
-            assert token == int(logits(MODEL, row)[0, place - 1].argmax())
+            assert token == int(logits_of(model(), row)[0, place - 1].argmax())
             row[0, place] = token
         assert len(new) == 6
 
@@ -52,23 +60,23 @@ def test_the_cache_changes_no_token(family: str, tmp_path: Path) -> None:
     one that the model sees without a cache.
     """
     config = CONFIGS[family]
-    model = load_pretrained(write_model(tmp_path, config, tensors(config)))
+    loaded = load_pretrained(write_model(tmp_path, config, tensors(config)))
     prompts = [np.arange(n) * 7 % 60 + 1 for n in (PIECE + 40, 1, 90)]
-    rows = generate(model, prompts, max_new_tokens=2 * STEPS, temperature=0)
+    rows = generate(loaded, prompts, max_new_tokens=2 * STEPS, temperature=0)
     lengths = [len(prompt) for prompt in prompts]
     whole = np.zeros((len(rows), max(lengths) + 2 * STEPS), np.int32)
     for row, prompt, new in zip(whole, prompts, rows, strict=True):
         row[: len(prompt) + len(new)] = [*prompt, *new]
-    likeliest = np.asarray(nnx.jit(lambda model, ids: model(ids))(model, whole).argmax(axis=-1))
+    likeliest = np.asarray(logits_of(loaded, whole).argmax(axis=-1))
     for seen, length, new in zip(likeliest, lengths, rows, strict=True):
         assert new == seen[length - 1 : length - 1 + 2 * STEPS].tolist()
 
 
 def test_the_cache_has_the_bytes_that_are_said() -> None:
-    config = dataclasses.replace(MODEL.config, dtype="bfloat16")
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
     assert cache_bytes(config, 3, 2 * PIECE + 1) == 2 * 2 * 3 * (3 * PIECE) * 1 * 8 * 2
-    cache = KVCache.empty(MODEL.config, 3, 3 * PIECE)
-    assert cache_bytes(MODEL.config, 3, 3 * PIECE) == cache.keys.nbytes + cache.values.nbytes
+    cache = KVCache.empty(CONFIG, 3, 3 * PIECE)
+    assert cache_bytes(CONFIG, 3, 3 * PIECE) == cache.keys.nbytes + cache.values.nbytes
 
 
 def test_padding_on_the_left_is_left_out() -> None:
@@ -76,8 +84,8 @@ def test_padding_on_the_left_is_left_out() -> None:
     for row, prompt in zip(padded, PROMPTS, strict=True):
         row[6 - len(prompt) :] = prompt
     mask = padded != 0
-    assert generate(MODEL, padded, attention_mask=mask, max_new_tokens=5, seed=3) == generate(
-        MODEL, PROMPTS, max_new_tokens=5, seed=3
+    assert generate(model(), padded, attention_mask=mask, max_new_tokens=5, seed=3) == generate(
+        model(), PROMPTS, max_new_tokens=5, seed=3
     )
 
 
@@ -90,11 +98,11 @@ class Numbers:
 
 def test_a_row_ends_with_the_token_that_completes_a_stop_string() -> None:
     length = STEPS + 8
-    whole = generate(MODEL, PROMPTS, max_new_tokens=length, seed=5)
+    whole = generate(model(), PROMPTS, max_new_tokens=length, seed=5)
     first = whole[0]
     text = f"{first[STEPS + 2]}.{first[STEPS + 3]}."
     found = generate(
-        MODEL, PROMPTS, max_new_tokens=length, seed=5, stop=["never", text], tokenizer=Numbers()
+        model(), PROMPTS, max_new_tokens=length, seed=5, stop=["never", text], tokenizer=Numbers()
     )
     for row, short in zip(whole, found, strict=True):
         said = Numbers().decode(row)
@@ -104,61 +112,63 @@ def test_a_row_ends_with_the_token_that_completes_a_stop_string() -> None:
 
 
 def test_a_repetition_penalty_weighs_what_the_row_holds() -> None:
-    prompts = np.random.default_rng(0).integers(0, MODEL.config.vocabulary, (8, 12))
-    logits = np.asarray(MODEL(jnp.asarray(prompts, jnp.int32))[:, -1])
+    prompts = np.random.default_rng(0).integers(0, CONFIG.vocabulary, (8, 12))
+    logits = np.asarray(logits_of(model(), prompts.astype(np.int32))[:, -1])
     for penalty in (1.3, 5.0):
         weighed = logits.copy()
         for row, prompt in zip(weighed, prompts, strict=True):
             for token in set(prompt.tolist()):
                 row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
         new = generate(
-            MODEL, prompts.tolist(), max_new_tokens=1, temperature=0, repetition_penalty=penalty
+            model(), prompts.tolist(), max_new_tokens=1, temperature=0, repetition_penalty=penalty
         )
         assert new == weighed.argmax(axis=-1)[:, None].tolist()
     assert new != logits.argmax(axis=-1)[:, None].tolist()
-    (row,) = generate(MODEL, [[3, 1, 4]], max_new_tokens=20, temperature=0, repetition_penalty=1e9)
+    (row,) = generate(
+        model(), [[3, 1, 4]], max_new_tokens=20, temperature=0, repetition_penalty=1e9
+    )
     assert len(set(row)) == 20, "what the row wrote counts too"
 
 
 def test_min_p_keeps_to_a_share_of_the_likeliest_ones_odds() -> None:
-    odds = np.asarray(jax.nn.softmax(MODEL(jnp.array([[7]], jnp.int32))[0, -1] / 2.0))
+    odds = np.asarray(jax.nn.softmax(logits_after_7() / 2.0))
     order = np.argsort(-odds)
     share = float((odds[order][3] + odds[order][4]) / 2 / odds.max())
     drawn = {
-        generate(MODEL, [[7]], max_new_tokens=1, min_p=share, temperature=2.0, seed=seed)[0][0]
+        generate(model(), [[7]], max_new_tokens=1, min_p=share, temperature=2.0, seed=seed)[0][0]
         for seed in range(40)
     }
     assert drawn == set(order[:4].tolist())
 
 
 def test_the_likeliest_one_has_the_whole_of_its_own_odds() -> None:
-    greedy = generate(MODEL, PROMPTS, max_new_tokens=3, temperature=0)
-    assert generate(MODEL, PROMPTS, max_new_tokens=3, min_p=1.0) == greedy
+    greedy = generate(model(), PROMPTS, max_new_tokens=3, temperature=0)
+    assert generate(model(), PROMPTS, max_new_tokens=3, min_p=1.0) == greedy
 
 
 def test_top_1_is_greedy_and_top_k_keeps_to_the_k_likeliest():
-    assert generate(MODEL, PROMPTS, max_new_tokens=5, top_k=1) == generate(
-        MODEL, PROMPTS, max_new_tokens=5, temperature=0
+    assert generate(model(), PROMPTS, max_new_tokens=5, top_k=1) == generate(
+        model(), PROMPTS, max_new_tokens=5, temperature=0
     )
-    likeliest = set(np.argsort(-np.asarray(MODEL(jnp.array([[7]], jnp.int32))[0, -1]))[:4].tolist())
+    likeliest = set(np.argsort(-logits_after_7())[:4].tolist())
     drawn = {
-        generate(MODEL, [[7]], max_new_tokens=1, top_k=4, temperature=3.0, seed=seed)[0][0]
+        generate(model(), [[7]], max_new_tokens=1, top_k=4, temperature=3.0, seed=seed)[0][0]
         for seed in range(40)
     }
     assert drawn == likeliest
 
 
 def test_top_p_keeps_to_the_likeliest_that_have_this_share() -> None:
-    odds = np.asarray(jax.nn.softmax(MODEL(jnp.array([[7]], jnp.int32))[0, -1] / 2.0))
+    odds = np.asarray(jax.nn.softmax(logits_after_7() / 2.0))
     order = np.argsort(-odds)
     share = float(odds[order][:3].sum() + odds[order][3] / 2)  # it takes four to have that much
     drawn = {
-        generate(MODEL, [[7]], max_new_tokens=1, top_p=share, temperature=2.0, seed=seed)[0][0]
+        generate(model(), [[7]], max_new_tokens=1, top_p=share, temperature=2.0, seed=seed)[0][0]
         for seed in range(40)
     }
     assert drawn == set(order[:4].tolist())
-    assert generate(MODEL, PROMPTS, max_new_tokens=5, top_p=1e-9) == generate(
-        MODEL, PROMPTS, max_new_tokens=5, temperature=0
+    assert generate(model(), PROMPTS, max_new_tokens=5, top_p=1e-9) == generate(
+        model(), PROMPTS, max_new_tokens=5, temperature=0
     )
 
 
@@ -166,9 +176,9 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path) -> None:
     """What `generate(do_sample=False)` of transformers 5.23 wrote once with this model, prompts of
     unequal lengths, each on its own.
     """
-    model = load_pretrained(write_model(tmp_path, CONFIGS["llama3"], tensors(CONFIGS["llama3"])))
+    loaded = load_pretrained(write_model(tmp_path, CONFIGS["llama3"], tensors(CONFIGS["llama3"])))
     prompts = [[5, 6, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6]]
-    assert generate(model, prompts, max_new_tokens=12, temperature=0) == [
+    assert generate(loaded, prompts, max_new_tokens=12, temperature=0) == [
         [43, 61, 47, 60, 60, 60, 5, 45, 45, 55, 1, 60],
         [22, 60, 19, 19, 19, 60, 10, 16, 60, 23, 49, 34],
         [16, 39, 56, 60, 60, 60, 60, 60, 60, 60, 60, 60],
@@ -179,7 +189,7 @@ def test_temperature_flattens_the_odds():
     counts = [
         len(
             {
-                generate(MODEL, [[7]], max_new_tokens=1, temperature=t, seed=s)[0][0]
+                generate(model(), [[7]], max_new_tokens=1, temperature=t, seed=s)[0][0]
                 for s in range(40)
             }
         )
@@ -189,20 +199,20 @@ def test_temperature_flattens_the_odds():
 
 
 def test_a_row_depends_on_its_seed_and_place_alone():
-    rows = generate(MODEL, PROMPTS, max_new_tokens=8, seed=5)
-    assert rows == generate(MODEL, PROMPTS, max_new_tokens=8, seed=5)
-    assert rows != generate(MODEL, PROMPTS, max_new_tokens=8, seed=6)
+    rows = generate(model(), PROMPTS, max_new_tokens=8, seed=5)
+    assert rows == generate(model(), PROMPTS, max_new_tokens=8, seed=5)
+    assert rows != generate(model(), PROMPTS, max_new_tokens=8, seed=6)
     assert (
         rows[0]
-        == generate(MODEL, [PROMPTS[0], [8], [7, 7, 7, 7, 7, 7, 7]], max_new_tokens=8, seed=5)[0]
+        == generate(model(), [PROMPTS[0], [8], [7, 7, 7, 7, 7, 7, 7]], max_new_tokens=8, seed=5)[0]
     )
 
 
 def test_a_row_ends_before_eos():
-    whole = generate(MODEL, PROMPTS, max_new_tokens=8, seed=5)
+    whole = generate(model(), PROMPTS, max_new_tokens=8, seed=5)
     eos = whole[0][3]
     for row, short in zip(
-        whole, generate(MODEL, PROMPTS, max_new_tokens=8, seed=5, eos_token_id=eos), strict=True
+        whole, generate(model(), PROMPTS, max_new_tokens=8, seed=5, eos_token_id=eos), strict=True
     ):
         assert short == (row[: row.index(eos)] if eos in row else row)
 
@@ -227,4 +237,4 @@ def test_a_row_ends_before_eos():
 )
 def test_bad_arguments_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
-        generate(MODEL, **{"prompts": PROMPTS, "max_new_tokens": 4, **change})
+        generate(model(), **{"prompts": PROMPTS, "max_new_tokens": 4, **change})
