@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from easypipe.cli.arguments import AsJson
+from easypipe.cli.arguments import AsJson, Html
 from easypipe.cli.explain import text_line
 from easypipe.cli.preview import TRAINED
-from easypipe.cli.show import say
+from easypipe.cli.show import say, write_page
 
 if TYPE_CHECKING:
     from easypipe.previews.masks import ConversationMask
@@ -50,19 +50,13 @@ def masks(
             "Without it, what looks like one."
         ),
     ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            "--html", metavar="OUT.HTML", help="Write a page instead, which needs no other file."
-        ),
-    ] = None,
+    html: Html = None,
     as_json: AsJson = False,
 ) -> None:
     """Show which tokens of conversations a chat template trains. What is trained is green, what is
     masked dim and in ⟦ ⟧, and it tells whether that is proven. Ends with 1 where one of --messages
     is not.
     """
-    from easypipe.core.storage import commit_bytes
     from easypipe.previews.masks import masks as find
     from easypipe.previews.masks import masks_page
     from easypipe.transforms.chat.conversations import conversations_of
@@ -78,8 +72,7 @@ def masks(
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(one) for one in found]))
     elif html is not None:
-        commit_bytes(html, masks_page(found, f"easypipe masks {source}").encode())
-        say(f"wrote {html}")
+        write_page(html, masks_page(found, f"easypipe masks {source}"))
     else:
         _show(found)
     if rows is not None and any(one.reason is not None for one in found):
