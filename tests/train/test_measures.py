@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_sums_are_those_of_plain_loops(weighted: bool) -> None:
         np.testing.assert_allclose(mean, out.nll_sum / out.divisor, rtol=1e-5)
 
 
-def config(folder: Path, **given: Any) -> RunConfig:
+def config(folder: Path, held: Mapping[str, Any] | None = None, **given: Any) -> RunConfig:
     for name, word in (("words", "alpha beta "), ("code", "1234 = ")):
         lines = [json.dumps({"text": word * (1 + i % 7)}) for i in range(60)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
@@ -97,7 +98,7 @@ def config(folder: Path, **given: Any) -> RunConfig:
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 8)
     model = {**sizes, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
     training = {"output_dir": str(folder / "run"), "steps": 4, "eval_every": 2, "measure": NAMES}
-    held_out = {"eval": {"held": {"datasets": one[:1]}}}
+    held_out = {"eval": {"held": held or {"datasets": one[:1]}}}
     made = {"data": data | {"datasets": one}, "model": model, "train": training | given, **held_out}
     return from_dict(RunConfig, made)
 
@@ -118,6 +119,12 @@ def test_a_run_tells_the_losses_of_its_datasets_and_of_those_held_out(tmp_path: 
     sizes = text_bytes((small_tokenizer_folder() / "tokenizer.json").read_text())
     assert sizes is not None
     assert 0 < held["bits_per_byte"] < held["nll"] / math.log(2)
+
+
+def test_rows_held_out_of_a_dataset_have_its_name(tmp_path: Path) -> None:
+    train(config(tmp_path, held={"from": "data", "fraction": 0.4}, steps=2))
+    held = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["eval"]["held"]
+    assert {name for name in held if name.startswith("nll/")} == {"nll/words", "nll/code"}
 
 
 def test_measuring_is_no_other_run(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ class Engine:
         asked = "sources" in config.measure
         self.sources = sources_of(self.train, "train") if asked else ()
         self.evals = tuple(
-            HeldOut(name, one, one.state(), sources_of(one, f"evals.{name}") if asked else ())
+            HeldOut(name, one, one.state(), _sources(name, one) if asked else ())
             for name, one in evals.items()
         )
         for one in self.evals:
@@ -480,3 +480,9 @@ class Engine:
 
         peak = None if peak is None else peak * self.mesh.size
         return Meter(flops, peak, local, self.sources)
+
+
+def _sources(name: str, held_out: BatchLoader) -> tuple[str, ...]:
+    """The datasets of held-out data; rows held out of a dataset have its name."""
+    names = sources_of(held_out, f"evals.{name}")
+    return tuple(one.removeprefix(f"eval.{name}.") for one in names)
