@@ -121,6 +121,27 @@ def test_prompts_and_conversations(tmp_path: Path) -> None:
     assert alpaca.samples[0].segments[0].roles == ("instruction", "input", "output")
 
 
+def test_every_answer_says_whether_it_is_desirable(tmp_path: Path) -> None:
+    """As the column of its row says; and how many are is told in a sentence."""
+    rows = [{"q": f"{i}? ", "a": f"{i}", "good": i % 3 == 0} for i in range(60)]
+    fields = {"prompt_field": "q", "completion_field": "a", "desirable_field": "good"}
+    shown = made(tmp_path, rows, pack={"seq_length": 64, "oversize": "drop"}, **fields)
+    segments = [one for sample in shown.samples for one in sample.segments]
+    assert {one.segment.desirable for one in segments} == {True, False}
+    for one in segments:
+        good = rows[one.segment.row]["good"]
+        verdict = "desirable" if good else "not desirable"
+        assert one.segment.desirable == good
+        assert one.segment.title.endswith(f" masked, {verdict}")
+        assert f"masked, {verdict}; q, a" in str(shown)
+    assert [note for note in shown.notes if note.startswith("d: ")] == [
+        "d: 60 answers, 20 of them desirable"
+    ]
+    [plain] = made(tmp_path, [{"text": "a"}], 1).samples[0].segments
+    assert plain.segment.desirable is None
+    assert "desirable" not in plain.title
+
+
 @pytest.mark.parametrize("look", [True, False])
 def test_samples_warn_of_turns_that_nothing_ends(
     look: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
+from easypipe.core.aligned import DESIRABLE
 from easypipe.core.errors import ConfigError, PlanError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
 from easypipe.core.values import Bools, Int32, Int64, JsonObject
@@ -48,9 +49,10 @@ class Segment:
 
     dataset, file, row: where the document came from, `row` as the file counts. token_start,
     token_stop: which of its `document_tokens` stored tokens stand here; ends_with_eos: one more
-    follows that packing added. spans: the decoded text, None where no tokenizer is there. Of rows
-    that were saved packed, file and row are those of the saved shard, and the dataset is known
-    where mix.provenance saved it.
+    follows that packing added. spans: the decoded text, None where no tokenizer is there.
+    desirable: the verdict on its answer; None where the rows carry none. Of rows that were saved
+    packed, file and row are those of the saved shard, and the dataset is known where
+    mix.provenance saved it.
     """
 
     segment: int
@@ -65,6 +67,7 @@ class Segment:
     document_tokens: int | None
     ends_with_eos: bool
     masked_tokens: int
+    desirable: bool | None
     ids: tuple[int, ...]
     spans: tuple[Span, ...] | None
 
@@ -83,10 +86,11 @@ class Segment:
         eos = " and EOS" if self.ends_with_eos else ""
         masked = f", {self.masked_tokens} masked" if self.masked_tokens else ""
         dataset = f"{self.dataset}, " if self.dataset else ""
+        verdict = {True: ", desirable", False: ", not desirable", None: ""}[self.desirable]
         return visible(
             f"[{self.segment}] slots {self.slot_start}:{self.slot_stop}  {dataset}{self.file}, row "
             f"{self.row}, "
-            f"tokens {self.token_start}:{self.token_stop}{of}{eos}{masked}"
+            f"tokens {self.token_start}:{self.token_stop}{of}{eos}{masked}{verdict}"
         )
 
     @property
@@ -168,6 +172,7 @@ def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
     }
     ids, segments = columns[INPUT_IDS], columns[SEGMENT_IDS]
     masked = (columns[LOSS_MASK] == 0) if LOSS_MASK in columns else np.zeros(len(ids), np.bool_)
+    verdicts = columns.get(DESIRABLE.name)
     begins = np.diff(segments, prepend=-1, append=-1) != 0
     begins[starts] = True  # in a stream whose rows are one segment, documents begin within it
     edges = np.flatnonzero(begins)
@@ -183,6 +188,7 @@ def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
                     slot_start=start,
                     slot_stop=stop,
                     masked_tokens=int(masked[start:stop].sum()),
+                    desirable=None if verdicts is None else bool(verdicts[start] > 0),
                     ids=tuple(here.tolist()),
                     spans=texts.spans(about["dataset"], here, masked[start:stop]),
                     **about,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from easypipe.core.aligned import DESIRABLE
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ProgressListener, silent
@@ -32,7 +33,7 @@ from easypipe.stages.tokenize.documents import TokenizedShardedSource, trained_t
 from easypipe.transforms.chat.conversations import values_of
 
 FIRST_ROWS = 200  # of each dataset, from which samples are made
-KEPT = ("written", "stored", "targets", "masked")  # outcomes that lose nothing
+KEPT = ("written", "stored", "targets", "masked", "with")  # outcomes that lose nothing
 
 
 def preview(
@@ -100,7 +101,7 @@ def _preview(pipeline: Pipeline, n: int, first_rows: int) -> Preview:
     ]
     notes = [f"made of the first {first_rows:,} rows of each dataset, at most", *explained.notes]
     for name, source in tokenized.items():
-        notes += _what_became(name, source)
+        notes += [*_what_became(name, source), *_verdicts(name, source)]
         trained_turns(source)  # warns where nothing ends a turn
     return Preview(samples=tuple(samples), notes=tuple(notes))
 
@@ -240,3 +241,17 @@ def _what_became(name: str, source: TokenizedShardedSource) -> Iterator[str]:
                 f"{name}: of {sum(entry.into.values()):,} {entry.unit} "
                 f"{', '.join(f'{count:,} {key}' for key, count in lost.items())}"
             )
+
+
+def _verdicts(name: str, source: TokenizedShardedSource) -> Iterator[str]:
+    """How many answers were looked at, where each was judged for itself, and what of them is
+    desirable.
+    """
+    if DESIRABLE.name in source.info.aligned:
+        cache = source.materialize()
+        answers = good = 0
+        for i, shard in enumerate(cache.shards):
+            lists = cache.read(i, 0, shard.num_rows or 0).column(DESIRABLE.name)
+            answers += len(lists)
+            good += int(lists.values.to_numpy()[lists.offsets.to_numpy()[:-1]].sum())
+        yield f"{name}: {answers:,} answers, {good:,} of them desirable"
