@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,22 @@ def test_rows_that_are_refused_or_not_closed_are_noted(
         config = written(tmp_path, rows, content_field="messages", chat_template=template)
         assert main(["parity", config]) == code
         assert note in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("field", ["messages", "text"])
+def test_rows_that_are_held_out_are_no_rows_that_cannot_be_read(
+    field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{field: talk(f"{n}?", "So.") if field == "messages" else f"{n}"} for n in range(40)]
+    config = written(tmp_path, rows, content_field=field, hold_out={"fraction": 0.5})
+    assert main(["parity", config]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    (texts,) = re.findall(r"d: (\d+) texts compared", said)
+    (out,) = re.findall(r"note: (\d+) rows are left out: held_out", said)
+    assert int(texts) + int(out) == 40
+    assert int(out) > 5
+    assert "cannot be read" not in said
+    assert "are no text" not in said
 
 
 def test_what_cannot_be_compared_is_refused_by_name(

@@ -215,6 +215,28 @@ def test_nothing_is_trained_of_what_only_thinks_and_words_before_it_are_refused(
         trained(between, reasoning="mask")
 
 
+@pytest.mark.parametrize("reasoning", ["mask", "per_turn"])
+def test_reasoning_that_the_template_never_prints_is_refused(
+    reasoning: str, tmp_path: Path
+) -> None:
+    options = {"template": CHATML, "reasoning": reasoning}
+    with pytest.raises(SourceError, match=r"row 0.*unprinted_reasoning") as refused:
+        samples([reasons()], tmp_path, **options)
+    assert "prints no reasoning_content" in str(refused.value)
+    assert "Give a chat_template that prints it, or leave 'reasoning' out" in str(refused.value)
+    # what stands in the content is printed, and what is kept asks for nothing
+    assert samples([reasons(inside=True)], tmp_path, **options)[0]
+    assert trained(reasons(), template=CHATML) == [f"So.{END}", f"No.{END}"]
+    inside = trained(reasons(inside=True), template=CHATML, reasoning="mask")
+    assert [text.strip() for text in inside] == [f"So.{END}", f"No.{END}"]
+
+
+def test_reasoning_that_is_printed_only_beside_calls_is_printed() -> None:
+    printed = "(message.reasoning_content if message.tool_calls else '') + message['content'] "
+    source = CHATML.replace("message['content'] ", printed)
+    assert trained(reasons(), template=source, reasoning="mask") == [f"So.{END}", f"No.{END}"]
+
+
 def samples(rows: Any, folder: Path, **options: Any) -> tuple[list[tuple[int, str, str]], Pipeline]:
     """((row, text, what of it is trained), ...) of the documents that are stored."""
     extra = options.pop("dataset", {})

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from easypipe.core.errors import TokenizerError, place, raising
-from easypipe.core.protocols import scan
+from easypipe.core.protocols import Reject, scan
 from easypipe.core.schema import row_numbers
 from easypipe.core.values import Json, JsonObject
 from easypipe.interop.hf_tokens import NamedTokenizer, applied, first_difference, needed
@@ -148,6 +148,13 @@ def _named(tokenizer: Tokenizer) -> NamedTokenizer:
         return open_one(name)
 
 
+def _note(reject: Reject, wrong: str) -> str:
+    """wrong: what rows are that were not left out on purpose."""
+    if reject.benign:
+        return f"{reject.count} rows are left out: {reject.detail or reject.reason}"
+    return f"{reject.count} rows {wrong}: {reject.detail or reject.reason}"
+
+
 def _texts(
     source: TokenizedShardedSource, named: NamedTokenizer, notes: list[str]
 ) -> Iterator[_Pair]:
@@ -155,7 +162,7 @@ def _texts(
     own, eos = source.tokenizer, source.tokenizer.eos_token_id
     for shard, one in enumerate(source.source.shards):
         texts = source.form.read(source.source, shard, 0, one.num_rows or 0)
-        notes += [f"{reject.count} rows are no text: {reject.detail}" for reject in texts.rejects]
+        notes += [_note(reject, "are no text") for reject in texts.rejects]
         for i, (row, text) in enumerate(
             zip(texts.rows.tolist(), texts.texts.to_pylist(), strict=True)
         ):
@@ -177,7 +184,7 @@ def _conversations(
     template, config = format.template, engine.config
     for shard, one in enumerate(source.source.shards):
         batch, rejects = scan(source.source, shard, 0, one.num_rows or 0)
-        notes += [f"{reject.count} rows cannot be read: {reject.detail}" for reject in rejects]
+        notes += [_note(reject, "cannot be read") for reject in rejects]
         columns = [plain_of(batch.column(name)) for name in form.columns]
         rows = [dict(zip(form.columns, row, strict=True)) for row in zip(*columns, strict=True)]
         numbers = row_numbers(batch, 0).tolist()

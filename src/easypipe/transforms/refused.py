@@ -10,12 +10,15 @@ NOTHING_TO_TRAIN = "nothing_to_train"
 EMPTY = "empty"  # no text, or white space alone
 TOO_LONG = "too_long"
 BEYOND_LIMITS = "beyond_limits"  # of time, memory or characters that a template may take for a row
+# a template never prints what `reasoning` of a prompt says something of
+UNPRINTED_REASONING = "unprinted_reasoning"
 BENIGN = (NOTHING_TO_TRAIN, EMPTY, TOO_LONG)  # dropped and counted, not an error of the row
 
 _ADVICE = {
     "unproven_spans": "Give a chat_template with {% generation %} markers (the built-in ones have "
     "them), or set train_on to 'all'",
     BEYOND_LIMITS: "Leave such rows out, cut them before, or give a simpler chat_template",
+    UNPRINTED_REASONING: "Give a chat_template that prints it, or leave 'reasoning' out",
     "refused_by_template": "Give a chat_template that takes such conversations",
     "rejected_answer": "Leave such rows out, for example with a filter on that column",
     TOO_LONG: "Raise max_length, or choose another length.policy",

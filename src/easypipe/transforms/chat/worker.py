@@ -11,6 +11,7 @@ Reads until its input ends.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -23,6 +24,7 @@ from multiprocessing.connection import Connection
 from easypipe.transforms.chat.conversations import MessageReader, Wrong, loaded
 from easypipe.transforms.chat.sandbox import (
     NO_MEMORY,
+    REASONING,
     HostileError,
     Json,
     LimitError,
@@ -34,7 +36,7 @@ from easypipe.transforms.chat.sandbox import (
 from easypipe.transforms.chat.sentinels import UnprovenError
 from easypipe.transforms.chat.spans import Rendered, Spans
 from easypipe.transforms.prompt.label_span import find_label
-from easypipe.transforms.refused import BEYOND_LIMITS
+from easypipe.transforms.refused import BEYOND_LIMITS, UNPRINTED_REASONING
 
 # of one conversation; SIGPROF ends the process, also in the middle of a call into C
 CPU_SECONDS = 0.75
@@ -124,6 +126,10 @@ class _Writer:
             if self._spec.get("prompt"):
                 text, _ = spans.template.render(talk, row["tools"], prompt=True)
                 found = Rendered(text, [(0, len(text))], len(text))
+            elif self._loses_reasoning(spans.template, talk):
+                asked = self._spec["reasoning"]
+                detail = f"reasoning={asked!r} has no effect: the template prints no {REASONING[0]}"
+                return [UNPRINTED_REASONING, detail]
             else:
                 found = spans.find(talk, row["tools"], train_on, row.get("answers"))
         if not found.text.strip():
@@ -135,6 +141,12 @@ class _Writer:
         except UnicodeEncodeError:
             return ["invalid_utf8", "a text holds half of a surrogate pair"]
         return found[:3]
+
+    def _loses_reasoning(self, template: Template, talk: Sequence[Message]) -> bool:
+        """Whether a choice is made for what a message thinks that `template` never prints."""
+        thinks = any(one.get("role") == "assistant" and one.get(REASONING[0]) for one in talk)
+        chosen = self._spec.get("reasoning", "keep") != "keep"
+        return chosen and thinks and not prints_reasoning(template)
 
     def _spans(self, name: str, kwargs: Message) -> Spans:
         """kwargs: what templates see of a row beside its messages and tools."""
@@ -165,6 +177,23 @@ class _Writer:
         if isinstance(found, HostileError):
             raise found.with_traceback(None)
         return found
+
+
+@functools.lru_cache(MOST_KINDS)
+def prints_reasoning(template: Template) -> bool:
+    """Whether it prints what the last answer thinks, or the last call, as far as it takes them."""
+    probe = "easypipeReasoningProbe"
+    question: Message = {"role": "user", "content": "?"}
+    answer: Message = {"role": "assistant", "content": "!", "reasoning_content": probe}
+    call = {"id": "callprobe", "type": "function", "function": {"name": "f", "arguments": {}}}
+    for last in (answer, {**answer, "tool_calls": [call]}):
+        try:
+            text, _ = template.render(as_given([question, last]))
+        except RenderError:
+            return True  # it cannot be told
+        if probe in text:
+            return True
+    return False
 
 
 if __name__ == "__main__":
