@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
@@ -55,7 +56,6 @@ def test_sums_are_those_of_plain_loops(weighted: bool) -> None:
     weights = draw.choice([0.0, 0.5, 2.0], labels.shape) if weighted else np.ones(labels.shape)
     batch = {"labels": labels, "input_ids": labels, "source_ids": sources.astype(np.uint16)}
     batch |= {"loss_weights": weights.astype(np.float32)} if weighted else {}
-    batch = {name: jnp.asarray(value) for name, value in batch.items()}
 
     top, below = np.zeros((4, 4)), np.zeros((4, 4))  # nll, bits, hits, entropy; last row: all
     for row, slot in zip(*np.nonzero(labels != -100), strict=True):
@@ -69,8 +69,13 @@ def test_sums_are_those_of_plain_loops(weighted: bool) -> None:
 
     measures = Measures(NAMES, 4, SIZES)
     for sums in (loss_sums, logits_loss_sums):
-        out = sums(Fixed(jnp.asarray(logits)), batch, measures=measures)
-        quotients = {name: np.asarray(a / b) for name, (a, b) in out.ratios.items()}
+
+        @jax.jit
+        def run(logits, batch, sums=sums):
+            out = sums(Fixed(logits), batch, measures=measures)
+            return out.nll_sum / out.divisor, {name: a / b for name, (a, b) in out.ratios.items()}
+
+        loss, quotients = jax.tree.map(np.asarray, run(logits, batch))
         for column, name in enumerate(("nll", *NAMES[1:])):
             wanted = top[:3, column] / below[:3, column]
             np.testing.assert_allclose(quotients[f"{name}/"][:3], wanted, rtol=1e-5)
@@ -79,7 +84,7 @@ def test_sums_are_those_of_plain_loops(weighted: bool) -> None:
                 np.testing.assert_allclose(quotients[name], top[3, column] / below[3, column], rtol=1e-5)  # fmt: skip
         known = quotients["share/"] > 0
         mean = (quotients["share/"] * quotients["nll/"])[known].sum()
-        np.testing.assert_allclose(mean, out.nll_sum / out.divisor, rtol=1e-5)
+        np.testing.assert_allclose(mean, loss, rtol=1e-5)
 
 
 def config(folder: Path, held: Mapping[str, Any] | None = None, **given: Any) -> RunConfig:
@@ -103,9 +108,16 @@ def config(folder: Path, held: Mapping[str, Any] | None = None, **given: Any) ->
     return from_dict(RunConfig, made)
 
 
-def test_a_run_tells_the_losses_of_its_datasets_and_of_those_held_out(tmp_path: Path) -> None:
-    train(config(tmp_path))
-    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run that measures; its data and their cache lie there too."""
+    folder = tmp_path_factory.mktemp("measured")
+    train(config(folder, checkpoint={"every": 2}))
+    return folder
+
+
+def test_a_run_tells_the_losses_of_its_datasets_and_of_those_held_out(measured: Path) -> None:
+    records = read_metrics(measured / "run" / "metrics.jsonl")
     for record in records:
         shares = record["share/words"], record["share/code"]
         assert sum(shares) == pytest.approx(1)
@@ -127,13 +139,12 @@ def test_rows_held_out_of_a_dataset_have_its_name(tmp_path: Path) -> None:
     assert {name for name in held if name.startswith("nll/")} == {"nll/words", "nll/code"}
 
 
-def test_measuring_is_no_other_run(tmp_path: Path) -> None:
+def test_measuring_is_no_other_run(measured: Path) -> None:
     """Losses are the same ones, and a run goes on with it."""
-    train(config(tmp_path, output_dir=str(tmp_path / "plain"), measure=[]))
-    train(config(tmp_path, checkpoint={"every": 2}, steps=4))
-    plain, measured = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("plain", "run"))
-    assert [one["loss"] for one in plain] == [one["loss"] for one in measured]
-    again = config(tmp_path, measure=[])
+    train(config(measured, output_dir=str(measured / "plain"), measure=[]))
+    plain, told = (read_metrics(measured / name / "metrics.jsonl") for name in ("plain", "run"))
+    assert [one["loss"] for one in plain] == [one["loss"] for one in told]
+    again = config(measured, measure=[])
     assert train(again).resumed_from == 4
 
 
