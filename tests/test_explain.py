@@ -250,6 +250,28 @@ def test_the_command(run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "the batch has 8 rows" in capsys.readouterr().err
 
 
+def test_a_step_behind_the_end_of_the_run_is_said_to_be_one(
+    run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the record says, whatever the config asks for by now; nothing where there is no run."""
+    said = f"the run in {tmp_path / 'run'} ends after 5 steps (0 to 4): this is what it would read"
+
+    def told(step: int, *options: str) -> str:
+        assert main(["explain", str(run_yaml), "--step", str(step), "--row", "0", *options]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    assert told(9).startswith("batch 9")
+    before = json.loads(told(9, "--json"))
+    (tmp_path / "run").mkdir()
+    for record in ("data: {seed: 7}", "data: {seed: 7}\ntrain: {steps: null}"):
+        (tmp_path / "run" / "run.yaml").write_text(record)
+        assert told(9).startswith("batch 9")
+    (tmp_path / "run" / "run.yaml").write_text("data: {seed: 7}\ntrain: {steps: 5}")
+    assert told(4).startswith("batch 4")
+    assert told(5).startswith(f"{said} next batch 5")
+    assert json.loads(told(9, "--json")) == {**before, "run_ends_after": 5}
+
+
 def test_the_command_takes_the_seed_of_the_run(
     run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

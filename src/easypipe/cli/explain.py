@@ -39,22 +39,29 @@ def explain(
     """
     from easypipe.cli.configs import described
     from easypipe.history import loader_at
+    from easypipe.train.record import recorded_steps
 
     run = described(config, overrides or [], needs_seed=True)
     run.refuse_streaming(
         "its batches are found only by reading what stands before them",
         "for the batches of a run over the token cache",
     )
+    ends = None if run.output_dir is None else recorded_steps(run.output_dir)
+    beyond = ends if ends is not None and step >= ends else None
     if as_json:
         with run.placed():
             found = loader_at(run.output_dir, run.loaded, step).explain(step, row)
-        typer.echo(json.dumps(found.to_json()))
+        more = {} if beyond is None else {"run_ends_after": beyond}
+        typer.echo(json.dumps(found.to_json() | more))
         return
     with run.placed(), progress() as listener:
         loader = loader_at(
             run.output_dir, functools.partial(run.loaded, progress=listener), step, listener
         )
         explained = loader.explain(step, row)
+    if beyond is not None:
+        span = f"{beyond:,} steps (0 to {beyond - 1:,})"
+        say(f"the run in {run.output_dir} ends after {span}: this is what it would read next")
     for line in shown(explained, characters):
         say(line)
 

@@ -26,7 +26,7 @@ from easypipe.core.checked import commit_checked, parse_checked
 from easypipe.core.config import allowing_code, load_yaml, to_dict
 from easypipe.core.errors import DamagedFileError, MissingFileError, StateError
 from easypipe.core.protocols import BatchLoader
-from easypipe.core.values import Json, JsonObject
+from easypipe.core.values import Json, JsonObject, Settings
 from easypipe.train.checks import KnowingState
 
 # in train.output_dir: the configuration as it was resolved, which `easypipe train` takes back
@@ -178,17 +178,34 @@ def recorded_seed(output_dir: str | Path) -> int | None:
 
     Raises StateError where its record has none.
     """
+    saved = _recorded(output_dir)
+    if saved is None:
+        return None
+    try:
+        return int(saved["data"]["seed"])
+    except (KeyError, TypeError, ValueError) as error:
+        record = Path(os.path.expanduser(output_dir)) / RECORD
+        raise StateError(
+            at=str(record), problem=f"records no seed: {error!r}", fix="Set data.seed."
+        ) from error
+
+
+def recorded_steps(output_dir: str | Path) -> int | None:
+    """The train.steps of the run in `output_dir`; None where there is no run, or its data decides
+    them.
+    """
+    train = (_recorded(output_dir) or {}).get("train")
+    steps = train.get("steps") if isinstance(train, dict) else None
+    return steps if isinstance(steps, int) else None
+
+
+def _recorded(output_dir: str | Path) -> Settings | None:
+    """The config of the run in `output_dir`, None where there is no run yet."""
     record = Path(os.path.expanduser(output_dir)) / RECORD
     if not record.exists():
         return None
     with allowing_code():  # it may name functions; reading them runs none
-        saved = load_yaml(record)
-    try:
-        return int(saved["data"]["seed"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise StateError(
-            at=str(record), problem=f"records no seed: {error!r}", fix="Set data.seed."
-        ) from error
+        return load_yaml(record)
 
 
 def write_kept(path: Path, value: Json | Sequence[Json]) -> None:
