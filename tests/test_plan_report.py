@@ -114,6 +114,7 @@ def test_shares_by_step_are_those_of_the_rows_of_these_steps(
     chain(pipeline, "source", "tokenize", "mix", *(["pack"] if pack else []), "load")
     report = pipeline.plan(steps, by_step=True)
     loader = pipeline.build()
+    assert report.sizes == ((2, 2), (steps - 2, 4))
     names, begin = [dataset.name for dataset in report.datasets], 0
     assert [one.step for one in report.by_step] == (
         list(range(1, 4)) if steps == 3 else [round(1.3 * i) for i in range(1, 101)]

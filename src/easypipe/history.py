@@ -194,7 +194,9 @@ def plan_of_run(
             what = (
                 f"{key} {text}"
                 for key, text in span.changed.items()
-                if key.removeprefix(OF_DATA) not in COMPONENTS
+                if (part := key.removeprefix(OF_DATA)) not in COMPONENTS
+                # where a key of the config says the same
+                and (part == key or f"data.load.{part}" not in span.changed)
             )
             notes.append(f"changed {span.steps}: {'; '.join(what) or ', '.join(span.changed)}")
         try:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -54,6 +56,24 @@ def test_prepare_a_pipeline_config(
     assert (tmp_path / "out" / MANIFEST).exists()
     assert main(["prepare", str(pipeline_yaml)]) == 0
     assert "up to date" in capsys.readouterr().out
+
+
+def test_tokens_that_were_there_are_told_of_no_encoder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pq.write_table(pa.table({"input_ids": [[1, 2, 3]] * 9}), tmp_path / "tokens.parquet")
+    values = {
+        "datasets": [{"name": "posts", "data_files": str(tmp_path / "tokens.parquet")}],
+        "default_tokenizer": tokenizer(),
+        "pack": {"seq_length": 32},
+        "cache_dir": str(tmp_path / "cache"),
+        "seed": 1,
+    }
+    (tmp_path / "tokens.yaml").write_text(yaml.safe_dump(values))
+    assert main(["prepare", str(tmp_path / "tokens.yaml")]) == 0
+    text = capsys.readouterr().out
+    assert "pack posts: " in text
+    assert "tokenize posts: " not in text
 
 
 def test_streaming_has_nothing_to_prepare_and_says_so(

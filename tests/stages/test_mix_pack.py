@@ -108,8 +108,12 @@ def test_the_mixture_has_a_seed_of_its_own(tmp_path: Path) -> None:
 
 def test_equal_weights_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "easypipe"):
-        mixed(tmp_path, weights=None)
+        mixed(tmp_path, weights=None, stop_strategy="restart")
     assert "mix: no weights given, so code, docs have 1/2 each" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "easypipe"):  # each once: nothing is shared out
+        mixed(tmp_path, weights=None, stop_strategy="all_exhausted")
+    assert "no weights given" not in caplog.text
 
 
 def test_eos_is_added_once(tmp_path: Path) -> None:

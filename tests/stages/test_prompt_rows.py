@@ -609,6 +609,17 @@ def test_options_about_messages_are_refused_for_other_columns(tmp_path: Path) ->
         tokenized(tmp_path, talks(1), tokenizer=without_template(tmp_path / "bare"))
     with pytest.raises(ConfigError, match=r"datasets\[0\].chat_template: 'nowhere.jinja'"):
         tokenized(tmp_path, talks(1), chat_template="nowhere.jinja")
+    bad = r"datasets\[0\]\.%s: the template cannot be used: line 1 is not Jinja"
+    with pytest.raises(TokenizerError, match=bad % "chat_template"):
+        tokenized(tmp_path, talks(1), chat_template="{{ messages[ }}").materialize()
+    prompt = {
+        "format_type": "custom",
+        "template": "{{ n }",
+        "input_columns": ["n"],
+        "train_on": "all",
+    }
+    with pytest.raises(TokenizerError, match=bad % r"prompt\.template"):
+        tokenized(tmp_path, [{"n": "1"}], content_field="text", prompt=prompt).materialize()
 
 
 def test_the_sft_example_runs_as_it_is_written(

@@ -20,6 +20,7 @@ from easypipe import train_bpe
 from easypipe.cli.app import run as command
 from easypipe.history import spans_of
 from easypipe.run import RunConfig, train
+from easypipe.stages.reports.plan_report import PlanReport, joined
 from easypipe.train.record import read_changes, read_kept, write_changes, write_kept
 from easypipe.train.report.pictures import mixture_lines
 from easypipe.train.signals import Interrupted
@@ -177,12 +178,36 @@ def test_the_plan_counts_what_each_part_read(run: Path, capsys: Any) -> None:
             {name: count / seen.total() for name, count in seen.items()}
         )
         assert plan["datasets"][0]["requested"] == pytest.approx((48 * 0.5 + 24 * 0.9) / 72)
-        assert any(note.startswith("changed steps 7 to 9: ") for note in plan["notes"])
+        [changed] = [one for one in plan["notes"] if one.startswith("changed steps 7 to 9: ")]
+        assert "data.load.batch_size was 4, is 8" in changed
+        assert "loader.batch_size" not in changed, "one change, told once"
+        assert [tuple(one) for one in plan["sizes"]] == [(6, 4), (6, 8)]
     lines = mixture_lines(written)
     assert lines["a"]["step"] == list(range(1, 13))
     assert lines["a"]["asked for"] == pytest.approx([0.5] * 9 + [0.9] * 3)
     assert lines["a"]["so far"][-1] == pytest.approx(seen["a"] / seen.total(), abs=1e-6)
     assert told(capsys, ["plan", *given(1, run), "--json", "--steps", "8"])["rows"] == 6 * 4 + 2 * 8
+
+
+def test_a_joined_plan_names_the_steps_of_a_note_once() -> None:
+    def part(notes: tuple[str, ...], size: int) -> PlanReport:
+        return PlanReport(
+            name="mixed",
+            steps=15,
+            steps_available=None,
+            batch_size=size,
+            sizes=((15, size),),
+            rows=15 * size,
+            rows_left_over=0,
+            notes=notes,
+        )
+
+    own = "steps 1 to 15: a has 75.80 % of the tokens"
+    parts = [part((own, "a is read 2 times", "of both"), 8), part(("of both",), 12)]
+    report = joined(parts, ["steps 1 to 15", "from step 16"])
+    assert report.notes == (own, "steps 1 to 15: a is read 2 times", "of both")
+    assert "steps   30: 15 of 8 rows, 15 of 12 rows (never ends)" in str(report)
+    assert "steps   15 of 8 rows (never ends)" in str(parts[0])
 
 
 def test_a_run_that_was_stopped_has_its_plan(run: Path, tmp_path: Path) -> None:

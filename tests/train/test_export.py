@@ -218,7 +218,17 @@ def test_an_answer_is_kept_as_it_is_and_shown_without_what_steers_a_terminal(
     ("arguments", "text", "message"),
     [
         (["--messages", "FILE"], '[{"role": "user"}]\n{"a"', "line 2: is not JSON"),
-        (["--messages", "FILE"], '{"messages": "hi"}', "talks: not_json: Expecting value"),
+        (
+            ["--messages", "FILE"],
+            '{"messages": "hi"}',
+            "talks, line 1, messages: is text, not messages",
+        ),
+        (
+            ["--messages", "FILE"],
+            '{"prompt": "How many figs?"}\n{"prompt": "2?"}',
+            "line 1, prompt: is text, not messages. Give it as an argument: easypipe generate RUN "
+            "'How many figs?'",
+        ),
         (["--messages", "FILE", "x"], "[]", "PROMPT: is given beside another way to ask"),
         ([], "", "PROMPT: none is given"),
         (["x", "--system", "y"], "", "--system: has no effect without --chat"),

@@ -185,10 +185,10 @@ def show_report(report: SaveReport) -> None:
         seconds, rate = facts[f"{name}.seconds"], facts.get(f"{name}.megabytes_per_second")
         found = f", {facts.get(f'{name}.ranges_reused', 0):,} ranges found finished"
         rate_text = found if rate is None else f", {rate:,.1f} MB/s"
-        say(
-            f"{name.replace('.', ' ', 1)}: {seconds:.2f} s{rate_text}, by "
-            f"{facts.get(f'{name}.encoder', '?')}",
-        )
+        encoder = facts.get(f"{name}.encoder", "?")
+        if encoder or rate is None:  # else they were tokens already
+            by = f", by {encoder}" if encoder else ""
+            say(f"{name.replace('.', ' ', 1)}: {seconds:.2f} s{rate_text}{by}")
         if cut := facts.get(f"{name}.files_cut"):
             what = (
                 f"{cut:,} file{'s' if cut > 1 else ''} without an end mark; how many rows are "

@@ -56,6 +56,13 @@ class Steps:
         """The first row of batch `step`."""
         return self.at(step)[0]
 
+    def counts(self, stop: int) -> tuple[tuple[int, int], ...]:
+        """(how many batches, rows of each) from the first batch to `stop`, in order."""
+        first = self.begin.batch
+        edges = [first, *(step for step in self._first if first < step < stop), max(first, stop)]
+        counts = [(end - begin, self.size(begin)) for begin, end in itertools.pairwise(edges)]
+        return tuple(one for one in counts if one[0])
+
     def full(self, num_rows: int) -> int:
         """Batches, from the first on, that `num_rows` rows fill."""
         i, left = self._point(num_rows)

@@ -54,7 +54,8 @@ class MixStage(BaseStage):
         same_tokenizer(parts, allow=self.config.allow_mixed_tokenizers)
         same_kind(parts)
         weights = {name: config.weights[name] if config.weights else 1.0 for name in names}
-        if config.weights is None and config.weight_schedule is None:
+        shared = config.stop_strategy != "all_exhausted"  # which reads every document once
+        if shared and config.weights is None and config.weight_schedule is None:
             log.info("mix: no weights given, so %s have 1/%d each", ", ".join(names), len(names))
         try:
             whole = (

@@ -22,10 +22,11 @@ def plan_sections(plan: PlanReport) -> Sequence[Section]:
 
 def _run(plan: PlanReport) -> list[tuple[str, JsonValue]]:
     ends = "never" if plan.steps_available is None else f"after {plan.steps_available:,} steps"
+    sizes = ", ".join(f"{rows:,} in {steps:,} steps" for steps, rows in plan.sizes)
     lines: list[tuple[str, JsonValue]] = [
         ("steps", plan.steps),
         ("the data ends", ends),
-        ("rows of a step", plan.batch_size),
+        ("rows of a step", sizes if len(plan.sizes) > 1 else plan.batch_size),
         ("rows", plan.rows),
         ("rows left over at the end", plan.rows_left_over),
         ("slots of a row", plan.seq_length or "as many as its document has"),

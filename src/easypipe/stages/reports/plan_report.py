@@ -8,6 +8,7 @@ its next epoch
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,7 @@ class PlanReport:
     Args:
         unit: What weights and realised shares count: documents ("rows"), or "tokens".
         steps_available: Batches of the data; None if it never ends.
+        sizes: How many steps have so many rows, in their order: (steps, rows of each).
         rows_left_over: Rows at the end of the data that fill no batch.
         slots: Tokens and padding; `fill` is the share that holds tokens.
         saved_bytes: Bytes that save() would write before compression, for one epoch; None without
@@ -104,6 +106,7 @@ class PlanReport:
     steps: int
     steps_available: int | None
     batch_size: int
+    sizes: tuple[tuple[int, int], ...] = ()
     rows: int
     rows_left_over: int
     seq_length: int | None = None
@@ -142,11 +145,14 @@ class PlanReport:
         slots = "documents as rows"
         if self.seq_length is not None:
             slots = f"of {self.seq_length:,} slots, {self.fill:.3%} filled"
+        sizes = f" of {self.batch_size:,} rows"
+        if len(self.sizes) > 1:
+            sizes = ": " + ", ".join(f"{steps:,} of {rows:,} rows" for steps, rows in self.sizes)
         saved = ""
         if self.saved_bytes is not None:
             saved = f", {megabytes(self.saved_bytes)} to save, before compression"
         text += [
-            f"steps   {self.steps:,} of {self.batch_size:,} rows ({ends})",
+            f"steps   {self.steps:,}{sizes} ({ends})",
             f"rows    {self.rows:,} {slots}; {self.rows_left_over:,} left over at the end",
             f"tokens  {self.slots - self.padding:,}, and {self.padding:,} slots of padding",
             f"disk    {megabytes(self.cache_bytes)} of token cache{saved}",
@@ -370,6 +376,7 @@ class _Run:
             steps=self.steps - begin,
             steps_available=None if self.available is None else self.available - begin,
             batch_size=self.load.batch_size,
+            sizes=self.counted.counts(self.steps),
             rows=len(self.reached),
             rows_left_over=self.left_over,
         )
@@ -555,9 +562,12 @@ def joined(
         for note in report.notes:
             said.setdefault(note, []).append(steps)
     told = [
-        note if len(of) == len(reports) else f"{', '.join(of)}: {note}" for note, of in said.items()
+        # of a stage of a schedule, a note names its steps itself
+        note if len(of) == len(reports) or note.startswith("steps ") else f"{', '.join(of)}: {note}"
+        for note, of in said.items()
     ]
     before = sum(report.steps for report in reports[:-1])
+    sizes = itertools.groupby((one for r in reports for one in r.sizes), lambda one: one[1])
     slots, padding = (
         sum(each) for each in zip(*((r.slots, r.padding) for r in reports), strict=True)
     )
@@ -566,6 +576,7 @@ def joined(
         datasets=datasets,
         steps=before + last.steps,
         steps_available=None if last.steps_available is None else before + last.steps_available,
+        sizes=tuple((sum(steps for steps, _ in same), size) for size, same in sizes),
         rows=sum(report.rows for report in reports),
         slots=slots,
         padding=padding,

@@ -109,11 +109,17 @@ class PromptRows:
 
     masked = True
 
-    def __init__(self, engine: PromptEngine, have: Sequence[str], room: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: PromptEngine,
+        have: Sequence[str],
+        room: int | None = None,
+        template_at: str | None = None,
+    ) -> None:
         """have: the columns of the source, of which the format may read some that others lack.
         room: tokens of a row of packing, for which conversations without a length of their own are
-        cut between turns; None cuts none."""
-        self.engine = engine
+        cut between turns; None cuts none. template_at: the key path that gives the template."""
+        self.engine, self._template_at = engine, template_at
         # whether a room has an effect
         self.splits = engine.splits and length_limit(engine.tokenizer.config) is None
         self.room = room if self.splits else None
@@ -183,7 +189,8 @@ class PromptRows:
                 written, of_written = self.engine.written(rows, here, self.room)
             except HostileTemplateError as error:
                 at = place(source.shards[shard].name, row=here[error.row], column=self.label)
-                problem = f"{error.at}: {error.problem}"
+                given = self._template_at if error.at in ("template", "chat_template") else None
+                problem = f"{given or error.at}: {error.problem}"
                 raise type(error)(at=at, problem=problem, fix=error.fix) from None
             rendered += written
             of += of_written
@@ -236,7 +243,8 @@ def form_of(
         raise error.under(at if own else inside) from None
     if prompt.format_type == "text" and prompt.rejected_column is None:
         return TextColumn(prompt.inputs[0], engine.lengths, blanks=dataset.text_unit == "file")
-    return PromptRows(engine, source.schema.names, room)
+    template_at = f"{at}.chat_template" if dataset.prompt is None else f"{inside}.template"
+    return PromptRows(engine, source.schema.names, room, template_at)
 
 
 def _prompt_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:

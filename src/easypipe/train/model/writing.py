@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from easypipe.transforms.prompt.config import PromptConfig
 from easypipe.transforms.prompt.formats import ChatFormat
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
+
+SHOWN = 60  # characters of a text that an error repeats
 
 
 class Loaded(NamedTuple):
@@ -69,8 +72,17 @@ class Writer:
         reader = ChatFormat(config, self._template, refuse=())
         asked = [reader.request(row) for _, row in conversations]
         prompts: list[str] = []
-        for (at, _), text in zip(conversations, self._template.prompts(asked), strict=True):
+        for (at, row), text in zip(conversations, self._template.prompts(asked), strict=True):
             if isinstance(text, Refused):
+                said = row["messages"]
+                if text.reason == "not_json" and isinstance(said, str):
+                    key = "prompt" if row.get("prompt") == said else "messages"
+                    short = said if len(said) <= SHOWN else f"{said[:SHOWN]} ..."
+                    raise SourceError(
+                        at=f"{at}, {key}",
+                        problem="is text, not messages",
+                        fix=f"Give it as an argument: easypipe generate RUN {shlex.quote(short)}.",
+                    )
                 raise SourceError(
                     at=at,
                     problem=f"{text.reason}: {text.detail}",

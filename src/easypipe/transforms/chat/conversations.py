@@ -331,7 +331,8 @@ def conversations_of(path: Path) -> list[tuple[str, Json]]:
         raise SourceError(
             at=str(path), problem=f"is not UTF-8: {error}", fix="Save it as UTF-8."
         ) from None
-    found = [(str(path), loaded(text))]
+    one_line = "\n" not in text.strip()
+    found = [(f"{path}, line 1" if one_line else str(path), loaded(text))]
     if isinstance(found[0][1], BadJson):
         lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
         found = [(f"{path}, line {number}", loaded(line)) for number, line in lines]
