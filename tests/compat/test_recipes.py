@@ -103,7 +103,7 @@ def test_every_option_is_in_the_recipe_of_a_collator(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", {make for make, *_ in COLLATORS.values()}, ids=lambda m: m.__name__
+    "make", dict.fromkeys(make for make, *_ in COLLATORS.values()), ids=lambda m: m.__name__
 )
 def test_every_option_of_a_collator_is_tried(make: Callable[..., Any]) -> None:
     tried = {option for one, _, more in COLLATORS.values() if one is make for option in more}
