@@ -20,9 +20,10 @@ def parity(
     rows: Annotated[int, typer.Option(min=1, help="Of each dataset, from its first row.")] = 100,
     overrides: Overrides = None,
 ) -> None:
-    """Compare tokens of CONFIG.YAML with transformers' own. Those of its first rows are, and masks
-    where a chat template has generation markers. Rows that differ are shown with the first token
-    that does, and end it with exit 1. It needs easypipe[check].
+    """Compare tokens of CONFIG.YAML with transformers' own. It looks at the first rows of each
+    dataset; where a chat template has generation markers, it compares masks too. Rows that differ
+    are shown with the first token that does, and the command ends with 1. It needs
+    easypipe[check].
     """
     from easypipe.cli.configs import described
     from easypipe.previews.parity import parity as compared
