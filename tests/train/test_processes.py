@@ -294,6 +294,49 @@ def test_a_lost_process_ends_the_others_after_its_heartbeats():
     assert time.monotonic() - began < 80, "it did not sleep to its end"
 
 
+FAILS = """
+import logging, sys
+from easypipe.cli import main
+from easypipe.core.errors import StorageError
+from easypipe.train import initialize
+from easypipe.train.parallel.config import DistributedConfig
+from jax.experimental import multihost_utils
+logging.basicConfig(format="%(message)s")
+_, address, rank, fails, how = sys.argv
+initialize(DistributedConfig(coordinator_address=address, num_processes=2, process_id=int(rank)))
+if rank == fails:
+    if how == "command":
+        sys.exit(main(["train", "nowhere.yaml"]))
+    raise ValueError("mine alone") if how == "any" else StorageError(at="x", problem="mine alone")
+multihost_utils.sync_global_devices("where the other one never comes")
+"""
+
+
+@pytest.mark.parametrize(
+    ("fails", "how", "code", "says"),
+    [
+        (1, "any", 1, "ValueError: mine alone"),
+        (0, "ours", 2, "StorageError: x: mine alone"),
+        (1, "command", 2, "easypipe: nowhere.yaml: "),
+    ],
+)
+def test_an_error_in_one_process_ends_all_at_once_and_is_said_in_all(fails, how, code, says):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", FAILS, f"127.0.0.1:{free_port()}"]
+    started = [
+        subprocess.Popen(
+            [*command, str(i), str(fails), how], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for i in range(2)
+    ]
+    said = [process.communicate(timeout=90)[1] for process in started]  # jax would wait 300 s
+    assert [process.returncode for process in started] == [code, code], said
+    assert says in said[fails]
+    reason = says.partition(": ")[2]
+    assert f"process {fails} has failed: {reason}" in said[1 - fails]
+    assert "has failed" not in said[fails]
+
+
 @pytest.fixture
 def alone(monkeypatch):
     for name in (

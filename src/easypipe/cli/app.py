@@ -169,10 +169,32 @@ def run(arguments: Sequence[str] | None) -> int:
             code = app(given, prog_name="easypipe", standalone_mode=False)
         if code == STOPPED:  # typer turns Ctrl-C into this
             _say("stopped; run the same command again to go on")
+            _end_others(code, KeyboardInterrupt("stopped"))
         return code if isinstance(code, int) else 0
-    except EasypipeError as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001  (a panic of a library in Rust is no Exception)
+        code = _told(error, given, debug=debug)
+        _end_others(code, error)
+        return code
+
+
+def _end_others(code: int, error: BaseException) -> None:
+    """Where this process is one of several of a run, none of them goes on without it."""
+    if "easypipe.train.parallel.distributed" in sys.modules:
+        from easypipe.train.parallel.distributed import leave
+
+        leave(code, error)
+
+
+def _told(error: BaseException, given: Sequence[str], *, debug: bool) -> int:
+    """Says what went wrong, and returns the exit code that goes with it.
+
+    Raises the error where `debug`, but for one of the command line itself.
+    """
+    if isinstance(error, EasypipeError):
         if debug:
-            raise
+            raise error
         _say(str(error))
         # only errors with notes have the attribute
         for note in getattr(error, "__notes__", ()):
@@ -180,30 +202,27 @@ def run(arguments: Sequence[str] | None) -> int:
             if "JAX has removed its internal frames" not in note:
                 _say(f"  {note}")
         return error.exit_code
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic of a library in Rust is no Exception
-        show = getattr(error, "show", None)  # a usage error of the command line itself
-        if show is not None and not debug:
-            show()
-            _say_how_to_set(str(error), given)
-            return int(getattr(error, "exit_code", 2))
-        if debug:
-            raise
-        if isinstance(error, BrokenPipeError):  # who reads what is printed has seen enough
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (which is flushed at the end)
-            return 1
-        if isinstance(error, OSError) and error.errno is not None:
-            _say(f"{error.filename or 'output'}: {error.strerror}. Check space and permissions.")
-            return 1
-        if isinstance(error, MemoryError):
-            _say("memory ran out. Give the process more, or less to do at a time.")
-            return 1
-        _say(
-            f"{type(error).__name__}: {error}. This is not what should happen; run again with "
-            "--debug and report what it prints."
-        )
+    show = getattr(error, "show", None)  # a usage error of the command line itself
+    if show is not None and not debug:
+        show()
+        _say_how_to_set(str(error), given)
+        return int(getattr(error, "exit_code", 2))
+    if debug:
+        raise error
+    if isinstance(error, BrokenPipeError):  # who reads what is printed has seen enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (which is flushed at the end)
         return 1
+    if isinstance(error, OSError) and error.errno is not None:
+        _say(f"{error.filename or 'output'}: {error.strerror}. Check space and permissions.")
+        return 1
+    if isinstance(error, MemoryError):
+        _say("memory ran out. Give the process more, or less to do at a time.")
+        return 1
+    _say(
+        f"{type(error).__name__}: {error}. This is not what should happen; run again with "
+        "--debug and report what it prints."
+    )
+    return 1
 
 
 def _say_how_to_set(problem: str, given: Sequence[str]) -> None:

@@ -41,6 +41,7 @@ class EasypipeError(Exception):
     """`at: problem (have: a, b). fix`; every part is also an attribute."""
 
     exit_code = 2  # of the command line: something for the user to correct; 1: a failure
+    in_all = False  # whether all processes of a run come to it, after the same step
 
     def __init__(
         self, *, at: str, problem: str, have: Iterable[object] | None = None, fix: str | None = None

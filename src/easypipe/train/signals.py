@@ -19,6 +19,8 @@ class Interrupted(TrainError):
     `exit_code` is what a shell expects: 128 + the signal's number.
     """
 
+    in_all = True
+
     def __init__(self, *, signum: int, step: int, folder: str) -> None:
         self.signum, self.step = signum, step
         self.exit_code = 128 + signum

@@ -247,18 +247,16 @@ class Checkpoints(Closeable):
     def wait(self, *, agree: bool = True) -> None:
         """Returns once the newest save is committed. Raises StorageError where it failed, once.
 
-        agree: where there are several processes, all of them know then.
+        agree: where there are several processes, all of them have theirs committed.
         """
         if self._saving is None:
             return
         (step, committed, _), self._saving = self._saving, None
         fix, at = "Check space and permissions.", self._at(step)
-        try:
-            with raising(StorageError, at, "cannot be written", fix, (OSError, ValueError)):
-                committed.result()
-        finally:
-            if agree:
-                self._agree(f"saved {step}")
+        with raising(StorageError, at, "cannot be written", fix, (OSError, ValueError)):
+            committed.result()
+        if agree:
+            self._agree(f"saved {step}")
 
     def close(self) -> None:
         """Returns once nothing is being written.

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.util
 import logging
 import os
+import sys
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import NoReturn
 
 import jax
 import numpy as np
+from jax._src import distributed as jax_distributed  # jax shows its store of keys nowhere else
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from easypipe.core.config import from_dict, to_dict
-from easypipe.core.errors import ConfigError, StallError, require
+from easypipe.core.errors import ConfigError, EasypipeError, StallError, require
 from easypipe.core.random import draw_seed
 from easypipe.core.values import Arguments
 from easypipe.train.parallel.config import DistributedConfig
@@ -27,6 +35,11 @@ VARIABLES = {
     "process_id": "JAX_PROCESS_ID",
 }
 """Field of DistributedConfig → the variable that says it where the field is left out."""
+GRACE = 2.0
+"""Seconds between hearing that another process has failed and leaving: in them a process says what
+went wrong in itself.
+"""
+_FAILED = "easypipe/failed"
 
 
 def initialize(config: DistributedConfig | None = None) -> bool:
@@ -41,7 +54,7 @@ def initialize(config: DistributedConfig | None = None) -> bool:
     """
     config = DistributedConfig() if config is None else config
     if jax.distributed.is_initialized():
-        return several()
+        return _together()
     if not config.enabled:
         return False
     described = _described(config, os.environ)
@@ -87,7 +100,72 @@ def initialize(config: DistributedConfig | None = None) -> bool:
     here, count = jax.process_index(), jax.process_count()
     local, devices = jax.local_device_count(), jax.device_count()
     logger.info("process %d of %d, %d of %d devices", here, count, local, devices)
+    return _together()
+
+
+def leave(code: int, error: BaseException) -> None:
+    """Ends this process, which has failed, and the others of its run, with the exit code `code`.
+
+    Without it the others would wait for it in their next step, and it for them at its end. Nothing
+    happens where the run has no other process, or all have come to this error together.
+    """
+    if not several() or (isinstance(error, EasypipeError) and error.in_all):
+        return
+    failed = f"{code} {jax.process_index()} {error or type(error).__name__}"
+    with suppress(jax.errors.JaxRuntimeError):  # another has failed before, or the store is gone
+        jax_distributed.global_state.client.key_value_set(_FAILED, failed)
+    if jax.process_index() == 0:  # with it goes the store that the others hear of it by
+        time.sleep(2 * GRACE + 1)
+    _end(code)
+
+
+def _together() -> bool:
+    """several(); where there are, an error that nobody catches ends all of them from here on."""
+    if several():
+        _listen()
     return several()
+
+
+@functools.cache  # once in a process
+def _listen() -> None:
+    told = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        told(kind, error, trace)
+        leave(error.exit_code if isinstance(error, EasypipeError) else 1, error)
+
+    sys.excepthook = hook
+    over = threading.Event()
+    listening = threading.Thread(target=_hear, args=(over,), name="easypipe hears of failures")
+    listening.daemon = True
+
+    def stop() -> None:  # before jax goes, and with it what the thread calls
+        over.set()
+        listening.join()
+
+    listening.start()
+    atexit.register(stop)
+
+
+def _hear(over: threading.Event) -> None:
+    """Looks every second whether another process has failed; then says so, and ends this one."""
+    client = jax_distributed.global_state.client
+    while not over.wait(1):
+        with suppress(jax.errors.JaxRuntimeError):  # nobody has
+            code, process, why = client.key_value_try_get(_FAILED).split(" ", 2)
+            if int(process) == jax.process_index():
+                return
+            time.sleep(GRACE)
+            logger.error("process %s has failed: %s\nThis one ends too.", process, why)
+            _end(int(code))
+
+
+def _end(code: int) -> NoReturn:
+    """At once: jax would wait for the other processes."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def several() -> bool:
