@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from easypipe.core.values import Json, JsonObject
-from easypipe.interop.foreign.rules import ForeignConfig, Rule
+from easypipe.core.values import JsonObject
+from easypipe.interop.foreign.rules import Key, Rule
 from easypipe.transforms.chat.conversations import MESSAGE_FIELDS
 from easypipe.transforms.prompt.config import ROLES, SPEAKERS
 
@@ -17,10 +17,10 @@ OF_TURNS = {"roles_to_train", "train_on_eos", "train_on_eot", "message_field_tra
 FILES = (".json", ".jsonl", ".parquet", ".csv", ".arrow", ".txt", ".gz", ".zst")
 
 
-def _sources(made: ForeignConfig, datasets: Sequence[JsonObject], key: str) -> None:
-    have = made.config.setdefault("data", {}).setdefault("datasets", [])
+def _sources(key: Key, datasets: Sequence[JsonObject]) -> None:
+    have = key.made.config.setdefault("data", {}).setdefault("datasets", [])
     have += datasets
-    made.say(key, f"data.datasets: {', '.join(str(one['data_files']) for one in datasets)}")
+    key.say(f"data.datasets: {', '.join(str(one['data_files']) for one in datasets)}")
 
 
 def _from(name: str) -> JsonObject:
@@ -29,11 +29,11 @@ def _from(name: str) -> JsonObject:
     return {"data_files": name, "type": "huggingface"} if hub else {"data_files": name}
 
 
-def axolotl_datasets(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
+def axolotl_datasets(key: Key) -> None:
+    given, left = key.given, key.made.left
     found: list[JsonObject] = []
-    for number, one in enumerate(value):
-        at = f"{key}[{number}]"
+    for number, one in enumerate(key.value):
+        at = f"{key.name}[{number}]"
         dataset = _from(str(one.get("data_files") or one["path"]))
         kind = str(one.get("type", "")).removesuffix(".default")
         if given.get("rl") == "dpo":
@@ -50,7 +50,7 @@ def axolotl_datasets(made: ForeignConfig, key: str, given: Json) -> None:
         elif kind in ("chat_template", "sharegpt"):
             dataset["content_field"] = one.get("field_messages", "messages")
         else:
-            made.left[at] = f"type {kind!r} is not known here: alpaca, chat_template, completion"
+            left[at] = f"type {kind!r} is not known here: alpaca, chat_template, completion"
         for name, path in (("split", "split"), ("name", "subset"), ("revision", "revision")):
             if one.get(name) is not None:
                 dataset[path] = one[name]
@@ -60,33 +60,33 @@ def axolotl_datasets(made: ForeignConfig, key: str, given: Json) -> None:
             "message_field_content", "split", "name", "revision", "ds_type",
         }  # fmt: skip
         if kind in ("chat_template", "sharegpt"):
-            prompt = _axolotl_keys(made, at, one)
+            prompt = _axolotl_keys(left, at, one)
             if given.get("rl") == "dpo":
                 dataset["prompt"] |= prompt
-            elif prompt := prompt | _axolotl_turns(made, at, one):
+            elif prompt := prompt | _axolotl_turns(left, at, one):
                 dataset["prompt"] = {"input_columns": [dataset.pop("content_field")], **prompt}
             known |= OF_TURNS if "rl" not in given else set()
         roles = one.get("roles")
         if roles and all([role] == list(names) for role, names in roles.items()):
             known.add("roles")
         for name in one:
-            if name not in known and f"{at}.{name}" not in made.left:
-                made.left[f"{at}.{name}"] = "no key of this name is known here"
+            if name not in known and f"{at}.{name}" not in left:
+                left[f"{at}.{name}"] = "no key of this name is known here"
         found.append(dataset)
-    _sources(made, found, key)
+    _sources(key, found)
 
 
-def _axolotl_keys(made: ForeignConfig, at: str, one: JsonObject) -> JsonObject:
+def _axolotl_keys(left: dict[str, str], at: str, one: JsonObject) -> JsonObject:
     """Of a prompt, by which keys messages say who speaks and what."""
     given = dict(one.get("message_property_mappings") or {})
     for name, key in (("role", "message_field_role"), ("content", "message_field_content")):
         given |= {name: one[key]} if one.get(key) else {}
     given |= {"train": flag} if (flag := one.get("message_field_training")) else {}
     if one.get("message_field_training_detail"):
-        made.left[f"{at}.message_field_training_detail"] = "messages are trained whole, or not"
+        left[f"{at}.message_field_training_detail"] = "messages are trained whole, or not"
     for name in given:
         if name not in MESSAGE_FIELDS and given[name] != name:
-            made.left[f"{at}.message_property_mappings"] = f"{name!r} has no other name here"
+            left[f"{at}.message_property_mappings"] = f"{name!r} has no other name here"
     prompt: JsonObject = {"format_type": "sharegpt"} if given.get("role") == "from" else {}
     known = {"role": "from", "content": "value"} if prompt else {}
     fields = {
@@ -97,7 +97,7 @@ def _axolotl_keys(made: ForeignConfig, at: str, one: JsonObject) -> JsonObject:
     return prompt | ({"message_fields": fields} if fields else {})
 
 
-def _axolotl_turns(made: ForeignConfig, at: str, one: JsonObject) -> JsonObject:
+def _axolotl_turns(left: dict[str, str], at: str, one: JsonObject) -> JsonObject:
     """Of a prompt, whose turns are trained.
 
     Theirs trains the turns of `roles_to_train` (the assistant's, where the key is not there) and
@@ -109,124 +109,114 @@ def _axolotl_turns(made: ForeignConfig, at: str, one: JsonObject) -> JsonObject:
         return {"train_on": "completion"}
     roles = [ROLES.get(str(role), str(role)) for role in roles or ()]
     if unknown := [role for role in roles if role not in SPEAKERS]:
-        made.left[f"{at}.roles_to_train"] = f"nobody here is called {', '.join(unknown)}"
+        left[f"{at}.roles_to_train"] = f"nobody here is called {', '.join(unknown)}"
         roles = [role for role in roles if role in SPEAKERS]
     prompt: JsonObject = {"roles_to_train": roles} if roles != ["assistant"] or flagged else {}
     if ends == "all":
-        made.left[f"{at}.train_on_eos"] = "the ends of turns that are not trained are no targets"
+        left[f"{at}.train_on_eos"] = "the ends of turns that are not trained are no targets"
     elif ends != "turn":
         prompt["train_on_eos"] = ends or "none"
     if one.get("train_on_eot", ends) != ends:
-        made.left[f"{at}.train_on_eot"] = "train_on_eos is of whatever ends a turn"
+        left[f"{at}.train_on_eot"] = "train_on_eos is of whatever ends a turn"
     return prompt
 
 
-def trl_dataset(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
-    dataset = _from(str(value))
+def trl_dataset(key: Key) -> None:
+    dataset = _from(str(key.value))
     for name, path in (("dataset_config", "subset"), ("dataset_train_split", "split")):
-        if given.get(name):
-            dataset[path] = given[name]
-    _sources(made, [dataset], key)
+        if key.given.get(name):
+            dataset[path] = key.given[name]
+    _sources(key, [dataset])
 
 
-def mixture(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
+def mixture(key: Key) -> None:
     found: list[JsonObject] = []
-    for one in value["datasets"]:
+    for one in key.value["datasets"]:
         dataset = _from(one["id"])
         dataset |= {"split": one["split"]} if "split" in one else {}
         dataset |= {"subset": one["config"]} if one.get("config", "default") != "default" else {}
-        dataset["split"] = _share(made, key, dataset.get("split", "train"), one.get("weight", 1.0))
+        dataset["split"] = _share(key, dataset.get("split", "train"), one.get("weight", 1.0))
         found.append(dataset)
-    _sources(made, found, key)
-    if value.get("test_split_size"):
-        held_out(made, "test_split_size", value)
+    _sources(key, found)
+    if key.value.get("test_split_size"):
+        held_out(Key(key.made, "test_split_size", key.value))
 
 
-def _share(made: ForeignConfig, key: str, split: str, share: float) -> str:
+def _share(key: Key, split: str, share: float) -> str:
     """A split, or the share of its rows that TRL calls a weight."""
     percent = round(share * 100, 6)  # 0.07 * 100 is 7.000000000000001
     if percent == 100:
         return split
     if percent == int(percent):
         return f"{split}[:{int(percent)}%]"
-    made.left[f"{key}, {split}"] = (
+    key.made.left[f"{key.name}, {split}"] = (
         f"{share} of its rows are no whole per cents: set num_rows of the dataset"
     )
     return split
 
 
-def mixer(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
-    splits = [str(one) for one in given.get("dataset_splits") or ["train"]]
+def mixer(key: Key) -> None:
+    splits = [str(one) for one in key.given.get("dataset_splits") or ["train"]]
     trained = [one for one in splits if "test" not in one]
     found: list[JsonObject] = []
-    for number, (name, share) in enumerate(value.items()):
-        configs = given.get("dataset_configs") or ()
+    for number, (name, share) in enumerate(key.value.items()):
+        configs = key.given.get("dataset_configs") or ()
         for split in trained:
-            part = _share(made, key, split, share)
+            part = _share(key, split, share)
             found.append({**_from(str(name)), "split": part})
             if number < len(configs):
                 found[-1]["subset"] = configs[number]
-    _sources(made, found, key)
+    _sources(key, found)
 
 
-def listed(made: ForeignConfig, key: str, given: Json) -> None:
+def listed(key: Key) -> None:
     """LLaMA-Factory's names stand in a dataset_info.json, which is not read."""
-    value = given[key]
-    names = value.split(",") if isinstance(value, str) else value
-    folder = str(given.get("dataset_dir", "data"))
-    _sources(made, [{"data_files": f"{folder}/{str(name).strip()}.json"} for name in names], key)
-    made.left[key] = (
-        f"the files of {value!r} stand in {folder}/dataset_info.json, which is not read: see "
+    names = key.value.split(",") if isinstance(key.value, str) else key.value
+    folder = str(key.given.get("dataset_dir", "data"))
+    _sources(key, [{"data_files": f"{folder}/{str(name).strip()}.json"} for name in names])
+    key.leave(
+        f"the files of {key.value!r} stand in {folder}/dataset_info.json, which is not read: see "
         "data_files, and `easypipe discover` for what is in them"
     )
 
 
-def samples(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
-    made.dataset["num_rows"] = value
-    made.say(key, f"num_rows of each dataset: {value}")
-
-
 def field(path: str) -> Rule:
-    def rule(made: ForeignConfig, key: str, given: Json) -> None:
-        value = given[key]
-        made.dataset[path] = value
-        made.say(key, f"{path} of each dataset: {value}")
+    """The same of each dataset."""
+
+    def rule(key: Key) -> None:
+        key.made.dataset[path] = key.value
+        key.say(f"{path} of each dataset: {key.value}")
 
     return rule
 
 
-def template(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
+def template(key: Key) -> None:
+    value = key.value
     if isinstance(value, str) and ("{%" in value or value in ("chatml", "zephyr", "alpaca")):
-        made.dataset["chat_template"] = value
-        made.say(key, "chat_template of each dataset")
+        key.made.dataset["chat_template"] = value
+        key.say("chat_template of each dataset")
     elif value in ("tokenizer_default", "default"):
-        made.carried[key] = "the tokenizer's own is taken"
+        key.carry("the tokenizer's own is taken")
     else:
-        made.left[key] = (
+        key.leave(
             f"no built-in template is called {value!r}: the tokenizer's own is taken; set "
             "chat_template of the datasets to a .jinja file where it has none"
         )
 
 
-def trained(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
-    if value:
-        made.dataset["train_on"] = "all"
-        made.say(key, "train_on: all")
+def trained(key: Key) -> None:
+    if key.value:
+        key.made.dataset["train_on"] = "all"
+        key.say("train_on: all")
     else:
-        made.carried[key] = "answers alone are trained"
+        key.carry("answers alone are trained")
 
 
-def held_out(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
+def held_out(key: Key) -> None:
+    value = key.value
     if isinstance(value, float) and 0 < value < 1:
-        made.put(key, "eval.held_out", {"from": "data", "fraction": value})
+        key.put("eval.held_out", {"from": "data", "fraction": value})
     elif value:
-        made.left[key] = "eval.held_out.fraction is a share of the rows, not a count"
+        key.leave("eval.held_out.fraction is a share of the rows, not a count")
     else:
-        made.carried[key] = "is off"
+        key.off()

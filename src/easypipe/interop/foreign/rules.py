@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
 from easypipe.core.values import Json, JsonObject, JsonValue
 from easypipe.train.config import PreferenceLoss
@@ -44,18 +44,6 @@ class ForeignConfig:
     left: dict[str, str] = field(default_factory=dict)
     dataset: JsonObject = field(default_factory=dict)  # what all datasets have
 
-    def put(self, key: str, path: str, value: JsonValue) -> None:
-        """Sets a key path of ours."""
-        *outer, last = path.split(".")
-        inner = self.config
-        for name in outer:
-            inner = inner.setdefault(name, {})
-        inner[last] = value
-        self.say(key, f"{path}: {value}")
-
-    def say(self, key: str, text: str) -> None:
-        self.carried[key] = f"{self.carried[key]}, {text}" if key in self.carried else text
-
     def part(self, path: str) -> JsonObject:
         """What stands at a key path so far."""
         inner = self.config
@@ -64,16 +52,59 @@ class ForeignConfig:
         return inner
 
 
-Rule = Callable[[ForeignConfig, str, Json], None]  # (what is made, key, all of theirs)
+@dataclass(frozen=True)
+class Key:
+    """One key of theirs, and what becomes of it."""
+
+    made: ForeignConfig
+    name: str
+    given: Json  # all of theirs
+
+    @property
+    def value(self) -> Any:
+        return self.given[self.name]
+
+    def put(self, path: str, value: JsonValue = None) -> None:
+        """Sets a key path of ours, to the key's own value if to no other."""
+        value = self.value if value is None else value
+        *outer, last = path.split(".")
+        inner = self.made.config
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+        self.say(f"{path}: {value}")
+
+    def put_part(self, path: str) -> None:
+        """Sets a section of ours, with what stands in it so far."""
+        self.put(path, self.made.part(path))
+
+    def say(self, text: str) -> None:
+        """What it became, beside what it became so far."""
+        carried = self.made.carried
+        carried[self.name] = f"{carried[self.name]}, {text}" if self.name in carried else text
+
+    def carry(self, text: str) -> None:
+        self.made.carried[self.name] = text
+
+    def off(self) -> None:
+        self.carry("is off")
+
+    def leave(self, why: str) -> None:
+        self.made.left[self.name] = why
+
+    def unknown(self, known: str = "") -> None:
+        self.leave(f"{self.value!r} is not known here" + known)
+
+
+Rule = Callable[[Key], None]
 
 
 def to(*paths: str) -> Rule:
     """The value as it is."""
 
-    def rule(made: ForeignConfig, key: str, given: Json) -> None:
-        value = given[key]
+    def rule(key: Key) -> None:
         for path in paths:
-            made.put(key, path, value)
+            key.put(path)
 
     return rule
 
@@ -81,222 +112,186 @@ def to(*paths: str) -> Rule:
 def whole(path: str) -> Rule:
     """A number that has to be whole; a share of something is left."""
 
-    def rule(made: ForeignConfig, key: str, given: Json) -> None:
-        value = given[key]
+    def rule(key: Key) -> None:
+        value = key.value
         if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-            made.left[key] = f"{value!r} is no whole number, and {path} counts"
+            key.leave(f"{value!r} is no whole number, and {path} counts")
         elif value > 0:
-            made.put(key, path, int(value))
+            key.put(path, int(value))
         else:
-            made.carried[key] = "says that there is no limit"
+            key.carry("says that there is no limit")
 
     return rule
 
 
 def leave(reason: str) -> Rule:
-    def rule(made: ForeignConfig, key: str, given: Json) -> None:
-        made.left[key] = reason
-
-    return rule
+    return lambda key: key.leave(reason)
 
 
 def off(reason: str) -> Rule:
     """Left where it is switched on, and nothing where it is off."""
-
-    def rule(made: ForeignConfig, key: str, given: Json) -> None:
-        value = given[key]
-        if value in (False, 0, "no", "none", "None", [], {}):
-            made.carried[key] = "is off"
-        else:
-            made.left[key] = reason
-
-    return rule
+    nothing = (False, 0, "no", "none", "None", [], {})
+    return lambda key: key.off() if key.value in nothing else key.leave(reason)
 
 
 def to_if_on(path: str) -> Rule:
     """A number where it is switched on, and nothing where it is off."""
-
-    def rule(made: ForeignConfig, key: str, given: Json) -> None:
-        if given[key] in (None, False, 0):
-            made.carried[key] = "is off"
-        else:
-            made.put(key, path, given[key])
-
-    return rule
+    return lambda key: key.put(path) if key.value else key.off()
 
 
 def needless(text: str) -> Rule:
-    def rule(made: ForeignConfig, key: str, given: Json) -> None:
-        made.carried[key] = text
-
-    return rule
+    return lambda key: key.carry(text)
 
 
 def named(path: str, names: Mapping[str, str | tuple[str, str]]) -> Rule:
-    def rule(made: ForeignConfig, key: str, given: Json) -> None:
-        value = given[key]
-        found = names.get(str(value))
+    def rule(key: Key) -> None:
+        found = names.get(str(key.value))
         if found is None:
-            made.left[key] = f"{value!r} is not known here"
+            key.unknown()
             return
         name, differs = (found, "") if isinstance(found, str) else found
-        made.put(key, path, name)
+        key.put(path, name)
         if differs:
-            made.left[key] = f"{value!r} became {name}, {differs}"
+            key.leave(f"{key.value!r} became {name}, {differs}")
 
     return rule
 
 
-def length(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
-    made.put(key, "data.pack.seq_length", value)
-    made.put(key, "data.tokenize.max_length", value)
+length = to("data.pack.seq_length", "data.tokenize.max_length")
 
 
-def packing(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
-    if value:
-        made.put(key, "data.pack.strategy", "first_fit")
+def packing(key: Key) -> None:
+    if key.value:
+        key.put("data.pack.strategy", "first_fit")
     else:
-        made.put(key, "data.pack.enabled", False)
+        key.put("data.pack.enabled", False)
 
 
-def dtype(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
-    if key in ("bf16", "bfloat16") and value in (True, "auto", "full"):
-        made.put(key, "model.dtype", "bfloat16")
-    elif value in ("bfloat16", "float32"):
-        made.put(key, "model.dtype", value)
-    elif value in (False, "auto"):
-        made.carried[key] = "is off" if value is False else "is left to the other keys"
+def dtype(key: Key) -> None:
+    if key.name in ("bf16", "bfloat16") and key.value in (True, "auto", "full"):
+        key.put("model.dtype", "bfloat16")
+    elif key.value in ("bfloat16", "float32"):
+        key.put("model.dtype")
+    elif key.value in (False, "auto"):
+        key.carry("is off" if key.value is False else "is left to the other keys")
     else:
-        made.left[key] = "products are of bfloat16 or float32"
+        key.leave("products are of bfloat16 or float32")
 
 
-def remat(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
-    made.put(key, "model.remat", "full" if value else "none")
+def remat(key: Key) -> None:
+    key.put("model.remat", "full" if key.value else "none")
 
 
-def adapter(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
-    if value in (False, "full", "none"):
-        made.carried[key] = "all weights are trained"
-    elif value in (True, "lora", "qlora"):
-        made.put(key, "train.lora", made.part("train.lora"))
-        if value == "qlora":
-            made.left[key] = "adapters are trained beside weights that are not quantized"
+def adapter(key: Key) -> None:
+    if key.value in (False, "full", "none"):
+        key.carry("all weights are trained")
+    elif key.value in (True, "lora", "qlora"):
+        key.put_part("train.lora")
+        if key.value == "qlora":
+            key.leave("adapters are trained beside weights that are not quantized")
     else:
-        made.left[key] = f"{value!r} is not known here: lora is"
+        key.unknown(": lora is")
+
+
+def with_adapters(rule: Rule) -> Rule:
+    """What the rule does where adapters are trained, and nothing elsewhere."""
+
+    def asked(key: Key) -> None:
+        said = (key.given.get(name) for name in ("adapter", "use_peft", "finetuning_type"))
+        if any(one in (True, "lora", "qlora") for one in said):
+            rule(key)
+        else:
+            key.carry("has no effect there: no adapters are trained")
+
+    return asked
 
 
 def lora(name: str) -> Rule:
-    def rule(made: ForeignConfig, key: str, given: Json) -> None:
-        value = given[key]
-        if _has_adapters(given):
-            made.put(key, f"train.lora.{name}", value)
-        else:
-            made.carried[key] = "has no effect there: no adapters are trained"
-
-    return rule
+    return with_adapters(to(f"train.lora.{name}"))
 
 
-def _has_adapters(given: Json) -> bool:
-    said = (given.get("adapter"), given.get("use_peft"), given.get("finetuning_type"))
-    return any(one in (True, "lora", "qlora") for one in said)
-
-
-def targets(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
-    if not _has_adapters(given):
-        made.carried[key] = "has no effect there: no adapters are trained"
-        return
-    names = value.split(",") if isinstance(value, str) else value
-    if value is True or names in (["all"], ["all-linear"]):
-        made.put(key, "train.lora.targets", ["*"])
+@with_adapters
+def targets(key: Key) -> None:
+    names = key.value.split(",") if isinstance(key.value, str) else key.value
+    if key.value is True or names in (["all"], ["all-linear"]):
+        key.put("train.lora.targets", ["*"])
     elif isinstance(names, Sequence):
         known = [PROJECTIONS[name.strip()] for name in names if name.strip() in PROJECTIONS]
         unknown = [name for name in names if name.strip() not in PROJECTIONS]
         if known:
-            made.put(key, "train.lora.targets", known)
+            key.put("train.lora.targets", known)
         if unknown:
-            made.left[key] = f"no projection here is called {', '.join(unknown)}"
+            key.leave(f"no projection here is called {', '.join(unknown)}")
 
 
-def warmup(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
-    steps = given.get("max_steps")
+def warmup(key: Key) -> None:
+    value, steps = key.value, key.given.get("max_steps")
     if not value:
-        made.carried[key] = "is off"
+        key.off()
     elif isinstance(value, int | float) and isinstance(steps, int) and steps > 0:
-        made.put(key, "train.optimizer.warmup_steps", round(value * steps))
+        key.put("train.optimizer.warmup_steps", round(value * steps))
     else:
-        made.left[key] = (
+        key.leave(
             f"train.optimizer.warmup_steps counts steps: `easypipe plan` tells how many the run "
             f"has; take {value} of them"
         )
 
 
-def sharded(made: ForeignConfig, key: str, given: Json) -> None:
-    made.put(key, "train.mesh", "fsdp")
+def sharded(key: Key) -> None:
+    key.put("train.mesh", "fsdp")
 
 
-def reports(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
-    for name in [value] if isinstance(value, str) else list(value or ()):
+def reports(key: Key) -> None:
+    for name in [key.value] if isinstance(key.value, str) else list(key.value or ()):
         if name in ("wandb", "tensorboard"):
-            made.put(key, f"train.callbacks.{name}", made.part(f"train.callbacks.{name}"))
+            key.put_part(f"train.callbacks.{name}")
         elif name not in ("none", "no"):
-            made.left[key] = f"{name!r} is not known here: wandb and tensorboard are"
-    if key not in made.left:
-        made.carried.setdefault(key, "is off")
+            key.leave(f"{name!r} is not known here: wandb and tensorboard are")
+    if key.name not in key.made.left:
+        key.made.carried.setdefault(key.name, "is off")
 
 
 def strategy(path: str) -> Rule:
     """`steps` is what ours does; `epoch` and `no` are told."""
 
-    def rule(made: ForeignConfig, key: str, given: Json) -> None:
-        value = given[key]
-        if value == "steps":
-            made.carried[key] = f"{path} counts steps"
-        elif value in ("no", False):
-            made.carried[key] = "is off"
+    def rule(key: Key) -> None:
+        if key.value == "steps":
+            key.carry(f"{path} counts steps")
+        elif key.value in ("no", False):
+            key.off()
         else:
-            made.left[key] = f"{path} counts steps: `easypipe plan` tells how many make an epoch"
+            key.leave(f"{path} counts steps: `easypipe plan` tells how many make an epoch")
 
     return rule
 
 
-def preference(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
-    if value == "dpo":
-        made.put(key, "train.preference", made.part("train.preference"))
+def preference(key: Key) -> None:
+    if key.value == "dpo":
+        key.put_part("train.preference")
     else:
-        made.left[key] = f"{value!r} is not known here: dpo is"
+        key.unknown(": dpo is")
 
 
-def stage(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
-    if value in ("sft", "pt"):
-        made.carried[key] = "is what a run without train.preference does"
+def stage(key: Key) -> None:
+    if key.value in ("sft", "pt"):
+        key.carry("is what a run without train.preference does")
     else:
-        preference(made, key, given)
+        preference(key)
 
 
-def beta(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
-    if {given.get("rl"), given.get("stage")} - {None, "dpo"}:
-        made.left[key] = "it belongs to a way of training that is not known here"
+def beta(key: Key) -> None:
+    if {key.given.get("rl"), key.given.get("stage")} - {None, "dpo"}:
+        key.leave("it belongs to a way of training that is not known here")
     else:
-        made.put(key, "train.preference.beta", value)
+        key.put("train.preference.beta")
 
 
-def loss(made: ForeignConfig, key: str, given: Json) -> None:
-    value = given[key]
+def loss(key: Key) -> None:
+    value = key.value
     name = value[0] if isinstance(value, list) and len(value) == 1 else value
     if name == "sigmoid":
-        made.carried[key] = "is train.preference's"
+        key.carry("is train.preference's")
     elif name in get_args(PreferenceLoss):
-        made.put(key, "train.preference.loss", name)
+        key.put("train.preference.loss", name)
     else:
-        made.left[key] = f"{value!r} is no loss of train.preference"
+        key.leave(f"{value!r} is no loss of train.preference")

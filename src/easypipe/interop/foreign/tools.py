@@ -18,7 +18,6 @@ from easypipe.interop.foreign.datasets import (
     listed,
     mixer,
     mixture,
-    samples,
     template,
     trained,
     trl_dataset,
@@ -27,6 +26,7 @@ from easypipe.interop.foreign.rules import (
     OPTIMIZERS,
     SCHEDULES,
     ForeignConfig,
+    Key,
     Rule,
     adapter,
     beta,
@@ -70,7 +70,7 @@ def import_config(tool: str, path: str | Path) -> ForeignConfig:
         if value is None or value == "":
             made.carried[key] = "is empty"
         elif key in table:
-            table[key](made, key, given)
+            table[key](Key(made, key, given))
         else:
             made.left[key] = "no key of this name is known here"
     _finish(made, tool, given)
@@ -124,7 +124,9 @@ def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
             for one in ("sequence_len", "max_length", "max_seq_length", "cutoff_len")
             if one in given
         )
-        made.say(key, f"and data.pack.seq_length {pack['seq_length']}: a row holds both answers")
+        Key(made, key, given).say(
+            f"and data.pack.seq_length {pack['seq_length']}: a row holds both answers"
+        )
     for dataset in made.config.get("data", {}).get("datasets", ()):
         for name, value in made.dataset.items():
             if "prompt" in dataset and name in ("chat_template", "train_on"):
@@ -155,7 +157,7 @@ def _into_prompt(prompt: JsonObject, name: str, value: JsonValue) -> None:
 _CHOSEN = needless("the fastest attention of the device is taken")
 
 
-_SLOW = leave("quantized weights are not known here: they stay in model.dtype")
+_QUANTIZED = "quantized weights are not known here: they stay in model.dtype"
 
 
 _PUSH = off("a model is pushed after `easypipe export`, by the Hub's own command")
@@ -185,8 +187,8 @@ _COMMON: dict[str, Rule] = {
     "tf32": off("XLA chooses by jax_default_matmul_precision"),
     "attn_implementation": _CHOSEN,
     "trust_remote_code": off("no code of strangers is run: models are read by family"),
-    "load_in_8bit": off("quantized weights are not known here: they stay in model.dtype"),
-    "load_in_4bit": off("quantized weights are not known here: they stay in model.dtype"),
+    "load_in_8bit": off(_QUANTIZED),
+    "load_in_4bit": off(_QUANTIZED),
     "resume_from_checkpoint": needless("a run goes on from its newest checkpoint"),
     "deepspeed": sharded,
     "fsdp": sharded,
@@ -326,7 +328,7 @@ _LLAMAFACTORY: dict[str, Rule] = {
     "dataset_dir": needless("in data.datasets"),
     "template": template,
     "cutoff_len": length,
-    "max_samples": samples,
+    "max_samples": field("num_rows"),
     "overwrite_cache": needless("a cache is known by its content, and made anew when that changes"),
     "val_size": held_out,
     "plot_loss": needless("curves are drawn always"),
@@ -334,7 +336,7 @@ _LLAMAFACTORY: dict[str, Rule] = {
     "pref_loss": loss,
     "flash_attn": _CHOSEN,
     "train_on_prompt": trained,
-    "quantization_bit": _SLOW,
+    "quantization_bit": leave(_QUANTIZED),
     "neftune_alpha": to_if_on("train.neftune_alpha"),
     "save_only_model": off("checkpoints hold all that a run needs to go on"),
 }
