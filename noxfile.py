@@ -245,6 +245,19 @@ def lm_eval(session: nox.Session) -> None:
 
 
 @nox.session
+def gguf(session: nox.Session) -> None:
+    """GGUF files of every family, run by llama.cpp, which llama-cpp-python compiles from source:
+    10 to 30 minutes on two cores.
+    """
+    session.install(".[test]")
+    # for any machine of its kind, as CI's may differ from the one that compiled it
+    build = {"CMAKE_ARGS": "-DGGML_NATIVE=OFF"}
+    package = "llama-cpp-python"
+    session.install("--no-binary", package, f"{package}==0.3.36", env=build)
+    session.run("pytest", "tests/interop/test_gguf.py", *session.posargs, env=TEST_ENV)
+
+
+@nox.session
 def trl(session: nox.Session) -> None:
     """TRL's own preparation of the rows whose tokens and masks the normal run compares with
     tests/trl_oracle.py: the oracle is right, and so are we.

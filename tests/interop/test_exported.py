@@ -221,7 +221,7 @@ def test_who_refuses_a_conversation_is_told(
     tokenizer: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exported_, "_written", lambda *_: own)
+    monkeypatch.setattr(exported_, "written_text", lambda *_: own)
     monkeypatch.setattr(exported_, "applied", lambda *_, **__: found)
     template = CHAT_TEMPLATES["chatml"]
     said = [*exported_._conversations(load_tokenizer(tokenizer), template, SimpleNamespace())]

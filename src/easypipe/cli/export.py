@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from easypipe.cli.show import say
+from easypipe.core.errors import require
 
 Run = Annotated[
     Path,
@@ -22,7 +24,12 @@ Step = Annotated[int | None, typer.Option("--step", help="Of which checkpoint; e
 
 def export(
     run: Run,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The new folder.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="The new folder; with --gguf the new file.", show_default=False
+        ),
+    ],
     step: Step = None,
     adapters: Annotated[
         bool,
@@ -30,16 +37,28 @@ def export(
             "--adapters", help="Only the adapters of train.lora, for PEFT; else they are merged."
         ),
     ] = False,
+    gguf: Annotated[
+        bool, typer.Option("--gguf", help="One file for llama.cpp, in place of a folder.")
+    ] = False,
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None,
+        typer.Option(help="Of the matrices of --gguf; else that of the run's parameters."),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option(
             "--check",
-            help="Open OUT with transformers (and PEFT), and compare with the run: logits, tokens "
-            "of texts and conversations, what ends generation. Differences end it with exit 1.",
+            help="Open OUT with transformers (and PEFT; with --gguf: with llama-cpp-python), and "
+            "compare with the run: logits (or greedy tokens), tokens of texts and conversations, "
+            "what ends generation. Differences end it with exit 1.",
         ),
     ] = False,
 ) -> None:
-    """Write the model of RUN to OUT, for transformers. Its tokenizer goes with it."""
+    """Write the model of RUN to OUT, for transformers or llama.cpp. Its tokenizer goes with it."""
+    require(dtype is None or gguf, "--dtype", "has no effect without --gguf", "Leave it out.")
+    if gguf:
+        _export_gguf(run, out, step, adapters, dtype, check)
+        return
     if check:
         from easypipe.interop.exported import check_needed
 
@@ -66,10 +85,48 @@ def export(
     if check:
         from easypipe.interop.exported import differences
 
-        found = list(differences(trained, written, adapters=adapters))
-        for difference in found:
-            say(f"differs: {difference}")
-        if found:
-            raise typer.Exit(1)
         equal = "logits, tokens and ends" if trained.tokenizer else "logits (no tokenizer is known)"
-        say(f"transformers opens it as it was trained: equal {equal}")
+        _tell("transformers", differences(trained, written, adapters=adapters), equal)
+
+
+def _export_gguf(
+    run: Path,
+    out: Path,
+    step: int | None,
+    adapters: bool,
+    dtype: Literal["float32", "float16", "bfloat16"] | None,
+    check: bool,
+) -> None:
+    require(
+        not adapters,
+        "--adapters",
+        "a GGUF file is of a whole model",
+        "Leave it out, and they are merged.",
+    )
+    from easypipe.train.finished import load_trained
+    from easypipe.train.model.pretrained.gguf import needed_gguf, save_gguf
+
+    needed_gguf()
+    if check:
+        from easypipe.interop.gguf import needed_llama_cpp
+
+        needed_llama_cpp()
+    trained = load_trained(run, step)
+    written = save_gguf(
+        trained.model, out, tokenizer=trained.tokenizer, dtype=dtype, **trained.seen.options()
+    )
+    say(f"model of step {trained.step}: {written}")
+    if check:
+        from easypipe.interop.gguf import gguf_differences
+
+        _tell("llama.cpp", gguf_differences(trained, written), "greedy tokens, texts and ends")
+
+
+def _tell(program: str, differences: Iterable[str], equal: str) -> None:
+    """What a check found; Exit 1 where that is something."""
+    found = list(differences)
+    for difference in found:
+        say(f"differs: {difference}")
+    if found:
+        raise typer.Exit(1)
+    say(f"{program} opens it as it was trained: equal {equal}")

@@ -76,7 +76,7 @@ def differences(trained: Trained, folder: Path, *, adapters: bool = False) -> It
             )
         base = model_folder(trained.base, None)
     theirs = _opened(base, folder if adapters else None, scores=trained.model.score is not None)
-    yield from _logits(_in_float32(trained.model, first_merged=not adapters), theirs)
+    yield from _logits(in_float32(trained.model, first_merged=not adapters), theirs)
     yield from token_differences(trained, base)
 
 
@@ -113,7 +113,7 @@ def _opened(base: Path, adapters: Path | None, *, scores: bool) -> Any:
     return found.eval()
 
 
-def _in_float32(model: Decoder, *, first_merged: bool) -> Decoder:
+def in_float32(model: Decoder, *, first_merged: bool) -> Decoder:
     """The model with all arrays and products in float32. first_merged: its adapters are rounded to
     the dtype of what they are merged into, as files of a whole model have them.
     """
@@ -158,11 +158,15 @@ def _logits(ours: Decoder, theirs: Any) -> Iterator[str]:
         )
 
 
+def texts_of(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Texts whose tokens are compared; the last one has all special tokens."""
+    return *TEXTS, " and ".join(tokenizer.special_tokens)
+
+
 def _texts(tokenizer: Tokenizer, named: NamedTokenizer) -> Iterator[str]:
-    special = " and ".join(tokenizer.special_tokens)
     special_too = tokenizer.config.add_special_tokens
-    for text in (*TEXTS, special):
-        yield from _unlike(
+    for text in texts_of(tokenizer):
+        yield from unlike(
             f"the text {text!r:.60}",
             tokenizer.reference_encode(text, whole=True),
             named(text, add_special_tokens=special_too)["input_ids"],
@@ -170,19 +174,15 @@ def _texts(tokenizer: Tokenizer, named: NamedTokenizer) -> Iterator[str]:
 
 
 def _conversations(tokenizer: Tokenizer, given: str | None, named: NamedTokenizer) -> Iterator[str]:
-    try:
-        today = datetime.date.today().isoformat()
-        template = load_chat_template(
-            tokenizer, chat_template=given, train_on="assistant", date=today
-        )
-    except TokenizerError:  # it has none
+    template = template_of(tokenizer, given)
+    if template is None:
         if named.chat_template is not None:
             yield "the folder has a chat template, and the run's tokenizer none"
         return
     for what, turns in CONVERSATIONS:
         messages = [{"role": role, "content": text} for role, text in turns]
         asks = turns[-1][0] == "user"
-        own = _written(template, messages, asks)
+        own = written_text(template, messages, asks)
         found = applied(named, messages, add_generation_prompt=asks)
         if own is None or found is None:
             if own is not found:
@@ -190,10 +190,19 @@ def _conversations(tokenizer: Tokenizer, given: str | None, named: NamedTokenize
                 yield f"conversation with {what}: {which} refuses it"
             continue
         ids = next(iter(tokenizer.encode_with_characters([own])))[0]
-        yield from _unlike(f"conversation with {what}", ids, found["input_ids"])
+        yield from unlike(f"conversation with {what}", ids, found["input_ids"])
 
 
-def _written(template: ChatTemplate, messages: list[Json], asks: bool) -> str | None:
+def template_of(tokenizer: Tokenizer, given: str | None) -> ChatTemplate | None:
+    """The template that a run trained, else the tokenizer's own; None where there is none."""
+    today = datetime.date.today().isoformat()
+    try:
+        return load_chat_template(tokenizer, chat_template=given, train_on="assistant", date=today)
+    except TokenizerError:
+        return None
+
+
+def written_text(template: ChatTemplate, messages: list[Json], asks: bool) -> str | None:
     """The text of a conversation, and what opens an answer to it where it `asks` for one; None
     where the template refuses it.
     """
@@ -205,7 +214,7 @@ def _written(template: ChatTemplate, messages: list[Json], asks: bool) -> str | 
     return None if isinstance(seen, Refused) else seen.text
 
 
-def _unlike(what: str, own: Sequence[int], found: Sequence[int]) -> Iterator[str]:
+def unlike(what: str, own: Sequence[int], found: Sequence[int]) -> Iterator[str]:
     at = first_difference(own, found)
     if at is not None:
         yield (

@@ -28,9 +28,13 @@ class NamedTokenizer(Protocol):
     ) -> Mapping[str, list[int]]: ...
 
 
-def needed(name: str, at: str = "--check") -> ModuleType:
-    """A package of the extra `[check]`. Raises ConfigError where it is not installed."""
-    problem, fix = f"needs the package {name}", "pip install 'easypipe[check]'"
+def needed(
+    name: str, at: str = "--check", fix: str = "pip install 'easypipe[check]'"
+) -> ModuleType:
+    """A package of the extra `[check]`, or another that `fix` brings. Raises ConfigError where it
+    is not installed.
+    """
+    problem = f"needs the package {name}"
     with raising(ConfigError, at, problem, fix, ImportError):
         return importlib.import_module(name)
 

@@ -171,11 +171,11 @@ def rotation(
     2021).
     """
     exponent = jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width
-    angle = position_ids[:, :, None, None].astype(jnp.float32) * _slowed(theta**-exponent, scaling)
+    angle = position_ids[:, :, None, None].astype(jnp.float32) * slowed(theta**-exponent, scaling)
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def _slowed(frequency: Float[Array, " h/2"], scaling: RopeScaling | None) -> Float[Array, " h/2"]:
+def slowed(frequency: Float[Array, " h/2"], scaling: RopeScaling | None) -> Float[Array, " h/2"]:
     """Radians a position, scaled. llama3: Llama 3.1's model code, `apply_scaling`."""
     if scaling is None:
         return frequency

@@ -43,6 +43,7 @@ from easypipe.train.model.pretrained.files import (
     TOKENIZER_FILES,
     WEIGHTS,
     JsonObject,
+    Shape,
     as_tokens,
     model_folder,
     read_json,
@@ -142,10 +143,10 @@ def save_pretrained(
     )
     module = merge_lora(module)
     copied = _tokenizer_files(tokenizer)
-    config, generation = _config_json(
-        module, _special_tokens(tokenizer, copied), eos_token_id, max_length
+    config, generation = config_json(
+        module, special_tokens(tokenizer, copied), eos_token_id, max_length
     )
-    tensors = _tensors(module)
+    tensors = tensors_of(module)
     with new_folder(path) as folder:
         _write_shards(folder, tensors, max_shard_bytes)
         (folder / CONFIG).write_bytes(json_bytes(config))
@@ -199,7 +200,7 @@ def _usual_modes(folder: Path) -> None:
         file.chmod(mode)
 
 
-def _config_json(
+def config_json(
     module: Decoder,
     special: JsonObject,
     eos_token_id: int | Sequence[int] | None,
@@ -237,7 +238,7 @@ def _config_json(
     return config | {"torch_dtype": module.config.param_dtype}, generation
 
 
-def _special_tokens(tokenizer: Any, files: list[Path]) -> JsonObject:
+def special_tokens(tokenizer: Any, files: list[Path]) -> JsonObject:
     """bos_token_id, eos_token_id and pad_token_id of a tokenizer, those that it has."""
     if files:
         try:
@@ -286,11 +287,18 @@ def _tokenizer_files(tokenizer: Any) -> list[Path]:
     return found
 
 
-class _Tensor(NamedTuple):
+class WrittenTensor(NamedTuple):
+    """A tensor of the files, which is copied from its device when it is fetched."""
+
     name: str  # in the file
     array: jax.Array
     layer: int | None  # of the array, where it has one
     transposed: bool
+
+    @property
+    def shape(self) -> Shape:
+        whole = self.array.shape if self.layer is None else self.array.shape[1:]
+        return whole[::-1] if self.transposed else whole
 
     @property
     def num_bytes(self) -> int:
@@ -301,7 +309,7 @@ class _Tensor(NamedTuple):
         return np.ascontiguousarray(found.T if self.transposed else found)
 
 
-def _tensors(module: Decoder) -> list[_Tensor]:
+def tensors_of(module: Decoder) -> list[WrittenTensor]:
     """Every tensor of the files, layer by layer; nothing is copied yet. A reward model has a score
     in place of the head.
     """
@@ -322,7 +330,7 @@ def _tensors(module: Decoder) -> list[_Tensor]:
         weight = named[ours]
         layers = range(module.config.num_layers) if weight.stacked else [None]
         found += [
-            _Tensor(weight.name.format(i=layer), array, layer, weight.transposed)
+            WrittenTensor(weight.name.format(i=layer), array, layer, weight.transposed)
             for layer in layers
         ]
     return sorted(
@@ -330,8 +338,8 @@ def _tensors(module: Decoder) -> list[_Tensor]:
     )
 
 
-def _write_shards(folder: Path, tensors: list[_Tensor], max_shard_bytes: int) -> None:
-    shards: list[list[_Tensor]] = [[]]
+def _write_shards(folder: Path, tensors: list[WrittenTensor], max_shard_bytes: int) -> None:
+    shards: list[list[WrittenTensor]] = [[]]
     for tensor in tensors:
         if (
             shards[-1]
