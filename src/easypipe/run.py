@@ -29,7 +29,7 @@ from easypipe.jobs import Prepared, placed, prepare_data, with_hold_outs, with_t
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
 from easypipe.pipeline import Pipeline
-from easypipe.stages.config import PipelineConfig
+from easypipe.stages.config import PipelineConfig, datasets_of
 from easypipe.stages.tokenize.documents import holds_pairs, token_info, trained_turns
 from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import UNPAIRED, TrainingConfig, accumulating, told
@@ -126,9 +126,10 @@ def refuse(
     """
     info = _check_data(run, data, held_out)
     shapes: Arguments = dict(evals or {})
-    for name in held_out:
+    for name, pipeline in held_out.items():
+        rows = (run.eval[name].load or run.data.load or LoadStageConfig()).batch_size
         shapes[name] = Shapes(
-            (run.eval[name].load or run.data.load or LoadStageConfig()).batch_size, 1, batches=1
+            rows, 1, batches=1, source_names=(*datasets_of(pipeline.get_context()),)
         )
     if isinstance(model, ModelConfig | PretrainedConfig):
         model = with_vocabulary(model, info)
@@ -147,9 +148,10 @@ def refuse(
     check_batch_size(
         load.batch_size, given["mesh"], config.accumulate_steps, at="data.load.batch_size"
     )
-    trainer = Engine(
-        model, config, Shapes(load.batch_size, load.accumulation_steps), shapes, **given
+    loader = Shapes(
+        load.batch_size, load.accumulation_steps, source_names=(*datasets_of(data.get_context()),)
     )
+    trainer = Engine(model, config, loader, shapes, **given)
     unknown = () if run.train.steps is not None else ("train.steps",)
     trainer.check_checkpoint(unknown=unknown, loader=functools.partial(_known_loader, data, load))
 

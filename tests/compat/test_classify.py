@@ -31,6 +31,7 @@ from easypipe.compat.classify import Images, ImagesConfig
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.train import trainer as engine
 from easypipe.train.finished import load_trained
+from easypipe.train.record import read_kept
 from loader_processes import free_port
 from strategies import examples
 
@@ -104,7 +105,11 @@ def test_the_command_and_python_train_the_same_and_go_on_when_killed(
         "train.eval_every=15",
         "train.checkpoint.every=10",
         "train.optimizer.warmup_steps=3",
+        "train.callbacks.best={metric: eval.val.accuracy, mode: max}",
     ]
+    wrong = "train.callbacks.best.metric=eval.val.acuracy"
+    assert main(["train", str(CONFIG), *(f"--set={value}" for value in (*few, wrong))]) == 2
+    assert "Did you mean 'eval.val.accuracy'?" in capsys.readouterr().err
     assert main(["train", str(CONFIG), *(f"--set={value}" for value in few)]) == 0
     told = capsys.readouterr().out
     assert "held out val: loss" in told
@@ -121,6 +126,8 @@ def test_the_command_and_python_train_the_same_and_go_on_when_killed(
     whole = losses(run)
     assert whole[-1][3]["val"]["accuracy"] > 0.8
     assert whole[-1][3]["val"]["num_targets"] == 128
+    [best] = read_kept(run / "best.json")
+    assert best["eval.val.accuracy"] == max(line[3]["val"]["accuracy"] for line in whole if line[3])
 
     # Its record is a config, and gives the same run from Python.
     again = ClassifyConfig.load(run / "run.yaml", ["train.output_dir=python"])

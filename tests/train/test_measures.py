@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ import pytest
 from easypipe import ModelConfig, RunConfig, Trainer, TrainingConfig
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError
-from easypipe.run import train
+from easypipe.run import prepare, train
 from easypipe.train.config import PreferenceConfig
-from easypipe.train.losses.loss import logits_loss_sums, loss_sums
+from easypipe.train.losses.loss import RECORDED, logits_loss_sums, loss_sums
 from easypipe.train.losses.measures import Measures
 from easypipe.train.metrics.log import read_metrics
 from easypipe.transforms.tokenizer.token_bytes import text_bytes
@@ -112,7 +113,8 @@ def config(folder: Path, held: Mapping[str, Any] | None = None, **given: Any) ->
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run that measures; its data and their cache lie there too."""
     folder = tmp_path_factory.mktemp("measured")
-    train(config(folder, checkpoint={"every": 2}))
+    watched = {"best": {"metric": "eval.held.nll/words"}, "early_stopping": {"metric": "entropy"}}
+    train(config(folder, checkpoint={"every": 2}, callbacks=watched))
     return folder
 
 
@@ -133,8 +135,31 @@ def test_a_run_tells_the_losses_of_its_datasets_and_of_those_held_out(measured: 
     assert 0 < held["bits_per_byte"] < held["nll"] / math.log(2)
 
 
+def test_names_that_a_run_tells_are_known_before_it(measured: Path) -> None:
+    last = read_metrics(measured / "run" / "metrics.jsonl")[-1]
+    names = Measures(NAMES)
+    assert last.keys() - RECORDED - {"nll"} == {*names.told(["words", "code"])}
+    held = last["eval"]["held"].keys() - {"loss", "nll", "ppl", "num_targets"}
+    assert held == {*names.told(["words"])}
+
+
+def test_a_metric_that_is_not_measured_is_refused_before_data_is_read(tmp_path: Path) -> None:
+    for metric, meant in (
+        ("eval.held.entropi", "eval.held.entropy"),
+        ("eval.held.nll/wrods", "eval.held.nll/words"),
+        ("eval.held.reward_margin", None),
+    ):
+        run = config(tmp_path, callbacks={"best": {"metric": metric}})
+        words = re.escape(f"no held-out metric named {metric!r} (have: eval.held.loss, ")
+        words += rf".*Did you mean '{meant}'" if meant is not None else ""
+        with pytest.raises(ConfigError, match=words):
+            prepare(run)
+    assert not (tmp_path / "cache" / "tokens").exists()
+
+
 def test_rows_held_out_of_a_dataset_have_its_name(tmp_path: Path) -> None:
-    train(config(tmp_path, held={"from": "data", "fraction": 0.4}, steps=2))
+    held_out, watched = {"from": "data", "fraction": 0.4}, {"metric": "eval.held.nll/code"}
+    train(config(tmp_path, held=held_out, steps=2, callbacks={"best": watched}))
     held = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["eval"]["held"]
     assert {name for name in held if name.startswith("nll/")} == {"nll/words", "nll/code"}
 

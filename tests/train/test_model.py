@@ -228,7 +228,7 @@ def test_parameters():
         ({"num_kv_heads": 4}, r"num_kv_heads: 4 does not divide num_heads 6 \(have: 1, 2, 3, 6\)"),
         (
             {"head_dim": None, "hidden_size": 25},
-            "num_heads: 6 does not divide hidden_size 25. Set head_dim",
+            "hidden_size: 25 is no multiple of num_heads 6. Set head_dim",
         ),
         ({"head_dim": 7}, "head_dim: 7 is odd"),
         ({"num_layers": 0}, "num_layers: 0 is not a size. Give at least 1"),
@@ -240,6 +240,40 @@ def test_parameters():
 def test_bad_configs_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         from_dict(ModelConfig, {**dataclasses.asdict(TINY), **change})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"num_heads": 5, "hidden_size": 40},
+            "num_heads: 5 is no multiple of num_kv_heads 2. Give a multiple, or set num_kv_heads "
+            "to one of 1, 5.",
+        ),
+        (
+            {"num_heads": 5, "num_kv_heads": 2},
+            "num_kv_heads: 2 does not divide num_heads 5 (have: 1, 5). Give one of these, or "
+            "num_heads a multiple of 2.",
+        ),
+        ({"num_kv_heads": 4}, "num_kv_heads: 4 does not divide num_heads 6"),
+        ({"hidden_size": 100}, "hidden_size: 100 is no multiple of num_heads 6. Set head_dim"),
+        ({"num_heads": 10}, "num_heads: 10 does not divide hidden_size 192. Set head_dim"),
+        ({"hidden_size": 198}, "hidden_size: hidden_size 198 over num_heads 6 gives heads of 33"),
+        ({"num_heads": 64}, "num_heads: hidden_size 192 over num_heads 64 gives heads of 3, which"),
+        (
+            {"rope_scaling": {"kind": "llama3", "factor": 8.0, "high_freq_factor": 0.5}},
+            "rope_scaling.high_freq_factor: 0.5 is not above low_freq_factor 1.0",
+        ),
+        (
+            {"rope_scaling": {"kind": "llama3", "factor": 8.0, "low_freq_factor": 5.0}},
+            "rope_scaling.low_freq_factor: 5.0 is not between 0 and high_freq_factor 4.0",
+        ),
+    ],
+)
+def test_of_two_options_that_do_not_fit_the_one_that_was_given_is_named(given, message):
+    with pytest.raises(ConfigError) as error:
+        from_dict(ModelConfig, given)
+    assert str(error.value).startswith(message)
 
 
 def test_an_unknown_vocabulary_is_refused_where_it_is_needed():

@@ -493,6 +493,6 @@ def test_what_only_writes_is_made_in_the_first_process(tmp_path):
             "profile": {"start": 1},
         },
     )
-    known = Known(evals=(), eval_every=None, steps=10)
+    known = Known(evals={}, eval_every=None, steps=10)
     made = make_callbacks(config, tmp_path, known, run_config={}, process=1)
     assert set(made) == {"early_stopping", "heartbeat"}

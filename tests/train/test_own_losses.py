@@ -189,12 +189,46 @@ def test_what_a_loss_tells_by_name_can_be_watched(metric: str, tmp_path: Path) -
         return [record["step"] for record in read_metrics(tmp_path / mode / "metrics.jsonl")]
 
     assert steps("max") == [1, 2]
-    at = r"train\.callbacks\.early_stopping\.metric: the loss gives no "
-    with pytest.raises(ConfigError, match=at + rf"'{metric}er' .*Did you mean '{metric}'"):
-        steps("min", metric + "er")
     # known before anything runs
     with pytest.raises(ConfigError, match=r"no metric named 'eval\.hold\.sharp'"):
         steps("min", "eval.hold.sharp")
+
+
+@pytest.mark.parametrize("callback", ["early_stopping", "best"])
+@pytest.mark.parametrize(
+    ("loss", "metric", "meant"),
+    [
+        (means, "eval.held.sharper", "eval.held.sharp"),
+        (sums, "eval.held.fill", "eval.held.nll"),
+        (mean, "eval.held.nll", "eval.held.loss"),  # which only the loss could know
+        (means, "sharper", "sharp"),
+        (sums, "tokens_per_second", None),  # another in each process
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_metric_that_a_loss_does_not_tell_is_refused_before_the_first_step(
+    callback: str, loss: Any, metric: str, meant: str | None, accumulate: int, tmp_path: Path
+) -> None:
+    class Dispatched(Callback):
+        def on_dispatch(self, event: Any) -> None:
+            raise AssertionError("a step was taken")
+
+    config = settings(
+        tmp_path,
+        steps=5,
+        eval_every=1,
+        accumulate_steps=accumulate,
+        callbacks={callback: {"metric": metric}},
+    )
+    held = {"held": Uneven(3, seed=5, last=3)}
+    kind = "metric" if callback == "early_stopping" else "held-out metric"
+    words = rf"train\.callbacks\.{callback}\.metric: no {kind} named '{metric}' \(have: "
+    words += "loss, " if callback == "early_stopping" else r"eval\.held\.loss"
+    if meant is not None and (callback == "early_stopping" or "eval" in meant):
+        words += rf".*Did you mean '{meant}'"
+    options = {"loss": loss, "mesh": MESH, "callbacks": [Dispatched()]}
+    with pytest.raises(ConfigError, match=words):
+        Trainer(Tiny, config, Uneven(), held, **options).run()
 
 
 class Heard(Callback):

@@ -46,6 +46,7 @@ from easypipe.train.events import TrainEvent
 from easypipe.train.finished import load_trained
 from easypipe.train.losses import preference as preferences
 from easypipe.train.losses.cached_reference import CachedReference, Passes
+from easypipe.train.losses.loss import RECORDED
 from easypipe.train.losses.preference import (
     LOSSES,
     REFERENCE,
@@ -367,6 +368,7 @@ def test_training_tells_the_answers_apart_and_goes_on_from_its_reference(tmp_pat
     assert whole[0]["reward_accuracy"] == 0.0
     assert whole[-1]["loss"] < 0.5 < whole[-1]["reward_accuracy"]
     assert whole[-1]["eval"]["same"]["reward_margin"] > 0
+    assert whole[-1].keys() - RECORDED - {"nll"} == {*preference.tells}
     # Killed after step 3 and run again: the reference is the model before step 1, not the one that
     # it goes on with.
     checkpoint = {

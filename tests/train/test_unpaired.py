@@ -20,6 +20,7 @@ from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.run import train
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.config import PreferenceConfig
+from easypipe.train.losses.loss import RECORDED
 from easypipe.train.losses.unpaired import answer_losses, answers_elsewhere
 from easypipe.train.metrics.log import read_metrics
 from token_support import small_tokenizer_folder
@@ -162,7 +163,7 @@ def test_desirable_answers_become_likelier_than_the_others(
     assert first["reward_desirable"] == pytest.approx(0, abs=1e-5)
     assert last["loss"] < 0.45
     assert last["reward_desirable"] > 0 > last["reward_undesirable"]
-    assert ("kl" in last) == (preference["loss"] == "kto")
+    assert last.keys() - RECORDED - {"nll"} == {*PreferenceConfig(**preference).tells}
 
 
 @pytest.mark.parametrize(

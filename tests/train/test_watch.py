@@ -369,6 +369,10 @@ def test_a_guard_judges_as_its_rules_say_also_where_it_was_saved_at_every_step(s
             "spikes.max_rollbacks: 0 is too small. Give at least 1.",
         ),
         (
+            {"spikes": {}, "max_nonfinite": 2},
+            "max_nonfinite: 2 steps, but spikes.patience waits for 3 bad ones. Give at least 3",
+        ),
+        (
             {"spikes": {"patience": 11}},
             "spikes.patience: 11 bad steps, but the run stops after 10 that are not finite.",
         ),

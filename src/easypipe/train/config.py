@@ -118,6 +118,13 @@ class PreferenceConfig:
         """Whether the loss needs what answers are to the model before training."""
         return self.reference != "none" and self.loss not in WITHOUT_REFERENCE
 
+    @property
+    def tells(self) -> tuple[str, ...]:
+        """Names of what the loss tells of a step or an evaluation beside its value."""
+        if self.loss not in UNPAIRED:
+            return "reward_margin", "reward_accuracy"
+        return "reward_desirable", "reward_undesirable", *(("kl",) if self.loss == "kto" else ())
+
     def check(self) -> None:
         effects = (
             ("label_smoothing", self.label_smoothing == 0 or self.loss in _SMOOTHED),
@@ -334,12 +341,19 @@ class TrainingConfig:
             "Leave it out.",
         )
         if self.spikes is not None and self.on_nonfinite == "skip":
+            patience, most = self.spikes.patience, self.max_nonfinite
+            fits = patience <= most
             require(
-                self.spikes.patience <= self.max_nonfinite,
+                fits or was_given(self.spikes, "patience") or not was_given(self, "max_nonfinite"),
+                "max_nonfinite",
+                f"{most} steps, but spikes.patience waits for {patience} bad ones",
+                f"Give at least {patience}, or lower spikes.patience.",
+            )
+            require(
+                fits,
                 "spikes.patience",
-                f"{self.spikes.patience} bad steps, but the run stops after "
-                f"{self.max_nonfinite} that are not finite",
-                f"Give at most {self.max_nonfinite}, or raise max_nonfinite.",
+                f"{patience} bad steps, but the run stops after {most} that are not finite",
+                f"Give at most {most}, or raise max_nonfinite.",
             )
 
 

@@ -5,6 +5,7 @@ No file is touched here; trainer.py runs it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -25,7 +26,7 @@ from easypipe.core.errors import ConfigError, TrainError, require
 from easypipe.core.protocols import BatchLoader, Turns
 from easypipe.core.values import Arguments, Json
 from easypipe.train import state as states
-from easypipe.train.callbacks.named import Known, checked_callbacks, make_callbacks
+from easypipe.train.callbacks.named import NLL, Known, checked_callbacks, make_callbacks
 from easypipe.train.checkpoint.files import CHECKPOINTS
 from easypipe.train.checkpoint.resume import check_changes, check_newest, identity_of
 from easypipe.train.checks import (
@@ -45,13 +46,14 @@ from easypipe.train.events import (
     null_listener,
 )
 from easypipe.train.losses.cached_reference import CachedReference, Passes
-from easypipe.train.losses.loss import LossFn, default_loss
+from easypipe.train.losses.loss import AsSums, LossFn, LossOutput, default_loss
 from easypipe.train.losses.measures import Measures, named
 from easypipe.train.losses.preference import Reference, preference_loss
 from easypipe.train.losses.unpaired import answers_elsewhere, unpaired_loss
 from easypipe.train.metrics.devices import peak_flops
 from easypipe.train.metrics.log import Record, perplexity
 from easypipe.train.metrics.meter import Meter
+from easypipe.train.model.classifier import Classifier
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.flops import adapter_flops, flops_from_sums, palm_flops_per_step, windows
 from easypipe.train.model.lora import fingerprint
@@ -153,7 +155,8 @@ class Engine:
         self._check_loaders(evals or {})
         scores = config.preference is not None and config.preference.scores
         self.origin = origin_of(model, config.seed, config.lora, scores=scores)
-        self._make_callbacks(callbacks, own_loss=loss is not None)
+        self._compile(loss, optimizer)
+        self._make_callbacks(callbacks)
         self.identity = identity_of(
             config,
             self.origin.shape,
@@ -162,7 +165,6 @@ class Engine:
             own_optimizer=optimizer is not None,
         )
         check_changes(config.resume_changes, self.identity)
-        self._compile(loss, optimizer)
 
     def _lay_out(self, mesh: Mesh | None) -> None:
         laid_out = mesh_config(self.config.mesh, "train.mesh")
@@ -195,14 +197,14 @@ class Engine:
             check_batch_size(loader.batch_size, self.mesh, at=f"eval.{name}.batch_size")
             micro_batches(f"eval.{name}.load.accumulation_steps", loader, 1)
 
-    def _make_callbacks(self, given: Sequence[Callback], *, own_loss: bool) -> None:
-        config = self.config
-        own_loss = own_loss or config.preference is not None or bool(config.measure)
-        known = Known(
-            [one.name for one in self.evals],
+    def _make_callbacks(self, given: Sequence[Callback]) -> None:
+        config, told = self.config, self.told
+        self.known = Known(
+            {one.name: (*NLL, *told(one.sources)) for one in self.evals},
             config.eval_every,
             self.steps,
-            own_loss,
+            (*NLL, *told(self.sources)),
+            self.own_loss is None,
             tokenizer=self.tokenizer,
             seen=lambda: self.seen,
         )
@@ -210,7 +212,7 @@ class Engine:
         self.named_callbacks = make_callbacks(
             config.callbacks,
             self.output_dir,
-            known,
+            self.known,
             run_config=self.run_config,
             process=jax.process_index(),
         )
@@ -243,8 +245,9 @@ class Engine:
             elif config.preference.compares:
                 elsewhere = answers_elsewhere if config.preference.loss == "kto" else None
                 self.reference = Reference(self.layout, elsewhere)
-        from_python = loss is not None and config.preference is None
-        self.noise = self._noise(abstract, own_loss=from_python)
+        self.own_loss = loss if config.preference is None else None
+        self.told = functools.partial(self._told, abstract)
+        self.noise = self._noise(abstract, own_loss=self.own_loss is not None)
         twice = loss  # what can be differentiated twice
         if loss is None:
             platform = self.mesh.devices.flat[0].platform
@@ -313,6 +316,51 @@ class Engine:
             "Leave one of them out.",
         )
         return noise_columns(alpha, self.config.seed)
+
+    def _told(self, model: nnx.Module, sources: Sequence[str]) -> Sequence[str]:
+        """What the loss tells beside NLL, of data of these datasets; of one from Python nothing is
+        known.
+        """
+        if self.config.preference is not None:
+            return self.config.preference.tells
+        if isinstance(model, Classifier):
+            return ("accuracy",)
+        return Measures(self.config.measure).told(sources)
+
+    def check_metrics(self, state: states.TrainState, batch: Batch) -> None:
+        """Asks a loss from Python which names it tells, by tracing it: nothing is computed.
+
+        Args:
+            state: Before the first step.
+            batch: The first, on the mesh.
+
+        Raises:
+            ConfigError: A callback watches a name that is none of them.
+        """
+        callbacks, loss = self.config.callbacks, self.own_loss
+        named = [one.metric for one in (callbacks.early_stopping, callbacks.best) if one]
+        if self.known.asked or not named or loss is None:
+            return
+
+        def told(batch: Batch) -> tuple[str, ...]:
+            sums = AsSums(loss)
+
+            def run(params: Batch, rest: Batch, batch: Batch) -> LossOutput:
+                return sums(self.layout.merge(params, rest), batch)
+
+            out = jax.eval_shape(run, state.params, state.rest, batch)
+            return *(NLL if sums.knows_nll else ()), *out.more, *out.ratios
+
+        def first(one: HeldOut) -> tuple[str, ...]:
+            one.loader.restore(one.start)
+            batch = next(iter(one.loader), None)
+            return () if batch is None else told(self._placed(one, batch))
+
+        watched = {self.known.of(metric) for metric in named}
+        micro = jax.tree.map(lambda array: array[0], batch) if self.in_micro_batches else batch
+        evals = {one.name: first(one) if one.name in watched else () for one in self.evals}
+        self.known = dataclasses.replace(self.known, evals=evals, told=told(micro), asked=True)
+        self.known.check(callbacks)
 
     def _measures(self) -> Measures:
         """What is measured of targets, as `train.measure` names it."""
@@ -413,13 +461,17 @@ class Engine:
         params = self.optimizer.eval_params(state.optimizer, state.params)
         return {one.name: self._evaluate(one, step, params, state.rest) for one in self.evals}
 
+    def _placed(self, held_out: HeldOut, batch: Json) -> Batch:
+        """A batch of held-out data on the mesh, filled up to whole rows of it."""
+        shards = batch_shards(self.mesh)
+        rows = -(-held_out.loader.batch_size // shards) * shards
+        return place_batch(batch, self.mesh, rows=rows)
+
     def _evaluate(self, held_out: HeldOut, step: int, params: Batch, rest: Batch) -> Record:
         loader, name, sums = held_out.loader, held_out.name, []
         loader.restore(held_out.start)
-        shards = batch_shards(self.mesh)
-        rows = -(-loader.batch_size // shards) * shards
         for batch in itertools.islice(iter(loader), self.config.eval_batches):
-            placed = self.completed(rest, place_batch(batch, self.mesh, rows=rows))
+            placed = self.completed(rest, self._placed(held_out, batch))
             sums.append(self.eval_step(params, rest, placed))
             if len(sums) > 2:
                 # batches in flight hold memory: two are enough to keep the device busy

@@ -208,6 +208,7 @@ class _Run:
         with contextlib.closing(_batches(trainer.train)) as batches:
             while self.step < trainer.steps and control.reason is None:
                 placed = self._next_batch(batches)
+                trainer.check_metrics(self.state, placed)
                 self.step += 1
                 trainer.emit("dispatch", self.step)
                 checkpoints.copied()

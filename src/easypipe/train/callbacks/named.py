@@ -37,39 +37,50 @@ if TYPE_CHECKING:
     from easypipe.train.model.writing import Writer
 
 # of each line of metrics.jsonl, and the same in all processes of a run
-TRAINING = ("loss", "nll", "ppl", "grad_norm", "param_norm")
-HELD_OUT = ("loss", "nll", "ppl")  # of each held-out loader
+TRAINING = ("loss", "grad_norm", "param_norm")
+HELD_OUT = ("loss",)  # of each held-out loader
+NLL = ("nll", "ppl")  # of each step and evaluation where the loss tells them
 
 
 @dataclass(frozen=True)
 class Known:
     """What a run will measure.
 
-    evals: names of its held-out loaders. eval_every: steps between evaluations; None: only the last
+    told: what its loss tells of each step beside TRAINING. evals: of each held-out loader, by name,
+    what it tells beside HELD_OUT. eval_every: steps between evaluations; None: only the last
     step's.
 
-    more: the loss tells further means under names of its own, which are known once it has run:
-    `value_of` refuses what is none of them.
+    asked: False for a loss from Python that was not asked yet which names it tells, so that every
+    name may be one.
     """
 
-    evals: Sequence[str]
+    evals: Mapping[str, Sequence[str]]
     eval_every: int | None
     steps: int
-    more: bool = False
+    told: Sequence[str] = NLL
+    asked: bool = True
     tokenizer: str | None = None  # of its data
     seen: Callable[[], Seen] | None = None  # what its data was, so far
 
-    def check(self, at: str, metric: str, *, training: bool) -> None:
-        """Raises ConfigError for a metric that will not be there, or only when all is over.
+    def of(self, metric: str) -> str | None:
+        """The held-out loader that a metric is of; None: of the training steps."""
+        return next((name for name in self.evals if metric.startswith(f"eval.{name}.")), None)
 
-        training: False takes held-out ones only.
-        """
-        held_out = [f"eval.{name}.{key}" for name in self.evals for key in HELD_OUT]
-        known = [*(TRAINING if training else ()), *held_out]
-        of = next((name for name in self.evals if metric.startswith(f"eval.{name}.")), None)
-        if metric not in known and not (
-            self.more and (of is not None or (training and not metric.startswith("eval.")))
-        ):
+    def check(self, config: CallbacksConfig) -> None:
+        """Raises ConfigError for a metric that will not be there, or only when all is over."""
+        if config.early_stopping is not None:
+            self._check(f"{_AT}.early_stopping.metric", config.early_stopping.metric, training=True)
+        if config.best is not None:
+            self._check(f"{_AT}.best.metric", config.best.metric, training=False)
+
+    def _check(self, at: str, metric: str, *, training: bool) -> None:
+        """training: False takes held-out metrics only."""
+        of, known = self.of(metric), [*TRAINING, *self.told] if training else []
+        known += [
+            f"eval.{name}.{key}" for name, told in self.evals.items() for key in (*HELD_OUT, *told)
+        ]
+        open_ = of is not None or (training and not metric.startswith("eval."))
+        if metric not in known and (self.asked or not open_):
             fix = did_you_mean(metric, known) or (
                 "Give the run held-out data, under `eval`." if not known else None
             )
@@ -494,11 +505,10 @@ def make_callbacks(
     package that is not installed. Touches no file.
     """
     made: dict[str, Callback] = {}
+    known.check(config)
     if config.early_stopping is not None:
-        known.check(f"{_AT}.early_stopping.metric", config.early_stopping.metric, training=True)
         made["early_stopping"] = EarlyStopping(config.early_stopping)
     if config.best is not None:
-        known.check(f"{_AT}.best.metric", config.best.metric, training=False)
         made["best"] = BestCheckpoints(config.best, folder, write=process == 0)
     if config.heartbeat is not None:
         made["heartbeat"] = Heartbeat(config.heartbeat, folder, process=process)

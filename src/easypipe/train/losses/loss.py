@@ -131,7 +131,7 @@ class AsSums:
     with it `ppl`) is told only where the loss gives one under that name. Calling raises ConfigError
     for what is none of the three.
     of_means: whether it gave means when it was last called: of a micro-batch without targets such a
-    gradient may be 0 / 0, and is none.
+    gradient may be 0 / 0, and is none. knows_nll: whether it gave nll then.
     """
 
     def __init__(self, loss: LossFn) -> None:
@@ -141,11 +141,11 @@ class AsSums:
             f"{loss!r} cannot be called",
             "Give a function of (module, batch), or a mapping of options.",
         )
-        self._loss, self.of_means = loss, False
+        self._loss, self.of_means, self.knows_nll = loss, False, True
 
     def __call__(self, model: nnx.Module, batch: Batch) -> LossOutput:
         out = self._loss(model, batch)
-        self.of_means = not isinstance(out, LossOutput)
+        self.of_means, self.knows_nll = not isinstance(out, LossOutput), True
         if isinstance(out, LossOutput):
             return out
         pair = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)
@@ -168,6 +168,7 @@ class AsSums:
             raise ConfigError(
                 at=f"loss, {taken[0]!r}", problem=problem, have=sorted(more), fix="Give it another."
             )
+        self.knows_nll = "nll" in more
         return LossOutput(total, count, more.pop("nll", jnp.full((), jnp.nan)), more)
 
 

@@ -35,6 +35,12 @@ class Measures(NamedTuple):
     num_sources: int = 0
     token_bytes: Int32[np.ndarray, " V"] | None = None
 
+    def told(self, sources: Sequence[str]) -> tuple[str, ...]:
+        """The names under which records have what `of` gives for these datasets."""
+        each = tuple(name for name in self.names if name != "sources")
+        kinds = ("share", "nll", *each)
+        return (*each, *(f"{kind}/{source}" for kind in kinds for source in sources))
+
     def of(
         self,
         batch: Mapping[str, Array],

@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, fields
 from typing import Literal
 
-from easypipe.core.config import ListOf, config
+from easypipe.core.config import ListOf, config, was_given
 from easypipe.core.errors import ConfigError, require
 
 AttentionBackend = Literal["xla", "splash", "triton"]
@@ -59,10 +59,14 @@ class RopeScaling:
             f"{self.factor} is less than 1",
             "8.0 is usual; leave rope_scaling out for none.",
         )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        above = _only_given(self, "high_freq_factor", "low_freq_factor")
         require(
-            0 < self.low_freq_factor < self.high_freq_factor,
-            "low_freq_factor",
-            f"{self.low_freq_factor} is not between 0 and high_freq_factor {self.high_freq_factor}",
+            0 < low < high,
+            "high_freq_factor" if above else "low_freq_factor",
+            f"{high} is not above low_freq_factor {low}"
+            if above
+            else f"{low} is not between 0 and high_freq_factor {high}",
             "1.0 and 4.0 are usual.",
         )
         require(
@@ -135,24 +139,7 @@ class ModelConfig:
                 f"{values[field]} is not a size",
                 "Give at least 1.",
             )
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            "num_kv_heads",
-            f"{self.num_kv_heads} does not divide num_heads {self.num_heads}",
-            have=[n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0],
-        )
-        require(
-            self.head_dim is not None or self.hidden_size % self.num_heads == 0,
-            "num_heads",
-            f"{self.num_heads} does not divide hidden_size {self.hidden_size}",
-            f"Set head_dim, or num_heads to a divisor of {self.hidden_size}.",
-        )
-        require(
-            self.head_width % 2 == 0,
-            "head_dim",
-            f"{self.head_width} is odd: rotary positions turn pairs",
-            "Give an even width.",
-        )
+        self._check_heads()
         for field in _POSITIVE:
             usual = "10000.0 and 1e-6 are usual."
             require(
@@ -180,6 +167,45 @@ class ModelConfig:
             "rope_scaling",
             "has no effect: every layer has a window and local_rope_theta",
             "Leave rope_scaling or local_rope_theta out, or set global_every.",
+        )
+
+    def _check_heads(self) -> None:
+        width, heads, groups = self.hidden_size, self.num_heads, self.num_kv_heads
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+        require(
+            heads % groups == 0 or not _only_given(self, "num_heads", "num_kv_heads"),
+            "num_heads",
+            f"{heads} is no multiple of num_kv_heads {groups}",
+            f"Give a multiple, or set num_kv_heads to one of {', '.join(map(str, divisors))}.",
+        )
+        require(
+            heads % groups == 0,
+            "num_kv_heads",
+            f"{groups} does not divide num_heads {heads}",
+            f"Give one of these, or num_heads a multiple of {groups}.",
+            divisors,
+        )
+        require(
+            self.head_dim is not None or width % heads == 0,
+            *(
+                ("hidden_size", f"{width} is no multiple of num_heads {heads}")
+                if _only_given(self, "hidden_size", "num_heads")
+                else ("num_heads", f"{heads} does not divide hidden_size {width}")
+            ),
+            f"Set head_dim, or num_heads to a divisor of {width}.",
+        )
+        require(
+            self.head_width % 2 == 0,
+            *(
+                ("head_dim", f"{self.head_width} is odd: rotary positions turn pairs")
+                if self.head_dim is not None
+                else (
+                    "hidden_size" if _only_given(self, "hidden_size", "num_heads") else "num_heads",
+                    f"hidden_size {width} over num_heads {heads} gives heads of {self.head_width}, "
+                    "which is odd: rotary positions turn pairs",
+                )
+            ),
+            "Give an even width.",
         )
 
     @property
@@ -292,3 +318,10 @@ class LoraConfig:
     @property
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+
+def _only_given(value: object, option: str, *others: str) -> bool:
+    """Whether a config was made with this option and none of the others, beside which it is wrong:
+    then it is the one to name.
+    """
+    return was_given(value, option) and not any(was_given(value, other) for other in others)
