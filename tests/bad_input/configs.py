@@ -235,6 +235,14 @@ OPTIONS = [
     option("cannot be downloaded from the Hugging Face Hub", default_tokenizer="x" * 6000),
     option("no such file", default_tokenizer="./" + "x" * 6000),
     option("no such file", default_tokenizer="./nowhere"),
+    option("no such file or folder … Did you mean 'tokenizer'?", default_tokenizer="tokenizr"),
+    option("no such file or folder … tokenizer.json", default_tokenizer="tokenizer/tokenzer.json"),
+    option(
+        "no such file or folder … Did you mean 'tokenizer'?", datasets__0__tokenizer="./tokenizr/x"
+    ),
+    option("neither a file … Did you mean 'data.jsonl'?", datasets__0__chat_template="./dta.jsonl"),
+    option("no such file … Did you mean 'data.jsonl'?", datasets__0__data_files="dta.jsonl"),
+    option("no such file … Did you mean 'tokenizer'?", datasets__0__data_files="tokenizr/a.jsonl"),
     option("data.jsonl", default_tokenizer="data.jsonl"),
     option(
         "datasets.web.prompt.template",

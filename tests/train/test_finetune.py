@@ -173,7 +173,7 @@ print(Trainer("tiny/one", **options).run().steps)
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert (
-        "model.pretrained: tiny/one: no folder of this name, and the Hugging Face Hub cannot be "
+        "model.pretrained: tiny/one: no such folder, and the Hugging Face Hub cannot be "
         "reached" in done.stdout
     )
     assert done.stdout.endswith("1\n")

@@ -498,7 +498,7 @@ def test_a_hub_name_without_network(tmp_path: Path) -> None:
         env=environment,
     )
     assert done.stdout.startswith(
-        "nobody/private-tokenizer: no file or folder of this name, and the Hugging Face Hub cannot "
+        "nobody/private-tokenizer: no such file or folder, and the Hugging Face Hub cannot "
         "be reached: "
     ), done.stdout
     assert "set HF_TOKEN" in done.stdout
@@ -514,7 +514,10 @@ def test_a_hub_name_without_network(tmp_path: Path) -> None:
             r"a/b: the Hub repository is gated\. Accept its terms on https://huggingface.co/a/b, "
             r"then set HF_TOKEN",
         ),
-        ("RepositoryNotFoundError", r"a/b: no such repository .* set HF_TOKEN"),
+        (
+            "RepositoryNotFoundError",
+            r"a/b: no such file or folder, nor such a repository .* set HF_TOKEN",
+        ),
         (
             "RemoteEntryNotFoundError",
             r"a/b: the Hub repository holds no tokenizer\.json\. Convert it",
@@ -540,6 +543,42 @@ def test_answers_of_the_hub(error: str, message: str, monkeypatch: pytest.Monkey
     assert "hf_abcdefghijkl" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("models/tokenizr", "(have: tokenizer, weights). Did you mean 'tokenizer'?"),
+        ("models/other", "(have: tokenizer, weights). Check the path."),
+        ("./models/tokenizr", "(have: tokenizer, weights). Did you mean 'tokenizer'?"),
+        ("./modls/tokenizer/deep", "(have: models). Did you mean 'models'?"),
+        ("models/deep/tokenizer/x", "(have: tokenizer, weights). Give a tokenizer.json"),
+        ("~/modls/tokenizer", "(have: models). Did you mean 'models'?"),
+        ("modls/tokenizer", ". Did you mean 'models'? Check the n"),
+        ("modles", ". Did you mean 'models'? Check the n"),
+    ],
+)
+@pytest.mark.parametrize("error", ["RepositoryNotFoundError", "LocalEntryNotFoundError"])
+def test_a_mistyped_path_gets_the_names_that_are_near(
+    name: str, words: str, error: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    def refuse(*_: object, **__: object) -> None:
+        kind = getattr(errors, error)
+        answer = SimpleNamespace(headers={}, request=None, status_code=404)
+        raise kind("nothing", **({"response": answer} if error.startswith("R") else {}))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    for folder in ("models/tokenizer", "models/weights"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(TokenizerError) as caught:
+        load_tokenizer(name)
+    assert str(caught.value).startswith(f"{name}: no such file or folder")
+    assert words in str(caught.value)
+
+
 @pytest.mark.parametrize("where", ["nowhere", "untrusted"])
 def test_a_hub_name_is_answered_at_once_where_the_hub_is_not_reached(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
@@ -561,7 +600,7 @@ def test_a_hub_name_is_answered_at_once_where_the_hub_is_not_reached(
         monkeypatch.setattr(constants, "ENDPOINT", endpoint[where])
         began = time.monotonic()
         with pytest.raises(
-            TokenizerError, match=rf"a/b: no file .* cannot be reached: {told}.*hf download a/b"
+            TokenizerError, match=rf"a/b: no such file .* cannot be reached: {told}.*hf download a/b"
         ):
             load_tokenizer("a/b")
         assert time.monotonic() - began < 5

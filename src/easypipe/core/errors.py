@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import os
 from collections.abc import Collection, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -245,6 +246,37 @@ def did_you_mean(name: str, known: Iterable[str]) -> str | None:
     if best is None or not (best[0][1] or best[0][3] >= 0.6):
         return None
     return f"Did you mean {best[1]!r}?"
+
+
+def nearest_folder(path: str) -> str:
+    """The nearest folder above an absolute path that exists; itself where it is one."""
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def names_in(folder: str) -> list[str]:
+    """All that do not begin with a dot, in order."""
+    with contextlib.suppress(OSError):  # one that may not be read has none to choose from
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    return []
+
+
+def near_path(path: str | Path) -> tuple[list[str], str | None]:
+    """Of a path that leads nowhere: a few names of the last folder on its way that exists, and
+    which of all was perhaps meant by the first name that is missing there.
+    """
+    whole = os.path.abspath(os.path.expanduser(path))
+    folder = nearest_folder(os.path.dirname(whole))
+    missing = os.path.relpath(whole, folder).partition(os.sep)[0]
+    names = names_in(folder)
+    # a folder of very many names is not compared for minutes
+    return few(names), None if missing in names else did_you_mean(missing, names[:2000])
+
+
+def few(names: Sequence[str], most: int = 8) -> list[str]:
+    """The first of them, for a message."""
+    return [*names[:most], *(["..."] if len(names) > most else [])]
 
 
 def require_known(

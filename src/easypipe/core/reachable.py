@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import ssl
@@ -11,6 +12,7 @@ import time
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from easypipe.core.errors import near_path
 from easypipe.core.remote import causes_of
 
 CONNECT_S = 4.0  # for the Hub to be found at all; what it answers then may take longer
@@ -19,6 +21,16 @@ FAILED_S = 30.0  # after which a host that could not be reached is asked again
 
 # hosts and when they were asked, with why they could not be reached
 _asked: dict[tuple[str, int], tuple[float, str | None]] = {}
+
+
+def near_here(name: str, fix: str) -> tuple[list[str] | None, str]:
+    """Of a name that the Hub does not give, and that is perhaps a path of this machine: a few names
+    of the folder that it begins with, where there is one; and what helps, else `fix`.
+    """
+    near, meant = near_path(name)
+    if os.path.isdir(os.path.dirname(name)):
+        return near, meant or "Check the path."
+    return None, f"{meant} {fix}" if meant else fix
 
 
 def hub_unreachable(endpoint: str | None = None) -> str | None:

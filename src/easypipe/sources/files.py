@@ -22,7 +22,15 @@ import pyarrow as pa
 from fsspec import AbstractFileSystem
 
 from easypipe.core import remote, storage
-from easypipe.core.errors import MissingFileError, SourceError, did_you_mean, require
+from easypipe.core.errors import (
+    MissingFileError,
+    SourceError,
+    few,
+    names_in,
+    near_path,
+    nearest_folder,
+    require,
+)
 from easypipe.core.remote import StorageOptions
 from easypipe.core.threads import Threads
 from easypipe.sources.listing import resolve_remote
@@ -270,7 +278,7 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
         )
     if os.path.exists(path):  # first, so that a file called data[1].txt can be named
         return [_local(path)]
-    folder = _nearest(path)  # which is there, so brackets in its name are no pattern
+    folder = nearest_folder(path)  # which is there, so brackets in its name are no pattern
     if glob.has_magic(rest := path[len(folder) :]):
         circles: list[str] = []
         pattern = glob.escape(folder) + rest
@@ -285,12 +293,12 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
             raise MissingFileError(
                 at=text,
                 problem="the pattern matches no file",
-                have=_names_in(folder),
+                have=few(names_in(folder)),
                 fix="Correct the pattern.",
             )
         return partitioned([_local(name) for name in sorted(matches, key=natural)], folder)
-    near = _names_in(folder)
-    fix = did_you_mean(os.path.basename(path), near) or "Check the path."
+    near, fix = near_path(path)
+    fix = fix or "Check the path."
     owner, *_ = text.split("/")
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text) and not os.path.exists(owner):
         fix += f" If it is a dataset of the Hub: hf://datasets/{text}."
@@ -351,16 +359,3 @@ def _inode(file: FileRef) -> tuple[int, int] | str:
 def _local(path: str) -> FileRef:
     status = os.stat(path)
     return FileRef(path=path, num_bytes=status.st_size, identity=str(status.st_mtime_ns))
-
-
-def _nearest(path: str) -> str:
-    """The nearest folder above `path` that exists."""
-    while not os.path.isdir(path):
-        path = os.path.dirname(path)
-    return path
-
-
-def _names_in(folder: str) -> list[str]:
-    """A few, for a message."""
-    names = sorted((name for name in os.listdir(folder) if not name.startswith(".")), key=natural)
-    return [*names[:8], "..."] if len(names) > 8 else names

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, TokenizerError, did_you_mean
+from easypipe.core.errors import ConfigError, TokenizerError, did_you_mean, near_path
 from easypipe.core.protocols import Turns
 from easypipe.core.values import JsonValue
 from easypipe.transforms.chat.conversations import MessageReader
@@ -303,11 +303,12 @@ def given_template(
                 problem=f"{path} cannot be read: {error}",
                 fix="Give a Jinja template in UTF-8.",
             ) from None
+        meant = did_you_mean(text, names) or (near_path(path)[1] if path.suffix else None)
         raise ConfigError(
             at=at,
             problem=f"{text[:200]!r} is neither a file nor the text of a template",
             have=sorted(names) or None,
-            fix=did_you_mean(text, names) or "Give the path of a .jinja file.",
+            fix=meant or "Give the path of a .jinja file.",
         ) from None
 
 

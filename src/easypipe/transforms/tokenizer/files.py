@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from easypipe.core.errors import TokenizerError, did_you_mean, raising
-from easypipe.core.reachable import hub_unreachable
+from easypipe.core.errors import TokenizerError, near_path, raising
+from easypipe.core.reachable import hub_unreachable, near_here
 from easypipe.core.trust import hub_token
 
 logger = logging.getLogger("easypipe")
@@ -76,7 +76,7 @@ def find_tokenizer(name_or_path: str) -> TokenizerFiles:
             )
         return _read(path, path.parent)
     if _looks_like_path(name_or_path):
-        raise _missing_path(path, name_or_path)
+        raise _missing_path(name_or_path)
     return _from_hub(name_or_path)
 
 
@@ -173,15 +173,10 @@ def _looks_like_path(name: str) -> bool:
     return _REPOSITORY.fullmatch(name) is None
 
 
-def _missing_path(path: Path, name: str) -> TokenizerError:
-    beside = (
-        sorted(p.name for p in path.parent.iterdir())[:20] if os.path.isdir(path.parent) else None
-    )
-    fix = (
-        did_you_mean(path.name, beside or [])
-        or "Give a tokenizer.json, a folder that holds one, or a Hub name such as 'gpt2'."
-    )
-    return TokenizerError(at=name, problem="no such file or folder", have=beside, fix=fix)
+def _missing_path(name: str) -> TokenizerError:
+    near, fix = near_path(name)
+    fix = fix or "Give a tokenizer.json, a folder that holds one, or a Hub name such as 'gpt2'."
+    return TokenizerError(at=name, problem="no such file or folder", have=near, fix=fix)
 
 
 def _from_folder(folder: Path) -> TokenizerFiles:
@@ -259,12 +254,12 @@ def _from_hub(name: str) -> TokenizerFiles:
             "may read it.",
         ),
         RepositoryNotFoundError: (
-            "no such repository on the Hugging Face Hub, or it is private; nor is there a file or "
-            "folder of this name",
+            "no such file or folder, nor such a repository on the Hugging Face Hub, or it is "
+            "private",
             "Check the name; for a private repository set HF_TOKEN to a token that may read it.",
         ),
         LocalEntryNotFoundError: (
-            "no file or folder of this name, and the Hugging Face Hub cannot be reached: {why}",
+            "no such file or folder, and the Hugging Face Hub cannot be reached: {why}",
             "Check the network (and HF_HUB_OFFLINE, HF_ENDPOINT), give a local tokenizer.json "
             f"(hf download {name} --local-dir FOLDER where there is a network), or, for a private "
             "or gated repository, set HF_TOKEN.",
@@ -290,7 +285,10 @@ def _from_hub(name: str) -> TokenizerFiles:
     except (OSError, ValueError, EntryNotFoundError) as error:
         problem, fix = next(said for kind, said in told.items() if isinstance(error, kind))
         problem = problem.replace("{why}", offline or _root(error))
-        raise TokenizerError(at=name, problem=problem, fix=fix) from None
+        have = None
+        if isinstance(error, RepositoryNotFoundError | LocalEntryNotFoundError):
+            have, fix = near_here(name, fix)
+        raise TokenizerError(at=name, problem=problem, have=have, fix=fix) from None
     config = _optional_from_hub(name, "tokenizer_config.json")
     return TokenizerFiles(_read(path, path.parent).definition, _options(config), f"hub:{name}")
 

@@ -12,8 +12,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from easypipe.core.closing import Closeable
-from easypipe.core.errors import MissingFileError, SourceError, StateError, raising
-from easypipe.core.reachable import hub_unreachable
+from easypipe.core.errors import MissingFileError, SourceError, StateError, near_path, raising
+from easypipe.core.reachable import hub_unreachable, near_here
 from easypipe.core.trust import hub_token
 from easypipe.core.values import JsonObject
 
@@ -64,11 +64,9 @@ def model_folder(
         or name.startswith((".", "/", "~"))
         or name.count("/") > 1
     ):
-        raise MissingFileError(
-            at=name,
-            problem="no such folder",
-            fix="Give a folder with config.json, or a Hub name such as owner/model.",
-        )
+        near, fix = near_path(name)
+        fix = fix or "Give a folder with config.json, or a Hub name such as owner/model."
+        raise MissingFileError(at=name, problem="no such folder", have=near, fix=fix)
     return _downloaded(name, revision, [*_SMALL, *(_LARGE if weights else ())])
 
 
@@ -81,7 +79,7 @@ def _downloaded(name: str, revision: str | None, patterns: list[str]) -> Path:
         RepositoryNotFoundError,
     )
 
-    offline = hub_unreachable()
+    offline, have = hub_unreachable(), None
     try:
         return Path(
             snapshot_download(
@@ -96,24 +94,21 @@ def _downloaded(name: str, revision: str | None, patterns: list[str]) -> Path:
         kind, problem = SourceError, "the Hub repository is gated"
         fix, cause = f"Accept its licence at https://huggingface.co/{name} and set HF_TOKEN.", error
     except RepositoryNotFoundError as error:
-        kind, fix, cause = MissingFileError, "Check the name, or set HF_TOKEN.", error
-        problem = (
-            "no such repository on the Hugging Face Hub, or it is private; nor is there a "
-            "folder of this name"
-        )
+        kind, cause = MissingFileError, error
+        problem = "no such folder, nor such a repository on the Hugging Face Hub, or it is private"
+        have, fix = near_here(name, "Check the name, or set HF_TOKEN.")
     except LocalEntryNotFoundError as error:
-        kind, problem = (
-            MissingFileError,
-            "no folder of this name, and the Hugging Face Hub cannot be reached"
-            + (f": {offline}" if offline else ""),
+        kind, cause = MissingFileError, error
+        problem = "no such folder, and the Hugging Face Hub cannot be reached" + (
+            f": {offline}" if offline else ""
         )
-        fix, cause = "Check the path, the network, and HF_HUB_OFFLINE.", error
+        have, fix = near_here(name, "Check the path, the network, and HF_HUB_OFFLINE.")
     # HTTP and validation errors of the Hub's client derive from these
     except (OSError, ValueError) as error:
         kind, fix, cause = SourceError, "Check name and revision.", error
         name = name if revision is None else f"{name}@{revision}"
         problem = f"cannot be downloaded from the Hugging Face Hub: {error}"
-    raise kind(at=name, problem=problem, fix=fix) from cause
+    raise kind(at=name, problem=problem, have=have, fix=fix) from cause
 
 
 def commit_of(folder: Path, path_or_hub_name: str | Path) -> str | None:
