@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from chat_support import talk
-from easypipe import ConfigError, EasypipeError, masks
+from easypipe import (
+    ConfigError,
+    ConversationMask,
+    EasypipeError,
+    PromptConfig,
+    PromptEngine,
+    masks,
+    train_bpe,
+)
 from easypipe.cli import main
 from easypipe.previews.masks import SAMPLES
 
@@ -57,6 +66,107 @@ def test_own_conversations_with_a_tokenizer(shared_data: Path) -> None:
         assert sum(before < after for before, after in edges) == turns
     (last,) = masks(folder, talks[1:2], chat_template="chatml", train_on="last_assistant")
     assert last.spans == two.spans[1:]
+
+
+THOUGHTS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello.", "reasoning_content": "A greeting."},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "Bye.", "reasoning_content": "An end."},
+]
+# writes what the last turn thinks, and drops it from earlier ones
+DROPS = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}<|end|>{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
+)
+
+
+def trained(found: ConversationMask) -> list[str]:
+    assert found.text is not None, found.reason
+    return [found.text[a:b] for a, b in found.spans]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["Hello.<|end|>", "<think>An end.</think>Bye.<|end|>"]),
+        ({"train_on": "last_assistant"}, ["<think>An end.</think>Bye.<|end|>"]),
+        ({"train_on_eos": "last"}, ["Hello.", "<think>An end.</think>Bye.<|end|>"]),
+        ({"train_on_eos": "none"}, ["Hello.", "<think>An end.</think>Bye."]),
+        ({"reasoning": "mask"}, ["Hello.<|end|>", "Bye.<|end|>"]),
+        ({"roles_to_train": ["user"]}, ["Hi<|end|>", "And?<|end|>"]),
+        ({"roles_to_train": ["user", "assistant"], "train_on_eos": "none"}, None),
+    ],
+)
+def test_options_of_a_config_say_what_is_trained(
+    options: dict[str, Any], expected: list[str] | None, tmp_path: Path
+) -> None:
+    """And tokens and masks are those of a pipeline with the same options."""
+    (found,) = masks(DROPS, [THOUGHTS], **options)
+    if expected is None:
+        expected = ["Hi", "Hello.", "And?", "<think>An end.</think>Bye."]
+    assert trained(found) == expected
+    train_bpe(
+        ["a text of some words"] * 20, 300, ["<|end|>", "<|user|>", "<|assistant|>"], tmp_path
+    )
+    (found,) = masks(tmp_path, [THOUGHTS], chat_template=DROPS, **options)
+    config = PromptConfig(input_columns=("messages",), template=DROPS, **options)
+    sample = PromptEngine(str(tmp_path), config).encode({"messages": THOUGHTS})
+    assert list(found.input_ids or ()) == sample["input_ids"].tolist()
+    assert list(found.loss_mask or ()) == sample["loss_mask"].tolist()
+
+
+def test_each_turn_that_thinks_is_a_sample_of_its_own() -> None:
+    one, two = masks(DROPS, [THOUGHTS], reasoning="per_turn")
+    assert [one.name, two.name] == [f"conversation 0, sample {n} of 2" for n in (1, 2)]
+    assert trained(one) == ["<think>A greeting.</think>Hello.<|end|>"]
+    assert trained(two) == ["<think>An end.</think>Bye.<|end|>"]
+    assert [one.name for one in masks("chatml", reasoning="per_turn")] == list(SAMPLES)
+    (found,) = masks("chatml", [[THOUGHTS[0]]], reasoning="per_turn")
+    assert str(found.reason).startswith("nothing_to_train")
+
+
+def test_a_message_says_that_it_is_trained() -> None:
+    said = [THOUGHTS[0] | {"train": True}, THOUGHTS[1]]
+    (found,) = masks(DROPS, [said], roles_to_train=[])
+    assert trained(found) == ["Hi<|end|>"]
+
+
+def test_options_of_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(THOUGHTS))
+    template = tmp_path / "drops.jinja"
+    template.write_text(DROPS)
+
+    def found(*options: str) -> list[list[str]]:
+        code, out = shown(capsys, str(template), "--messages", str(rows), "--json", *options)
+        assert code == 0
+        return [[one["text"][a:b] for a, b in one["spans"]] for one in json.loads(out)]
+
+    assert found("--roles-to-train", "user") == [["Hi<|end|>", "And?<|end|>"]]
+    assert found("--train-on-eos", "none", "--train-on", "last_assistant") == [
+        ["<think>An end.</think>Bye."]
+    ]
+    assert found("--reasoning", "mask") == [["Hello.<|end|>", "Bye.<|end|>"]]
+    assert len(found("--reasoning", "per_turn")) == 2
+    said = [THOUGHTS[0] | {"weight": 1}, THOUGHTS[1]]
+    rows.write_text(json.dumps(said))
+    assert found("--roles-to-train", "") == [["Hi<|end|>"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"roles_to_train": ["users"]}, r"roles_to_train\[0\]: 'users'"),
+        ({"roles_to_train": ["user"], "train_on": "all"}, "roles_to_train: says whose turns"),
+        ({"reasoning": "mask", "train_on": "all"}, "reasoning: 'mask' has no effect"),
+        ({"train_on": "none"}, "train_on"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        masks("chatml", **options)
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:

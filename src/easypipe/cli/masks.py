@@ -37,9 +37,26 @@ def masks(
         ),
     ] = None,
     train_on: Annotated[
-        Literal["assistant", "last_assistant", "completion", "all"],
-        typer.Option(help="Which turns are trained."),
-    ] = "assistant",
+        Literal["assistant", "last_assistant", "completion", "all"] | None,
+        typer.Option(help="Which turns are trained; else the assistant's."),
+    ] = None,
+    roles_to_train: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Whose turns are trained, in place of --train-on; may be given several times. "
+            "'': nobody's but those of messages that say so by train or weight."
+        ),
+    ] = None,
+    train_on_eos: Annotated[
+        Literal["turn", "last", "none"],
+        typer.Option(help="Of which trained turns the end is trained."),
+    ] = "turn",
+    reasoning: Annotated[
+        Literal["keep", "mask", "per_turn"],
+        typer.Option(
+            help="Train what messages think; mask it; or make a sample for each trained turn."
+        ),
+    ] = "keep",
     chat_template: Annotated[
         str | None, typer.Option(help="Another template than the tokenizer's own.")
     ] = None,
@@ -66,6 +83,9 @@ def masks(
         source,
         rows,
         train_on=train_on,
+        roles_to_train=roles_to_train and [role for role in roles_to_train if role],
+        train_on_eos=train_on_eos,
+        reasoning=reasoning,
         chat_template=chat_template,
         special_tokens=special_token,
     )

@@ -26,6 +26,8 @@ from easypipe.transforms.chat.render import (
 )
 from easypipe.transforms.chat.sandbox import Json
 from easypipe.transforms.chat.spans import OPEN, Rendered
+from easypipe.transforms.chat.turns import by_turns
+from easypipe.transforms.prompt.config import PromptConfig, Reasoning, TrainOn, TrainOnEos
 from easypipe.transforms.prompt.templates import CHAT_TEMPLATES
 from easypipe.transforms.refused import Refused
 from easypipe.transforms.tokenizer.config import TokenizerConfig
@@ -140,7 +142,10 @@ def masks(
     source: str | Path,
     conversations: Sequence[Talk | Mapping[str, Json]] | None = None,
     *,
-    train_on: str = "assistant",
+    train_on: TrainOn | None = None,
+    roles_to_train: Sequence[str] | None = None,
+    train_on_eos: TrainOnEos = "turn",
+    reasoning: Reasoning = "keep",
     chat_template: str | Path | None = None,
     template_date: str = DATE,
     train_empty_thinking: bool = True,
@@ -153,7 +158,14 @@ def masks(
             template alone: a .jinja file, its text, or the name of a built-in one.
         conversations: Each a list of messages, or an object with `messages` and perhaps `tools`.
             Without them, `SAMPLES` are tried, each in the forms that templates ask for.
-        train_on: `assistant`, `last_assistant`, `completion` or `all`, as in `DatasetConfig`.
+        train_on: `assistant` (what None means), `last_assistant`, `completion` or `all`, as in
+            `DatasetConfig`; as are the next three.
+        roles_to_train: Whose turns are trained, in place of train_on. Empty: messages that say so
+            by `train` or `weight`.
+        train_on_eos: Whether the end of every trained `turn` is trained, of the `last` one, or
+            `none`.
+        reasoning: What messages think is trained (`keep`), masked (`mask`), or each turn that is
+            trained becomes a sample of its own (`per_turn`).
         chat_template: Another template than the tokenizer's own.
         template_date: The day that `strftime_now` tells, as 2026-01-31.
         train_empty_thinking: Whether a thought without words is trained.
@@ -161,16 +173,24 @@ def masks(
             template alone what looks like one in its text.
 
     Returns:
-        One for each conversation, in order: proven, or with the reason why not.
+        One for each conversation, in order: proven, or with the reason why not. With reasoning
+        `per_turn` one for each of its samples.
 
     Raises:
         ConfigError: For a file that is not there, or an option that no template has.
         TokenizerError: For a tokenizer without a template, and a template that does not compile
             or does what no template may.
     """
-    template, tokenizer = _opened(
-        source, train_on, chat_template, template_date, train_empty_thinking, special_tokens
+    asked = PromptConfig(
+        input_columns=("messages",),
+        train_on=train_on,
+        roles_to_train=roles_to_train,
+        train_on_eos=None if train_on_eos == "turn" else train_on_eos,
+        reasoning=None if reasoning == "keep" else reasoning,
+        template_date=template_date,
+        train_empty_thinking=None if train_empty_thinking else False,
     )
+    template, tokenizer = _opened(source, chat_template, asked, special_tokens)
     if tokenizer is not None:
         turns_of(template, tokenizer)  # warns where nothing ends a turn
     given = SAMPLES if conversations is None else _named(conversations)
@@ -183,10 +203,15 @@ def masks(
         for tried in forms.values()
         for _, row in tried
     ]
-    answers = iter(template.render(rows))
+    if reasoning == "per_turn":
+        samples = [[one for _, one in some] for some in by_turns(template, rows)]
+    else:
+        samples = [[one] for one in template.render(rows)]
+    each = iter(samples)
     found = [
-        _chosen(name, [(form, row, next(answers)) for form, row in tried])
+        one
         for name, tried in forms.items()
+        for one in _chosen(name, [(form, row, next(each)) for form, row in tried])
     ]
     return [one for one, _ in found] if tokenizer is None else _with_tokens(tokenizer, found)
 
@@ -202,41 +227,47 @@ def masks_page(found: Sequence[ConversationMask], title: str) -> str:
 
 def _opened(
     source: str | Path,
-    train_on: str,
     chat_template: str | Path | None,
-    date: str,
-    empty: bool,
+    asked: PromptConfig,
     special_tokens: Sequence[str] | None,
 ) -> tuple[ChatTemplate, Tokenizer | None]:
     """The template, and the tokenizer where `source` is one."""
-    text = str(source)
+    text, tokenizer = str(source), None
     if not (is_jinja(text) or text in CHAT_TEMPLATES or text.endswith((".jinja", ".jinja2"))):
         tokenizer = load_tokenizer(TokenizerConfig(name_or_path=text))
         template = load_chat_template(
             tokenizer,
             chat_template=chat_template,
-            train_on=train_on,
-            date=date,
-            train_empty_thinking=empty,
+            train_on="assistant",
+            date=asked.template_date,
         )
         if special_tokens is not None:
             template = dataclasses.replace(template, closers=tuple(special_tokens))
-        return template, tokenizer
-    fix = "Leave it out, or give a tokenizer."
-    require(chat_template is None, "chat_template", "has no effect beside a template alone", fix)
-    written, origin = given_template(source, at="source", names=CHAT_TEMPLATES)
-    check_whole(written, "source", origin)
-    seen = sorted({*TOKEN.findall(written), *NAMES.values()})
-    return ChatTemplate(
-        source=written,
-        tool_use=None,
-        names=NAMES,
-        closers=tuple(seen if special_tokens is None else special_tokens),
-        train_on=train_on,
-        date=date,
-        origin=origin,
-        train_empty_thinking=empty,
-    ), None
+    else:
+        fix = "Leave it out, or give a tokenizer."
+        beside = "has no effect beside a template alone"
+        require(chat_template is None, "chat_template", beside, fix)
+        written, origin = given_template(source, at="source", names=CHAT_TEMPLATES)
+        check_whole(written, "source", origin)
+        seen = sorted({*TOKEN.findall(written), *NAMES.values()})
+        template = ChatTemplate(
+            source=written,
+            tool_use=None,
+            names=NAMES,
+            closers=tuple(seen if special_tokens is None else special_tokens),
+            train_on="assistant",
+            date=asked.template_date,
+            origin=origin,
+        )
+    roles = asked.roles_to_train
+    return dataclasses.replace(
+        template,
+        train_on=asked.train_on or "assistant",
+        roles_to_train=("assistant",) if roles is None else tuple(roles),
+        train_on_eos=asked.train_on_eos or "turn",
+        reasoning=asked.reasoning or "keep",
+        train_empty_thinking=asked.train_empty_thinking is not False,
+    ), tokenizer
 
 
 def _named(conversations: Sequence[Talk | Mapping[str, Json]]) -> dict[str, Mapping[str, Json]]:
@@ -282,23 +313,35 @@ def _formed(message: Mapping[str, Json], parts: bool, written: bool, empty: bool
 
 
 def _chosen(
-    name: str, tried: Sequence[tuple[str, Mapping[str, Json], Rendered | Refused]]
-) -> tuple[ConversationMask, int]:
-    """The first form that is proven, and how its text ends; else what was said of the first one
-    that the template does not refuse.
+    name: str, tried: Sequence[tuple[str, Mapping[str, Json], Sequence[Rendered | Refused]]]
+) -> list[tuple[ConversationMask, int]]:
+    """The samples of the first form that is proven, and how their texts end; else what was said of
+    the first one that the template does not refuse.
     """
     refused: list[Refused] = []
-    for form, row, answer in tried:
-        if isinstance(answer, Rendered):
-            silent = next((word for word in _words(row) if word not in answer.text), None)
+    for form, row, answers in tried:
+        whole = [one for one in answers if isinstance(one, Rendered)]
+        if len(whole) == len(answers):
+            text = "".join(one.text for one in whole)
+            silent = next((word for word in _words(row) if word not in text), None)
             if len(tried) == 1 or silent is None:
-                spans = tuple((a, b) for a, b in answer.spans)
-                mask = ConversationMask(name=name, text=answer.text, spans=spans, form=form)
-                return mask, answer.end
-            answer = Refused("not_printed", f"the template does not print {silent!r}")
-        refused.append(answer)
+                of = f" of {len(whole)}" if len(whole) > 1 else ""
+                return [
+                    (
+                        ConversationMask(
+                            name=f"{name}, sample {n}{of}" if of else name,
+                            text=one.text,
+                            spans=tuple((a, b) for a, b in one.spans),
+                            form=form,
+                        ),
+                        one.end,
+                    )
+                    for n, one in enumerate(whole, 1)
+                ]
+            refused.append(Refused("not_printed", f"the template does not print {silent!r}"))
+        refused += [one for one in answers if isinstance(one, Refused)]
     why = next((one for one in refused if one.reason != "refused_by_template"), refused[0])
-    return ConversationMask(name=name, reason=f"{why.reason}: {why.detail}"), OPEN
+    return [(ConversationMask(name=name, reason=f"{why.reason}: {why.detail}"), OPEN)]
 
 
 def _words(sample: Mapping[str, Json]) -> Iterator[str]:
