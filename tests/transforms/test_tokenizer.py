@@ -600,7 +600,8 @@ def test_a_hub_name_is_answered_at_once_where_the_hub_is_not_reached(
         monkeypatch.setattr(constants, "ENDPOINT", endpoint[where])
         began = time.monotonic()
         with pytest.raises(
-            TokenizerError, match=rf"a/b: no such file .* cannot be reached: {told}.*hf download a/b"
+            TokenizerError,
+            match=rf"a/b: no such file .* cannot be reached: {told}.*hf download a/b",
         ):
             load_tokenizer("a/b")
         assert time.monotonic() - began < 5
