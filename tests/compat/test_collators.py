@@ -18,10 +18,10 @@ from easypipe import (
     create_vision_collate,
 )
 from easypipe.compat.collators import default_collate
+from easypipe.compat.masking import word_starts
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.schema import OutputSchema
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
-from easypipe.transforms.tokenizer.words import word_starts
 from laws import assert_labels, assert_same_batch
 from pipelines import texts
 from strategies import examples

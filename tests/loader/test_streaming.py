@@ -58,7 +58,7 @@ from easypipe.sources.formats import forward
 from easypipe.sources.formats.forward import ForwardSource, open_forward
 from easypipe.sources.open import open_files
 from easypipe.sources.splits import limited
-from easypipe.stages.load.forward import ForwardDocuments
+from easypipe.stages.load.stage import ForwardDocuments
 from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer

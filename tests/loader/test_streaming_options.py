@@ -38,7 +38,7 @@ from easypipe.loader.streams.rows import StreamMark
 from easypipe.loader.streams.state import StreamState, from_text, to_text
 from easypipe.plan.pack import PackSpec, placed_tokens
 from easypipe.plan.spec import WindowState
-from easypipe.stages.load.forward import NAMED_ROWS
+from easypipe.stages.load.stage import NAMED_ROWS
 from laws import assert_conserved, assert_exact_resume, assert_no_new_threads, assert_same_batches
 from strategies import examples
 

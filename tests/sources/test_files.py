@@ -14,8 +14,7 @@ from pyarrow import feather
 
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.sources.files import resolve
-from easypipe.sources.listing import _identity
+from easypipe.sources.files import _identity, resolve
 from easypipe.sources.open import open_files
 from easypipe.sources.refs import format_of, natural
 from laws import assert_stateless_reads

@@ -22,9 +22,8 @@ import pytest
 from easypipe.cli import main
 from easypipe.train.record import read_kept, write_kept, write_restart
 from easypipe.train.report.numbers import MOST_POINTS, flows, thinned
-from easypipe.train.report.page import page, write_report
+from easypipe.train.report.page import documents_of, page, write_report
 from easypipe.train.report.serve import server
-from easypipe.train.report.tables import documents_of
 
 
 def run(folder: Path, steps: int = 30, name: str = "run") -> Path:

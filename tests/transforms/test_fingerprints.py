@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pytest
 
 from chat_support import MARKED, WORDS, chat_tokenizer
-from easypipe.compat.own_tokens import EncodeTexts
+from easypipe.compat.small_transformer import EncodeTexts
 from easypipe.core.protocols import SourceInfo, info_of
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.transforms.columns import columns, conversation, functions, hold_out

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from easypipe.core.errors import ConfigError
 from easypipe.sources.external.memory import InMemoryShardedSource
-from easypipe.transforms.columns.kinds import SLOTS, Kind, guess_kind
-from easypipe.transforms.columns.mapper import plain
+from easypipe.transforms.columns.kinds import SLOTS, Kind, guess_kind, plain
 from strategies import examples
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]

@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from easypipe.compat.collators import Padding, Side, Tensors, integers, token_columns
 from easypipe.compat.foreign import OwnTokenizer, Rows, TokenizerLike, as_tokenizer
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, place, require
+from easypipe.core.errors import ConfigError, SourceError, TokenizerError, place, require
 from easypipe.core.random import fold, mix64
 from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, OutputSchema
 from easypipe.core.values import Batch, Bools, Identity, Int64, Row
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
-from easypipe.transforms.tokenizer.words import word_starts
 
 WORD_IDS = "word_ids"
 # of the chosen: below the first the mask token, below the second any token, else itself
@@ -226,3 +225,28 @@ def _draw(key: int, what: str, numbers: Int64) -> NDArray[np.float64]:
 
 
 __all__ = ["MaskedLMCollator", "create_masked_lm_collate"]
+
+
+CONTINUES = "##"  # WordPiece: what does not begin a word
+BEGINS = ("▁", "Ġ")  # SentencePiece, and byte-level BPE: a space in front
+BREAKS = ("Ċ", "ĉ", "\n", "\t")  # byte-level newline and tab
+
+
+def word_starts(tokenizer: Tokenizer) -> Bools:
+    """Bool[vocab]: whether a token begins a word wherever it stands; special tokens do.
+
+    Raises TokenizerError where no mark is known.
+    """
+    tokens = [tokenizer.token(i) or "" for i in range(tokenizer.vocab_size)]
+    special = set(tokenizer.special_tokens)
+    if any(token.startswith(CONTINUES) for token in tokens):
+        starts = [not token.startswith(CONTINUES) for token in tokens]
+    elif any(token.startswith(BEGINS) for token in tokens):
+        starts = [token.startswith((*BEGINS, *BREAKS)) or token in special for token in tokens]
+    else:
+        raise TokenizerError(
+            at=tokenizer.name,
+            problem="nothing in its vocabulary tells where words begin",
+            fix="Give rows a column word_ids, or leave whole_word out.",
+        )
+    return np.array(starts, np.bool_)

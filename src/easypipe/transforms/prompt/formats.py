@@ -1,4 +1,7 @@
-"""The formats of PromptConfig: each writes rows as texts, and says which characters are trained."""
+"""The formats of PromptConfig: each writes rows as texts, and says which characters are trained.
+
+Those in Jinja are written in the worker processes of chat templates, with their limits.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,15 @@ from easypipe.transforms.chat.conversations import (
     wrong_messages,
 )
 from easypipe.transforms.chat.pool import WrittenTalk
-from easypipe.transforms.chat.render import ChatTemplate, check_whole, is_jinja, wrong_kwargs
+from easypipe.transforms.chat.render import (
+    ENGINE_VERSION,
+    ChatTemplate,
+    answers_of,
+    check_whole,
+    is_jinja,
+    is_unicode,
+    wrong_kwargs,
+)
 from easypipe.transforms.chat.sandbox import Json, Message, Row
 from easypipe.transforms.chat.spans import FLAG, MASKED_END, OPEN, Rendered, num_shared
 from easypipe.transforms.chat.turns import Request, by_turns, split_at_turns, trimmed
@@ -31,9 +42,8 @@ from easypipe.transforms.prompt.fields import (
     pieces_of,
     text_of,
 )
-from easypipe.transforms.prompt.jinja import JinjaTemplate
 from easypipe.transforms.prompt.templates import ALPACA, ALPACA_WITH_INPUT
-from easypipe.transforms.refused import EMPTY, Refused
+from easypipe.transforms.refused import EMPTY, NOTHING_TO_TRAIN, Refused
 from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
@@ -427,3 +437,52 @@ def _writer(config: PromptConfig, names: Mapping[str, str], *, everything: bool)
     )
     everything = everything and (label is not None or config.train_on == "all")
     return JinjaTemplate(source, config, names, everything=everything, origin=origin)
+
+
+class JinjaTemplate:
+    """Columns of a row, written by a Jinja template that sees them as variables.
+
+    The config's label is the column that is trained, found where the template prints it, and
+    proven; without one `{% generation %}` markers say what is, or all is. names: as of a
+    ChatTemplate. everything: train all of it. origin: for errors. Raises HostileTemplateError when
+    it writes, for what goes beyond the limits.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        config: PromptConfig,
+        names: Mapping[str, str],
+        *,
+        everything: bool,
+        origin: str,
+    ) -> None:
+        self._origin, self._label, self._everything = origin, config.label, everything
+        label = () if config.label is None else (config.label,)
+        self.columns = (*config.inputs, *label)
+        self._spec = {
+            "source": source,
+            "names": dict(names),
+            "closers": (),
+            "train_on": "all" if everything else "completion" if label else "marked",
+            "date": config.template_date,
+            "label": config.label,
+        }
+        self.identity: Identity = ["jinja", ENGINE_VERSION, list(self.columns), self._spec]
+
+    def write(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
+        return answers_of(self._spec, [self._request(row) for row in rows], self._origin)
+
+    def _request(self, row: Row) -> Row | Refused:
+        """What the template sees of a row; the label as text."""
+        fields = {name: row[name] for name in self.columns}
+        if self._label is not None:
+            said = fields[self._label] = text_of(row[self._label], self._label)
+            if isinstance(said, Refused):
+                return said
+            if not said and not self._everything:
+                return Refused(NOTHING_TO_TRAIN, f"the {self._label} is empty")
+        bad = next((name for name in self.columns if not is_unicode(fields[name])), None)
+        if bad is not None:
+            return Refused("invalid_utf8", f"column {bad!r} has no text")
+        return {"fields": fields}
