@@ -315,6 +315,55 @@ def test_pieces_of_text_have_scores_in_the_order_of_their_merges(tmp_path: Path)
     ).space_prefix
 
 
+def test_pieces_whose_rules_differ_in_some_texts_are_carried_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metaspace = {"type": "Metaspace", "replacement": "\N{LOWER ONE EIGHTH BLOCK}", "split": False}
+
+    def change(scheme: str) -> Callable[[dict[str, Any]], None]:
+        one = metaspace | {"prepend_scheme": scheme}
+        return lambda definition: definition.update(normalizer=None, pre_tokenizer=one)
+
+    folder = pieces(tmp_path / "pieces", prefix=True)
+    other = load_tokenizer(changed(folder, tmp_path / "always", change("always")))
+    assert vocabulary_of(other, 1000).space_prefix
+    assert "llama.cpp puts another one where there is one" in caplog.text
+    with pytest.raises(TokenizerError, match=r"rules .* not known to be llama.cpp's"):
+        vocabulary_of(load_tokenizer(changed(folder, tmp_path / "f", change("first"))), 1000)
+
+    def spaces(definition: dict[str, Any]) -> None:
+        model, two = definition["model"], "\N{LOWER ONE EIGHTH BLOCK}" * 2
+        model["vocab"][two] = number = len(model["vocab"]) + 1
+        model["merges"].append([two[0], two[0]])
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        definition["added_tokens"].append({"id": number, "content": two, **flags})
+
+    caplog.clear()
+    plain = pieces(tmp_path / "plain", prefix=False)
+    found = vocabulary_of(load_tokenizer(changed(plain, tmp_path / "spaces", spaces)), 1000)
+    assert "takes tokens such as" in caplog.text
+    assert found.types[found.tokens.index("  ")] == 4
+
+    def no_tab(definition: dict[str, Any]) -> None:
+        vocab = definition["model"]["vocab"]
+        vocab["\t"] = vocab.pop("<0x09>")
+
+    vocabulary_of(load_tokenizer(changed(plain, tmp_path / "tab", no_tab)), 1000)  # as Gemma's
+    with pytest.raises(TokenizerError, match=r"there is none for \[10\]"):
+        vocabulary_of(
+            load_tokenizer(
+                changed(
+                    plain,
+                    tmp_path / "byte",
+                    lambda one: one["model"]["vocab"].update(
+                        {"<0x>": one["model"]["vocab"].pop("<0x0A>")}
+                    ),
+                )
+            ),
+            1000,
+        )
+
+
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
 CUTS: dict[str, tuple[list[Any], bool]] = {

@@ -45,6 +45,12 @@ _CUTS: dict[str, tuple[list[JsonObject], bool]] = {
 }
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
+_METASPACE = {  # as transformers 5 writes Llama 2's
+    "type": "Metaspace",
+    "replacement": _SPACE,
+    "prepend_scheme": "always",
+    "split": False,
+}
 _NO_CUT = {  # Gemma's, which finds nothing: its spaces were replaced before
     "type": "Split",
     "pattern": {"String": " "},
@@ -181,15 +187,21 @@ def _cut(parts: JsonObject, steps: list[JsonObject], at: str) -> str:
 def _prepends(parts: JsonObject, steps: list[JsonObject], at: str) -> bool:
     """Whether a tokenizer in SentencePiece's manner puts a space before each text."""
     normalized = _steps(parts["normalizer"])
+    rules = [*normalized, *steps]
+    prepends = _PREPEND in rules or _METASPACE in rules
     _require(
         parts["model"]["byte_fallback"]
-        and normalized in ([_PREPEND, _REPLACE], [_REPLACE])
-        and steps in ([], [_NO_CUT]),
+        and rules in ([_PREPEND, _REPLACE], [_METASPACE], [_REPLACE], [_REPLACE, _NO_CUT]),
         at,
-        f"it treats text by rules that are not known to be llama.cpp's: {normalized + steps}"
+        f"it treats text by rules that are not known to be llama.cpp's: {rules}"
         + ("" if parts["model"]["byte_fallback"] else " (without byte_fallback)"),
     )
-    prepends = _PREPEND in normalized
+    if _METASPACE in rules:
+        logger.warning(
+            "tokenizer %s: puts a space before texts, and before what stands behind special "
+            "tokens, that begin with none; llama.cpp puts another one where there is one",
+            at,
+        )
     for token in parts["added_tokens"]:
         _require(
             not (prepends and token["normalized"]),
@@ -208,12 +220,20 @@ def _scores(model: JsonObject, types: Sequence[int], tokens: Sequence[str], at: 
     and none is left out.
     """
     vocab = model["vocab"]
-    missing = 256 - types.count(BYTE)
-    _require(not missing, at, f"llama.cpp needs a token for each byte, and {missing} are missing")
+    missing = [
+        byte
+        for byte in range(256)
+        if f"<0x{byte:02X}>" not in vocab and (byte > 127 or chr(byte) not in vocab)
+    ]
+    _require(not missing, at, f"llama.cpp needs a token for each byte; there is none for {missing}")
     order: dict[str, int] = {}
-    last, listed = "", set[tuple[str, str]]()
+    last, listed, early = "", set[tuple[str, str]](), list[str]()
     for left, right in model["merges"]:
         made = left + right
+        listed.add((left, right))
+        if types[vocab[made]] == USER_DEFINED:
+            early.append(made)
+            continue
         _require(
             made == last or made not in order,
             at,
@@ -221,9 +241,8 @@ def _scores(model: JsonObject, types: Sequence[int], tokens: Sequence[str], at: 
         )
         last = made
         order.setdefault(made, len(order))
-        listed.add((left, right))
     for word, number in vocab.items():
-        if types[number] in (NORMAL, USER_DEFINED):
+        if types[number] == NORMAL:
             for i in range(1, len(word)):
                 pair = word[:i], word[i:]
                 _require(
@@ -231,5 +250,12 @@ def _scores(model: JsonObject, types: Sequence[int], tokens: Sequence[str], at: 
                     at,
                     f"its merges leave out {pair[0]!r} + {pair[1]!r}, which llama.cpp would merge",
                 )
+    if early:
+        logger.warning(
+            "tokenizer %s: llama.cpp takes tokens such as %r out of texts before it merges others, "
+            "which may cut a row of them otherwise",
+            at,
+            early[0],
+        )
     rest = float(-len(order))
     return [-float(order[token]) if token in order else rest for token in tokens]
