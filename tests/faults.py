@@ -644,6 +644,19 @@ FAULTS = [
           "            or bool(Path(self.name).suffix)\n", ""),
     fault("tokens with other ends are of one tokenizer", "compat/small_transformer.py", "tests/transforms/test_fingerprints.py -k whose",
           "str(version), known, list(ends)", "str(version), known"),
+    # a fifth batch, drawn by chance from all lines
+    fault("of a block only tokens count as memory", "loader/rows/stored.py", "tests/loader/test_stored.py -k block_holds",
+          "*self.values.values(), *beside)", "*beside)"),
+    fault("no text has the last byte that UTF-8 begins with", "transforms/tokenizer/lost.py", "tests/transforms/test_lost.py -k every_byte",
+          "            0x100000,\n", ""),
+    fault("who encoded is not told", "cache/writer.py", "tests/stages/test_cache_writer.py -k measured_is",
+          '        facts["encoder"] = ", ".join(sorted(self._encoders))\n', ""),
+    fault("a closed pool takes work", "loader/prefetch.py", "tests/test_refusals.py -k pool",
+          '                raise RuntimeError("the pool is closed")\n', "                pass\n"),
+    fault("a run that goes on forgets its best checkpoints", "train/callbacks/named.py", "tests/train/test_callback_states.py -k best",
+          '        self.ranking = [(int(step), float(value)) for step, value in state["ranking"]]\n', "        pass\n"),
+    fault("a run that goes on begins another in its service", "train/callbacks/trackers.py", "tests/train/test_callback_states.py -k wandb",
+          '        self.id = state["id"]\n', "        pass\n"),
 ]
 # fmt: on
 

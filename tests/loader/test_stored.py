@@ -24,7 +24,7 @@ from easypipe.core.schema import (
 from easypipe.loader.collate import CollateConfig, collate
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
-from easypipe.loader.rows.stored import StoredRows
+from easypipe.loader.rows.stored import Block, StoredRows
 from laws import (
     assert_exact_resume,
     assert_rows_well_formed,
@@ -280,6 +280,15 @@ def test_rows_without_end():
     n = PLANNED.num_rows
     assert_same_batch(rows.batch(np.arange(4), 64), rows.batch(np.arange(4) + 7 * n, 64))
     assert StoredRows({INPUT_IDS: np.empty((0, 4), int)}, num_epochs=None).num_rows == 0
+
+
+def test_all_that_a_block_holds_counts_as_its_memory():
+    numbers = np.arange(6)
+    whole = {"offsets": numbers, "columns": {INPUT_IDS: numbers}, "look_ahead": numbers}
+    whole |= {"values": {"weight": numbers, "more": numbers}, "ahead_weight": numbers}
+    assert {*whole} == {*Block._fields}
+    assert Block(**whole).num_bytes == 6 * numbers.nbytes
+    assert Block(numbers, {INPUT_IDS: numbers}).num_bytes == 2 * numbers.nbytes
 
 
 def test_a_block_is_decoded_once_for_its_neighbours_and_memory_is_bounded():

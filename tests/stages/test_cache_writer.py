@@ -160,6 +160,23 @@ def test_a_finished_cache_opens_at_once(tmp_path: Path, caplog: pytest.LogCaptur
     assert again.ledger.find("tokenize", "other", "rows")
 
 
+def test_what_was_measured_is_told_whole(tmp_path: Path) -> None:
+    """Every fact that the ledger has of a dataset; the speed of all of it only where all was done."""
+    counts = {"ranges_reused", "ranges_found_by_content", "ranges_written", "documents_encoded"}
+    told = {"seconds", "text_bytes", "encoder", *counts}
+    rows, more = texts(40), texts(20, seed=1)
+    first = prepare(WithIdentity(rows), small_tokenizer(), dataset="d", cache_dir=tmp_path)
+    assert {*facts(first)} == told | {"megabytes_per_second"}
+    assert facts(first)["text_bytes"] == sum(len(text.encode()) for text in rows)
+    assert facts(first)["encoder"] in ("gigatoken", "tokenizers")
+    assert (facts(first)["documents_encoded"], facts(first)["ranges_written"]) == (40, 4)
+    second = prepare(WithIdentity(rows, more), small_tokenizer(), dataset="d", cache_dir=tmp_path)
+    assert {*facts(second)} == told
+    assert (facts(second)["documents_encoded"], facts(second)["ranges_reused"]) == (20, 4)
+    for name, value in facts(second).items():
+        assert second.ledger.facts[f"tokenize.d.{name}"] == value
+
+
 def test_a_touched_file_is_read_and_not_tokenized_again(tmp_path: Path) -> None:
     prepare(
         WithIdentity(texts(40), texts(20, seed=1)),

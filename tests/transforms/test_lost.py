@@ -17,6 +17,7 @@ from easypipe import (
     PipelineConfig,
     load_tokenizer,
 )
+from easypipe.transforms.tokenizer import lost
 from easypipe.transforms.tokenizer.bpe import train_bpe
 
 
@@ -98,3 +99,8 @@ def test_two_tokens_of_one_id_are_told(tmp_path: Path, caplog: pytest.LogCapture
         if "stands for each of" in record.getMessage()
     ]
     assert "token 1 stands for each of ['e', 'y'], and so do 2 ids in all" in told
+
+
+def test_every_byte_that_utf8_has_is_asked_for() -> None:
+    """Of bytes that no text has, 0xC0, 0xC1 and 0xF5 on, a vocabulary needs no token."""
+    assert set(lost._EVERY_BYTE.encode()) == {*range(256)} - {0xC0, 0xC1, *range(0xF5, 256)}

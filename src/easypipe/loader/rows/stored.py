@@ -118,8 +118,9 @@ class Block(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        columns = (*self.columns.values(), *self.values.values())
-        return self.offsets.nbytes + sum(values.nbytes for values in columns)
+        beside = (self.look_ahead, self.ahead_weight)
+        arrays = (self.offsets, *self.columns.values(), *self.values.values(), *beside)
+        return sum(array.nbytes for array in arrays if array is not None)
 
 
 class StoredRows(RepeatedRows):
