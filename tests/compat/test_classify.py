@@ -417,7 +417,8 @@ def test_options_of_the_network(tmp_path: Path) -> None:
         ),
         (
             {"task": TASK | {"options": {"channels_last": False}}},
-            "task.options: batches are .* Leave channels_last out",
+            r"task\.options: batches are \{'pixel_values': \[\d+, 3, \d+, \d+\], 'labels': \[\d+\]\}, "
+            r"not pixel_values \[B, H, W, C\] with labels\. Leave channels_last out",
         ),
         (
             {"model": {"hidden_sizes": [2, 2, 2]}},

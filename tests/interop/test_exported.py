@@ -227,3 +227,14 @@ def test_who_refuses_a_conversation_is_told(
     said = [*exported_._conversations(load_tokenizer(tokenizer), template, SimpleNamespace())]
     assert bool(said) == (who is not None)
     assert all(f": {who} refuses it" in one for one in said)
+
+
+def test_texts_have_what_tokenizers_differ_in() -> None:
+    """Each alone, so that none is there by chance in another."""
+    plain, scripts, code = exported_.TEXTS
+    for text, pieces in (
+        (plain, ("  ", "\n\n", "\t", "12345.67", "!")),
+        (scripts, (" a", "ü", "中文", "עברית", "\N{SLIGHTLY SMILING FACE}")),
+        (code, ("\n    ", "{'a': x[0]}", "<b>", "</b>", "\r\n")),
+    ):
+        assert all(piece in text for piece in pieces)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import os
 import time
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from easypipe.cache import mapping
+from easypipe.cache.manifest import Counts, total
 from easypipe.cache.reader import Buffers, TokenCache
 from easypipe.core import locks
 from easypipe.core.checked import commit_checked, read_checked
@@ -244,3 +246,15 @@ def test_a_token_file_with_another_number_of_documents_is_refused(cache: TokenCa
     edit(cache.path, parts=[parts[0] | {"docs": parts[0]["docs"] + 1}, *parts[1:]])
     with pytest.raises(CacheError, match=r"holds \d+ rows of .*, not \d+"):
         TokenCache(cache.path).tokens(0)
+
+
+def test_every_count_is_told_and_summed() -> None:
+    nothing = Counts()
+    assert not any(vars(nothing).values())
+    for field in dataclasses.fields(Counts):
+        value = {"x": 3} if "Mapping" in str(field.type) else 3
+        some = dataclasses.replace(nothing, **{field.name: value})
+        assert some.ledger("d", {}).entries != nothing.ledger("d", {}).entries, field.name
+        twice = {"x": 6} if isinstance(value, dict) else 6
+        assert getattr(total([some, nothing, some]), field.name) == twice
+    assert {one.unit for one in nothing.ledger("d", {}).entries} == {"rows", "tokens"}

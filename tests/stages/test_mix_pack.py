@@ -485,3 +485,35 @@ def test_where_drop_leaves_nothing_the_length_of_rows_is_to_blame(
         with pytest.raises(PlanError, match=wrong):
             packed().save(SaveStageConfig(output_dir=tmp_path / "out")).build()
         assert not list((tmp_path / "out").glob("part-*"))
+
+
+@pytest.mark.parametrize("names", [("asked", "plain"), ("plain", "asked")], ids="-".join)
+def test_a_mixture_has_masks_where_one_of_its_datasets_has(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    rows = [{"prompt": text, "completion": f" {text[::-1]}"} for text in texts(40, longest=9)]
+    asked = {"prompt_field": "prompt", "completion_field": "completion"}
+    fields = {"asked": asked, "plain": {"content_field": "prompt"}}
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    made = [DatasetConfig(name=name, data_files=path, **fields[name]) for name in names]
+    whole = Pipeline(config(tmp_path, datasets=tuple(made))).source().tokenize()
+    whole = whole.mix(MixStageConfig(stop_strategy="all_exhausted"))
+    batch = whole.get_data()["mixed"].read(0, 0, 80)
+    targets: dict[str, set[int]] = {"asked": set(), "plain": set()}
+    for name, mask in zip(batch[SOURCE].to_pylist(), batch[LOSS_MASK].to_pylist(), strict=True):
+        targets[name] |= {*mask}
+    assert targets == {"asked": {0, 1}, "plain": {1}}
+    whole = whole.pack(PackStageConfig(seq_length=64))
+    load = LoadStageConfig(batch_size=2, drop_last=False)
+    batches = [dict(one) for one in whole.copy().load(load).build()]
+    entries = {
+        name: whole.ledger().find("labels", name, "tokens").out for name in ("asked", "plain")
+    }
+    counted = sum(int((one["labels"] != -100).sum()) for one in batches)
+    assert counted == sum(entry["targets"] for entry in entries.values())
+    assert entries["asked"]["masked"] > 100
+    assert "masked" not in entries["plain"]
+    whole.copy().save(SaveStageConfig(output_dir=str(tmp_path / "saved"))).build()
+    saved = DatasetConfig(name="saved", data_files=str(tmp_path / "saved"))
+    again = Pipeline(config(tmp_path, datasets=(saved,))).source().load(load).build()
+    laws.assert_same_batches(batches, again, what="saved")
