@@ -23,7 +23,7 @@ from easypipe.train.record import BEST, read_kept
 LOSSES = [3.0, 2.5, 2.7, 2.4, None, 2.6, 2.4, 2.3, 2.9, 2.35, 2.8, 2.9]  # None: not evaluated
 STEPS = len(LOSSES)
 METRIC = {"metric": "eval.held.loss"}
-KNOWN = Known(evals=("held",), eval_every=1, steps=STEPS, tokenizer="some")
+KNOWN = Known(evals={"held": ()}, eval_every=1, steps=STEPS, tokenizer="some")
 # name -> its options, one mapping a trial
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "early_stopping": [
