@@ -30,6 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import strategies
+from easypipe import DatasetConfig, Pipeline, PipelineConfig
 from easypipe.core import reachable
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.core.schema import token_dtype
@@ -127,8 +128,9 @@ def test_the_backend_says_what_and_why(
 
 @pytest.mark.shared
 def test_special_tokens_come_from_the_post_processor(shared_data: Path) -> None:
-    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "mistral_v1"))
-    assert tokenizer.backend.name == "gigatoken"  # which never adds them: it happens columnwise
+    name = str(shared_data / "tokenizers" / "mistral_v1")
+    # which never adds them: it happens columnwise
+    tokenizer = load_tokenizer(TokenizerConfig(name_or_path=name, backend="gigatoken"))
     encoded = tokenizer.encode_column(pa.array(["hi", "", "</s>"]))
     assert encoded.ids[encoded.offsets[:-1]].tolist() == [1, 1, 1]
     assert encoded.added.sum() == 3
@@ -158,8 +160,8 @@ def test_eos_is_taken_from_an_unmistakable_name_with_a_warning(
 
 
 @functools.cache
-def tokenizer_of_length(max_length: int | None) -> Tokenizer:
-    return small_tokenizer(max_length=max_length)
+def tokenizer_of_length(max_length: int | None, backend: str) -> Tokenizer:
+    return small_tokenizer(max_length=max_length, backend=backend)
 
 
 @examples(60)
@@ -167,11 +169,12 @@ def tokenizer_of_length(max_length: int | None) -> Tokenizer:
     st.lists(strategies.texts(), max_size=30),
     st.lists(st.integers(0, 30), max_size=4),
     st.sampled_from([None, 1, 5]),
+    st.sampled_from(["auto", "gigatoken"]),
 )
 def test_row_wise_and_equal_to_the_reference(
-    rows: list[str], cuts: list[int], max_length: int | None
+    rows: list[str], cuts: list[int], max_length: int | None, backend: str
 ) -> None:
-    tokenizer = tokenizer_of_length(max_length)
+    tokenizer = tokenizer_of_length(max_length, backend)
     column = pa.array(rows, pa.string())
     whole = tokenizer.encode_column(column)
     edges = sorted({0, len(rows), *(cut % (len(rows) + 1) for cut in cuts)})
@@ -277,6 +280,37 @@ def test_memory_is_bounded_on_text_of_nothing_but_new_words(shared_data: Path) -
     if measured != "True":
         pytest.skip("this system does not tell a process's memory")
     assert int(grown) < 350
+
+
+def test_few_bytes_are_encoded_without_gigatoken_and_need_no_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    class Counted(fast.FastEngine):
+        def encode(self, texts):
+            asked.append(texts.nbytes)
+            return super().encode(texts)
+
+    monkeypatch.setattr("easypipe.transforms.tokenizer.tokenizer.engine_of", Counted)
+
+    def tokens(text: str, folder: str) -> list[list[int]]:
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / "a.jsonl"
+        file.write_text(json.dumps({"text": text}) + "\n")
+        config = PipelineConfig(
+            datasets=[DatasetConfig(name="d", data_files=str(file))],
+            default_tokenizer=str(small_tokenizer_folder()),
+            cache_dir=tmp_path / folder / "cache",
+        )
+        source = Pipeline.from_config(config).source().tokenize().get_data()["d"]
+        asked.clear()  # of it, hostile texts are encoded once for all datasets
+        return source.read(0, 0, 1).column("input_ids").to_pylist()
+
+    for length, fast_too in ((1000, False), (1001, True)):
+        text = ("a few words " * 100)[:length]
+        assert tokens(text, str(length)) == [small_tokenizer().reference_encode(text)]
+        assert bool(asked) == fast_too, length
 
 
 class WrongEngine(fast.FastEngine):

@@ -350,7 +350,7 @@ class TextEncoder:
 
     def encode(self, rows: Texts, at: str, audit_key: str | None = None) -> EncodedDocuments:
         with self._proving:
-            if not self._proved:
+            if not self._proved and not self.tokenizer.by_reference(rows.texts):
                 sample = sample_of(rows.texts, SAMPLE_ROWS, SAMPLE_BYTES)
                 of = f"dataset {self._dataset}"
                 backend = self.tokenizer.prove(sample, of=of, memo=self._memo)
