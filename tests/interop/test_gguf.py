@@ -364,6 +364,17 @@ def test_pieces_whose_rules_differ_in_some_texts_are_carried_with_a_warning(
         )
 
 
+def test_the_tokenizer_of_mistral_is_carried(shared_data: Path) -> None:
+    loaded = load_tokenizer(shared_data / "tokenizers" / "mistral_v1")
+    found = vocabulary_of(loaded, 32000)
+    assert (found.kind, found.space_prefix, found.begins) == ("llama", True, 1)
+    scores = dict(zip(found.tokens, found.scores, strict=True))
+    space = "\N{LOWER ONE EIGHTH BLOCK}"
+    assert scores[f"{space}t"] > scores["er"] > scores[f"{space}the"] > scores[space * 2]
+    # whose merges stand among each other: the first in the text comes first
+    assert scores[space * 3] == scores[space * 16] == scores[space * 2] + 1
+
+
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
 CUTS: dict[str, tuple[list[Any], bool]] = {
@@ -475,6 +486,13 @@ def test_a_tokenizer_that_cannot_be_carried_is_refused_and_nothing_is_written(
     assert told in str(caught.value)
     assert str(other) in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def _mixed(definition: dict[str, Any]) -> None:
+    """The first pair of a word that has several goes behind all others."""
+    merges = definition["model"]["merges"]
+    made = ["".join(pair) for pair in merges]
+    merges.append(merges.pop(next(i for i, word in enumerate(made) if made.count(word) > 1)))
 
 
 def test_pieces_that_a_file_cannot_say_are_refused(tmp_path: Path) -> None:
@@ -669,6 +687,23 @@ def test_llama_cpp_makes_the_same_tokens(name: str, tmp_path: Path) -> None:
         *texts(20),
     ]
     for text in odd:
+        found = opened.tokenize(text.encode(), add_bos=True, special=True)
+        assert found == loaded.reference_encode(text, whole=True), text
+
+
+@needs_llama
+@pytest.mark.parametrize("name", ["gpt2", "mistral_v1", "olmo_neox"])
+def test_llama_cpp_makes_the_same_tokens_as_published_tokenizers(
+    name: str, shared_data: Path, tmp_path: Path
+) -> None:
+    loaded = load_tokenizer(folder := shared_data / "tokenizers" / name)
+    model = of_family("llama3", tmp_path / "files", vocab_size=loaded.vocab_size)
+    run = trained(model, folder, Seen(max_length=512))
+    path = written(run, tmp_path / "model.gguf")
+    opened = pytest.importorskip("llama_cpp").Llama(str(path), vocab_only=True, verbose=False)
+    paragraphs = Path(__file__).read_text().split("\n\n")
+    odd = ["", "  a", "   b \t x\n\n\n y", "\t123 ünïcödé 中文 😶\u200d🌫️ ½²", "a" + " " * 50 + "b"]
+    for text in [*paragraphs, *odd, "<s> x</s>", "[INST] hi [/INST]", "a\u200bb \u00a0c"]:
         found = opened.tokenize(text.encode(), add_bos=True, special=True)
         assert found == loaded.reference_encode(text, whole=True), text
 

@@ -216,8 +216,9 @@ def _scores(model: JsonObject, types: Sequence[int], tokens: Sequence[str], at: 
     earlier has a higher one.
 
     llama.cpp merges whatever two pieces spell a token, of all such pairs the one whose token has
-    the highest score. That is the list of merges where the pairs of a token stand together in it
-    and none is left out.
+    the highest score, of equal ones the first in the text. That is the list of merges where the
+    pairs of a token stand together in it and none is left out. Pairs of rows of one character
+    (spaces) may stand among each other: both begin with the first, and go on with what it became.
     """
     vocab = model["vocab"]
     missing = [
@@ -226,21 +227,32 @@ def _scores(model: JsonObject, types: Sequence[int], tokens: Sequence[str], at: 
         if f"<0x{byte:02X}>" not in vocab and (byte > 127 or chr(byte) not in vocab)
     ]
     _require(not missing, at, f"llama.cpp needs a token for each byte; there is none for {missing}")
-    order: dict[str, int] = {}
-    last, listed, early = "", set[tuple[str, str]](), list[str]()
-    for left, right in model["merges"]:
-        made = left + right
-        listed.add((left, right))
-        if types[vocab[made]] == USER_DEFINED:
-            early.append(made)
-            continue
-        _require(
-            made == last or made not in order,
+    listed = {(left, right) for left, right in model["merges"]}
+    early = [made for left, right in listed if types[vocab[made := left + right]] == USER_DEFINED]
+    if early:
+        logger.warning(
+            "tokenizer %s: llama.cpp takes tokens such as %r out of texts before it merges others, "
+            "which may cut a row of them otherwise",
             at,
-            f"its merges to {made!r} do not stand together, which no scores can say",
+            min(early),
         )
-        last = made
-        order.setdefault(made, len(order))
+    made = [left + right for left, right in model["merges"]]
+    made = [word for word in made if types[vocab[word]] != USER_DEFINED]
+    last = {word: i for i, word in enumerate(made)}
+    blocks: list[set[str]] = []  # of words whose pairs stand among each other
+    end = -1
+    for i, word in enumerate(made):
+        if i > end:
+            blocks.append(set())
+        blocks[-1].add(word)
+        end = max(end, last[word])
+    for block in blocks:
+        _require(
+            len(block) == 1 or len({*"".join(block)}) == 1,
+            at,
+            f"its merges to {min(block)!r} do not stand together, which no scores can say",
+        )
+    order = {word: i for i, block in enumerate(blocks) for word in block}
     for word, number in vocab.items():
         if types[number] == NORMAL:
             for i in range(1, len(word)):
@@ -250,12 +262,5 @@ def _scores(model: JsonObject, types: Sequence[int], tokens: Sequence[str], at: 
                     at,
                     f"its merges leave out {pair[0]!r} + {pair[1]!r}, which llama.cpp would merge",
                 )
-    if early:
-        logger.warning(
-            "tokenizer %s: llama.cpp takes tokens such as %r out of texts before it merges others, "
-            "which may cut a row of them otherwise",
-            at,
-            early[0],
-        )
-    rest = float(-len(order))
+    rest = -float(len(blocks))
     return [-float(order[token]) if token in order else rest for token in tokens]
