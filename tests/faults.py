@@ -657,6 +657,18 @@ FAULTS = [
           '        self.ranking = [(int(step), float(value)) for step, value in state["ranking"]]\n', "        pass\n"),
     fault("a run that goes on begins another in its service", "train/callbacks/trackers.py", "tests/train/test_callback_states.py -k wandb",
           '        self.id = state["id"]\n', "        pass\n"),
+    fault("a stream begins behind a document of one token", "loader/rows/targets.py", "tests/loader/test_rows.py -k one_token",
+          "np.argmax(window.length > 0)", "np.argmax(window.length > 1)"),
+    fault("a mixture has masks where all of its datasets have", "stages/mix/mixture.py", "tests/stages/test_mix_pack.py -k one_of_its",
+          "return any(LOSS_MASK in", "return all(LOSS_MASK in"),
+    fault("the environment wins over what is configured", "train/parallel/distributed.py", "tests/train/test_processes.py -k not_whole",
+          "if value is None and variable in variables:", "if variable in variables:"),
+    fault("rows that come forward are begun again for every batch", "loader/rows/items.py", "tests/loader/test_row_identities.py -k for_once",
+          "if self._items is None or row < self._first:", "if self._items is None or row <= self._first:"),
+    fault("samples begin with nothing", "cli/train.py", "tests/cli/test_commands.py -k train_and_its",
+          "start = tokenizer.reference_encode(prompt) if prompt else []", "start = []"),
+    fault("a special string is counted where none was looked for", "cache/manifest.py", "tests/sources/test_cache.py -k every_count",
+          "    special: int = 0  #", "    special: int = 1  #"),
 ]
 # fmt: on
 

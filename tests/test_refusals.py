@@ -163,6 +163,9 @@ REFUSED: dict[str, Callable[[Path], Any]] = {
     r"train\.callbacks\.x: the loss gives no 'los' .*Did you mean 'loss'\?": (
         lambda folder: value_of({"loss": 1.0, "eval": {}}, "los", "train.callbacks.x")
     ),
+    r"format_callback: 'call' is no function\. Give a function": (
+        lambda folder: DatasetConfig(name="a", data_files="x", format_callback="call")
+    ),
     r"the pool is closed": lambda folder: closed_pool(),
     r"'weight' holds .*, and in dataset 'a' .*\. Give them one type\.": (
         lambda folder: joined_columns([("a", [column("float32")]), ("b", [column("uint16")])])

@@ -337,6 +337,8 @@ def test_train_and_its_refusals(
     # finished: nothing is trained again, the drawn seed is remembered
     assert main(["train", str(path), "--samples", "0"]) == 0
     assert "goes on from step 4" in capsys.readouterr().out
+    assert main(["train", str(path), "--samples", "1", "--prompt", "the quick"]) == 0
+    assert "» 'the quick" in capsys.readouterr().out
     for change, message in (
         ("model.vocab_size=100", "model.vocab_size: 100, but the tokenizer"),
         (

@@ -282,3 +282,24 @@ def test_behind_the_last_row_of_a_rank_or_a_pass_there_is_none(
             for stop in range(start, 22):
                 there = max(0, min(stop, rows.num_rows) - start)
                 assert rows.open().available(start, stop) == there
+
+
+def test_rows_that_come_forward_are_asked_for_once() -> None:
+    """Who is at a row and goes on begins nothing again."""
+
+    class Counted(Items):
+        begun = 0
+
+        def __iter__(self) -> Any:
+            self.begun += 1
+            return super().__iter__()
+
+    data = Counted([*range(9)])
+    rows = ForwardRows(data, collate)
+    for start in range(0, 8, 2):
+        assert rows.available(start, start + 2) == 2
+        rows.batch(np.arange(start, start + 2), 0)
+        rows.batch(np.arange(start, start + 2), 0)
+    assert data.begun == 1
+    rows.batch(np.arange(2), 0)
+    assert data.begun == 2

@@ -9,7 +9,7 @@ from easypipe.core.errors import CacheError, PlanError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import BATCH_COLUMNS, collate
 from easypipe.loader.rows.planned import PlannedRows
-from easypipe.loader.rows.targets import count_targets
+from easypipe.loader.rows.targets import count_targets, stream_start
 from laws import assert_contiguous, assert_labels, assert_rows_by_number, assert_rows_well_formed
 from loader_support import EOS, PAD, MemoryCache, plan_rows, slow_labels, slow_rows, some_docs
 from strategies import examples
@@ -106,6 +106,17 @@ def test_a_piece_that_goes_on_with_an_answer_has_no_target_without_its_prompt():
     assert held.identity["plan"] != asked.identity["plan"]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stream_may_begin_with_a_document_of_one_token(seed):
+    caches = [MemoryCache([np.array([EOS])] * 9), MemoryCache(some_docs([5] * 9, eos_every=1))]
+    rows = plan_rows(caches, seq_length=8, strategy="stream", joined=True, seed=seed)
+    order = plan_rows(caches, seq_length=None, seed=seed).plan
+    first = int(order.pieces(np.arange(1)).dataset[0])
+    assert stream_start(rows.plan) == first
+    targets, _ = count_targets(rows.plan, caches, rows.num_rows, joined=True)
+    assert targets.tolist() == [9 - (first == 0), 45 - (first == 1)]
+
+
 @examples(60)
 @given(
     caches=datasets(),
@@ -121,13 +132,15 @@ def test_rows_of_a_stream_are_contiguous_and_know_the_token_behind_them(
     # the documents one by one, in the order in which they are drawn
     order = plan_rows(caches, seq_length=None, window=window)
     drawn = order.plan.pieces(np.arange(order.num_rows))
-    documents = []
+    documents, expected = [], [0] * len(caches)  # targets of each dataset
     for dataset, doc in zip(drawn.dataset.tolist(), drawn.doc.tolist(), strict=True):
         ids = caches[dataset].docs[doc].tolist()
         mask = (
             [1] * len(ids) if caches[dataset].masks is None else caches[dataset].masks[doc].tolist()
         )
         documents.append((ids, mask) if ids[-1] == EOS else ([*ids, EOS], [*mask, mask[-1]]))
+        begins = not joined or len(documents) == 1
+        expected[dataset] += sum(documents[-1][1]) - begins * documents[-1][1][0]
     numbers = np.arange(rows.num_rows)
     batch = rows.batch(numbers, seq_length)
     assert_contiguous(batch, documents, joined=joined)
@@ -144,17 +157,10 @@ def test_rows_of_a_stream_are_contiguous_and_know_the_token_behind_them(
     shuffled = plan_rows(caches, **options).batch(numbers, seq_length)
     for name in batch:  # permuted within windows, the label of the last slot with its row
         assert sorted(map(tuple, batch[name])) == sorted(map(tuple, shuffled[name]))
-    starts = (
-        sum(mask[0] for _, mask in documents[:1])
-        if joined
-        else sum(mask[0] for _, mask in documents)
-    )
     targets, _ = count_targets(rows.plan, caches, rows.num_rows, joined=joined)
-    assert (
-        targets.sum()
-        == np.count_nonzero(batch[LABELS] != IGNORE)
-        == sum(sum(mask) for _, mask in documents) - starts
-    )
+    assert targets.tolist() == expected
+    assert targets.sum() == np.count_nonzero(batch[LABELS] != IGNORE)
+    assert stream_start(rows.plan) == drawn.dataset[0]
 
 
 @examples(30)

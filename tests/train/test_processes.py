@@ -372,6 +372,15 @@ def test_where_nothing_speaks_of_other_processes_nothing_is_done(alone):
             {"JAX_PROCESS_ID": "2"},
             "train.distributed.process_id: 2 is not from 0 to 1. Number the processes from 0.",
         ),
+        (  # what is configured wins
+            {"coordinator_address": "a:1", "num_processes": 2},
+            {
+                "JAX_COORDINATOR_ADDRESS": "no port",
+                "JAX_NUM_PROCESSES": "many",
+                "JAX_PROCESS_ID": "5",
+            },
+            "train.distributed.process_id: 5 is not from 0 to 1. Number the processes from 0.",
+        ),
         (
             {},
             {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"},

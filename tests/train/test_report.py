@@ -85,6 +85,45 @@ def test_what_the_page_draws_is_what_the_run_wrote(tmp_path: Path) -> None:
     assert values["a: EOS", "pack a"] == 1
 
 
+def test_every_cell_of_every_table_is_told(tmp_path: Path) -> None:
+    made = run(tmp_path)
+    lines = (made / "metrics.jsonl").read_text().splitlines()
+    more = {"skipped": 2, "mfu": 0.25, "mfu_palm": 0.125, "peak_memory": 77}
+    rates = [json.dumps({**json.loads(line), "tokens_per_second": 5.0}) for line in lines]
+    rates[-1] = json.dumps(json.loads(rates[-1]) | more)
+    (made / "metrics.jsonl").write_text("\n".join(rates) + "\n")
+    for step in (9, 30):
+        (made / "checkpoints" / str(step)).mkdir(parents=True)
+    text = page([made])
+    cells = [
+        re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL)
+        for row in re.findall(r"<tr>(.*?)</tr>", text[text.index("<body") :], re.DOTALL)
+    ]
+    plain = [[re.sub(r"<[^>]+>", "", cell) for cell in row] for row in cells]
+    begun = next(row[1] for row in plain if re.fullmatch(r"20\d\d-.*:\d\d", row[-1]))
+    assert plain == [
+        ["folder", str(made)],
+        ["last step logged", "30"],
+        ["loss at first, at last", "4, 0.13333"],
+        ["steps skipped, not finite", "2"],
+        ["tokens a second, median", "5"],
+        ["MFU at last (exact; PaLM convention)", "0.25; 0.125"],
+        ["peak memory of a device, bytes", "77"],
+        ["checkpoints of steps", "9, 30"],
+        ["step", "held out", "loss", "nll", "perplexity", "targets"],
+        ["30", "&lt;/script&gt;&lt;b&gt;held", "0.5", "0.5", "1.6", "9"],
+        ["", "changed", ""],
+        ["from step 10", "load.batch_size", "was 8, is 16"],
+        ["", "begun again, UTC"],
+        ["from step 10", begun],
+        ["dataset", "asked for (rows)", "drawn", "documents", "epochs", "tokens"],
+        ["a", "1", "1", "1", "0.8", "9"],
+        ["stage", "dataset", "unit", "in", "out"],
+        ["tokenize", "a", "tokens", "encoded 10", "stored 10"],
+        ["pack", "a", "tokens", "EOS 1, drawn 8", "placed 9"],
+    ]
+
+
 def test_tokens_that_are_drawn_twice_flow_from_somewhere() -> None:
     entry = {"dataset": "a", "unit": "tokens"}
     entries = [
