@@ -111,9 +111,11 @@ def leave(code: int, error: BaseException) -> None:
     """
     if not several() or (isinstance(error, EasypipeError) and error.in_all):
         return
+    client = jax_distributed.global_state.client
+    assert client is not None  # there are several
     failed = f"{code} {jax.process_index()} {error or type(error).__name__}"
     with suppress(jax.errors.JaxRuntimeError):  # another has failed before, or the store is gone
-        jax_distributed.global_state.client.key_value_set(_FAILED, failed)
+        client.key_value_set(_FAILED, failed)
     if jax.process_index() == 0:  # with it goes the store that the others hear of it by
         time.sleep(2 * GRACE + 1)
     _end(code)
@@ -150,6 +152,7 @@ def _listen() -> None:
 def _hear(over: threading.Event) -> None:
     """Looks every second whether another process has failed; then says so, and ends this one."""
     client = jax_distributed.global_state.client
+    assert client is not None
     while not over.wait(1):
         with suppress(jax.errors.JaxRuntimeError):  # nobody has
             code, process, why = client.key_value_try_get(_FAILED).split(" ", 2)
