@@ -272,6 +272,7 @@ UNTOLD = {
     "cache/mapping.py: no room for the addresses of": "test_cache.py, by what is said before it",
     "cache/ranges.py: its counts do not add up": "test_false_fields.py: the range is made again",
     "cache/remote.py: is no token file": "an assertion about our own names",
+    "cache/writer.py: : written again, it is damaged:": "test_damage.py: its files are whole again",
     "cache/writer.py: tokenizing was stopped": "ends other workers' ranges after the error of one",
     "core/locks.py: Try again when it has ended.": "the words before it stand in tests",
     "core/locks.py: this file system has no locks:": "disasters: ENOLCK",
@@ -306,7 +307,9 @@ UNTOLD = {
 
 
 def refusals() -> Iterator[tuple[str, list[str]]]:
-    """(file, constant words) of every error that the package makes with words of its own."""
+    """(file, constant words) of every error that the package makes with words of its own, and of
+    every warning.
+    """
     for path in sorted(HOUSE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             call = node.exc if isinstance(node, ast.Raise) else getattr(node, "value", None)
@@ -316,19 +319,23 @@ def refusals() -> Iterator[tuple[str, list[str]]]:
                 said = [*call.args, *(one.value for one in call.keywords)]
             elif isinstance(node, ast.Expr) and ast.unparse(call.func) in REQUIRE:
                 said = call.args[1:]
+            elif isinstance(node, ast.Expr) and ast.unparse(call.func) in WARN:
+                said = call.args
             else:
                 continue
             words = [
-                " ".join(one.value.split())
+                " ".join(words.split())
                 for part in said
                 for one in ast.walk(part)
                 if isinstance(one, ast.Constant) and isinstance(one.value, str)
+                for words in re.split(r"%[\w.,-]*", one.value)
             ]
             if words := [one for one in words if len(one) >= 8 and " " in one]:
                 yield path.relative_to(HOUSE).as_posix(), words
 
 
 REQUIRE = ("require", "require_known")
+WARN = ("log.warning", "logger.warning")
 PIECE = 14  # letters in a row that tell one message from another
 
 

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
+import unicodedata
 
 from easypipe.core import errors
+from easypipe.core.visible import visible
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:
@@ -47,3 +50,11 @@ def test_names_of_several_words_are_near_by_their_words() -> None:
     tokenizer = ["padding", "padding_side"]  # a letter too few is nearer than a word too many
     assert errors.did_you_mean("padding_sid", tokenizer) == "Did you mean 'padding_side'?"
     assert errors.did_you_mean("lr", ["lora", "learning_rate"]) == "Did you mean 'learning_rate'?"
+
+
+def test_no_character_hides_or_steers_what_is_shown() -> None:
+    every = [chr(point) for point in range(sys.maxunicode + 1)]
+    hidden = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # of Unicode's categories; Bidi marks are in Cf
+    for c in every:
+        assert visible(c) == (f"\\u{{{ord(c):x}}}" if unicodedata.category(c) in hidden else c)
+    assert visible("a\n\x1b[0mb\u2029", keep="\n") == "a\n\\u{1b}[0mb\\u{2029}"
