@@ -20,6 +20,15 @@ Run = Annotated[
     ),
 ]
 Step = Annotated[int | None, typer.Option("--step", help="Of which checkpoint; else the newest.")]
+Check = Annotated[
+    bool,
+    typer.Option(
+        "--check",
+        help="Open OUT with transformers (and PEFT; with --gguf: with llama-cpp-python), and "
+        "compare with the run: logits (or greedy tokens), tokens of texts and conversations, "
+        "what ends generation. Differences end it with exit 1.",
+    ),
+]
 
 
 def export(
@@ -44,15 +53,7 @@ def export(
         Literal["float32", "float16", "bfloat16"] | None,
         typer.Option(help="Of the matrices of --gguf; else that of the run's parameters."),
     ] = None,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="Open OUT with transformers (and PEFT; with --gguf: with llama-cpp-python), and "
-            "compare with the run: logits (or greedy tokens), tokens of texts and conversations, "
-            "what ends generation. Differences end it with exit 1.",
-        ),
-    ] = False,
+    check: Check = False,
 ) -> None:
     """Write the model of RUN to OUT, for transformers or llama.cpp. Its tokenizer goes with it."""
     require(dtype is None or gguf, "--dtype", "has no effect without --gguf", "Leave it out.")

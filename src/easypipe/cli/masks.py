@@ -17,36 +17,46 @@ from easypipe.cli.show import say, write_page
 
 if TYPE_CHECKING:
     from easypipe.previews.masks import ConversationMask
+Messages = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="Conversations to look at, JSON or one in each line; else samples.",
+    ),
+]
+RolesToTrain = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Whose turns are trained, in place of --train-on; may be given several times. "
+        "'': nobody's but those of messages that say so by train or weight."
+    ),
+]
+SpecialToken = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="What a template alone writes as a special token; may be given several times. "
+        "Without it, what looks like one."
+    ),
+]
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="TOKENIZER_OR_TEMPLATE",
+        help="A tokenizer.json, its folder or Hub name; or a .jinja file, or a built-in "
+        "template's name.",
+    ),
+]
 
 
 def masks(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="TOKENIZER_OR_TEMPLATE",
-            help="A tokenizer.json, its folder or Hub name; or a .jinja file, or a built-in "
-            "template's name.",
-        ),
-    ],
-    messages: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="Conversations to look at, JSON or one in each line; else samples.",
-        ),
-    ] = None,
+    source: Source,
+    messages: Messages = None,
     train_on: Annotated[
         Literal["assistant", "last_assistant", "completion", "all"] | None,
         typer.Option(help="Which turns are trained; else the assistant's."),
     ] = None,
-    roles_to_train: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Whose turns are trained, in place of --train-on; may be given several times. "
-            "'': nobody's but those of messages that say so by train or weight."
-        ),
-    ] = None,
+    roles_to_train: RolesToTrain = None,
     train_on_eos: Annotated[
         Literal["turn", "last", "none"],
         typer.Option(help="Of which trained turns the end is trained."),
@@ -60,13 +70,7 @@ def masks(
     chat_template: Annotated[
         str | None, typer.Option(help="Another template than the tokenizer's own.")
     ] = None,
-    special_token: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What a template alone writes as a special token; may be given several times. "
-            "Without it, what looks like one."
-        ),
-    ] = None,
+    special_token: SpecialToken = None,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:

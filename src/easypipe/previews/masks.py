@@ -193,26 +193,7 @@ def masks(
     template, tokenizer = _opened(source, chat_template, asked, special_tokens)
     if tokenizer is not None:
         turns_of(template, tokenizer)  # warns where nothing ends a turn
-    given = SAMPLES if conversations is None else _named(conversations)
-    forms = {
-        name: list(spellings(one)) if conversations is None else [("", one)]
-        for name, one in given.items()
-    }
-    rows = [
-        Refused(*wrong) if (wrong := wrong_messages(row.get("messages"))) else row
-        for tried in forms.values()
-        for _, row in tried
-    ]
-    if reasoning == "per_turn":
-        samples = [[one for _, one in some] for some in by_turns(template, rows)]
-    else:
-        samples = [[one] for one in template.render(rows)]
-    each = iter(samples)
-    found = [
-        one
-        for name, tried in forms.items()
-        for one in _chosen(name, [(form, row, next(each)) for form, row in tried])
-    ]
+    found = _rendered(template, conversations, by_turn=reasoning == "per_turn")
     return [one for one, _ in found] if tokenizer is None else _with_tokens(tokenizer, found)
 
 
@@ -310,6 +291,32 @@ def _formed(message: Mapping[str, Json], parts: bool, written: bool, empty: bool
         texts = [made["content"]] if made["content"] else []
         made["content"] = [{"type": "text", "text": text} for text in texts]
     return {key: value for key, value in made.items() if value is not None}
+
+
+def _rendered(
+    template: ChatTemplate, conversations: Sequence[Talk | Mapping[str, Json]] | None, by_turn: bool
+) -> list[tuple[ConversationMask, int]]:
+    """What is shown of each, and how its text ends."""
+    given = SAMPLES if conversations is None else _named(conversations)
+    forms = {
+        name: list(spellings(one)) if conversations is None else [("", one)]
+        for name, one in given.items()
+    }
+    rows = [
+        Refused(*wrong) if (wrong := wrong_messages(row.get("messages"))) else row
+        for tried in forms.values()
+        for _, row in tried
+    ]
+    if by_turn:
+        samples = [[one for _, one in some] for some in by_turns(template, rows)]
+    else:
+        samples = [[one] for one in template.render(rows)]
+    each = iter(samples)
+    return [
+        one
+        for name, tried in forms.items()
+        for one in _chosen(name, [(form, row, next(each)) for form, row in tried])
+    ]
 
 
 def _chosen(

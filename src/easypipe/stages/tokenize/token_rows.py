@@ -69,8 +69,7 @@ def encode_texts(
     """
     made = _encoded(texts, tokenizer, batch_size, raw=raw, whole=lengths is not None)
     _require_short(made, texts, at)
-    fast = not tokenizer.by_reference(texts.texts) and tokenizer.backend.name != "tokenizers"
-    if audit_key is not None and fast and len(texts.texts):
+    if audit_key is not None and tokenizer.encodes_fast(texts.texts):
         _audit(texts, made, tokenizer, audit_key, at, raw=raw, whole=lengths is not None)
     rejects = _rejected(texts, made, tokenizer)
     kept = np.ones(len(texts.rows), np.bool_)

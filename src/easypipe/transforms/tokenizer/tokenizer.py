@@ -185,6 +185,10 @@ class Tokenizer:
         ends, _ = bytes_of(texts)
         return self.config.backend == "auto" and int(ends[-1] - ends[0]) <= _FEW_BYTES
 
+    def encodes_fast(self, texts: pa.LargeStringArray) -> bool:
+        """Whether there are any, and gigatoken encodes them."""
+        return len(texts) > 0 and not self.by_reference(texts) and self._decide()[1] is not None
+
     def refute(self, why: str) -> None:
         """Remembers that gigatoken wrote wrong tokens.
 
