@@ -112,12 +112,16 @@ MDS = [
 # Verdicts, and values beside tokens
 
 
-def judged(what: str, says: str | None, row: dict[str, Any], **options: Any) -> Case:
+def judged(
+    what: str, says: str | None, row: dict[str, Any], first: Any = None, **options: Any
+) -> Case:
     good = {"prompt": "a?", "completion": "b", "good": True}
     fields = {"prompt_field": "prompt", "completion_field": "completion", "desirable_field": "good"}
     chosen = {f"datasets.0.{key}": value for key, value in (fields | options).items()}
     chosen |= {"datasets.0.data_files": "k.jsonl", "pack.oversize": "drop"}
-    return Case(what, says, files={"k.jsonl": lines([good, row, good])}, options=chosen)
+    return Case(
+        what, says, files={"k.jsonl": lines([first or good, row, first or good])}, options=chosen
+    )
 
 
 def beside(what: str, says: str | None, row: dict[str, Any], columns: Any = ("w",)) -> Case:
@@ -130,6 +134,15 @@ VERDICTS = [
     judged("a verdict that is null", "k.jsonl, row 1 … column 'good'", {**ANSWER, "good": None}),
     judged("a verdict that is a number", "k.jsonl, row 1 … 'good'", {**ANSWER, "good": 1}),
     judged("a verdict that is a text", "column 'good'", {**ANSWER, "good": "yes"}),
+    *(
+        judged(
+            f"verdicts that are {json.dumps(value)}",
+            f"k.jsonl, row {row}, column 'good': {value!r} is no verdict … Give true where",
+            {**ANSWER, "good": value},
+            first={**ANSWER, "good": None if row else value},
+        )
+        for value, row in (("yes", 1), ("no", 0), (1, 0), ("true", 0))
+    ),
     judged("a row without a verdict", "k.jsonl, row 1", ANSWER),
     judged("a column of verdicts that is not there", "'gut'", ANSWER, desirable_field="gut"),
     judged("verdicts on pairs", "desirable", {**ANSWER, "no": "c"}, rejected_field="no"),

@@ -177,7 +177,7 @@ def test_desirable_answers_become_likelier_than_the_others(
         ({"desirable_weight": -1.0}, {}, "-1.0 is not a number from 0 up"),
         ({}, {"rejected_field": "label2"}, "desirable_column: judges one answer"),
         ({}, {"desirable_field": "prompt"}, "is the prompt_field too"),
-        ({}, {"desirable_field": "number"}, "holds int64, not true and false"),
+        ({}, {"desirable_field": "number"}, "row 0, column .number.: [0-9] is no verdict"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

@@ -6,6 +6,7 @@ A form says what the rows of a dataset are as texts; `TextEncoder` makes documen
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -22,8 +23,16 @@ from easypipe.cache.ranges import BLANK_TEXTS
 from easypipe.cache.reader import cache_schema
 from easypipe.core.aligned import DESIRABLE, AlignedColumn, flat_values
 from easypipe.core.config import digest, fields_of
-from easypipe.core.errors import ConfigError, SourceError, place, require_known
-from easypipe.core.protocols import Reject, ShardedSource, TokenInfo, left_out, scan
+from easypipe.core.errors import ConfigError, EasypipeError, SourceError, place, require_known
+from easypipe.core.protocols import (
+    Reject,
+    ShardedSource,
+    TokenInfo,
+    left_out,
+    place_of,
+    scan,
+    unit_of,
+)
 from easypipe.core.schema import (
     ATTENTION_MASK,
     INPUT_IDS,
@@ -144,8 +153,15 @@ class PromptRows:
             kind = source.schema.field(column).type
             if column == self.judged:
                 if not pa.types.is_boolean(kind):
-                    fix = "Give a column of booleans."
-                    raise SourceError(at=at, problem=f"holds {kind}, not true and false", fix=fix)
+                    where, value = _first_value(source, column, ("true", "false"))
+                    raise SourceError(
+                        at=where or at,
+                        problem=f"{value} is no verdict on an answer"
+                        if value is not None
+                        else f"not all of its values are verdicts on an answer ({kind})",
+                        fix="Give true where it is desirable and false where it is not, without "
+                        "quotes.",
+                    )
             elif column not in self.engine.verdicts and not format.accepts(kind, column):
                 wanted, fix = "text", "Name a column of text."
                 if column == KWARGS:
@@ -207,6 +223,23 @@ class PromptRows:
         texts = texts_of(rendered, of, rejects, cut_by)
         desirable = np.array([verdict_of[row] for row in texts.rows.tolist()], np.uint8)
         return replace(texts, desirable=desirable)
+
+
+def _first_value(
+    source: ShardedSource, column: str, but: tuple[str, ...]
+) -> tuple[str | None, str | None]:
+    """Where the first value of a column stands that is none of `but`, else its first one, and what
+    it is; None where the head of the first shard cannot be read, as of values of several types.
+    """
+    known, most = source.shards[0].num_rows, 1 << 16 if unit_of(source) == "bytes" else 1000
+    with contextlib.suppress(EasypipeError):  # that the column is wrong is said anyway
+        batch, _ = scan(source, 0, 0, most if known is None else min(most, known))
+        values = batch.column(column).to_pylist()
+        given = [i for i, value in enumerate(values) if value is not None]
+        for i in sorted(given, key=lambda i: values[i] in but)[:1]:
+            row = int(row_numbers(batch, 0)[i])
+            return f"{place_of(source, 0, row)}, column {column!r}", repr(values[i])[:100]
+    return None, None
 
 
 RowForm = TextColumn | PromptRows
