@@ -41,6 +41,7 @@ from easypipe import (
 from easypipe.core.config import to_dict
 from easypipe.core.protocols import PipelineContext, ProgressEvent, ShardedDataSource
 from easypipe.core.schema import INPUT_IDS
+from easypipe.jobs import prepare_data
 from easypipe.save.saved import SavedSource
 from easypipe.transforms.columns.functions import Map
 from pipelines import config, jsonl, texts, tokenizer, two_datasets
@@ -424,6 +425,17 @@ def test_num_rows_limits_the_dataset(tmp_path: Path) -> None:
     dataset = DatasetConfig(name="x", data_files=[{"text": text} for text in texts(12)], num_rows=5)
     pipeline = Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize()
     assert pipeline.ledger().find("tokenize", "x", "rows").out == {"written": 5}
+
+
+def test_fewer_rows_than_num_rows_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts(12)])
+    for asked, told in ((12, False), (13, True)):
+        dataset = DatasetConfig(name="x", data_files=path, num_rows=asked)
+        prepare_data(config(tmp_path, datasets=[dataset]))
+        words = "data: dataset x: num_rows asks for 13 rows, and it has 12: all are read"
+        assert (words in caplog.text) == told
 
 
 def test_tokenizers_go_by_dataset_then_stage_then_pipeline(tmp_path: Path) -> None:

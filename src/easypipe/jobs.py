@@ -13,7 +13,7 @@ from typing import Any, Literal
 from easypipe.cache.location import cache_folder
 from easypipe.cache.repair import place_of
 from easypipe.cache.verify import Verification
-from easypipe.core.config import fields_of, from_dict, is_config
+from easypipe.core.config import apply_overrides, fields_of, from_dict, is_config, load_yaml
 from easypipe.core.errors import (
     ConfigError,
     EasypipeError,
@@ -104,6 +104,36 @@ def tokenize_and_save(
         save=save,
     )
     return Pipeline(config, progress=progress or ProgressLine()).source().tokenize().save().build()
+
+
+def file_values(path: str | Path, overrides: Sequence[str]) -> JsonObject:
+    """The values of a config file, with `key.path=value` overrides.
+
+    Raises ConfigError naming the key path of what is wrong; also of an override that is of a run
+    config where the file is a pipeline config, whose keys stand without `data.`.
+    """
+    values = load_yaml(path)
+    if "data" in values or "datasets" not in values:
+        return apply_overrides(values, overrides)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        head, _, rest = key.partition(".")
+        require(
+            head != "data" or not rest or not equals,
+            key,
+            f"{path} is a pipeline config, whose keys stand without data.",
+            f"Write --set {rest}={value}.",
+        )
+        require(
+            head not in RUN_KEYS,
+            key,
+            f"{path} is a pipeline config, which has no {head}",
+            "Put its keys under data: in a run config (data, model, train, eval).",
+        )
+    return apply_overrides(values, overrides)
+
+
+RUN_KEYS = ("data", "model", "train", "eval")
 
 
 def chain(
@@ -237,6 +267,10 @@ def prepare_data(
     for name, other in others.items():
         with placed(f"eval.{name}"):
             reports.append(other.write())
+    if not data.streaming:
+        warn_of_fewer_rows("data", pipeline)
+        for name, other in others.items():
+            warn_of_fewer_rows(f"eval.{name}", other)
     return Prepared(pipeline, others, _joined(reports))
 
 
@@ -398,6 +432,16 @@ def warn_of_trained_rows(data: Pipeline, held_out: Mapping[str, Pipeline]) -> No
                         shard.name,
                     )
                     break
+
+
+def warn_of_fewer_rows(at: str, pipeline: Pipeline) -> None:
+    """Warns of each dataset that has fewer rows than its num_rows asks for."""
+    datasets = datasets_of(pipeline.get_context())
+    for name, source in pipeline.tokenized().items():
+        there, asked = source.materialize().manifest.counts.rows, datasets[name].num_rows
+        if asked is not None and there < asked:
+            text = "%s: dataset %s: num_rows asks for %d rows, and it has %d: all are read"
+            log.warning(text, at, name, asked, there)
 
 
 def complete(name: str, data: PipelineConfig, held_out: PipelineConfig) -> PipelineConfig:

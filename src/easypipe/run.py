@@ -13,7 +13,7 @@ from typing import Any
 
 from easypipe.core import locks
 from easypipe.core.aligned import DESIRABLE
-from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
+from easypipe.core.config import config, from_dict, to_dict
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import (
     BatchLoader,
@@ -25,7 +25,14 @@ from easypipe.core.protocols import (
 )
 from easypipe.core.values import Arguments
 from easypipe.history import host_load, plan_of_run
-from easypipe.jobs import Prepared, placed, prepare_data, with_hold_outs, with_tokenizer_of
+from easypipe.jobs import (
+    Prepared,
+    file_values,
+    placed,
+    prepare_data,
+    with_hold_outs,
+    with_tokenizer_of,
+)
 from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.loader import Loader
 from easypipe.pipeline import Pipeline
@@ -76,7 +83,15 @@ class RunConfig:
         """A YAML file, with `key.path=value` overrides. Raises ConfigError naming the key path of
         what is wrong.
         """
-        return from_dict(cls, apply_overrides(load_yaml(path), overrides))
+        values = file_values(path, overrides)
+        require(
+            "data" in values or "datasets" not in values,
+            str(path),
+            "is a pipeline config, which says nothing of a model and its training",
+            "Put its keys under data: in a run config (data, model, train, eval); `easypipe init` "
+            "writes one.",
+        )
+        return from_dict(cls, values)
 
     written_out = staticmethod(with_hold_outs)
 
@@ -124,6 +139,13 @@ def refuse(
     adapters, optimizer, callbacks, tokenizers and the newest checkpoint. Reads no row and makes no
     array. evals: held-out loaders besides. options: of the Trainer.
     """
+    never = run.data.endless
+    require(
+        run.train.steps is not None or run.train.epochs is not None or never is None,
+        "train.steps",
+        f"not given, and the data never ends (data.{never})",
+        "Say how many steps to train.",
+    )
     info = _check_data(run, data, held_out)
     shapes: Arguments = dict(evals or {})
     for name, pipeline in held_out.items():

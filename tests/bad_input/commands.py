@@ -51,7 +51,18 @@ ARGUMENTS = [
     command("", "discover", "tokenizer/tokenizer_config.json", "--rows", "-1"),
     command(None, "discover", "data.jsonl"),
     command("", "cache", "clear", "--older-than", "soon"),
-    command("data", "train", "run.yaml"),
+    command("run.yaml: is a pipeline config … under data:", "train", "run.yaml"),
+    *(
+        command("data.seed … Write --set seed=5.", name, "run.yaml", *more, "--set", "data.seed=5")
+        for name, *more in (
+            ("prepare",),
+            ("train",),
+            ("plan",),
+            ("preview",),
+            ("explain", "--step", "0"),
+        )
+    ),
+    command("train.steps: run.yaml … no train", "prepare", "run.yaml", "--set", "train.steps=5"),
     command("", "plan", "run.yaml", "--on", "h100"),
 ]
 

@@ -83,6 +83,21 @@ FILES = [
         "data: " + WHOLE % "seed: 1" + "\neval: {web: {from: data, fraction: 1.5}}\ntrain: {}\n",
     ),
     text("task that is none", "task", "task: 5\n"),
+    *(
+        Case(
+            f"a run without steps on data without end: `easypipe {command}`",
+            "steps … never ends (data.load.num_epochs: null)",
+            config="data: " + WHOLE % "load: {num_epochs: null}" + "\ntrain: {output_dir: out}\n",
+            run=(command, "run.yaml"),
+        )
+        for command in ("plan", "train")
+    ),
+    Case(
+        "a key of the data in a run config",
+        "seed: unknown key … Did you mean 'data.seed'?",
+        config="data: " + WHOLE % "seed: 1" + "\ntrain: {output_dir: out}\n",
+        run=("prepare", "run.yaml", "--set", "seed=5"),
+    ),
 ]
 OPTIONS = [
     option("datasets", datasets=AWAY),

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from easypipe.core.config import apply_overrides, from_dict, load_yaml
+from easypipe.core.config import from_dict
 from easypipe.core.errors import did_you_mean, require
 from easypipe.history import host_load
-from easypipe.jobs import chain, placed, with_hold_outs, with_tokenizer_of
+from easypipe.jobs import RUN_KEYS, chain, file_values, placed, with_hold_outs, with_tokenizer_of
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
 from easypipe.train.config import TrainingConfig
@@ -64,7 +64,7 @@ def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -
     """Raises ConfigError naming the key path of what is wrong; also where `needs_seed` and neither
     the config nor its run has a seed.
     """
-    values = apply_overrides(load_yaml(config), overrides)
+    values = file_values(config, overrides)
     data, _ = data_of(values)
     train = (
         from_dict(TrainingConfig, values["train"], "train")
@@ -90,7 +90,7 @@ def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -
 
 def of_images(config: Path, overrides: list[str]) -> bool:
     """Whether it is a config of ClassifyConfig, and not one of text."""
-    return TASK in apply_overrides(load_yaml(config), overrides)
+    return TASK in file_values(config, overrides)
 
 
 def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
@@ -106,9 +106,10 @@ def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
     if "data" not in values:
         return from_dict(PipelineConfig, values), {}
     values = with_hold_outs(values)
-    known = ("data", "model", "train", "eval")
     for key in values:
-        require(key in known, key, "unknown key", did_you_mean(str(key), known), have=known)
+        of_data = key in PipelineConfig.__annotations__
+        fix = f"Did you mean 'data.{key}'?" if of_data else did_you_mean(str(key), RUN_KEYS)
+        require(key in RUN_KEYS, key, "unknown key", fix, have=RUN_KEYS)
     held_out = {} if values.get("eval") is None else values["eval"]
     require(
         isinstance(held_out, dict),

@@ -105,11 +105,17 @@ def _data_plan(run: Described, steps: int | None, prepare: bool, quiet: bool) ->
         "to plan over the token cache",
     )
 
+    steps, never = steps or run.steps, run.data.endless
+    require(
+        steps is not None or never is None,
+        "steps",
+        f"this data never ends ({run.within}{never})",
+        "Say how many: --steps, or train.steps.",
+    )
+
     def report(listener: ProgressListener) -> PlanReport:
         pipeline = run.loaded(progress=listener)
-        return plan_of_run(
-            run.output_dir, pipeline, steps or run.steps, prepare=prepare, progress=listener
-        )
+        return plan_of_run(run.output_dir, pipeline, steps, prepare=prepare, progress=listener)
 
     with run.placed():
         if quiet:

@@ -36,10 +36,9 @@ def prepare(
     again.
     """
     from easypipe.cli.configs import data_of
-    from easypipe.core.config import apply_overrides, load_yaml
-    from easypipe.jobs import placed, prepare_data
+    from easypipe.jobs import file_values, placed, prepare_data
 
-    values = apply_overrides(load_yaml(config), overrides or [])
+    values = file_values(config, overrides or [])
     data, held_out = data_of(values)
     with placed("data" if "data" in values else ""):
         if shard is not None:

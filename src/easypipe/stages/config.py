@@ -84,6 +84,19 @@ class PipelineConfig:
         """The errors that `validate` tells of."""
         return list(self._problems())
 
+    @property
+    def endless(self) -> str | None:
+        """The option by which batches of this data never end; None where they end."""
+        load, mix = self.load or LoadStageConfig(), self.mix
+        if mix is None and len(self.datasets) > 1:
+            mix = MixStageConfig()
+        capped = {} if mix is None else mix.max_epochs or {}
+        if all(dataset.name in capped for dataset in self.named().datasets):
+            return None
+        if mix is not None and mix.stop_strategy == "restart":
+            return "mix.stop_strategy: restart"
+        return "load.num_epochs: null" if load.num_epochs is None else None
+
     def _problems(self) -> Iterator[ConfigError]:
         if not self.datasets:
             yield no_datasets()
