@@ -27,7 +27,7 @@ from easypipe.core import storage
 from easypipe.core.schema import LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.doctor import devices, machine, processes
 from easypipe.doctor.check import Check, Failed, Finding, examine
-from easypipe.doctor.data import Sample, compare, data_checks, rows_are_well_formed
+from easypipe.doctor.data import Sample, compare, data_checks, resume, rows_are_well_formed
 from easypipe.doctor.devices import device_checks
 from easypipe.doctor.model import model_checks
 from easypipe.doctor.processes import process_checks
@@ -223,6 +223,14 @@ def test_a_loader_that_goes_on_elsewhere(project: Path, monkeypatch: pytest.Monk
     finding = of_data(project, "resume")
     assert finding.state == "FAILED"
     assert "stopped after batch 1: batch 1 has another" in finding.says
+
+
+def test_the_stops_that_were_tried_are_told(project: Path) -> None:
+    data = RunConfig.load("train.yaml").data
+    sample = Sample(data, project / "sample", 200)
+    for batches, told in ((6, "0, 1, 2, 4 of 6"), (3, "0, 1, 2 of 3"), (1, "0 of 1")):
+        sample.__dict__["batches"] = sample.batches[:batches]
+        assert resume(sample) == f"stopped after {told} batches"
 
 
 def test_a_loader_that_ends_where_it_goes_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
@@ -147,3 +148,27 @@ def test_the_type_of_a_column_that_holds_both(
     assert [row["x"] is None for row in InMemoryShardedSource(rows).read(0, 0, 2).to_pylist()] == [
         row["x"] is None for row in rows
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (([1], {"a": 1}, None), REFUSED),
+        (([1], {"a": 1}, [1, "x"]), JSON),
+        (([1], {"a": 1}, {"a": "x"}), JSON),
+        (([1], ["x"], {"a": 1}, {"a": "x"}), JSON),
+        (([1], {"a": 1}, [1, "x"], 2), REFUSED),
+        (({"a": 1}, {"a": "x"}, {"a": 1.5}), JSON),
+    ],
+)
+def test_the_order_of_rows_does_not_decide_the_type(
+    values: tuple[object, ...], kind: pa.DataType | None
+) -> None:
+    """As in JSON lines."""
+    for order in itertools.permutations(values):
+        rows = [{"x": value} for value in order]
+        if kind is REFUSED:
+            with pytest.raises(SourceError, match=r"column 'x'.*no common type"):
+                columns_of(rows, "rows")
+        else:
+            assert columns_of(rows, "rows").field("x").type == kind

@@ -192,7 +192,8 @@ def masks(sample: Sample) -> str:
 
 def resume(sample: Sample) -> str:
     reference = sample.batches
-    for stop in (one for one in STOPS if one < len(reference)):
+    stops = [one for one in STOPS if one < len(reference)]
+    for stop in stops:
         first = sample.loader()
         for _ in itertools.islice(first, stop):
             pass
@@ -206,7 +207,7 @@ def resume(sample: Sample) -> str:
             for name, values in expected.items():
                 if not np.array_equal(values, batch[name]):
                     raise Failed(f"stopped after batch {stop}: batch {n} has another {name}")
-    return f"stopped after {', '.join(map(str, STOPS))} batches"
+    return f"stopped after {', '.join(map(str, stops))} of {len(reference)} batches"
 
 
 def compare(first: Pipeline, second: Pipeline, how: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
+import functools
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -87,12 +89,15 @@ def columns_of(
                 found.setdefault(key, Counter())[kind] += 1
     kinds: dict[str, pa.DataType] = {}
     for key, counts in found.items():
-        for kind in [kind for kind, _ in counts.most_common()] if skip else counts:
+        if not skip:
             try:
-                kinds[key] = _common(kinds.get(key, pa.null()), kind)
+                kinds[key] = _of_all(counts)
             except TypeConflict as error:
-                if not skip:
-                    raise _no_common_type(key, error, name) from error
+                raise _no_common_type(key, error, name) from error
+            continue
+        for kind, _ in counts.most_common():
+            with contextlib.suppress(TypeConflict):
+                kinds[key] = _common(kinds.get(key, pa.null()), kind)
     kinds |= {key: JSON for key in exact if key in kinds and holds_struct(kinds[key])}
     if not kinds:
         raise SourceError(
@@ -200,6 +205,16 @@ def _kind(value: Any, name: str) -> pa.DataType:
         if outer_kind(value) is None:
             raise
         return as_json([value]).type
+
+
+def _of_all(kinds: Iterable[pa.DataType]) -> pa.DataType:
+    """The type of a column of all, in whatever order they come: objects become JSON among
+    themselves before they meet lists, as in JSON lines. Raises TypeConflict.
+    """
+    kinds = list(kinds)
+    objects = [kind for kind in kinds if pa.types.is_struct(kind)]
+    others = [kind for kind in kinds if not pa.types.is_struct(kind)]
+    return _common(*(functools.reduce(_common, some, pa.null()) for some in (others, objects)))
 
 
 def _common(before: pa.DataType, kind: pa.DataType) -> pa.DataType:
