@@ -328,6 +328,20 @@ def test_weights_that_give_other_shares_of_tokens_are_warned_of(
     ]
 
 
+def test_legends_have_every_name_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """matplotlib leaves out names that begin with "_", and fails on dollars that are no formula."""
+    names = ["_web", r"$\frac$", "a_b^c", "plain"]
+    each = dict.fromkeys(names, 1)
+    step = {"step": 1, "tokens": each, "realised": each, "requested": each}
+    plan = {"unit": "rows", "datasets": [{"name": name} for name in names], "by_step": [step]}
+    figures: list[Any] = []
+    png = plot._png
+    monkeypatch.setattr(plot, "_png", lambda figure: figures.append(figure) or png(figure))
+    assert plot.mixture_picture(plan)
+    told = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert [text.strip().replace(r"\$", "$") for text in told] == names
+
+
 @pytest.mark.parametrize("unit", ["rows", "tokens"])
 def test_the_plot_of_the_mixture_shows_shares_of_tokens_that_end_in_those_of_the_ledger(
     tmp_path: Path, unit: str, monkeypatch: pytest.MonkeyPatch

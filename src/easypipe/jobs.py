@@ -32,6 +32,7 @@ from easypipe.save.config import SaveStageConfig
 from easypipe.save.verify import cache_folder_of, verify
 from easypipe.stages.build_record import recall, recall_saved
 from easypipe.stages.config import PipelineConfig, datasets_of, settings_of
+from easypipe.stages.mix.config import MixStageConfig
 from easypipe.stages.save import SaveReport
 from easypipe.stages.source.config import DatasetConfig
 from easypipe.stages.source.stage import SourceStage
@@ -446,7 +447,8 @@ def warn_of_fewer_rows(at: str, pipeline: Pipeline) -> None:
 
 def complete(name: str, data: PipelineConfig, held_out: PipelineConfig) -> PipelineConfig:
     """The held-out config `name`, with what it leaves out of seed, cache_dir (and cache),
-    default_tokenizer, tokenize and pack taken from `data`."""
+    default_tokenizer, tokenize and pack taken from `data`. Several datasets are read to their ends,
+    each document once, where it does not say how they are mixed."""
     fields = (
         "seed",
         "cache_dir",
@@ -458,6 +460,8 @@ def complete(name: str, data: PipelineConfig, held_out: PipelineConfig) -> Pipel
     given, own = fields_of(data), fields_of(held_out)
     missing = {field: given[field] for field in fields if own[field] is None}
     several = len(held_out.datasets) > 1
+    if several and held_out.mix is None:
+        missing["mix"] = MixStageConfig(stop_strategy="all_exhausted")
     datasets = tuple(
         dataset
         if dataset.name is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -162,6 +163,18 @@ def test_rows_held_out_of_a_dataset_have_its_name(tmp_path: Path) -> None:
     train(config(tmp_path, held=held_out, steps=2, callbacks={"best": watched}))
     held = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["eval"]["held"]
     assert {name for name in held if name.startswith("nll/")} == {"nll/words", "nll/code"}
+
+
+def test_several_held_out_datasets_are_read_once_to_their_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = config(tmp_path, steps=2)
+    every = {"datasets": [dataclasses.replace(one, name=None) for one in values.data.datasets]}
+    with caplog.at_level("INFO", "easypipe"):
+        train(config(tmp_path, held=every, steps=2, measure=["sources"]))
+    held = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["eval"]["held"]
+    assert {name for name in held if name.startswith("nll/")} == {"nll/1", "nll/2"}
+    assert "no weights given" not in caplog.text
 
 
 def test_measuring_is_no_other_run(measured: Path) -> None:

@@ -90,7 +90,7 @@ def mixture_picture(plan: Json | None) -> bytes | None:
     figure, axes = _figure()
     for name, part in lines.items():
         steps, marker = part["step"], "o" if len(part["step"]) == 1 else None
-        [line] = axes.plot(steps, part["so far"], linewidth=1.6, marker=marker, label=name)
+        [line] = axes.plot(steps, part["so far"], linewidth=1.6, marker=marker, label=_label(name))
         color = line.get_color()
         axes.plot(steps, part["lately"], linewidth=0.8, alpha=0.45, color=color)
         [dashed] = axes.plot(steps, part["asked for"], "--", linewidth=1, color=color)
@@ -157,7 +157,8 @@ def _picture(
     figure, axes = sheet
     for number, (name, points) in enumerate(lines.items()):
         marker = "o" if number or len(points) == 1 else None
-        axes.plot(*zip(*points, strict=True), linewidth=1, marker=marker, markersize=4, label=name)
+        told = {"linewidth": 1, "markersize": 4, "label": _label(name)}
+        axes.plot(*zip(*points, strict=True), marker=marker, **told)
     axes.set(xlabel="step", ylabel=label, title=title)
     legend = axes.legend() if len(lines) > 1 else None
     picture = _png(figure)
@@ -166,6 +167,13 @@ def _picture(
     axes.set_prop_cycle(None)  # the first color again
     axes.relim()
     return picture
+
+
+def _label(name: str) -> str:
+    """The name of a dataset in a legend, which leaves out names that begin with "_" and reads
+    formulas between dollars.
+    """
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def _figure() -> Sheet:
