@@ -158,7 +158,7 @@ class PromptRows:
                         at=where or at,
                         problem=f"{value} is no verdict on an answer"
                         if value is not None
-                        else f"not all of its values are verdicts on an answer ({kind})",
+                        else f"some of its values are no verdict on an answer ({kind})",
                         fix="Give true where it is desirable and false where it is not, without "
                         "quotes.",
                     )
