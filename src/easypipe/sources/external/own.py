@@ -66,12 +66,8 @@ def is_complete(data: Dataset) -> bool:
 
 def is_sharded(data: Dataset) -> bool:
     """Whether it opens shards by name, as ShardedDataSource says."""
-    opens = (
-        isinstance(data, ShardedDataSource)
-        or _has(data, "open_shard")
-        or _has(data, "open_shard_at_row")
-    )
-    return not isinstance(data, type) and opens
+    opens = _has(data, "open_shard") or _has(data, "open_shard_at_row")
+    return opens and not isinstance(data, type)
 
 
 def is_generator(data: Dataset) -> bool:
@@ -80,9 +76,7 @@ def is_generator(data: Dataset) -> bool:
     """
     if isinstance(data, type | os.PathLike):
         return False
-    # a list, a table, rows by number
-    plain = isinstance(data, Numbered)
-    return callable(data) or (isinstance(data, Iterable) and not plain)
+    return callable(data) or (isinstance(data, Iterable) and not isinstance(data, Numbered))
 
 
 class OwnOptions(TypedDict, total=False):
@@ -214,12 +208,8 @@ class OwnSource(Source):
 
     @property
     def schema(self) -> pa.Schema:
-        whole = self._whole
-        return (
-            whole
-            if self._columns is None
-            else pa.schema([whole.field(name) for name in self._columns])
-        )
+        whole, chosen = self._whole, self._columns
+        return whole if chosen is None else pa.schema([whole.field(name) for name in chosen])
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -278,10 +268,9 @@ class OwnSource(Source):
             batch, rejects = self._kept.read(shard, start, stop, self._whole, limit)
         taken = batch.num_rows + len(rejects)
         if info.num_rows is not None and taken < stop - start:
-            problem = f"ended behind {start + taken} rows, and {info.num_rows} were counted"
             raise SourceError(
                 at=at,
-                problem=problem,
+                problem=f"ended behind {start + taken} rows, and {info.num_rows} were counted",
                 fix="Give it another version whenever its rows change.",
             )
         return Scan(batch if self._columns is None else batch.select(list(self._columns)), rejects)
@@ -349,9 +338,7 @@ class OwnSource(Source):
     def _remember(self) -> None:
         path = self._path()
         if path is not None:
-            shards = [
-                [shard.name, shard.num_rows, shard.num_bytes] for shard in self._known["shards"]
-            ]
+            shards = [[one.name, one.num_rows, one.num_bytes] for one in self._known["shards"]]
             remember_checked(path, {"shards": shards, "schema": schema_text(self._whole)})
 
     def _recall(self) -> None:

@@ -63,10 +63,10 @@ class DatasetPlan:
     name: str
     documents: int
     tokens: int
-    requested: float
-    realised: float
-    document_share: float
-    token_share: float
+    requested: float = 1.0
+    realised: float = 1.0
+    document_share: float = 1.0
+    token_share: float = 1.0
     drawn: int
     epochs: float
     tokens_placed: int
@@ -281,10 +281,6 @@ def _stored(name: str, source: ShardedSource, load: LoadStageConfig, asked: Aske
         name=name,
         documents=per_epoch,
         tokens=tokens,
-        requested=1.0,
-        realised=1.0,
-        document_share=1.0,
-        token_share=1.0,
         drawn=rows,
         epochs=rows / per_epoch if per_epoch else 0.0,
         tokens_placed=placed,

@@ -272,15 +272,11 @@ class TensorBoard(Callback):
                 self._writer.add_scalar(tag, value, event.step)
 
     def on_end(self, event: TrainEvent) -> None:
-        self._close()
-
-    def on_exception(self, event: TrainEvent) -> None:
-        self._close()
-
-    def _close(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    on_exception = on_end
 
 
 class ProfilerWindow(Callback):
@@ -304,8 +300,7 @@ class ProfilerWindow(Callback):
     def on_end(self, event: TrainEvent) -> None:
         self._stop()
 
-    def on_exception(self, event: TrainEvent) -> None:
-        self._stop()
+    on_exception = on_end
 
     def _stop(self) -> None:
         if self._tracing:
