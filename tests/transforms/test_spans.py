@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chat_support import CHATML, MARKED, REASONING, SHARED, needs_shared
-from easypipe.transforms.chat import spans
+from easypipe.transforms.chat import aligned
 from easypipe.transforms.chat.render import ChatTemplate, Refused
 from easypipe.transforms.chat.sandbox import Template
 from easypipe.transforms.chat.spans import Rendered, Spans, UnprovenError
@@ -259,7 +259,7 @@ def test_plain_conversations_are_proven_on_stock_templates(name: str) -> None:
 def test_turns_that_would_overlap_are_refused(monkeypatch):
     """Whatever the end of a turn is found to be, no token is trained for two of them."""
     monkeypatch.setattr(
-        spans._Aligned, "_plain_end", lambda self, gap, *more, **how: len(gap) + 100
+        aligned.Aligned, "_plain_end", lambda self, gap, *more, **how: len(gap) + 100
     )
     messages = [
         {"role": role, "content": text}

@@ -31,7 +31,8 @@ from easypipe.transforms.chat.render import (
     wrong_kwargs,
 )
 from easypipe.transforms.chat.sandbox import Json, Message, Row
-from easypipe.transforms.chat.spans import FLAG, MASKED_END, OPEN, Rendered, num_shared
+from easypipe.transforms.chat.spans import FLAG, MASKED_END, OPEN, Rendered
+from easypipe.transforms.chat.stops import num_shared
 from easypipe.transforms.chat.turns import Request, by_turns, split_at_turns, trimmed
 from easypipe.transforms.prompt.config import ROLES, PromptConfig
 from easypipe.transforms.prompt.few_shot import FewShot

@@ -1,0 +1,182 @@
+"""What ends and begins the turns of a template, seen on a probe."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from easypipe.core.values import JsonValue
+from easypipe.transforms.chat.sandbox import Message, RenderError, Template
+
+# special tokens that open something, and what closes it
+BRACKETS = ((r"<\|(\w+)>", "<{}|>"), (r"<(\w+)>", "</{}>"), (r"\[(\w+)\]", "[/{}]"))
+OPENED_THOUGHT = re.compile(
+    r"(?:<(think|thinking|thought|reasoning)>\s*(?:</\1>\s*)?|\[THINK\]\s*(?:\[/THINK\]\s*)?)\Z"
+)
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+
+class Stops(NamedTuple):
+    """What ends a turn of the assistant that another follows, and what ends the last one.
+
+    None where nothing does, or nobody can tell.
+
+    opening: the assistant's header as the generation prompt has it, empty where there is none.
+    leads: what the template writes between that and the words of a turn, longest first: the model
+    has to write it (`<|channel|>final<|message|>`), so it is trained.
+    """
+
+    middle: str | None
+    last: str | None
+    opening: str = ""
+    leads: tuple[str, ...] = ()
+
+
+class Turns:
+    """What ends and begins the turns of one template.
+
+    closers: the special tokens of the tokenizer.
+    """
+
+    def __init__(self, template: Template, closers: Sequence[str]) -> None:
+        self.template = template
+        words = sorted((re.escape(w) for w in closers if w.strip()), key=len, reverse=True)
+        special = "|".join(words) or r"(?!)"  # which stands nowhere
+        self.token = re.compile(special)
+        self.closer = re.compile(rf"\s*(?:{special})")
+        self.closed = re.compile(rf"(?:{special})\s*\Z")
+        opening = "|".join(map(re.escape, filter(_opens_among(closers), closers)))
+        self.opened = re.compile(rf"\s*(?:{opening or '(?!)'})\Z")
+        self._longest = max(map(len, closers), default=0)
+        self.known_ends: set[tuple[bool, str]] = set()
+
+    def is_ended(self, text: str) -> bool:
+        """Whether the template itself ended the last turn of a text."""
+        said = text.rstrip()
+        # its words are not all space
+        if self.closed.search(text, max(0, len(said) - self._longest)):
+            return True
+        stop = self.stops.last
+        return stop is not None and said.endswith(stop.strip())
+
+    @functools.cached_property
+    def stops(self) -> Stops:
+        """What ends the assistant's turns, seen on two questions and their answers."""
+        unknown = Stops(None, None)
+        words = [f"easypipe{name}probe" for name in ("One", "Two", "Three", "Four")]
+        text, talk, tools = "", [], None
+        # some templates only know typed parts, some only rows with tools
+        for parts, tools in itertools.product((False, True), (None, [_PROBE_TOOL])):
+            talk = [
+                {"role": role, "content": [{"type": "text", "text": word}] if parts else word}
+                for role, word in zip(("user", "assistant") * 2, words, strict=True)
+            ]
+            try:
+                text, _ = self.template.render(talk, tools)
+            except RenderError:
+                continue
+            if re.findall("|".join(words), text) == words:
+                break
+        else:
+            return unknown
+        before, *gaps = re.split("|".join(words), text)
+        asked, alone = (
+            self._after(talk[:1], words[0], tools, prompt=prompt) for prompt in (True, False)
+        )
+        opening = asked[len(alone) :] if asked != alone and asked.startswith(alone) else ""
+        opening = OPENED_THOUGHT.sub("", opening)
+        leads = {
+            gap.rpartition(opening)[2] for gap in (gaps[0], gaps[2]) if opening and opening in gap
+        }
+        middle, last = self._ends(before, gaps, alone)
+        return Stops(middle, last, opening, tuple(sorted(leads - {""}, key=len, reverse=True)))
+
+    def _after(
+        self,
+        messages: Sequence[Message],
+        word: str,
+        tools: Sequence[JsonValue] | None,
+        *,
+        prompt: bool,
+    ) -> str:
+        """What the template writes behind a word; nothing where it refuses half a conversation."""
+        try:
+            return self.template.render(messages, tools, prompt=prompt)[0].rpartition(word)[2]
+        except RenderError:
+            return ""
+
+    def _ends(self, before: str, gaps: Sequence[str], alone: str) -> tuple[str | None, str | None]:
+        """(middle, last) of Stops. before: the first word; gaps: behind question, answer, question,
+        answer; alone: behind a question that nothing follows."""
+        _, between, _, tail = gaps
+        ends, follows = self.closer.match(tail), self.closer.match(between)
+        last = (ends[0] if ends else tail.rstrip()) or None
+        if (
+            ends
+            and self._heads(ends[0].strip(), before)
+            and alone.lstrip().startswith(ends[0].strip())
+        ):
+            ends = last = None  # it opens a turn, here one that is still to come
+        if last is not None and between.startswith(last):
+            if ends:
+                last = self._whole_run(before, between, tail, alone, len(last))
+            return last, last
+        # the header of an answer that is still to come
+        if last is not None and last.strip() in gaps[0]:
+            ends = last = None
+        if follows is not None:
+            stop = follows[0].strip()
+            opens = stop in before and (
+                self._heads(stop, before) or not alone.lstrip().startswith(stop)
+            )
+            if not opens:
+                return follows[0], last
+        if last is not None:
+            return None, last
+        shared = num_shared(between[::-1], before[::-1])
+        middle = between[: len(between) - shared].rstrip() or None
+        return middle, middle if middle is not None and tail.startswith(middle) else None
+
+    def _heads(self, token: str, before: str) -> bool:
+        """Whether a special token stands in front of the first word with no text before it."""
+        head, found, _ = before.partition(token)
+        return bool(found) and not self.token.sub("", head).strip()
+
+    def _whole_run(self, before: str, between: str, tail: str, alone: str, end: int) -> str:
+        """All special tokens that end a turn, in the middle and at the end alike: those before the
+        one that opens the user's turn.
+        """
+        while (found := self.closer.match(tail, end)) is not None and between.startswith(
+            found[0], end
+        ):
+            opens = before.endswith(
+                found[0].lstrip() + between[found.end() :]
+            ) and not alone.lstrip().startswith(found[0].strip())
+            if opens:
+                break
+            end = found.end()
+        return tail[:end]
+
+
+def _opens_among(tokens: Sequence[str]) -> Callable[[str], bool]:
+    """Tells a token that opens what another one of `tokens` closes."""
+    return lambda token: any(
+        (name := re.fullmatch(form, token)) and partner.format(name[1]) in tokens
+        for form, partner in BRACKETS
+    )
+
+
+def num_shared(one: Sequence[JsonValue], two: Sequence[JsonValue]) -> int:
+    """How many characters, or messages, both begin with."""
+    pairs = zip(one, two, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
