@@ -57,7 +57,7 @@ class Program(NamedTuple):
     @property
     def kernels(self) -> set[str]:
         """Names of the Pallas kernels in it."""
-        return set(re.findall(r"%(loss_[a-z_]+)[.\d]* = [^\n]*tpu_custom_call", self.text))
+        return set(re.findall(r"%\w*?(loss_[a-z_]+?)_*[.\d]* = [^\n]*tpu_custom_call", self.text))
 
     @property
     def collectives(self) -> list[tuple[str, int]]:

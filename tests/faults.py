@@ -359,6 +359,8 @@ FAULTS = [
           "at + (step + 1) // 2 <= near <= at + step + step // 2", "at < near <= at + step + step // 2"),
     fault("a system message counts for every exchange of a piece", "transforms/chat/turns.py", "tests/stages/test_split_turns.py -k hold_as_many",
           "self._again = max(0, (sum(each) - self._size) // (len(each) - 1))", "self._again = 0"),
+    fault("a loss under a mesh is traced for every platform", "kernels/loss/choice.py", "tests/kernels/test_options.py -k traced_for",
+          "if jax.sharding.get_abstract_mesh().abstract_device is not None:", "if False:"),
     fault("what the model writes is looked for behind any header", "transforms/chat/aligned.py", "tests/transforms/test_chat.py -k another_header",
           "if gap.endswith(stops.opening + lead)", "if gap.endswith(lead)"),
     fault("a pair is refused for its second answer", "stages/tokenize/encoders.py", "tests/stages/test_pair_rows.py -k lengths_hold",

@@ -236,6 +236,24 @@ def test_the_default_is_the_kernel_of_the_platform_that_is_lowered_for(options):
     ]
 
 
+def test_under_a_mesh_the_loss_is_traced_for_its_platform_alone():
+    """Its devices are those that the program is for, as attention takes it to be."""
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (256, 1024))]
+    arguments.append(jax.ShapeDtypeStruct((512,), jnp.int32))
+
+    def traced() -> str:
+        step = jax.value_and_grad(fused_linear_cross_entropy, argnums=(0, 1))
+        return str(jax.make_jaxpr(step)(*arguments))
+
+    anywhere = traced()
+    assert "platform_index" in anywhere
+    assert "pallas_call" in anywhere
+    with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        here = traced()
+    assert "platform_index" not in here
+    assert "pallas_call" not in here
+
+
 def test_what_a_kernel_refuses_runs_in_xla_and_says_so(monkeypatch, caplog):
     with jax.enable_x64(True):
         assert "custom_call @tpu" not in lowered("tpu", jnp.float64)

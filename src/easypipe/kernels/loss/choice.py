@@ -1,10 +1,9 @@
 """Which implementation of the loss runs, by which rule, and how many tokens a piece of it takes.
 
-The platform is that which the program is *lowered* for, not the one it is traced on.
-
-So a default survives jit, ahead-of-time compilation for a TPU on a CPU host and
-`jax.export(platforms=["cuda"])`: every candidate is traced and `jax.lax.platform_dependent` keeps
-the one that the platform wants.
+The platform is that which the program is *lowered* for, not the one it is traced on: the platform
+of the mesh in `jax.set_mesh`, whose devices the program is for. Without a mesh a default survives
+jit and `jax.export(platforms=["cuda"])`: every candidate is traced and
+`jax.lax.platform_dependent` keeps the one that the platform wants.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def by_platform(
     plan: Plan, run: Callable[..., Result], *arrays: PyTree, alike: bool = True
 ) -> Result:
     """`run(platform, implementation, *arrays)` of the candidate whose platform the program is
-    lowered for.
+    lowered for: that of the mesh in `jax.set_mesh`, where there is one, or any.
 
     alike: `run` asks for the implementation only, so what several platforms share is traced once.
     """
@@ -134,6 +133,8 @@ def by_platform(
         key = (name,) if alike else (platform, name)
         branches[platform] = known.setdefault(key, functools.partial(run, platform, name))
     default = branches.pop(plan.candidates[-1][0])
+    if jax.sharding.get_abstract_mesh().abstract_device is not None:
+        return branches.get(platform_at_hand(), default)(*arrays)
     if len(known) == 1:
         return default(*arrays)
     return jax.lax.platform_dependent(*arrays, default=default, **branches)
