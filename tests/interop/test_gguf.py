@@ -503,6 +503,31 @@ def test_pieces_that_a_file_cannot_say_are_refused(tmp_path: Path) -> None:
         vocabulary_of(loaded, 1000)
 
 
+def _around(text: str) -> Callable[[dict[str, Any]], None]:
+    made = processors.TemplateProcessing(
+        single=text, special_tokens=[(one, i) for i, one in enumerate(SPECIAL)]
+    )
+    holder = tokenizers.Tokenizer(models.BPE())
+    holder.post_processor = made
+    return _with("post_processor", json.loads(holder.to_str())["post_processor"])
+
+
+def test_what_stands_around_every_text_is_carried_or_refused(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    model = of_family("llama3", tmp_path / "files")
+    both = changed(tokenizer, tmp_path / "both", _around("<|im_start|> $A <|endoftext|>"))
+    path = written(trained(model, both, Seen(max_length=64)), tmp_path / "both.gguf")
+    known = values(path)
+    keys = ("add_bos_token", "add_eos_token", "bos_token_id", "eos_token_id")
+    assert [known[f"tokenizer.ggml.{key}"] for key in keys] == [True, True, 1, EOS]
+    with pytest.raises(TokenizerError, match=r"puts token 0 behind every text, .* only put 2"):
+        written(trained(model, both), tmp_path / "model.gguf")
+    two = changed(tokenizer, tmp_path / "two", _around("<|im_start|> <|im_end|> $A"))
+    with pytest.raises(TokenizerError, match=r"puts \['<.im_start.>', '<.im_end.>'\] around"):
+        written(trained(model, two), tmp_path / "model.gguf")
+
+
 def _of(**changed: Any) -> Callable[[Decoder], Decoder]:
     def made(model: Decoder) -> Decoder:
         return Decoder(dataclasses.replace(model.config, **changed), nnx.Rngs(0))
