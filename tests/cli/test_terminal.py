@@ -311,6 +311,19 @@ def test_progress_without_a_terminal(
     assert "to go" in said[-1]
 
 
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        ({"accuracy": 0.5, "ppl": 2.0}, "accuracy 50.00%"),
+        ({"reward_accuracy": 0.25, "ppl": 2.0}, "reward accuracy 25.00%"),
+        ({"ppl": 2.0}, "ppl 2.0"),
+        ({"loss": 2500.0, "ppl": None}, "ppl beyond any number"),  # ipo with a small beta
+    ],
+)
+def test_evaluations_are_told(seen: dict[str, float | None], told: str) -> None:
+    assert show.quality(seen) == told
+
+
 def test_nothing_of_progress_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     terminal = Terminal(file=screen, width=80, force_terminal=True, _environ={})

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from easypipe import RunConfig
+from easypipe.cli import main
 from easypipe.core.config import from_dict, to_dict
 from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.run import train
@@ -195,3 +196,21 @@ def test_answers_that_are_judged_stay_whole(tmp_path: Path) -> None:
         ConfigError, match=r"pack\.oversize: 'split' would cut answers with verdicts"
     ):
         train(from_dict(RunConfig, values))
+
+
+def test_a_reward_model_is_told_by_what_it_scores_and_writes_no_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{n} is", "chosen": f"{n} yes", "rejected": "no"} for n in range(40)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = to_dict(config(tmp_path, {"loss": "reward"}))
+    [dataset] = made["data"]["datasets"]
+    fields = {"prompt_field": "prompt", "completion_field": "chosen", "rejected_field": "rejected"}
+    dataset |= {"data_files": str(tmp_path / "p.jsonl"), "desirable_field": None, **fields}
+    made["eval"] = {"held": {"from": "data", "fraction": 0.3}}
+    file = _written(tmp_path, "run", made, {"steps": 2})
+    assert main(["train", file]) == 0
+    told = capsys.readouterr().out
+    assert "held out held: loss" in told
+    assert "reward accuracy" in told
+    assert "»" not in told

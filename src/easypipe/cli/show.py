@@ -117,10 +117,17 @@ def training() -> Iterator[TrainListener]:
 
 
 def quality(seen: Json) -> str:
-    """What else an evaluation came to: of classes the share that is right, of tokens the
-    perplexity.
+    """What else an evaluation came to: of classes the share that is right, of pairs the share whose
+    preferred answer won, of tokens the perplexity where a number holds it.
     """
-    return f"accuracy {seen['accuracy']:.2%}" if "accuracy" in seen else f"ppl {seen['ppl']:.1f}"
+    for key, words in (
+        ("accuracy", "accuracy {:.2%}"),
+        ("reward_accuracy", "reward accuracy {:.2%}"),
+        ("ppl", "ppl {:.1f}"),
+    ):
+        if seen.get(key) is not None:
+            return words.format(seen[key])
+    return "ppl beyond any number"
 
 
 def training_line(event: TrainEvent) -> str:

@@ -76,7 +76,8 @@ def show_result(run: RunConfig, result: TrainResult, samples: int, prompt: str =
     from easypipe.train.parallel.distributed import several
 
     show_measured(result)
-    if not samples or several():
+    preference = run.train.preference
+    if not samples or several() or (preference is not None and preference.scores):
         return
     if result.seen.chat_template is not None and not prompt:
         say(f"talk to it: easypipe generate {result.output_dir} --chat")
