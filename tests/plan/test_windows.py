@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -19,7 +20,7 @@ from easypipe.plan.mix import integer_weights
 from easypipe.plan.mix_schedule import KINDS, Schedule
 from easypipe.plan.order import OrderConfig
 from easypipe.plan.pack import OVERSIZE, STRATEGIES, PackSpec
-from easypipe.plan.window import token_sizes
+from easypipe.plan.window import _permute, token_sizes
 from easypipe.plan.windows import (
     MARK_EVERY,
     Pieces,
@@ -629,3 +630,24 @@ def test_documents_weigh_their_tokens_up_to_a_whole_row() -> None:
         "truncate": [1, 1, 63, 64, 64, 64],
         "drop": [1, 1, 63, 64, 1, 1],
     }
+
+
+@examples(60)
+@given(
+    dataset=st.lists(st.integers(0, 2), min_size=1, max_size=30),
+    cuts=st.tuples(*[st.none() | st.integers(0, 2)] * 2),
+    keys=st.tuples(*[st.integers(0, 1 << 40)] * 3),
+)
+def test_what_is_cut_stays_at_its_end_of_a_window(dataset, cuts, keys):
+    """All else may change places, within its dataset."""
+    dataset = np.array(dataset, np.int32)
+    doc, length = np.arange(dataset.size), np.arange(dataset.size, dtype=np.int32) + 5
+    begins, ends = (None if of is None else (of, 3) for of in cuts)
+    _permute(SimpleNamespace(document_keys=keys), begins, ends, dataset, doc, length)
+    assert (length == doc + 5).all()
+    for i in range(3):
+        here = np.flatnonzero(dataset == i)
+        assert sorted(doc[here].tolist()) == here.tolist()
+        if here.size:
+            assert begins is None or begins[0] != i or doc[here[0]] == here[0]
+            assert ends is None or ends[0] != i or doc[here[-1]] == here[-1]

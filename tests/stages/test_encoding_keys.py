@@ -48,6 +48,7 @@ BASES: dict[str, dict[str, Any]] = {
     # of 8 tokens: else they are those of "pair"
     "fields": {"prompt_field": "prompt", "completion_field": "completion", "tokenizer_kwargs": {"max_length": 8}},
     "custom": {"prompt": {"format_type": "custom", "template": "{prompt} {completion}", "label_column": "completion"}},
+    "jinja": {"prompt": {"format_type": "custom", "template": "{{ prompt }} {{ completion }}{% if 0 %}{{ strftime_now('%Y') }}{% endif %}", "input_columns": ["prompt"], "label_column": "completion", "template_date": "2026-01-30"}},
     "sharegpt": {"prompt": {"format_type": "sharegpt", "input_columns": ["turns"], "template": THINKING}},
     "skipping": {"on_error": "skip"},
     "cut": {"tokenizer_kwargs": {"max_length": 7}},
@@ -103,6 +104,10 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("fields", "train_on_eos", "none"),
     ("custom", "prompt.template", "{prompt}: {completion}"),
     ("custom", "prompt.train_on_eos", "none"),
+    ("jinja", "prompt.template", "{{ prompt }}: {{ completion }}"),
+    ("jinja", "prompt.template_date", "2026-01-31"),
+    ("jinja", "prompt.label_column", "other"),
+    ("jinja", "prompt.train_on", "all"),
     ("sharegpt", "prompt.roles", {"bot": "assistant"}),
     ("sharegpt", "prompt.message_fields", {"role": "who"}),
     ("sharegpt", "prompt.tools_column", "tools2"),

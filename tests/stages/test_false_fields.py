@@ -135,7 +135,10 @@ def test_what_was_signed_is_found_or_told_alone(made: tuple[Path, str, list[byte
         for way in fields(values):
             commit_checked(path, falsified(values, way))
             where = folder / "saved" if path in saved else folder / "cache"
-            if all(one.ok and not one.notes for one in verify(where)):
+            found = verify(where)
+            told = [problem for one in found for problem in one.problems]
+            assert all(one.file for one in told if not one.at.startswith("tokenizer"))  # to repair
+            if all(one.ok and not one.notes for one in found):
                 name = ".".join(map(str, way))
                 if path in records:  # which are read where there is no manifest
                     for manifest in manifests:
