@@ -246,6 +246,10 @@ def test_a_run_is_exported_and_written_with_from_the_command_line(
     assert command(["export", run, str(tmp_path / "x"), "--step", "99"]) == 2
     assert "no checkpoint of step 99 (have: 3)" in capsys.readouterr().err.replace("\n", " ")
     assert command(["export", str(tmp_path), str(tmp_path / "x")]) == 2
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
+    capsys.readouterr()
+    assert command(["export", str(tmp_path / "begun"), str(tmp_path / "x")]) == 2
+    assert "the run has saved no checkpoint yet" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_a_finished_run_knows_its_base(model: Path, tuned: Any, tmp_path: Path) -> None:

@@ -73,7 +73,13 @@ def load_trained(
     with Checkpoints(folder, keep=None) as checkpoints:
         steps = checkpoints.steps()
         require(
-            steps and (step is None or step in steps),
+            steps,
+            str(folder),
+            "the run has saved no checkpoint yet",
+            "Wait until it has, or train it again.",
+        )
+        require(
+            step is None or step in steps,
             str(folder),
             f"no checkpoint of step {step}",
             "Give one of these, or none.",
