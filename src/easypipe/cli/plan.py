@@ -105,17 +105,15 @@ def _data_plan(run: Described, steps: int | None, prepare: bool, quiet: bool) ->
         "to plan over the token cache",
     )
 
-    steps, never = steps or run.steps, run.data.endless
-    require(
-        steps is not None or never is None,
-        "steps",
-        f"this data never ends ({run.within}{never})",
-        "Say how many: --steps, or train.steps.",
-    )
-
     def report(listener: ProgressListener) -> PlanReport:
-        pipeline = run.loaded(progress=listener)
-        return plan_of_run(run.output_dir, pipeline, steps, prepare=prepare, progress=listener)
+        pipeline, given, never = run.loaded(progress=listener), steps or run.steps, run.data.endless
+        require(
+            given is not None or never is None,
+            "steps",
+            f"this data never ends ({run.within}{never})",
+            "Say how many: --steps, or train.steps.",
+        )
+        return plan_of_run(run.output_dir, pipeline, given, prepare=prepare, progress=listener)
 
     with run.placed():
         if quiet:
