@@ -632,22 +632,19 @@ def test_documents_weigh_their_tokens_up_to_a_whole_row() -> None:
     }
 
 
-@examples(60)
-@given(
-    dataset=st.lists(st.integers(0, 2), min_size=1, max_size=30),
-    cuts=st.tuples(*[st.none() | st.integers(0, 2)] * 2),
-    keys=st.tuples(*[st.integers(0, 1 << 40)] * 3),
-)
-def test_what_is_cut_stays_at_its_end_of_a_window(dataset, cuts, keys):
+@pytest.mark.parametrize("key", range(20))
+@pytest.mark.parametrize("cuts", [(None, None), (0, None), (None, 0), (1, 0), (0, 0), (2, 1)])
+def test_what_is_cut_stays_at_its_end_of_a_window(key, cuts):
     """All else may change places, within its dataset."""
-    dataset = np.array(dataset, np.int32)
-    doc, length = np.arange(dataset.size), np.arange(dataset.size, dtype=np.int32) + 5
+    dataset = np.random.default_rng(key).integers(0, 3, 30).astype(np.int32)
+    doc, length = np.arange(30), np.arange(30, dtype=np.int32) + 5
     begins, ends = (None if of is None else (of, 3) for of in cuts)
-    _permute(SimpleNamespace(document_keys=keys), begins, ends, dataset, doc, length)
+    keys = SimpleNamespace(document_keys=(key, key + 1, key + 2))
+    _permute(keys, begins, ends, dataset, doc, length)
     assert (length == doc + 5).all()
+    assert (doc != np.arange(30)).any()
     for i in range(3):
         here = np.flatnonzero(dataset == i)
         assert sorted(doc[here].tolist()) == here.tolist()
-        if here.size:
-            assert begins is None or begins[0] != i or doc[here[0]] == here[0]
-            assert ends is None or ends[0] != i or doc[here[-1]] == here[-1]
+        assert begins is None or begins[0] != i or doc[here[0]] == here[0]
+        assert ends is None or ends[0] != i or doc[here[-1]] == here[-1]
