@@ -87,7 +87,7 @@ class MdsShardedSource(FileSource):
         broken = file.error("not an MDS shard, or truncated", COPY)
         if (
             not len(head)
-            or len(offsets) != head[0] + 1
+            or len(offsets) != int(head[0]) + 1
             or (np.diff(offsets, prepend=behind) < 0).any()
         ):
             raise broken

@@ -369,6 +369,7 @@ class TextEncoder:
         self.aligned = () if form.judged is None else (DESIRABLE,)
         self._dataset, self._memo, self._batch_size = dataset, memo, batch_size
         self._proving, self._proved = threading.Lock(), False
+        tokenizer.remember_in(memo)  # before anything asks which backend encodes
 
     @property
     def tokenizer_identity(self) -> TokenizerIdentity:

@@ -157,6 +157,11 @@ class Tokenizer:
         """What encodes, and why. Decided when first asked for, or by `prove`."""
         return self._decide()[0]
 
+    def remember_in(self, memo: Path | None) -> None:
+        """Verdicts on gigatoken are looked up and kept in this cache folder from now on."""
+        with self._lock:
+            self._memo = memo or self._memo
+
     def prove(self, sample: pa.Array, *, of: str, memo: Path | None) -> Backend:
         """Decides on a backend: gigatoken where it agrees with the reference, also on `sample`.
 
@@ -167,8 +172,7 @@ class Tokenizer:
         remembered. Raises TokenizerError where backend="gigatoken" was asked for and it does not
         agree.
         """
-        with self._lock:
-            self._memo = memo or self._memo
+        self.remember_in(memo)
         _, engine = self._decide()
         if engine is not None:
             verdict = proof.prove(engine, self._plain, _column(sample), f"texts of {of}")
