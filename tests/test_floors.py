@@ -207,6 +207,15 @@ def test_files_stay_short() -> None:
     assert not long, f"more than {LONGEST} lines: {long}"
 
 
+def test_nothing_is_defined_behind_the_call_of_a_program() -> None:
+    """Run by `python -m`, a file ends there: what stands behind does not exist."""
+    for path in HOUSE.rglob("*.py"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        if 'if __name__ == "__main__":' in lines:
+            behind = lines[lines.index('if __name__ == "__main__":') + 1 :]
+            assert all(not line or line.startswith(" ") for line in behind), path
+
+
 def test_there_is_one_engine() -> None:
     """Cached and streamed data have one loader, one state, one maker of windows, one of batches,
     one writer of rows.

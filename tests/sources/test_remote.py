@@ -285,9 +285,9 @@ def test_a_server_without_ranges(
         source = open_files(f"{web.url}/data/a.parquet")
     assert "sends no ranges: every read transfers the whole file" in caplog.text
     assert source.read(0, 7, 9).column("text").to_pylist() == ["row 7", "row 8"]
-    from easypipe.sources import listing
+    from easypipe.sources import files
 
-    monkeypatch.setattr(listing, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(files, "WHOLE_BYTES", 100)
     with pytest.raises(SourceError, match=r"the server sends no ranges, .*Download the file"):
         open_files(f"{web.url}/data/a.parquet")
 

@@ -337,6 +337,38 @@ def test_an_error_in_one_process_ends_all_at_once_and_is_said_in_all(fails, how,
     assert "has failed" not in said[fails]
 
 
+STOPS = """
+import sys, time
+from easypipe.train import initialize
+from easypipe.train.parallel.config import DistributedConfig
+from easypipe.train.signals import Interrupted
+_, address, rank = sys.argv
+initialize(DistributedConfig(coordinator_address=address, num_processes=2, process_id=int(rank)))
+if rank == "0":
+    time.sleep(6)  # the first has more to write
+    print("all is written")
+raise Interrupted(signum=15, step=3, folder="run")
+"""
+
+
+def test_a_stop_that_all_have_agreed_on_lets_each_finish():
+    command = [sys.executable, "-c", STOPS, f"127.0.0.1:{free_port()}"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    started = [
+        subprocess.Popen(
+            [*command, str(i)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    (first, said), _ = (process.communicate(timeout=90) for process in started)
+    assert first == "all is written\n", said
+    assert "stopped by SIGTERM" in said
+
+
 @pytest.fixture
 def alone(monkeypatch):
     for name in (

@@ -53,7 +53,7 @@ def masks(
     source: Source,
     messages: Messages = None,
     train_on: Annotated[
-        Literal["assistant", "last_assistant", "completion", "all"] | None,
+        Literal["all", "completion", "assistant", "last_assistant"] | None,
         typer.Option(help="Which turns are trained; else the assistant's."),
     ] = None,
     roles_to_train: RolesToTrain = None,

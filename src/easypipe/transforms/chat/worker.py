@@ -195,10 +195,6 @@ def prints_reasoning(template: Template) -> bool:
     return False
 
 
-if __name__ == "__main__":
-    main()
-
-
 def find_label(template: Template, fields: Message, label: str | None, train_on: str) -> Rendered:
     """A text of a template of columns, with what is trained of it.
 
@@ -229,3 +225,7 @@ def find_label(template: Template, fields: Message, label: str | None, train_on:
             f"putting another word in place of {label!r} changes more than that word"
         )
     return Rendered(text, [(len(before), len(text))] if said else [], TRAINED_END)
+
+
+if __name__ == "__main__":
+    main()
