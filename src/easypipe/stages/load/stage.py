@@ -1,7 +1,4 @@
-"""The load stage: packed rows, or documents, become a Loader.
-
-Streams read the documents of a dataset forward, tokenized on the way.
-"""
+"""The load stage: packed rows, documents, or streams tokenized forward become a Loader."""
 
 from __future__ import annotations
 

@@ -44,8 +44,10 @@ from easypipe.train.metrics.devices import on_device
 log = logging.getLogger("easypipe")
 
 FORMAT = 1
-# what Orbax and TensorStore raise for files that are not there or not whole
-_UNREADABLE = (OSError, ValueError, KeyError)
+# What Orbax and TensorStore raise where the file system refuses: NotImplementedError for a file
+# that would have to be on another device.
+_REFUSED = (OSError, ValueError, NotImplementedError)
+_UNREADABLE = (*_REFUSED, KeyError)  # and for files that are not there or not whole
 
 Arrays = Mapping[str, jax.Array]
 
@@ -253,7 +255,7 @@ class Checkpoints(Closeable):
             return
         (step, committed, _), self._saving = self._saving, None
         fix, at = "Check space and permissions.", self._at(step)
-        with raising(StorageError, at, "cannot be written", fix, (OSError, ValueError)):
+        with raising(StorageError, at, "cannot be written", fix, _REFUSED):
             committed.result()
         if agree:
             self._agree(f"saved {step}")

@@ -1,4 +1,6 @@
-"""The process that runs templates, which are programs of strangers: the system ends a bad one.
+"""The process that runs templates, of chats and of prompts with a label: the system ends a bad one.
+
+Templates are programs of strangers.
 
 A request is two frames: the JSON of what the rows are written with; and JSON of the rows, each a
 list of JSON texts: one object, {"messages": …, "tools": …} or {"fields": …}, or messages and tools

@@ -163,10 +163,8 @@ class Tokenizer:
             self._memo = memo or self._memo
 
     def prove(self, sample: pa.Array, *, of: str, memo: Path | None) -> Backend:
-        """Decides on a backend: gigatoken where it agrees with the reference, also on `sample`.
-
-        Decides on a backend: gigatoken where it agrees with the reference on hostile text and on
-        `sample`.
+        """Decides on a backend: gigatoken where it agrees with the reference on hostile text and
+        on `sample`.
 
         of: what the sample is from, for the message. memo: the cache folder where verdicts are
         remembered. Raises TokenizerError where backend="gigatoken" was asked for and it does not
