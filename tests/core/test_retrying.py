@@ -105,10 +105,22 @@ def test_no_wait_goes_over_the_deadline(clock: Clock) -> None:
         remote.retrying(URL, Calls(clock, 0, 9, ConnectionError("reset")))
 
 
+NOW = "Wed, 21 Oct 2015 07:28:00 GMT"
+
+
 @pytest.mark.parametrize(
     ("headers", "waits"),
-    [({"Retry-After": "7"}, [7, 7]), ({"Retry-After": "1"}, [1, 2]), ({"Retry-After": "Wed"}, [1, 2]), ({}, [1, 2])],
-)  # fmt: skip
+    [
+        ({"Retry-After": "7"}, [7, 7]),
+        ({"Retry-After": "1"}, [1, 2]),
+        ({"Retry-After": "Wed, 21 Oct 2015 07:28:05 GMT", "Date": NOW}, [5, 5]),
+        ({"Retry-After": "Wed, 21 Oct 2015 09:28:06 +0200", "Date": NOW}, [6, 6]),
+        ({"Retry-After": NOW}, [1, 2]),  # long gone by this machine's clock
+        ({"Retry-After": "Wed"}, [1, 2]),
+        ({"Retry-After": "Wed, 21 Oct 99999 07:28:05 GMT"}, [1, 2]),
+        ({}, [1, 2]),
+    ],
+)
 @pytest.mark.parametrize("holder", ["error", "response", "cause"])
 def test_a_server_may_ask_for_more(
     clock: Clock, headers: Mapping[str, str], waits: list[float], holder: str

@@ -270,6 +270,15 @@ def test_error_makes_a_bad_row_and_drop_counts_it(tmp_path: Path) -> None:
         ).encode(rows[1])
 
 
+@pytest.mark.parametrize("end", [*".!?؟۔।॥։።။។", ".)", "?»", "।”"])
+def test_sentences_end_in_every_script(tmp_path: Path, end: str) -> None:
+    rows = [{"text": f"नमस्ते दुनिया{end} مرحبا بالعالم"}]
+    policy = LengthPolicy(policy="keep_start", boundary="sentence")
+    limit = len(f"नमस्ते दुनिया{end} مرحبا".encode())
+    ((ids, _),) = documents(tokenized(tmp_path, rows, policy, limit))[0]
+    assert text(ids).rstrip() == f"नमस्ते दुनिया{end}"
+
+
 @pytest.mark.parametrize(
     ("boundary", "ends"),
     [

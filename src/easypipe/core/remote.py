@@ -13,6 +13,7 @@ storage_options are hidden.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import random
@@ -23,6 +24,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
+from email.utils import formatdate, parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
@@ -490,11 +492,21 @@ def _wait(policy: RetryPolicy, attempt: int, error: BaseException) -> float:
         headers = attribute_of(link, "headers") or attribute_of(
             attribute_of(link, "response"), "headers"
         )
-        asked = headers.get("Retry-After", "") if isinstance(headers, Mapping) else ""
-        # the other form of Retry-After is a date; the doubling wait serves for it
-        if str(asked).isdigit():
-            return max(wait, float(asked))
+        if isinstance(headers, Mapping) and "Retry-After" in headers:
+            now = headers.get("Date", formatdate())
+            return max(wait, _asked_s(str(headers["Retry-After"]), str(now)))
     return wait
+
+
+def _asked_s(asked: str, now: str) -> float:
+    """Seconds that a server asks to wait: a number, or a time by the clock that says `now`."""
+    if asked.isdecimal():
+        return float(asked)
+    times: list[float] = []
+    for text in (asked, now):
+        with contextlib.suppress(ValueError, OverflowError):
+            times.append(parsedate_to_datetime(text).timestamp())
+    return times[0] - times[1] if len(times) == 2 else 0.0
 
 
 def _told(

@@ -28,8 +28,11 @@ Boundary = Literal["sentence", "clause", "word"]
 # From the end of what ends to where the next one begins; each kind of edge counts for the weaker
 # kinds too.
 _ENDS: dict[str, re.Pattern[str]] = {
-    "sentence": re.compile(r"(?<=[.!?])[\"'”’)\]]*(?:\s+|\Z)|(?<=[。！？])[”’）」』]*\s*|\n+"),
-    "clause": re.compile(r"(?<=[,;:–—])\s+|(?<=[，；：、])\s*"),
+    # of Latin, Arabic, Urdu, Hindi, Armenian, Amharic, Burmese and Khmer script; of Chinese
+    "sentence": re.compile(
+        r"(?<=[.!?؟۔।॥։።။។])[\"'”’)\]»]*(\s+|\Z)|(?<=[。！？])[”’）」』]*(\s*)|\n+"
+    ),
+    "clause": re.compile(r"(?<=[,;:–—،؛])\s+|(?<=[，；：、])\s*"),
     "word": re.compile(r"\s+"),
 }
 
@@ -383,9 +386,8 @@ class _Edges:
         """
         found: list[Int64] = []
         for pattern in _ENDS.values() if kind is not None else ():
-            spans = np.array([match.span() for match in pattern.finditer(text)], np.int64).reshape(
-                -1, 2
-            )
+            edge = [match.span(match.lastindex or 0) for match in pattern.finditer(text)]
+            spans = np.array(edge, np.int64).reshape(-1, 2)
             at = np.searchsorted(stops, spans[:, 0])  # the first token that reaches so far ...
             inside = at < len(stops)
             at, spans = at[inside], spans[inside]
