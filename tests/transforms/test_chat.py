@@ -541,6 +541,97 @@ def test_a_call_ends_with_the_token_that_ends_words_too() -> None:
     ]  # fmt: skip
 
 
+def test_a_stop_is_whole() -> None:
+    """Up to its last special token, whatever text stands between those, and though the system
+    message and the user's own ends hold some of them.
+    """
+    body = (
+        "{% if m.role == 'assistant' %}<|open|>said<|sep|>{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}<|open|>call<|sep|>{{ call.function | tojson }}"
+        "<|close|>call<|sep|>{% endfor %}<|close|>said<|sep|>{% else %}{{ m.content }}{% endif %}"
+        "<|close|>turn<|sep|><|over|>"
+    )
+    source = (
+        "<|open|>turn of system<|sep|>Be kind.<|close|>turn<|sep|><|over|>"
+        "{% for m in messages %}<|open|>turn of {{ m.role }}<|sep|>" + body + "{% endfor %}"
+        "{{ '<|open|>turn of assistant<|sep|>' if add_generation_prompt }}"
+    )
+    closers = ("<|open|>", "<|close|>", "<|sep|>", "<|over|>")
+    end = "<|close|>said<|sep|><|close|>turn<|sep|><|over|>"
+    found = trained(source, talk("Hi", "Hello", "And?", "Bye"), closers=closers)
+    assert found == [f"<|open|>said<|sep|>{said}{end}" for said in ("Hello", "Bye")]
+    for messages in (CALLS[:2], CALLS):
+        call = trained(source, messages, TOOLS, closers=closers)[0]
+        assert call.startswith("<|open|>said<|sep|><|open|>call<|sep|>{")
+        assert call.endswith("}<|close|>call<|sep|>" + end)
+
+
+def test_every_token_of_a_stop_that_others_have_too() -> None:
+    source = (
+        "<s><|turn|>system<|text|>Be kind.</text><|over|>{% for m in messages %}"
+        "<|turn|>{{ m.role }}<|text|>{{ m.content }}</text><|over|>{% endfor %}"
+        "{{ '<|turn|>assistant' if add_generation_prompt }}"
+    )
+    closers = ("<s>", "<|turn|>", "<|text|>", "</text>", "<|over|>")
+    found = trained(source, talk("Hi", "Hello", "And?", "Bye"), closers=closers)
+    assert found == ["<|text|>Hello</text><|over|>", "<|text|>Bye</text><|over|>"]
+
+
+ROUNDS = (
+    "{% set n = namespace(asked=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "[Round {{ n.asked }}]\nQ: {{ m.content }}\n{% set n.asked = n.asked + 1 %}"
+    "{% elif m.role == 'assistant' %}A: {{ m.content }}{{ '\n' if not loop.last }}{% endif %}"
+    "{% endfor %}{{ 'A: ' if add_generation_prompt }}"
+)
+
+
+def test_what_numbers_the_next_question_ends_no_turn() -> None:
+    """Nothing does there; whoever asks for no end of such turns gets their words."""
+    messages = talk("Hi", "Hello", "And?", "Bye", "So?", "Done")
+    assert render(ROUNDS, messages).detail == (
+        "nothing that is known to end a turn follows message 1: '\\n[Round 1]\\nQ: ' "
+        "(train_on_eos='none' asks for no end)"
+    )
+    for ends, eos in (("last", 2), ("none", 1)):
+        found = render(ROUNDS, messages, train_on_eos=ends)
+        assert [found.text[a:b] for a, b in found.spans] == ["Hello", "Bye", "Done"]
+        assert found.end == eos
+
+
+def test_an_end_in_text_follows_whoever_speaks_next() -> None:
+    """It is no token of this tokenizer, and the last turn has none."""
+    source = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{{ '~end~' if m.role == 'assistant' and not loop.last }}\n{% endfor %}"
+    )
+    assert trained(source, talk("Hi", "Hello", "And?", "Bye")) == ["Hello~end~", "Bye"]
+
+
+def test_what_closes_a_call_opens_no_turn() -> None:
+    """The template writes of a call that is answered what it does not write of the last one."""
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{% for call in m.tool_calls or [] %}<call>"
+        "{{ call.function | tojson }}{{ ' answered' if messages[-1] is not sameas m }}</call>{% endfor %}{{ m.content }}"
+        "<|end|>{% endfor %}"
+    )
+    closers = ("<|user|>", "<|assistant|>", "<|tool|>", "<call>", "</call>", "<|end|>")
+    said = trained(source, CALLS, TOOLS, closers=closers)
+    assert said[0].startswith('<call>{"name": "look"')
+    assert said[0].endswith("} answered</call><|end|>")
+
+
+def test_a_list_as_python_writes_it() -> None:
+    source = (
+        "{% for m in messages %}{{ m.role }}: {% for call in m.tool_calls or [] %}"
+        "{{ call.function.name }}{{ call.function.arguments }}{% endfor %}{{ m.content }}<|im_end|>"
+        "{% endfor %}"
+    )
+    arguments = {"where": ["Köln\n", 'a "b" \\', None]}
+    call = {**CALL, "function": {"name": "look", "arguments": arguments}}
+    messages = [CALLS[0], {**CALLS[1], "tool_calls": [call]}, *CALLS[2:4]]
+    assert trained(source, messages, TOOLS) == [f"look{arguments}<|im_end|>", "Wet.<|im_end|>"]
+
+
 def test_what_opens_the_result_of_a_call_ends_no_turn() -> None:
     source = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content }}<result|>{% else %}"

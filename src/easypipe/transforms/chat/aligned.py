@@ -77,9 +77,11 @@ class Aligned:
                 spans.append((a, b))
         return spans
 
-    def spans(self, trained: list[int]) -> list[tuple[int, int]]:
-        """What the turns `trained` say, with what the model writes in front of it, and the stop."""
-        spans = [self._span(i) for i in trained if self._says(i)]
+    def spans(self, trained: list[int], ended: list[int]) -> list[tuple[int, int]]:
+        """What the turns `trained` say, with what the model writes in front of it, and the stop;
+        which need not be known of others than `ended`.
+        """
+        spans = [self._span(i, ended=i in ended) for i in trained if self._says(i)]
         if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
             raise UnprovenError("trained turns overlap")
         return spans
@@ -122,14 +124,14 @@ class Aligned:
             raise UnprovenError(f"the template does not print what message {i} says")
         return i in self._owners
 
-    def _span(self, i: int) -> tuple[int, int]:
+    def _span(self, i: int, *, ended: bool) -> tuple[int, int]:
         words, text, places = self._words, self._text, self._places
         first = self._owners.index(i)
         before = places[first - 1].stop if first else 0
         gap = text[before : places[first].start]
         if self._changed[i].get("role") != "assistant":
             return self._others(i, first)
-        after = ""
+        after, endless = "", False
         for behind in self._behind(i, first):
             run, later = places[first:behind], places[behind:]
             said = {place.word for place in run}
@@ -138,19 +140,23 @@ class Aligned:
                 not calls or any(map(said.isdisjoint, calls))
             ):
                 raise UnprovenError(f"the template does not print the tool calls of message {i}")
-            plain = len(run) == 1 and run[0].word in words.whole
+            alone = len(run) == 1 and run[0].word in words.whole
             after = text[run[-1].stop : later[0].start if later else len(text)]
-            end = self._plain_end(after, i, plain=plain)
-            if end is None and not plain:
+            end = self._plain_end(after, i, plain=alone)
+            if end is None and not alone:
                 end = self._end_of_call(after, i, run, follows=self._owners[behind:][:1])
+            endless = alone and self._stop(i) is None
+            if end is None and endless and not ended:
+                end = 0
             if end is None:
                 continue
-            if not plain:  # what opens another's words ends no turn
+            if not alone:  # what opens another's words ends no turn
                 end = len(self._known.opened.sub("", after[:end]))
-            start = before + (self._lead(gap) if plain else self._header(gap, i, first))
+            start = before + (self._lead(gap) if alone else self._header(gap, i, first))
             return start, run[-1].stop + end
+        other = " (train_on_eos='none' asks for no end)" if endless else ""
         raise UnprovenError(
-            f"nothing that is known to end a turn follows message {i}: {after[:40]!r}"
+            f"nothing that is known to end a turn follows message {i}: {after[:40]!r}{other}"
         )
 
     def _others(self, i: int, first: int) -> tuple[int, int]:
@@ -233,8 +239,10 @@ class Aligned:
         inside = gap.find(stop.strip()) if stop and (last or list(follows) == [i + 1]) else -1
         whole = gap[: inside + len(stop.strip())] if inside >= 0 else ""
         # a special token before which there is none that could have opened another turn
-        first = known.token.search(gap) if whole else None
-        if (last, whole) in known.known_ends or (first is not None and first.start() >= inside):
+        before = known.closing.sub("", whole[:inside]) if whole else ""
+        if (last, whole) in known.known_ends or (
+            known.token.search(whole) is not None and known.token.search(before) is None
+        ):
             return len(whole)
         other = self._other_gap(i, [place.word for place in run])
         if other is None:  # a template may refuse half a conversation

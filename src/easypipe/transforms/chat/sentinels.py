@@ -209,7 +209,9 @@ def _fits(text: str, at: int, value: str, gap: str, *, last: bool) -> Iterator[t
 
 
 def forms_of(value: str) -> Iterator[str]:
-    """A text as templates print it: as it is, trimmed, or inside JSON; each form once."""
+    """A text as templates print it: as it is, trimmed, or inside JSON or what Python writes; each
+    form once.
+    """
     yield value
     plain = [
         value.strip(),
@@ -220,4 +222,5 @@ def forms_of(value: str) -> Iterator[str]:
         value.lstrip("\n"),
     ]
     escaped = [json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1]]
+    escaped.append(repr(value)[1:-1])
     yield from (form for form in dict.fromkeys(plain + escaped) if form != value)

@@ -172,7 +172,8 @@ class Spans:
                 answers = [i for i in trained if messages[i].get("role") == "assistant"]
                 answers = answers if self.template.marked else []
                 rest = [i for i in trained if i not in answers]
-                spans = sorted([*aligned.marked(marked, answers), *aligned.spans(rest)])
+                ended = {"turn": trained, "last": trained[-1:], "none": []}[self.ends]
+                spans = sorted([*aligned.marked(marked, answers), *aligned.spans(rest, ended)])
                 return aligned.without_thoughts(spans) if self.mask else spans
             except (UnprovenError, RenderError) as error:
                 errors.append(error)

@@ -55,6 +55,7 @@ class Turns:
         self.token = re.compile(special)
         self.closer = re.compile(rf"\s*(?:{special})")
         self.closed = re.compile(rf"(?:{special})\s*\Z")
+        self.closing = re.compile(r"</[^<>\s]+>|<\w+\|>|\[/\w+\]")  # opens nothing, by its form
         opening = "|".join(map(re.escape, filter(_opens_among(closers), closers)))
         self.opened = re.compile(rf"\s*(?:{opening or '(?!)'})\Z")
         self._longest = max(map(len, closers), default=0)
@@ -99,6 +100,9 @@ class Turns:
             gap.rpartition(opening)[2] for gap in (gaps[0], gaps[2]) if opening and opening in gap
         }
         middle, last = self._ends(before, gaps, alone)
+        if middle and middle != last and self.closer.match(middle) is None:
+            # text that no answer at the end has may open the question behind it
+            middle = middle if self._follows_whoever(middle, talk[:2], words, tools) else None
         return Stops(middle, last, opening, tuple(sorted(leads - {""}, key=len, reverse=True)))
 
     def _after(
@@ -114,6 +118,28 @@ class Turns:
             return self.template.render(messages, tools, prompt=prompt)[0].rpartition(word)[2]
         except RenderError:
             return ""
+
+    def _follows_whoever(
+        self,
+        stop: str,
+        talk: Sequence[Message],
+        words: Sequence[str],
+        tools: Sequence[JsonValue] | None,
+    ) -> bool:
+        """Whether a text stands behind an answer, too, that no user's message follows."""
+        _, answer, word, *_ = words
+        content = talk[0]["content"]
+        parts = [{"type": "text", "text": word}] if isinstance(content, list) else word
+        found = []
+        for role in ("assistant", "system", "tool"):
+            try:
+                text, _ = self.template.render([*talk, {"role": role, "content": parts}], tools)
+            except RenderError:
+                continue
+            _, here, behind = text.partition(answer)
+            if here and word in behind:
+                found.append(behind.startswith(stop))
+        return bool(found) and all(found)
 
     def _ends(self, before: str, gaps: Sequence[str], alone: str) -> tuple[str | None, str | None]:
         """(middle, last) of Stops. before: the first word; gaps: behind question, answer, question,
@@ -153,16 +179,17 @@ class Turns:
         return bool(found) and not self.token.sub("", head).strip()
 
     def _whole_run(self, before: str, between: str, tail: str, alone: str, end: int) -> str:
-        """All special tokens that end a turn, in the middle and at the end alike: those before the
-        one that opens the user's turn.
+        """All that ends a turn, in the middle and at the end alike, up to its last special token:
+        those before the one that opens the user's turn.
         """
-        while (found := self.closer.match(tail, end)) is not None and between.startswith(
-            found[0], end
-        ):
-            opens = before.endswith(
-                found[0].lstrip() + between[found.end() :]
-            ) and not alone.lstrip().startswith(found[0].strip())
-            if opens:
+        said, closed = tail.rstrip(), alone.strip()
+        # what ends the turns of users and of the assistant opens none
+        both = between.startswith(said) and said.endswith(closed)
+        common = len(said) - len(closed) if both else len(said)
+        shared = num_shared(between, tail)
+        while (found := self.token.search(tail, end, shared)) is not None:
+            opens = before.endswith(between[found.start() :]) and found.start() < common
+            if opens and not alone.lstrip().startswith(found[0]):
                 break
             end = found.end()
         return tail[:end]
