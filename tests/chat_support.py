@@ -70,7 +70,6 @@ HOSTILE = {
     "attributes": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "sandbox"),
     "attributes by format": ("{{ '{0.__class__.__mro__}'.format(1) }}", "sandbox"),
     "globals": ("{{ cycler.__init__.__globals__ }}", "sandbox"),
-    "changing its input": ("{{ messages.append(1) }}", "sandbox"),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "without end"),
     "a constant that cannot be worked out": ("{{ (10 ** 100000) | string }}", "not compile"),
     "no Jinja": ("{% for %}", "not Jinja"),

@@ -743,6 +743,18 @@ def test_hostile_templates_end_alone(name: str) -> None:
     assert render(CHATML, talk("Hi", "Hello")).text.endswith("Hello<|im_end|>\n")
 
 
+@pytest.mark.parametrize("changed", ["messages", "ns.ids"])
+def test_rows_that_reach_a_change_of_a_list_are_refused_alone(changed: str) -> None:
+    """As transformers refuses them: Kimi K2's template keeps the ids of calls in a list."""
+    source = "{% set ns = namespace(ids=[]) %}{% for m in messages %}{% if m.tool_calls %}"
+    source += f"{{% set _ = {changed}.append(1) %}}{{% endif %}}{{{{ m.content }}}}<|im_end|>"
+    rows = [{"messages": one, "tools": None} for one in (talk("1", "2"), CALLS, talk("3", "4"))]
+    first, refused, last = template(source + "{% endfor %}").render(rows)
+    why = "the sandbox stopped it: access to attribute 'append' of 'list' object is unsafe."
+    assert refused == Refused("refused_by_template", why)
+    assert [first.text, last.text] == ["1<|im_end|>2<|im_end|>", "3<|im_end|>4<|im_end|>"]
+
+
 NAMES_WITHIN = st.one_of(
     st.text(max_size=5),
     st.sampled_from(

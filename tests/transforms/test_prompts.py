@@ -700,8 +700,6 @@ def test_labels_that_cannot_be_proven_are_refused(template: str, why: str) -> No
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_custom_templates_end_alone(name: str) -> None:
     source, why = HOSTILE[name]
-    if name == "changing its input":
-        source = "{{ messages.append(1) }}"
     one = engine(format_type="custom", template=source, input_columns=("messages",))
     error = SourceError if any(limit in why for limit in LIMITS) else HostileTemplateError
     with processor_time_of_workers(most=5), pytest.raises(error) as caught:

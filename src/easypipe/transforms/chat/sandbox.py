@@ -41,6 +41,9 @@ _OF_LOOP = frozenset(
 )
 # as Python writes objects that have no text of their own
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+# what jinja2 says of a method that changes a list or object: some published templates keep lists,
+# and only rows that reach that are refused
+_CHANGES = re.compile(r"access to attribute '[a-z]\w*' of '(list|dict|set)' object is unsafe")
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -134,6 +137,8 @@ class Template:
                         f"it writes more than {MOST_CHARACTERS} characters for one conversation"
                     )
         except SecurityError as error:
+            if _CHANGES.match(str(error)):
+                raise RenderError(f"the sandbox stopped it: {error}") from None
             raise HostileError(f"the sandbox stopped it: {error}") from None
         except MemoryError:
             raise LimitError(NO_MEMORY) from None
