@@ -216,6 +216,58 @@ def test_nothing_is_defined_behind_the_call_of_a_program() -> None:
             assert all(not line or line.startswith(" ") for line in behind), path
 
 
+# Parameters that no line reads, of functions whose callers give what all of their kind are given
+UNREAD = {
+    "cache/address.py": "at: address at: typing_context",
+    "cli/app.py": "options: version",  # its own callback prints it
+    "cli/parity.py": "parity: against",  # the one value that there is
+    "core/locks.py": "__exit__: error __exit__: kind __exit__: trace",
+    "kernels/loss/differentiable.py": "_sum_backward: objective _sum_backward: plan",
+    "kernels/loss/tpu/kernel.py": "column_block: i column_block: k",
+    "kernels/tuning/table.py": "_read_user: changed",  # a key of what is remembered
+    "sources/external/token_files.py": "_separated: fields",
+    "sources/formats/txt.py": "_whole: fields parse_lines: fields",
+    "train/checkpoint/checkpoint.py": "_copied: into",  # memory that is given back
+    "train/losses/preference.py": "_reward: config",
+    "train/model/harness.py": (
+        "generate_until: disable_tqdm loglikelihood: disable_tqdm "
+        "loglikelihood_rolling: disable_tqdm"
+    ),
+    "train/optim/optimizers.py": (
+        "_adam: roles _inverse_sqrt: final _inverse_sqrt: steps _sophia: roles match: params"
+    ),
+    "train/signals.py": "_receive: frame",
+    "transforms/chat/sandbox.py": "refuse: args refuse: values",
+}
+
+
+def test_every_parameter_is_read() -> None:
+    """An argument that is lost on its way leaves a parameter that decides nothing. Where several
+    functions of one name have it, one that reads it is enough: they are one protocol.
+    """
+    read: dict[tuple[str, str], bool] = {}
+    places: dict[tuple[str, str], str] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            names = {
+                one.id for part in node.body for one in ast.walk(part) if isinstance(one, ast.Name)
+            }
+            for one in ast.iter_child_nodes(node.args):
+                if isinstance(one, ast.arg) and one.arg not in ("self", "cls"):
+                    key = (node.name, one.arg)
+                    # without any name it is a stub, of a protocol
+                    read[key] = read.get(key, False) or not names or one.arg in names
+                    places[key] = path.relative_to(HOUSE).as_posix()
+    unread: dict[str, list[str]] = {}
+    for (function, name), is_read in sorted(read.items()):
+        if not is_read and not name.startswith("_"):
+            unread.setdefault(places[function, name], []).append(f"{function}: {name}")
+    assert len(read) > 3000
+    assert {path: " ".join(some) for path, some in unread.items()} == UNREAD
+
+
 def test_there_is_one_engine() -> None:
     """Cached and streamed data have one loader, one state, one maker of windows, one of batches,
     one writer of rows.
