@@ -42,6 +42,25 @@ def cost(function: Any, *arguments: Any) -> Cost:
     return Cost(moved, flops)
 
 
+def beyond(function: Any, *arguments: Any) -> list[str]:
+    """The blocks of the kernels of `function` that begin outside of their array: the interpreter
+    moves those into it, as a device does not.
+    """
+    wrong = []
+    for call, _ in _calls(jax.make_jaxpr(function)(*arguments).jaxpr, 1):
+        if call.primitive.name != "pallas_call":
+            continue
+        mapping = call.params["grid_mapping"]
+        points = np.indices(mapping.grid).reshape(len(mapping.grid), -1).T
+        scalars = [jnp.zeros(1, jnp.int32)] * mapping.num_index_operands
+        for number, block in enumerate(mapping.block_mappings):
+            starts = _starts(block, points, scalars)
+            whole = np.array(block.array_aval.shape)
+            if ((starts < 0) | (starts >= np.maximum(whole, 1))).any():
+                wrong.append(f"{call.params['name']}, block {number}")
+    return wrong
+
+
 def _calls(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call" or (
@@ -79,10 +98,7 @@ def _moved(call: Any, group: int) -> int:
             getattr(block.transformed_block_aval, "memory_space", "")
         ) in ("any", "hbm"):
             continue  # copied by hand, where at all
-        starts = jax.vmap(
-            lambda *at, block=block: jnp.stack(block.compute_start_indices_interpret(at, *scalars))
-        )(*jnp.asarray(points.T))
-        starts = np.asarray(starts).reshape(len(points), -1)
+        starts = _starts(block, points, scalars)
         changes = np.any(starts[1:] != starts[:-1], axis=1)
         first_of_core = (
             points[1:, 0] != points[:-1, 0] if cores > 1 else np.zeros(len(points) - 1, bool)
@@ -91,6 +107,12 @@ def _moved(call: Any, group: int) -> int:
         sizes = np.minimum(np.array(shape), np.array(whole) - starts[fetched])
         total += int(np.prod(sizes, axis=1).sum()) * block.array_aval.dtype.itemsize
     return total + cores * _copied(call.params["jaxpr"])
+
+
+def _starts(block: Any, points: np.ndarray, scalars: list[Any]) -> np.ndarray:
+    """Where the block of each point of the grid begins: [points, dimensions of the array]."""
+    find = jax.vmap(lambda *at: jnp.stack(block.compute_start_indices_interpret(at, *scalars)))
+    return np.asarray(find(*jnp.asarray(points.T))).reshape(len(points), -1)
 
 
 def _copied(jaxpr: Any) -> int:

@@ -344,6 +344,44 @@ def test_a_faulty_machine(
     assert says in finding.says
 
 
+def _ahead_by(seconds: float) -> Callable[..., Any]:
+    return lambda: time.time_ns() / 1e9 + seconds
+
+
+def _open_files(count: int) -> Callable[..., Any]:
+    return lambda _: (count, 1 << 20)
+
+
+def _free(num_bytes: int) -> Callable[..., Any]:
+    return lambda _: shutil._ntuple_diskusage(1 << 40, 1, num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("check", "where", "name", "good", "bad"),
+    [
+        ("clock", machine.time, "time", _ahead_by(-4), _ahead_by(-7)),
+        ("clock", machine.time, "time", _ahead_by(4), _ahead_by(7)),
+        ("limits", resource, "getrlimit", _open_files(1024), _open_files(1023)),
+        ("limits", shutil, "disk_usage", _free(1 << 30), _free((1 << 30) - 1)),
+    ],
+)
+def test_how_much_is_enough(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    check: str,
+    where: Any,
+    name: str,
+    good: Callable[..., Any],
+    bad: Callable[..., Any],
+) -> None:
+    asked = {one.name: one.try_out for one in machine.machine_checks(tmp_path)}[check]
+    monkeypatch.setattr(where, name, good)
+    asked()
+    monkeypatch.setattr(where, name, bad)
+    with pytest.raises(Failed):
+        asked()
+
+
 def test_no_limit_of_open_files_is_no_low_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

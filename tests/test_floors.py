@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-HOUSE = Path(__file__).parents[1] / "src" / "easypipe"
+import easypipe
+
+HOUSE = Path(easypipe.__file__).parent
 FLOOR = {
     "core": 0,
     "sources": 1,

@@ -95,6 +95,14 @@ def test_every_command_stands_once() -> None:
     assert len({name for name, _, _ in COMMANDS}) == len(COMMANDS)
 
 
+def test_every_command_with_options_shows_one_in_its_examples() -> None:
+    known = commands()
+    for name, _, lines in COMMANDS:
+        has = any(one.param_type_name == "option" for one in known[name].params)  # type: ignore[attr-defined]
+        assert any(" -" in line for line in lines) == has, name
+        assert {line.split()[0] for line in lines} == {name}
+
+
 def test_kept_files_are_as_the_code_is(reference: ModuleType) -> None:
     for path, text in reference.kept_files().items():
         assert path.read_text(encoding="utf-8") == text, "run: python docs/reference.py"

@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 
 import easypipe
+from easypipe.core import protocols
 from easypipe.core.errors import SourceError
 from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource
 from easypipe.core.values import attribute_of
@@ -92,3 +94,31 @@ def test_every_source_has_them() -> None:
 
     assert len(like_sources) > 5
     assert not {name: file for name, file in like_sources.items() if not is_one(name)}
+
+
+def test_a_source_that_declares_nothing_is_asked_like_one_of_the_house() -> None:
+    """What the protocol asks for is enough, whatever else of a source is looked for."""
+
+    class Least:
+        schema = pa.schema([pa.field("n", pa.int64())])
+        shards = (Shard(name="one", num_rows=3),)
+        fingerprint = "least"
+
+        def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+            return pa.RecordBatch.from_pydict({"n": list(range(start, stop))})
+
+    class OfTheHouse(Least, protocols.Source):
+        pass
+
+    least, house = Least(), OfTheHouse()
+    for ask in (
+        protocols.info_of,
+        protocols.unit_of,
+        lambda one: protocols.identity_of(one, 0),
+        lambda one: protocols.place_of(one, 0, 2),
+        lambda one: protocols.raw_of(one, 0, 2),
+        lambda one: protocols.scan(one, 0, 1, 3),
+        lambda one: protocols.select(one, ["n"]) is one,
+        lambda one: protocols.innermost(one) is one,
+    ):
+        assert ask(least) == ask(house)

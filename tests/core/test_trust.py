@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -165,6 +166,23 @@ def test_the_flag_wants_a_url(capsys: pytest.CaptureFixture[str]) -> None:
         told = f"trust_endpoint: '{url}' is no URL of a web server. Write https://host."
         assert told in capsys.readouterr().err
     assert constants.ENDPOINT  # what the Hub's client took at its import
+
+
+@pytest.mark.parametrize(
+    "url", ["https://[::1", "https://host:port", "https://host:99999", "https://", "host", "::"]
+)
+def test_what_is_no_url_is_no_server(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Not even the same as another that is none."""
+    monkeypatch.setenv(trust.TRUSTED, ELSEWHERE)
+    with pytest.raises(ConfigError, match=re.escape(f"{url!r} is no URL of a web server")):
+        trust.trust_endpoint(url)
+    monkeypatch.setenv("HF_ENDPOINT", "https://[::2")
+    assert trust.hub_token(url or "::") is False
+    for name in ("AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    options = {"endpoint_url": url}
+    with pytest.raises(ConfigError, match=re.escape(f"credentials of this machine to {url}")):
+        trust.require_trusted_storage(options, "storage_options")
 
 
 def test_lists_of_files_name_none_outside_their_folder(tmp_path: Path) -> None:

@@ -110,6 +110,36 @@ def test_rows_are_read_once_and_written_once(device, monkeypatch):
     assert counted.bytes == pytest.approx(2 * 4096 * 32_768 * 2, rel=0.01)
 
 
+def test_no_block_begins_outside_of_its_array(monkeypatch):
+    tokens, width, vocab = 2048, 1024, 5000
+    sizes = sizes_of(tokens, width, vocab, "bfloat16")
+    hidden, head = shape((tokens, width), "bfloat16"), shape((width, vocab), "bfloat16")
+    labels, scalars = shape((tokens,), "int32"), shape((tokens,), "float32")
+    planned = plan_blocks(V5E, sizes)
+    own = planned._replace(resident=0, back_width=0, own_tokens=512, own_columns=256)
+    streams = planned._replace(resident=0, back_width=512, own_tokens=0, own_columns=0)
+    for blocks in (planned, own, streams):
+        assert not kernel_costs.beyond(
+            lambda h, w, t, blocks=blocks: forward_stats(
+                Inputs(h, w, None, t), "dv", None, blocks, False
+            ),
+            *(hidden, head, labels),
+        )
+        assert not kernel_costs.beyond(
+            lambda h, w, t, s, blocks=blocks: pallas_tpu_backward.gradients(
+                Inputs(h, w, None, t), s, Cotangents(s, s, s), "dv", None, None, blocks, False
+            ),
+            *(hidden, head, labels, scalars),
+        )
+    monkeypatch.setattr(tuning, "device_kind", lambda: "TPU v5e")
+    assert not kernel_costs.beyond(
+        lambda x, t, w: pallas_tpu_rows.row_step(
+            x, t, w, objective=Objective(1e-4, 0.1, 4992), soft_cap=None
+        ),
+        *(shape((tokens, 4992), "bfloat16"), labels, scalars),
+    )
+
+
 def test_the_count_sees_what_is_moved_again():
     """A head that is read for every tile of tokens, instead of once for all that stay."""
     sizes = sizes_of(8192, 2048, 32_768, "bfloat16")

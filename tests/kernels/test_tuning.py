@@ -179,6 +179,25 @@ def test_the_accounting_plans_blocks_that_fit(device):
         )
 
 
+@pytest.mark.parametrize(
+    ("ways", "dtype", "expected"),
+    [
+        ({"resident": 1}, "bfloat16", 25_509_888),
+        ({"resident": 1}, "float32", 37_306_368),
+        ({"back_width": 1024}, "bfloat16", 15_024_128),
+        ({"back_width": 1024}, "float32", 22_626_304),
+        ({"own_tokens": 4096, "own_columns": 256}, "bfloat16", 47_349_760),
+        ({"own_tokens": 4096, "own_columns": 256}, "float32", 61_898_752),
+    ],
+)
+def test_the_accounting_counts_as_it_did(ways, dtype, expected):
+    """Blocks were tried on it: a term that changes has a reason, and these numbers follow."""
+    blocks = Blocks(1, 1024, 256, 512, 1, 256, 512, 0, 0)._replace(**ways)
+    sizes = sizes_of(2048, 1000, 4096, dtype, "float32")
+    assert backward_vmem(blocks, sizes) == expected
+    assert forward_vmem(blocks, sizes) == {"bfloat16": 7_471_104, "float32": 17_170_432}[dtype]
+
+
 def test_a_size_that_an_implementation_does_not_know_is_refused_by_name(user_table):
     """Tables of an earlier easypipe may name the spans of a forward kernel that is gone."""
     entry = Entry(

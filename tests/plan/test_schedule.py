@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,6 +224,28 @@ def test_shares_follow_the_step(kind: str) -> None:
     }.items():
         assert float(made.shares(step)[0]) == pytest.approx(share, abs=1e-12)
         assert sum(made.shares(step)) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"points": ()}, "no point"),
+        ({"points": ((-1, (1,)),)}, r"\[-1\] are no ascending"),
+        ({"points": ((0, (1,)), (0, (1,)))}, r"\[0, 0\] are no ascending"),
+        ({"points": ((2, (1,)), (1, (1,)))}, r"\[2, 1\] are no ascending"),
+        ({"batch_sizes": ((1, 8),)}, "begin at step 0"),
+        ({"batch_sizes": ((0, 8), (0, 8))}, r"\[0, 0\] are no ascending"),
+        ({"batch_sizes": ((0, 0),)}, "without rows"),
+        ({"points": ((0, (0,)),)}, "all 0"),
+        ({"points": ((0, (2, -1)),)}, "below 0"),
+        ({"before": (1, 1)}, "other datasets"),
+    ],
+)
+def test_what_is_no_schedule_is_made_by_nobody(change: dict[str, Any], problem: str) -> None:
+    good: dict[str, Any] = {"points": ((0, (1,)), (1, (1,))), "batch_sizes": ((0, 1), (1, 1))}
+    Schedule(kind="step", **good)
+    with pytest.raises(AssertionError, match=problem):
+        Schedule(kind="step", **good | change)
 
 
 def test_steps_and_rows_of_batches_that_grow() -> None:

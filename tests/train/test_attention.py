@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kernel_costs
 from aot import array, compiled, tpu_mesh
 from easypipe.core.errors import ConfigError
 from easypipe.train.model import attention
@@ -79,6 +80,15 @@ def check(backend, case, given):
 def test_a_fused_backend_gives_what_xla_gives(backend, case):
     """Rows of 200 slots, padding and several segments, two query heads for each key head."""
     check(backend, CASES[case], arrays())
+
+
+def test_no_block_begins_outside_of_its_array():
+    given, segments, _ = arrays(batch=4, heads=6)
+
+    def run(*given):
+        return attend(*given, segments, backend="triton").sum()
+
+    assert not kernel_costs.beyond(jax.grad(run, (0, 1, 2)), *given)
 
 
 @pytest.mark.parametrize("backend", FUSED)

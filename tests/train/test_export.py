@@ -98,6 +98,7 @@ def test_a_tuned_model_says_what_ends_a_turn_how_long_rows_were_and_how_it_was_a
         assert (folder / "chat_template.jinja").read_text() == CHAT_TEMPLATES["chatml"]
         modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
         assert modes.pop("model.safetensors") == 0o640
+        assert not [name for name in modes if name.startswith(".")]
         assert set(modes.values()) == {0o640}
         assert stat.S_IMODE(folder.stat().st_mode) == 0o750
 

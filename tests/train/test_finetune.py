@@ -34,6 +34,7 @@ from easypipe.cli.app import run as command
 from easypipe.train import load_pretrained
 from easypipe.train.finished import load_trained
 from easypipe.train.model.lora import merge_lora
+from easypipe.train.model.pretrained import peft
 from easypipe.train.model.pretrained.files import WeightFiles
 from easypipe.train.model.pretrained.peft import load_adapters, save_adapters
 from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
@@ -218,6 +219,25 @@ def test_adapters_go_to_peft_and_back(model: Path, tuned: Any, tmp_path: Path) -
         (folder / "adapter_config.json").write_text(json.dumps(written | change))
         with pytest.raises((ConfigError, StateError), match=message):
             load_adapters(load_pretrained(model), folder)
+    decoder = load_pretrained(model)
+    for key in peft._NEUTRAL:
+        (folder / "adapter_config.json").write_text(json.dumps(written | {key: "odd"}))
+        with pytest.raises(ConfigError, match=rf"adapter_config\.json: {key}: 'odd' is not supp"):
+            load_adapters(decoder, folder)
+    for key in ("r", "lora_alpha"):
+        (folder / "adapter_config.json").write_text(
+            json.dumps({name: value for name, value in written.items() if name != key})
+        )
+        with pytest.raises(StateError, match="does not fit this decoder"):
+            load_adapters(decoder, folder)
+    (folder / "adapter_config.json").write_text(json.dumps(written))
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(StateError, match=r"safetensors: is not a whole safetensors file"):
+        load_adapters(decoder, folder)
+    weights.rename(folder / "adapter_model.bin")
+    with pytest.raises(MissingFileError, match=r"no such file.*pickles are not read"):
+        load_adapters(decoder, folder)
     with pytest.raises(ConfigError, match="has no adapters that PEFT knows"):
         save_adapters(merge_lora(tuned.model), tmp_path / "none")
 

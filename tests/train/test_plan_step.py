@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -104,8 +105,13 @@ def test_flops_are_ours_and_the_roofline_is_arithmetic(plan):
     assert line.mfu_at_best == pytest.approx(line.flops / line.best_s / (4 * device.flops))
 
 
-def test_the_command_prints_it_with_what_is_not_known(plan, config, monkeypatch):
+def test_the_command_prints_it_with_what_is_not_known(plan, config, monkeypatch, tmp_path):
     monkeypatch.setattr(runs, "plan_on", lambda run, topology: plan)  # compiled above
+    page = ["--topology", "v5e:2x2", "--no-prepare", "--html", str(tmp_path / "plan.html")]
+    assert CliRunner().invoke(app, ["plan", str(config), *page]).exit_code == 0
+    written = (tmp_path / "plan.html").read_text()
+    assert re.search(r"not known: .*nowhere\.jsonl", written)
+    assert "attention splash" in written
     shown = CliRunner().invoke(app, ["plan", str(config), "--topology", "v5e:2x2", "--no-prepare"])
     assert shown.exit_code == 0, shown.output
     for text in (

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import laws
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.core.protocols import Source, Transform
+from easypipe.core.protocols import Shard, Source, Transform
 from easypipe.core.schema import ROW_NUMBER, with_row_numbers
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.transforms.columns.base import Chain, TransformedSource
@@ -339,6 +339,21 @@ def test_a_row_is_refused_in_its_own_place_for_what_it_is_refused_for_alone(
         return [(r.row + first * most, r.reason) for r in rejects if not r.benign]
 
     assert bad(rows, 0) == [one for i, row in enumerate(rows) for one in bad([row], i)]
+
+
+def test_what_gives_several_rows_says_so_of_every_shard() -> None:
+    class Files(Source):
+        fingerprint = "files"
+        schema = pa.schema([pa.field("tags", pa.list_(pa.string()))])
+        shards = (
+            Shard(name="a", num_rows=7, cuts=(0, 3), num_bytes=50),
+            Shard(name="b", num_rows=None, num_bytes=9),
+        )
+
+    assert TransformedSource(Files(), Expand("tags", most=3)).shards == (
+        Shard(name="a", num_rows=21, cuts=(0, 9), num_bytes=50),
+        Shard(name="b", num_rows=None, num_bytes=9),
+    )
 
 
 def test_what_a_function_does_wrong_is_that_row_s() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -62,7 +62,7 @@ def hub_token(
     if own:
         require_private(url, at)
         return own
-    if _private(url) and _origin(url) in map(_origin, _trusted()):
+    if _private(url) and _is_one_of(url, _trusted()):
         return None
     from huggingface_hub import get_token
 
@@ -94,7 +94,7 @@ def require_trusted_storage(options: Settings, at: str) -> None:
     machine to a server that nobody but they name."""
     if any(options.get(name, None) not in _OF_THE_MACHINE for name in _OWN):
         return
-    named = {*map(_origin, _trusted()), *(_origin(os.environ.get(name, "")) for name in _NAMED_BY)}
+    named = [*_trusted(), *(os.environ.get(name, "") for name in _NAMED_BY)]
     for key, url in options.items():
         here = f"{at}.{key}"
         if isinstance(url, Mapping):  # client_kwargs; a part of a chain of protocols
@@ -102,7 +102,8 @@ def require_trusted_storage(options: Settings, at: str) -> None:
         elif (
             key == "endpoint_url"
             and isinstance(url, str)
-            and not (_loopback(url) or _origin(url) in named)
+            and url
+            and not (_loopback(url) or _is_one_of(url, named))
         ):
             raise ConfigError(
                 at=here,
@@ -129,8 +130,14 @@ def _loopback(url: str) -> bool:
         return False
 
 
+def _is_one_of(url: str, trusted: Sequence[str]) -> bool:
+    """Whether it names the server of one of these; what is no URL names none."""
+    origin = _origin(url)
+    return bool(origin[1]) and origin in map(_origin, trusted)
+
+
 def _origin(url: str) -> tuple[str, str, int]:
-    """Scheme, host, port; of what is no URL nothing that equals another's."""
+    """Scheme, host, port; of what is no URL the host is ''."""
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
