@@ -134,7 +134,7 @@ FAULTS = [
     fault("files of a committed folder are not synced", "core/storage.py", "tests/train/test_checkpoint_files.py -k synced",
           "            sync(Path(folder, file))\n", "            pass\n"),
     fault("Retry-After is not waited for", "core/remote.py", "tests/sources/test_remote.py -k how_long",
-          "return max(wait, float(asked))", "return wait"),
+          'return max(wait, _asked_s(str(headers["Retry-After"]), str(now)))', "return wait"),
     fault("a file that changed on a server is read on", "core/remote.py", "tests/sources/test_remote.py -k changed",
           'raise ChangedError("the server says that the file is another now")', "pass"),
     fault("a server without ranges gives the first bytes", "core/remote.py", "tests/sources/test_remote.py -k without_ranges",
