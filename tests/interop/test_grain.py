@@ -20,6 +20,14 @@ from pipelines import config
 grain = pytest.importorskip("grain")
 from easypipe.interop.grain import LoaderDataset, LoaderIterator  # noqa: E402
 
+
+@pytest.fixture(autouse=True)
+def _arrays_in_few_words():
+    """Grain's check writes out every array that it compares, also where they are equal."""
+    with np.printoptions(threshold=0, edgeitems=1):
+        yield
+
+
 LENGTHS = np.random.Generator(np.random.PCG64(3)).integers(1, 60, 50)
 CACHE = MemoryCache(some_docs(LENGTHS))
 
