@@ -1,24 +1,30 @@
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import re
 import shutil
 import signal
 import threading
+import weakref
 from operator import attrgetter
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from easypipe.core.errors import ConfigError, PlacementError, StateError, TrainError
+from easypipe.train import state as states
 from easypipe.train.checkpoint.differences import differences
 from easypipe.train.config import CheckpointConfig, OptimizerConfig
 from easypipe.train.losses.loss import loss_sums
 from easypipe.train.metrics.log import read_metrics
-from easypipe.train.model.decoder import ModelConfig
+from easypipe.train.model.config import LoraConfig
+from easypipe.train.model.decoder import Decoder, ModelConfig
+from easypipe.train.model.pretrained import origin
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.signals import Interrupted
 from easypipe.train.trainer import Trainer
@@ -69,6 +75,49 @@ def test_a_run_leaves_metrics_plot_checkpoints_and_a_better_model(finished):
     assert result.checkpoint.is_dir()
     assert result.plot.read_bytes()[:4] == b"\x89PNG"
     assert result.model.hidden(np.zeros((1, 3), np.int32)).shape == (1, 3, 8)
+
+
+def test_equal_runs_begin_by_one_program_and_others_by_their_own(tmp_path, monkeypatch):
+    built = []
+
+    class Counted(Decoder):
+        def __init__(self, *arguments, **options):
+            built.append(self)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(origin, "Decoder", Counted)
+    model = {"vocab_size": 32, "hidden_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
+
+    def begun(sizes=(), own=None, **changes):
+        """The first state, and how often a module was built for it."""
+        options = settings(tmp_path, **{"optimizer": OptimizerConfig()} | changes)
+        config = ModelConfig(**model | dict(sizes))
+        run = Trainer(config, options, Arithmetic(), mesh=MESH, optimizer=own)
+        built.clear()
+        with states.on(run.mesh, run.rules):
+            return states.flatten(run.fresh()), len(built)
+
+    (first, once), (again, never) = begun(), begun()
+    assert (once, never) == (1, 0)
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    array = weakref.ref(again.pop("params/embedding"))
+    del again
+    gc.collect()
+    assert array() is None, "what is kept holds no array"
+    other, once = begun(seed=1)
+    assert once == 1
+    assert not np.array_equal(other["params/embedding"], first["params/embedding"])
+    changes = [
+        {"sizes": {"tie_embeddings": True}},
+        {"own": optax.sgd(0.1)},
+        {"own": optax.sgd(0.1)},
+        {"optimizer": OptimizerConfig(name="lion")},
+        {"steps": 13},
+        {"lora": LoraConfig(rank=2, targets=["*"])},
+        {"mesh": {"data": 1, "axis_rules": {"embed": None}}},
+        {"accumulate_steps": 2},  # no matter of the first state
+    ]
+    assert [begun(**one)[1] for one in changes] == [1, 1, 1, 1, 1, 1, 1, 0]
 
 
 def test_listeners_hear_the_run_in_order(finished):

@@ -21,7 +21,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from easypipe.core.config import to_dict
+from easypipe.core.config import digest, to_dict
 from easypipe.core.errors import ConfigError, TrainError, require
 from easypipe.core.protocols import BatchLoader, Turns
 from easypipe.core.values import Arguments, Json
@@ -156,6 +156,11 @@ class Engine:
         scores = config.preference is not None and config.preference.scores
         self.origin = origin_of(model, config.seed, config.lora, scores=scores)
         self._compile(loss, optimizer)
+        self.made_of: str | None = None  # what the first state follows from, where that is known
+        if self.origin.shape is not None and optimizer is None:
+            options = (config.optimizer.resolved(), self.steps, config.lora, config.seed, scores)
+            shape = self.origin.shape
+            self.made_of = digest(type(shape), shape, *options, self.rules)
         self._make_callbacks(callbacks)
         self.identity = identity_of(
             config,
@@ -419,7 +424,7 @@ class Engine:
 
     def fresh(self) -> states.TrainState:
         """The state before the first step."""
-        state = self.origin.state(self.layout, self.optimizer)
+        state = self.origin.state(self.layout, self.optimizer, self.made_of)
         self.frozen = fingerprint({name: state.rest[name] for name in sorted(self.layout.frozen)})
         return state
 

@@ -8,9 +8,10 @@ shardings before any array exists.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -172,19 +173,49 @@ def gradient_places(layout: ModelLayout) -> dict[str, NamedSharding]:
     }
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """How a new state is made. Two that are equal make the same one, by one compiled program.
+
+    made_of: all that `build` and `optimizer` follow from; None where that is not known.
+    """
+
+    build: Callable[[], nnx.Module] = field(compare=False)
+    layout: ModelLayout = field(compare=False)
+    optimizer: Optimizer = field(compare=False)
+    made_of: str | None = None
+    places: tuple[jax.sharding.Sharding, ...] = ()  # of its arrays, in their order
+
+    def program(self) -> Callable[[], TrainState]:
+        """What computes the state."""
+        layout, optimizer = self.layout, self.optimizer
+
+        def born() -> TrainState:
+            params, rest = layout.split(self.build())
+            return TrainState(params, rest, optimizer.init(params), jnp.int32(0))
+
+        return jax.jit(born, out_shardings=shardings(abstract_state(layout, optimizer)))
+
+
+# holds programs, never arrays
+_known_program = functools.lru_cache(maxsize=8)(Beginning.program)
+
+
 def init_state(
-    build: Callable[[], nnx.Module], layout: ModelLayout, optimizer: Optimizer
+    build: Callable[[], nnx.Module],
+    layout: ModelLayout,
+    optimizer: Optimizer,
+    made_of: str | None = None,
 ) -> TrainState:
     """A new state, every array born where it belongs: no device ever holds more than its part.
 
-    Call inside `on(mesh)`.
+    made_of: see Beginning. Call inside `on(mesh)`.
     """
-
-    def born() -> TrainState:
-        params, rest = layout.split(build())
-        return TrainState(params, rest, optimizer.init(params), jnp.int32(0))
-
-    return jax.jit(born, out_shardings=shardings(abstract_state(layout, optimizer)))()
+    begins = Beginning(build, layout, optimizer)
+    if made_of is None:
+        return begins.program()()
+    places = jax.tree.leaves(shardings(abstract_state(layout, optimizer)))
+    return _known_program(replace(begins, made_of=made_of, places=(*places,)))()
 
 
 def state_from(model: nnx.Module, layout: ModelLayout, optimizer: Optimizer) -> TrainState:

@@ -301,15 +301,18 @@ class Origin:
             }
         )
 
-    def state(self, layout: states.ModelLayout, optimizer: Optimizer) -> states.TrainState:
+    def state(
+        self, layout: states.ModelLayout, optimizer: Optimizer, made_of: str | None = None
+    ) -> states.TrainState:
         """The state before the first step.
 
-        Raises what load_pretrained raises for files. Call inside `state.on(layout.mesh)`.
+        made_of: as init_state takes it. Raises what load_pretrained raises for files. Call inside
+        `state.on(layout.mesh)`.
         """
         if self.is_module:
             return states.state_from(self.build(), layout, optimizer)
         if self.pretrained is None:
-            return states.init_state(self.build, layout, optimizer)
+            return states.init_state(self.build, layout, optimizer, made_of)
         read = self.pretrained.read(layout)
         new = {name: value for name, value in layout.params.items() if name not in read}  # adapters
         born = jax.jit(
