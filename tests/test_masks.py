@@ -19,7 +19,7 @@ from easypipe import (
     train_bpe,
 )
 from easypipe.cli import main
-from easypipe.previews.masks import SAMPLES
+from easypipe.previews.masks import SAMPLES, TOKEN
 
 PARTS = (
     "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{{ part.text }}{% endfor %}"
@@ -48,6 +48,16 @@ def test_samples_of_a_template_alone() -> None:
     assert not call.pieces
     assert "".join(piece.text for piece in one.pieces) == one.text
     assert [piece.masked for piece in one.pieces] == [True, False, True, False]
+
+
+def test_what_looks_like_a_special_token_of_a_template_alone() -> None:
+    seen = ["<|im_end|>", "<end_of_turn>", "<SPECIAL_12>", "[/INST]", "[|endofturn|]", "</s>"]
+    assert TOKEN.findall("a < b > [c] ".join(seen)) == seen
+    source = (
+        "{% for m in messages %}<SPECIAL_11>{{ m.role }}\n{{ m.content }}<SPECIAL_12>{% endfor %}"
+    )
+    found = {one.name: one for one in masks(source)}["two turns with system"]
+    assert trained(found) == ["It is four.<SPECIAL_12>", "Six, of course.<SPECIAL_12>"]
 
 
 def test_own_conversations_with_a_tokenizer(shared_data: Path) -> None:

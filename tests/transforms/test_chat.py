@@ -620,6 +620,18 @@ def test_what_closes_a_call_opens_no_turn() -> None:
     assert said[0].endswith("} answered</call><|end|>")
 
 
+def test_a_call_that_closes_as_text_where_nothing_ends_turns() -> None:
+    """As GLM-4.6: `</call>` is no special token, and the result follows at once."""
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{% for call in m.tool_calls or [] %}<call>"
+        "{{ call.function | tojson }}</call>{% endfor %}{{ m.content }}{% endfor %}"
+    )
+    closers = ("<|user|>", "<|assistant|>", "<|tool|>")
+    for messages in (CALLS[:2], CALLS[:4]):
+        call = trained(source, messages, TOOLS, closers=closers)[0]
+        assert (call[:6], call[-8:]) == ("<call>", "}</call>")
+
+
 def test_a_list_as_python_writes_it() -> None:
     source = (
         "{% for m in messages %}{{ m.role }}: {% for call in m.tool_calls or [] %}"

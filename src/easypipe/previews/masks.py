@@ -36,7 +36,9 @@ from easypipe.transforms.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 Talk = Sequence[Mapping[str, Json]]
 # what special tokens look like in the text of a template
-TOKEN = re.compile(r"<\|[^|<>\s]+\|>|<[|a-z_/][^<>\s{}'\"]*>|\[/?[A-Z_]+\]|<｜[^<>]*｜>")
+TOKEN = re.compile(
+    r"<\|[^|<>\s]+\|>|<[|a-z_/][^<>\s{}'\"]*>|<[A-Z_\d]+>|\[/?[A-Z_]+\]|\[\|\w+\|\]|<｜[^<>]*｜>"
+)
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 DATE = "2026-01-31"  # what samples say where a template asks for the day
 

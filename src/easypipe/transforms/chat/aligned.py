@@ -258,7 +258,7 @@ class Aligned:
         if not end.strip() or not longer.startswith(end):
             return None
         opened = known.stops.opening.strip()
-        closed = known.closed.search(end) is not None and not (opened and end.endswith(opened))
+        closed = known.shut.search(end) is not None and not (opened and end.endswith(opened))
         # where the EOS token will end it
         return len(end) if closed or (last and known.stops.last is None) else None
 

@@ -13,6 +13,7 @@ from easypipe.transforms.chat.sandbox import Message, RenderError, Template
 
 # special tokens that open something, and what closes it
 BRACKETS = ((r"<\|(\w+)>", "<{}|>"), (r"<(\w+)>", "</{}>"), (r"\[(\w+)\]", "[/{}]"))
+CLOSING = r"</[^<>\s]+>|<\w+\|>|\[/\w+\]"  # what by its form opens nothing
 OPENED_THOUGHT = re.compile(
     r"(?:<(think|thinking|thought|reasoning)>\s*(?:</\1>\s*)?|\[THINK\]\s*(?:\[/THINK\]\s*)?)\Z"
 )
@@ -55,7 +56,8 @@ class Turns:
         self.token = re.compile(special)
         self.closer = re.compile(rf"\s*(?:{special})")
         self.closed = re.compile(rf"(?:{special})\s*\Z")
-        self.closing = re.compile(r"</[^<>\s]+>|<\w+\|>|\[/\w+\]")  # opens nothing, by its form
+        self.closing = re.compile(CLOSING)
+        self.shut = re.compile(rf"(?:{special}|{CLOSING})\Z")
         opening = "|".join(map(re.escape, filter(_opens_among(closers), closers)))
         self.opened = re.compile(rf"\s*(?:{opening or '(?!)'})\Z")
         self._longest = max(map(len, closers), default=0)
