@@ -398,7 +398,7 @@ def test_options_of_the_network(tmp_path: Path) -> None:
             {"data": {"val_split": 0.5, "val_files": "x.parquet"}},
             "data.val_split: has no effect beside val_files",
         ),
-        ({"data": {"val_split": 1.0}}, "data.val_split: 1.0 is no share"),
+        ({"data": {"val_split": 1.0}}, "data.val_split: 1.0 is no share of the rows"),
         (
             {"data": {"val_split": 0.01}},
             "data.val_split: 0.01 of 20 rows leaves none to validate on",
