@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Strict configuration: frozen keyword-only dataclasses from Python, dicts or YAML, by one door.
+"""Strict configuration: frozen keyword-only dataclasses from Python, dicts, YAML and `--set`.
 
     @config
     class PackStageConfig:

@@ -1,4 +1,4 @@
-"""Which characters of a rendered conversation are trained: proven, or refused.
+"""Which turns and characters of a rendered conversation are trained: proven, or refused.
 
 The conversation is rendered twice: as it is, and with sentinels (sentinels.py), so that it is
 known where each text stands. What ends and begins turns is seen on a probe, and on renderings of

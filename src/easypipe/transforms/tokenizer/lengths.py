@@ -1,4 +1,4 @@
-"""LengthPolicy, what becomes of samples with more than max_length tokens, and its carrying out.
+"""LengthPolicy: what becomes of samples with more than max_length tokens, and where they are cut.
 
 Masks are made of whole texts; they are cut with their tokens.
 
