@@ -65,10 +65,11 @@ is done. After each, the same without a limit ends well.
 
 ## File operations
 
-*Struck* is how many of the points, operations times ways, were tried up to now, all kinds of operations and ways first; *wrong*, what the last code still answered badly.
+*Struck* is how many of the points, operations times ways, were tried up to now. Operations of one kind, on files of one kind, made by the same lines of easypipe, are one
+*class*: those are struck first, one of each, then one of each in every way. *Wrong* is what the last code still answered badly.
 
-| job | in all | of them | struck | dead, refused, well | wrong |
-| --- | --- | --- | --- | --- | --- |
+| job | in all | of them | struck | classes struck | classes times ways | dead, refused, well | wrong |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 """
 DAMAGE = """
 ## Damage
@@ -88,6 +89,8 @@ def operations(interposed: Interposed, folder: Path) -> list[str]:
         own, points = Counter(struck.get(name, {})), len(trial.operations) * len(HOWS)
         lines.append(
             f"| {name} | {len(trial.operations)} | {said} | {own['struck']:,} of {points:,} | "
+            f"{own['classes']} of {own['classes listed']} | {own['classes in all ways']:,} of "
+            f"{own['classes listed'] * len(HOWS):,} | "
             f"{own['dead']}, {own['refused']}, {own['well']} | {own['wrong']} |"
         )
         trial.close()
