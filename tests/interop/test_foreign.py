@@ -62,7 +62,9 @@ def test_what_axolotl_s_keys_become() -> None:
     assert run.train.optimizer.warmup_steps == 100
     run = from_dict(RunConfig, import_config(*of("axolotl-instruct-dpo-lora-8b")).config)
     assert run.train.preference is not None
-    assert run.data.datasets[0].prompt.rejected_column == "rejected"
+    prompt = run.data.datasets[0].prompt
+    assert (prompt.inputs, prompt.label) == (("conversation",), "chosen")
+    assert (prompt.rejected_column, prompt.train_on) == ("rejected", "completion")
     run = from_dict(RunConfig, import_config(*of("axolotl-qlora-1b")).config)
     assert set(run.train.lora.targets) == {"query", "key", "value", "output", "gate", "up", "down"}
 
@@ -117,6 +119,23 @@ def test_whose_turns_axolotl_trains_is_carried(
         assert (dataset.content_field, dataset.chat_template) == ("messages", "chatml")
         assert (dataset.prompt, dataset.train_on, dataset.train_on_eos) == (None, None, None)
     assert [key for key in made.left if key.startswith("datasets")] == left
+
+
+def test_keys_that_axolotl_reads_of_no_preferences(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "base_model: m\nchat_template: chatml\nrl: dpo\ndatasets:\n"
+        "  - {path: a.jsonl, type: chat_template.default, message_field_training: train_it}\n"
+        "  - {path: b.jsonl, type: chatml.intel, field_chosen: good, message_field_role: who}\n"
+    )
+    made = import_config("axolotl", file)
+    one, other = (from_dict(DatasetConfig, row).prompt for row in made.config["data"]["datasets"])
+    assert (one.inputs, one.label, one.message_fields) == (("messages",), "chosen", None)
+    assert (other.label, other.message_fields) == ("good", {"role": "who"})
+    assert made.left == {
+        "datasets[0].message_field_training": "theirs does not read it of preferences either",
+        "datasets[1]": "type 'chatml.intel' of preferences is not known here: chat_template",
+    }
 
 
 def test_what_the_others_keys_become() -> None:

@@ -340,6 +340,37 @@ def test_which_ends_of_turns_are_trained(template: str, tmp_path: Path) -> None:
     assert len(keys) == 3
 
 
+@pytest.mark.parametrize("rejected", [None, "rejected"])
+@pytest.mark.parametrize("form", ["rows", "jsonl"])
+def test_an_answer_may_be_one_message(form: str, rejected: str | None, tmp_path: Path) -> None:
+    """As axolotl's preferences have it."""
+    lists: list[Row] = [
+        {
+            "prompt": both("Hi", "Hello")[:1],
+            "chosen": [said("Yes.", train=True) if n else said("Yes.")],
+            "rejected": [said("No.")],
+        }
+        for n in range(2)
+    ]
+    alone = [row | {name: row[name][0] for name in ("chosen", "rejected")} for row in lists]
+    fields = {
+        "prompt_field": "prompt",
+        "completion_field": "chosen",
+        "rejected_field": rejected,
+        "chat_template": chat_support.CHATML,
+        "train_on": "assistant",
+    }
+    found = []
+    for name, data in (("lists", lists), ("alone", alone)):
+        given: Any = data
+        if form == "jsonl":
+            given = tmp_path / f"{name}.jsonl"
+            given.write_text("".join(json.dumps(row) + "\n" for row in data))
+        found.append(documents(tokenized(given, tmp_path, fields), 2))
+    assert found[0] == found[1]
+    assert all(any(mask) for _, mask in found[0])
+
+
 def test_the_end_of_a_completion_of_text_need_not_be_trained(tmp_path: Path) -> None:
     columns = {"prompt_field": "prompt", "completion_field": "completion"}
     masks = [

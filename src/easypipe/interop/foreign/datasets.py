@@ -37,10 +37,13 @@ def axolotl_datasets(key: Key) -> None:
         dataset = _from(str(one.get("data_files") or one["path"]))
         kind = str(one.get("type", "")).removesuffix(".default")
         if given.get("rl") == "dpo":
+            if kind != "chat_template":
+                left[at] = f"type {kind!r} of preferences is not known here: chat_template"
             dataset["prompt"] = {
-                "input_columns": [one.get("field_chosen", "chosen")],
+                "input_columns": [one.get("field_messages", "messages")],
+                "label_column": one.get("field_chosen", "chosen"),
                 "rejected_column": one.get("field_rejected", "rejected"),
-                "train_on": "last_assistant",
+                "train_on": "completion",
             }
             kind = "chat_template"
         elif kind == "alpaca":
@@ -60,7 +63,9 @@ def axolotl_datasets(key: Key) -> None:
             "message_field_content", "split", "name", "revision", "ds_type",
         }  # fmt: skip
         if kind in ("chat_template", "sharegpt"):
-            prompt = _axolotl_keys(left, at, one)
+            for name in OF_TURNS.intersection(one if "rl" in given else ()):
+                left[f"{at}.{name}"] = "theirs does not read it of preferences either"
+            prompt = _axolotl_keys(left, at, one, flags="rl" not in given)
             if given.get("rl") == "dpo":
                 dataset["prompt"] |= prompt
             elif prompt := prompt | _axolotl_turns(left, at, one):
@@ -76,12 +81,15 @@ def axolotl_datasets(key: Key) -> None:
     _sources(key, found)
 
 
-def _axolotl_keys(left: dict[str, str], at: str, one: JsonObject) -> JsonObject:
-    """Of a prompt, by which keys messages say who speaks and what."""
+def _axolotl_keys(left: dict[str, str], at: str, one: JsonObject, *, flags: bool) -> JsonObject:
+    """Of a prompt, by which keys messages say who speaks and what; flags: and whether they are
+    trained.
+    """
     given = dict(one.get("message_property_mappings") or {})
     for name, key in (("role", "message_field_role"), ("content", "message_field_content")):
         given |= {name: one[key]} if one.get(key) else {}
-    given |= {"train": flag} if (flag := one.get("message_field_training")) else {}
+    if flags and (flag := one.get("message_field_training")):
+        given["train"] = flag
     if one.get("message_field_training_detail"):
         left[f"{at}.message_field_training_detail"] = "messages are trained whole, or not"
     for name in given:

@@ -334,7 +334,8 @@ def _answers_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
         columns |= {"input_columns": (prompt,), "label_column": answer}
     else:
         columns |= {"input_columns": (answer,)}
-    if is_messages(column) or is_json(column):
+    alone = prompt is not None and pa.types.is_struct(column)  # one message
+    if is_messages(column) or is_json(column) or alone:
         train_on = dataset.train_on or "completion"
         return _talks_of(dataset, **columns, train_on=train_on)
     check_text_answers(dataset)

@@ -82,6 +82,7 @@ class ChatFormat:
         self.template = template
         self._trim = trim
         self._messages, self._answer = config.inputs[0], config.label
+        self._answers = () if config.label is None else (config.label, config.rejected_column)
         self._tools = config.tools_column or TOOLS
         said = (self._messages,) if config.label is None else (self._messages, config.label)
         self.columns = said if config.tools_column is None else (*said, config.tools_column)
@@ -130,6 +131,8 @@ class ChatFormat:
 
     def accepts(self, kind: pa.DataType, column: str) -> bool:
         if column == KWARGS and (pa.types.is_struct(kind) or pa.types.is_map(kind)):
+            return True
+        if column in self._answers and pa.types.is_struct(kind):  # one message
             return True
         return is_messages(kind) or is_text(kind) or pa.types.is_null(kind)
 
@@ -203,7 +206,7 @@ class ChatFormat:
         if kwargs:
             whole["kwargs"] = kwargs
         if self._answer is not None:
-            whole["answers"] = len(self._talk(row[self._answer]))
+            whole["answers"] = len(self._answered(row[self._answer]))
         elif SHARED in row:
             whole["answers"] = len(talk) - row[SHARED]
         return whole
@@ -216,6 +219,11 @@ class ChatFormat:
     def _talk(self, value: Json) -> Json:
         return self._reader.translated(value_of(value, keep=self._keep))
 
+    def _answered(self, value: Json) -> Json:
+        """The messages of an answer, which may be one alone."""
+        value = value_of(value, keep=self._keep)
+        return self._reader.translated([value] if isinstance(value, dict) else value)
+
     def _joined(self, row: Row) -> Json:
         """The messages of a row, with those that answer them where they stand in a column of their
         own. Refused where one of the two holds none.
@@ -223,10 +231,11 @@ class ChatFormat:
         talk = self._talk(row[self._messages])
         if self._answer is None:
             return talk
-        for column, part in ((self._messages, talk), (self._answer, self._talk(row[self._answer]))):
+        answer = self._answered(row[self._answer])
+        for column, part in ((self._messages, talk), (self._answer, answer)):
             if (wrong := wrong_messages(part)) is not None:
                 return Refused(wrong[0], f"column {column!r}: {wrong[1]}")
-        return [*talk, *self._talk(row[self._answer])]
+        return [*talk, *answer]
 
     def _example(self, talk: Json) -> list[Message] | Refused:
         """The messages of an example, none of them trained; its system message stays away, as the
