@@ -138,6 +138,23 @@ def test_keys_that_axolotl_reads_of_no_preferences(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("tool", "key"), [("axolotl", "train_on_inputs"), ("llamafactory", "train_on_prompt")]
+)
+@pytest.mark.parametrize("value", [True, False])
+def test_prompts_are_trained_where_asked(tool: str, key: str, value: bool, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"base_model: m\nmodel_name_or_path: m\n{key}: {str(value).lower()}\ndataset: rows.jsonl\n"
+        "datasets:\n  - path: rows.jsonl\n    type: alpaca\n"
+    )
+    made = import_config(tool, file)
+    [dataset] = made.config["data"]["datasets"]
+    found = dataset | dataset.get("prompt", {})
+    assert found.get("train_on") == ("all" if value else None)
+    assert key not in made.left
+
+
 def test_what_the_others_keys_become() -> None:
     made = import_config(*of("trl-zephyr-dpo-qlora"))
     run = from_dict(RunConfig, made.config)

@@ -505,6 +505,28 @@ def test_a_stall_is_named_and_is_not_the_end():
     assert_same_batches(fresh, list(Loader(plan_rows([CACHE]), LoadStageConfig(batch_size=4)))[2:])
 
 
+@pytest.mark.parametrize(
+    ("method", "by_number", "stage"),
+    [
+        ("available", True, "plan"),
+        ("available", False, "read"),
+        ("lengths", True, "lengths"),
+        ("batch", True, "gather"),
+    ],
+)
+def test_an_error_says_in_which_stage_it_came(monkeypatch, method, by_number, stage):
+    def breaks(*_):
+        raise OSError("no more")
+
+    rows = Slow(plan_rows([CACHE], seq_length=None), stuck_at=-9)
+    rows.by_number = by_number
+    setattr(rows, method, breaks)
+    one = Loader(rows, LoadStageConfig(batch_size=4))
+    with pytest.raises(OSError, match="no more") as caught:
+        next(iter(one))
+    assert f"batch 0, rows 0:4, stage {stage!r}" in "".join(caught.value.__notes__)
+
+
 @pytest.mark.parametrize("prefetch", PREFETCH, ids=str)
 def test_errors_come_whole_and_in_their_place(prefetch):
     error = SourceError(at="dataset 'code', document 3", problem="gone")

@@ -456,6 +456,19 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["discover", str(path), "--role", "bot"]) == 2
 
 
+@pytest.mark.parametrize("undecided", [(), (0,), (1,), (0, 1)])
+def test_the_command_ends_with_3_where_any_part_is_undecided(
+    tmp_path: Path, undecided: tuple[int, ...]
+) -> None:
+    """Whichever of two splits it is."""
+    (tmp_path / "both").mkdir()
+    for i, name in enumerate(("train", "test")):
+        more = {"solution": "s"} if i in undecided else {}
+        jsonl(tmp_path / "both" / f"{name}.jsonl", [{"question": "q", "answer": "a", **more}])
+    look = ["discover", str(tmp_path / "both"), "--json"]
+    assert main(look) == (3 if undecided else 0)
+
+
 @pytest.mark.shared
 @pytest.mark.skipif(not CHAT.is_dir(), reason="needs ../shared/data/chat")
 def test_the_files_of_chat() -> None:
