@@ -102,9 +102,15 @@ FOLDERS = [
     ),
     wrong(
         "a pipe",
-        "a.jsonl",
+        "a.jsonl: is a pipe, a socket or a device … Copy what it gives into a file.",
         lambda folder: os.mkfifo(folder / "a.jsonl"),
         datasets__0__data_files="a.jsonl",
+    ),
+    wrong(
+        "a pipe that a pattern finds",
+        "a.jsonl: is a pipe, a socket or a device",
+        lambda folder: os.mkfifo(folder / "a.jsonl"),
+        datasets__0__data_files="*.jsonl",
     ),
     wrong(
         "a device",

@@ -30,6 +30,9 @@ FILES = [
     text("JSON that is cut", "run.yaml", '{"datasets": [{"name": "web"'),
     text("tabs", "run.yaml", "datasets:\n\t- name: web\n"),
     text("a key twice", "run.yaml … line 2", "seed: 1\nseed: 2\n"),
+    text(
+        "a merge twice", "line 3 … '<<' stands twice", "pack:\n  <<: {seq_length: 32}\n  <<: {}\n"
+    ),
     text("two documents", "run.yaml", "seed: 1\n---\nseed: 2\n"),
     text("a tag of Python", "run.yaml", "seed: !!python/object/apply:os.system ['true']\n"),
     text("an unknown tag", "run.yaml", "seed: !secret x\n"),
@@ -110,7 +113,10 @@ OPTIONS = [
     option("datasets[0].data_files", datasets__0__data_files=[["data.jsonl"]]),
     option("datasets[0].data_files", datasets__0__data_files=5),
     option("datasets[0].data_files", datasets__0__data_files=True),
-    option("column 'text' … train", datasets__0__data_files={"train": "data.jsonl"}),
+    option(
+        "column 'train': 'data.jsonl' is no list … data_files: rows.jsonl",
+        datasets__0__data_files={"train": "data.jsonl"},
+    ),
     option("data_files", datasets__0__data_files=["data.jsonl", {"text": "x"}]),
     option("datasets[0].name", datasets__0__name=""),
     option("datasets[0].name", datasets__0__name="a/b"),

@@ -258,6 +258,18 @@ FORMATS = [
     data("JSON lines of white space", "a.jsonl", "a.jsonl", "\n\n  \n"),
     data("JSON lines that are an array", None, "a.jsonl", json.dumps(ROWS)),
     data("JSON lines with ' for quotes", "a.jsonl, row 0, line 1", "a.jsonl", "{'text': 'a'}\n"),
+    data(
+        "JSON lines with NaN in each",
+        "a.jsonl: has rows, but none … no NaN",
+        "a.jsonl",
+        '{"text": "a", "score": NaN}\n' * 3,
+    ),
+    Case(
+        "a file whose name is beyond the first plane of Unicode, in a config that is JSON",
+        None,
+        files={"\U0001f600.jsonl": DATA},
+        options={"datasets.0.data_files": "\U0001f600.jsonl"},
+    ),
     data("JSON lines of Python's words", "a.jsonl", "a.jsonl", '{"text": None}\n'),
     data("a text file of line ends alone", "a.txt", "a.txt", "\n\n\n"),
     data("a text file of spaces alone", "a.txt", "a.txt", "  \n \n"),

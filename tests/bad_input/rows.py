@@ -57,7 +57,11 @@ CHATS = [
     chat("the content is a number", AT, [{"role": "user", "content": 5}, ANSWER]),
     chat("the content is true", AT, [{"role": "user", "content": True}, ANSWER]),
     chat("the content is an object", AT, [{"role": "user", "content": {"text": "x"}}, ANSWER]),
-    chat("the content is a list of texts", AT, [{"role": "user", "content": ["x"]}, ANSWER]),
+    chat(
+        "the content is a list of texts",
+        f"{AT} … part of message 0 is text",
+        [{"role": "user", "content": ["x"]}, ANSWER],
+    ),
     chat(
         "the content holds a picture",
         AT,
@@ -73,7 +77,9 @@ CHATS = [
     chat("messages are texts", AT, ["hi", "yes"]),
     chat("messages are lists", AT, [["user", "hi"]]),
     chat("a message is null", AT, [USER, None]),
-    chat("messages hold `from` and `value`", AT, [{"from": "human", "value": "hi"}]),
+    chat(
+        "messages hold `from` and `value`", f"{AT} … sharegpt", [{"from": "human", "value": "hi"}]
+    ),
     chat("a row that is a list", AT, "[1]"),
     chat("a row that is cut", AT, '{"messages": [{"role": "us'),
     chat("a row without messages", AT, json.dumps({"text": "x"})),
@@ -82,8 +88,16 @@ CHATS = [
     chat("the system message comes last", None, [USER, ANSWER, {"role": "system", "content": "x"}]),
     chat("keys that nobody knows", None, [USER | {"colour": 1}, ANSWER]),
     chat("`train` is a text", AT, [USER, ANSWER | {"train": "yes"}]),
-    chat("tool calls are a text", AT, [USER, ANSWER | {"tool_calls": "f()"}]),
-    chat("tool calls are an object", AT, [USER, ANSWER | {"tool_calls": CALL}]),
+    chat(
+        "tool calls are a text",
+        f"{AT} … are text, not a list",
+        [USER, ANSWER | {"tool_calls": "f()"}],
+    ),
+    chat(
+        "tool calls are an object",
+        f"{AT} … are an object, not a list",
+        [USER, ANSWER | {"tool_calls": CALL}],
+    ),
     chat(
         "a tool call without a function",
         AT,
@@ -94,7 +108,11 @@ CHATS = [
         AT,
         [USER, ANSWER | {"tool_calls": [{"function": {"arguments": {}}}]}],
     ),
-    chat("a tool call that is a number", AT, [USER, ANSWER | {"tool_calls": [5]}]),
+    chat(
+        "a tool call that is a number",
+        f"{AT} … is a number, not an object",
+        [USER, ANSWER | {"tool_calls": [5]}],
+    ),
     chat(
         "arguments that are no JSON",
         None,
@@ -117,6 +135,54 @@ CHATS = [
     chat("a bad conversation that is skipped", None, [{"content": "hi"}], on_error="skip"),
     chat("a bad conversation that is kept apart", None, [{"content": "hi"}], on_error="quarantine"),
     chat("tools are a text that is no JSON", AT, json.dumps(GOOD | {"tools": "no json"})),
+    chat(
+        "a tool call whose function is a text",
+        f"{AT} … is text, not an object",
+        [USER, ANSWER | {"tool_calls": [{"type": "function", "function": "f"}]}],
+    ),
+    chat(
+        "a tool call without arguments",
+        f"{AT} … a tool call of message 1 has no arguments",
+        [USER, ANSWER | {"tool_calls": [{"type": "function", "function": {"name": "f"}}]}],
+    ),
+    chat(
+        "a part without a type",
+        f"{AT} … an object without a type",
+        [{"role": "user", "content": [{"text": "x"}]}, ANSWER],
+    ),
+    chat(
+        "a part whose text is null",
+        f"{AT} … is no text",
+        [{"role": "user", "content": [{"type": "text", "text": None}]}, ANSWER],
+    ),
+    Case(
+        "every row has an empty list of tools",
+        None,
+        files={"chat.jsonl": lines([GOOD | {"tools": []}] * 3)},
+        options=options(data_files="chat.jsonl", content_field="messages", chat_template="chatml"),
+    ),
+    Case(
+        "tools are an object",
+        "column 'tools': holds struct … not lists of objects … Rename it",
+        files={"chat.jsonl": lines([GOOD | {"tools": CALL}] * 3)},
+        options=options(data_files="chat.jsonl", content_field="messages", chat_template="chatml"),
+    ),
+    Case(
+        "tools are JSON text of a number",
+        "chat.jsonl, row 0 … tools are a number, not a list of objects",
+        files={"chat.jsonl": lines([GOOD | {"tools": "5"}] * 3)},
+        options=options(data_files="chat.jsonl", content_field="messages", chat_template="chatml"),
+    ),
+    Case(
+        "roles that are nobody's",
+        "chat.jsonl, row 0 … its messages are from 'human', 'gpt'",
+        files={
+            "chat.jsonl": lines(
+                [{"messages": [USER | {"role": "human"}, ANSWER | {"role": "gpt"}]}] * 3
+            )
+        },
+        options=options(data_files="chat.jsonl", content_field="messages", chat_template="chatml"),
+    ),
     chat("tools are a number", "chat.jsonl", json.dumps(GOOD | {"tools": 5})),
     chat(
         "a column of tools that is not there", "column 'tolls'", [USER, ANSWER], tools_field="tolls"

@@ -298,6 +298,13 @@ def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["runs", str(tmp_path)]) == 0
     assert "finished" in capsys.readouterr().out
     assert main(["runs", str(tmp_path / "runs/done/checkpoints")]) == 2
+    (tmp_path / "run.yaml").write_text("train: {steps: 10}\n")  # the config of the project
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 4
+    (tmp_path / "runs/now/metrics.jsonl").unlink()  # has not trained a step
+    (tmp_path / "runs/now/versions.json").write_text("{}")
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 4
 
 
 def test_progress_without_a_terminal(

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -550,3 +551,37 @@ def test_rows_that_become_several_are_all_streamed(tmp_path: Path) -> None:
     made = Pipeline(config(tmp_path, datasets=datasets, streaming=True, num_streams=1))
     loader = made.source().transform(twice).tokenize().load({"batch_size": 8}).build()
     assert sum(len(batch["input_ids"]) for batch in loader) == 6000
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "what"),
+    [
+        (1, 1.5, "1.5"),
+        ([1, 2], [1, 2.25], "2.25"),
+        ({"n": [1]}, {"n": [0.5]}, "0.5"),
+        ([1], np.array([1.5]), "1.5"),
+    ],
+)
+def test_a_fraction_behind_integers_is_not_cut(early: Any, late: Any, what: str) -> None:
+    """Arrow makes 1 of 1.5 without a word."""
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield from ({"text": "a", "n": early} for _ in range(1024))
+        yield {"text": "b", "n": late}
+
+    source = open_object(rows, name="d", version="1")
+    with pytest.raises(SourceError, match=rf"row 1024, column 'n': .*{what} is no integer"):
+        source.read(0, 1000, 1025)
+
+    def whole() -> Iterator[dict[str, Any]]:
+        yield from ({"text": "a", "n": 1} for _ in range(1024))
+        yield {"text": "b", "n": 2.0}
+
+    assert open_object(whole, name="d", version="1").read(0, 1024, 1025)["n"].to_pylist() == [2]
+
+
+def test_a_file_under_a_name_is_no_column(tmp_path: Path) -> None:
+    """As `datasets` has them: {"train": "rows.jsonl"}."""
+    datasets = [DatasetConfig(name="d", data_files={"train": "rows.jsonl"})]
+    with pytest.raises(SourceError, match=r"column 'train': 'rows.jsonl' is no list.*data_files: "):
+        Pipeline(config(tmp_path, datasets=datasets)).source().get_data()["d"].read(0, 0, 1)

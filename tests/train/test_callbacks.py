@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 import pytest
 
+from easypipe.core.errors import TrainError
 from easypipe.train.events import Callback
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.parallel.mesh import make_mesh
@@ -118,3 +120,15 @@ def test_callbacks_hear_of_the_error_that_ends_a_run(tmp_path):
     with pytest.raises(RuntimeError, match="enough"):
         run(tmp_path, failing)
     assert failing.heard[-1] == ("exception", 3, "RuntimeError: enough")
+
+
+@pytest.mark.parametrize("state", [{"a": np.ones(2)}, {"a": object()}, {("a", "b"): 1}])
+def test_a_state_that_is_no_json_names_its_callback(state, tmp_path):
+    class Odd(Callback):
+        def state(self):
+            return state
+
+    with pytest.raises(
+        TrainError, match=r"callback Odd: what its state\(\) returns cannot be saved"
+    ):
+        Trainer(Tiny, settings(tmp_path, steps=3), Arithmetic(), callbacks=[Odd()]).run()

@@ -122,6 +122,8 @@ def test_means_train_as_their_sums_do(
             r"batch's targets; \(scalar",
         ),
         (lambda nll: {"loss": nll.mean()}, r"loss: gave dict\. A loss gives"),
+        (lambda nll: (nll > 1).any(), r"loss: gave bool of shape \(\)\. A loss gives"),
+        (lambda nll: (nll > 1).sum(), r"loss: gave int32 of shape \(\)\. A loss gives"),
         (
             lambda nll: (nll.sum(), 1, 2),
             r"loss: gave tuple\. A loss gives .* or a LossOutput of sums",
@@ -231,6 +233,14 @@ def test_a_metric_that_a_loss_does_not_tell_is_refused_before_the_first_step(
         Trainer(Tiny, config, Uneven(), held, **options).run()
 
 
+class Misspelt(Callback):
+    def on_steps(self, event: Any) -> None: ...
+
+
+class Unheard(Callback):
+    def on_the_hour(self, event: Any) -> None: ...
+
+
 class Heard(Callback):
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -305,6 +315,11 @@ def test_the_same_names_with_options(tmp_path: Path) -> None:
             r"callbacks\[0\]: 'early_stopping' is no Callback.*stand in a mapping: \{best: \{\}\}",
         ),
         ({"callbacks": 3}, r"callbacks\[0\]: 3 is no Callback"),
+        ({"callbacks": [Unheard()]}, r"on_the_hour is called at no event.*Rename the method\."),
+        (
+            {"callbacks": [Misspelt()]},
+            r"callbacks\[0\] Misspelt: on_steps is called at no event.*Did you mean 'on_step'",
+        ),
         (
             {"callbacks": {"early_stoping": {}}},
             r"callbacks\.early_stoping: unknown key.*Did you mean 'early_stopping'",

@@ -106,3 +106,22 @@ def test_what_cannot_have_an_effect_is_refused_and_what_is_not_isolated_is_said(
         "model: Plain takes no segment_ids: documents that are packed into one row see each other"
         in caplog.text
     )
+
+
+@pytest.mark.parametrize(
+    ("made", "gave"),
+    [
+        (lambda logits: {"logits": logits}, "dict"),
+        (lambda logits: (logits, None), "tuple"),
+        (lambda logits: logits[..., 0], r"shape \(8, 12\)"),
+        (lambda logits: logits[:, 1:], r"shape \(8, 11, \d+\)"),
+    ],
+)
+def test_a_module_that_gives_no_logits_is_told_so(made: Any, gave: str, tmp_path: Path) -> None:
+    class Odd(Plain):
+        def __call__(self, input_ids: Any) -> Any:
+            return made(super().__call__(input_ids))
+
+    message = rf"model Odd: gave {gave} for input_ids of shape \(8, 12\)\. Return logits alone"
+    with pytest.raises(ConfigError, match=message):
+        Trainer(Odd, settings(tmp_path, steps=3), Arithmetic(), mesh=MESH).run()

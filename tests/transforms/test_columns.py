@@ -652,3 +652,26 @@ def test_rows_are_numbered_beyond_32_bits() -> None:
     found = (upper >> Rename({"text": "t"}))(batch)
     assert found.column("t").to_pylist() == ["A", "B"]
     assert found.column(ROW_NUMBER).to_pylist() == numbers
+
+
+def test_a_function_that_gives_a_fraction_for_an_integer_is_refused() -> None:
+    halves = Map(lambda row: {"n": row["n"] / 2}, columns={"n": "int64"}, version="1")
+    assert one(halves, n=[2, 4])["n"] == [1, 2]
+    with pytest.raises(
+        SourceError, match=r"row 1: wrong_type: .*1.5 cannot be int64: 1.5 is no int"
+    ):
+        one(halves, n=[2, 3])
+
+
+@pytest.mark.parametrize("made", [{"n": 1}, "rows", b"rows", 5, None])
+def test_expand_says_what_a_function_gave_in_place_of_rows(made: Any) -> None:
+    with pytest.raises(
+        SourceError, match=r"row 0: expand_failed: .*it returned .*not a list of rows"
+    ):
+        one(Expand(lambda row: made, most=2, version="1"), n=[2, 3])
+
+
+def test_what_is_wrong_with_a_format_is_said_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Combine("text", "{q.x}")
+    assert str(caught.value).count("Write only columns in braces") == 1

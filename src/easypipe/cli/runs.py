@@ -56,9 +56,11 @@ def runs(
 
 
 def _folders(folder: Path) -> Iterator[Path]:
-    """Folders that hold a run, by name; what is in a run is not looked through."""
+    """Folders that hold a run, by name; what is in a run is not looked through. A run.yaml alone is
+    the config of a project, whose runs may lie beside it.
+    """
     for path, names, files in os.walk(folder):
-        if "metrics.jsonl" in files or "run.yaml" in files:
+        if "metrics.jsonl" in files or {"run.yaml", "versions.json"} <= set(files):
             names.clear()
             yield Path(path)
         names.sort()

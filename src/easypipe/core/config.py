@@ -608,6 +608,9 @@ class _SafeLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             made: Any = super().construct_object(node, deep)  # pyright: ignore[reportUnknownMemberType]
+            if isinstance(made, str) and any("\ud800" <= c <= "\udbff" for c in made):
+                # JSON writes one letter as two escapes, "\ud83d\ude00"
+                made = made.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
             if isinstance(made, int) and made.bit_length() > 128:
                 raise ValueError("it has more than 128 bits")
             return made
@@ -624,9 +627,8 @@ def _mapping(loader: _SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
         # <<: what it brings in, keys beside it go before
-        if key_node.tag == "tag:yaml.org,2002:merge":
-            continue
-        key: Any = loader.construct_object(key_node)
+        merges = key_node.tag == "tag:yaml.org,2002:merge"
+        key: Any = "<<" if merges else loader.construct_object(key_node)
         mark = key_node.start_mark
         if not isinstance(key, str | int | float | None):
             raise yaml.MarkedYAMLError(problem="a key is no text", problem_mark=mark)

@@ -7,7 +7,7 @@ At rest (token cache, saved rows) a row has `input_ids`, `loss_mask`, `segment_i
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -118,6 +118,41 @@ def list_sizes(lists: pa.Array) -> Int64:
     """How many items each list has: Int64[n]; 0 where there is none."""
     sizes = pc.fill_null(pc.call_function("list_value_length", [lists]), 0)
     return sizes.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+
+
+def typed_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """Values of Python as an array of `kind`.
+
+    Raises ArrowInvalid and its kin for values that are none of its, and for a fraction in the place
+    of an integer, which Arrow would cut.
+    """
+    made = pa.array(values, kind)
+    t = pa.types
+    if _holds(kind, t.is_integer) and _holds(pa.infer_type(values), t.is_floating):
+        for value in values:
+            fraction = _fraction(value, kind)
+            if fraction is not None:
+                raise pa.ArrowInvalid(f"{fraction!r} is no integer")
+    return made
+
+
+def _holds(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
+    """Whether a type, or one within it, passes `test`."""
+    return test(kind) or any(_holds(kind.field(i).type, test) for i in range(kind.num_fields))
+
+
+def _fraction(value: Any, kind: pa.DataType) -> float | None:
+    """A number within `value` that is not whole, though `kind` has an integer in its place."""
+    found: Iterable[float | None] = ()
+    if value is None:
+        return None
+    if pa.types.is_integer(kind):
+        return float(value) if isinstance(value, float | np.floating) and value % 1 else None
+    if is_list(kind):
+        found = (_fraction(item, kind.field(0).type) for item in value)
+    elif pa.types.is_struct(kind) and isinstance(value, Mapping):
+        found = (_fraction(value.get(field.name), field.type) for field in kind)
+    return next((one for one in found if one is not None), None)
 
 
 def is_json(kind: pa.DataType) -> bool:

@@ -345,6 +345,8 @@ class FileSource(Source):
                 head = min(survey.num_rows, 1000)
                 for reject in bad_of(self._rows(file, survey, pa.schema([]), 0, head).rejects):
                     return self._refusal(file, survey, reject)
+                fix = "Check its first row: JSON has no NaN and no Infinity, and objects need keys."
+                return file.error("has rows, but none from which columns could be known", fix)
         return self.files[0].error(
             "holds no row from which columns could be known", "Give files with rows."
         )

@@ -15,6 +15,7 @@ import io
 import logging
 import os
 import re
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -289,7 +290,11 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
     if glob.has_magic(rest := path[len(folder) :]):
         circles: list[str] = []
         pattern = glob.escape(folder) + rest
-        matches = [name for name in _matches(pattern, circles) if os.path.isfile(name)]
+        matches = [
+            name
+            for name in _matches(pattern, circles)
+            if os.path.exists(name) and not os.path.isdir(name)
+        ]
         if circles:
             _warn_once(
                 "%s: %s leads to a folder that it has already, and is not followed",
@@ -365,6 +370,9 @@ def _inode(file: FileRef) -> tuple[int, int] | str:
 
 def _local(path: str) -> FileRef:
     status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode) and not os.path.isdir(path):
+        problem = "is a pipe, a socket or a device, which cannot be read twice"
+        raise SourceError(at=path, problem=problem, fix="Copy what it gives into a file.")
     return FileRef(path=path, num_bytes=status.st_size, identity=str(status.st_mtime_ns))
 
 

@@ -8,6 +8,7 @@ everything).
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from easypipe.train.checkpoint.resume import (
 )
 from easypipe.train.checks import Closing, EpochStyle, Explaining, KnowingState
 from easypipe.train.engine import Batch, Engine
-from easypipe.train.events import Control
+from easypipe.train.events import Control, StatefulListener
 from easypipe.train.metrics.devices import out_of_memory
 from easypipe.train.metrics.log import METRICS, ROLLBACKS, MetricsFile, Record
 from easypipe.train.model.pretrained.files import short
@@ -316,7 +317,7 @@ class _Run:
             "train": to_dict(self.config),
             "watch": guard.state(),
             "ended": control.ended,
-            "callbacks": [callback.state() for callback in trainer.given_callbacks],
+            "callbacks": [_state_of(callback) for callback in trainer.given_callbacks],
             "named_callbacks": {
                 name: callback.state() for name, callback in trainer.named_callbacks.items()
             },
@@ -456,6 +457,19 @@ class _Run:
         write_changes(folder, self.step, self.change, of_data)
         evals = {one.name: one.loader for one in trainer.evals}
         write_fingerprints(folder, trainer.train, evals)
+
+
+def _state_of(callback: StatefulListener) -> Json:
+    state = callback.state()
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise TrainError(
+            at=f"callback {type(callback).__name__}",
+            problem=f"what its state() returns cannot be saved as JSON: {error}",
+            fix="Return numbers, texts, lists and mappings; of an array float(x) or x.tolist().",
+        ) from None
+    return state
 
 
 def _batches(loader: BatchLoader) -> Generator[Json]:

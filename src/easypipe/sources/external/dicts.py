@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import Reject, Scan
-from easypipe.core.schema import is_json, without_row_numbers
+from easypipe.core.schema import is_json, typed_array, without_row_numbers
 from easypipe.core.values import Item, Row
 from easypipe.sources.schemas import (
     JSON,
@@ -240,7 +240,7 @@ def _array(numbers: Sequence[int], values: list[Any], field: pa.Field, name: str
     try:
         if is_json(field.type):
             return as_json(values)
-        array = pa.array([_plain(value) for value in values], field.type)
+        array = typed_array([_plain(value) for value in values], field.type)
     except MISFITS as error:
         bad = next(
             (n for n, value in zip(numbers, values, strict=True) if not _fits(value, field.type)),
@@ -330,7 +330,7 @@ def _plain(value: Any) -> Any:
 
 def _fits(value: Any, kind: pa.DataType) -> bool:
     try:
-        as_json([value]) if is_json(kind) else pa.array([_plain(value)], kind)
+        as_json([value]) if is_json(kind) else typed_array([_plain(value)], kind)
     except MISFITS:
         return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -148,6 +149,13 @@ def _array(values: Any, name: str, key: str) -> pa.Array | pa.ChunkedArray:
         return values
     if isinstance(values, np.ndarray) and values.ndim > 1:
         values = list(values) if values.ndim == 2 else values.tolist()
+    if isinstance(values, str | bytes | os.PathLike):
+        raise SourceError(
+            at=place(name, column=key),
+            problem=f"{str(values)!r:.80} is no list: a mapping holds the rows themselves, as a "
+            "list for each column",
+            fix="Give a list. A file is named without a mapping: data_files: rows.jsonl.",
+        )
     try:
         return pa.array(values, from_pandas=False)
     except MISFITS as error:

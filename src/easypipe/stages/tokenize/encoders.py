@@ -167,7 +167,10 @@ class PromptRows:
                 if column == KWARGS:
                     wanted, fix = "objects", "Rename it: format_fields."
                 elif format.kind == "chat":
-                    wanted, fix = "lists of objects", "Give messages as [{role, content}, ...]."
+                    wanted = "lists of objects, or JSON text of them"
+                    fix = "Give messages as [{role, content}, ...]."
+                    if column != format.columns[0]:
+                        fix = "Rename it: format_fields, or give null in rows without it."
                 raise SourceError(at=at, problem=f"holds {kind}, not {wanted}", fix=fix)
 
     def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from easypipe.core.errors import ConfigError, StorageError, did_you_mean, raising, require
+from easypipe.core.errors import (
+    ConfigError,
+    StorageError,
+    did_you_mean,
+    raising,
+    require,
+    require_known,
+)
 from easypipe.core.values import Arguments, Json
 from easypipe.train.callbacks.config import (
     BestConfig,
@@ -481,6 +488,12 @@ def checked_callbacks(given: object) -> tuple[StatefulListener, ...]:
                 "with names stand in a mapping: {best: {}}."
             )
             raise ConfigError(at=f"callbacks[{i}]", problem=f"{one!r} is no Callback", fix=fix)
+        if isinstance(one, Callback):
+            heard = [name for name in dir(Callback) if name.startswith("on_")]
+            at, problem = f"callbacks[{i}] {type(one).__name__}", "is called at no event"
+            for name in dir(one):
+                if name.startswith("on_"):
+                    require_known(name, heard, at, f"{name} {problem}", "Rename the method.")
         callbacks.append(one)
     return tuple(callbacks)
 

@@ -181,7 +181,9 @@ def _sum_of(mean: object, count: Array, name: str) -> Array:
     """A mean over `count` targets as a sum; 0 where there are none."""
     is_number = isinstance(mean, Array | np.ndarray | np.generic | float | int)
     array = jnp.asarray(mean if is_number else jnp.nan)
-    if not is_number or array.shape or jnp.iscomplexobj(array):
+    # a count or a truth has no gradient: as a loss it would train nothing
+    floats = jnp.issubdtype(array.dtype, jnp.floating) or bool(name)
+    if not is_number or array.shape or jnp.iscomplexobj(array) or not floats:
         what = f"{array.dtype} of shape {array.shape}" if is_number else type(mean).__name__
         fix = (
             "A loss gives a scalar, the mean over the batch's targets; (scalar, {name: "
@@ -284,7 +286,17 @@ def logits_loss_sums(
     """
     names = {"segment_ids", "position_ids"}.intersection(call_names(model), batch)
     taken = {name: batch[name] for name in names}
-    logits_BSV = model(batch["input_ids"], **taken).astype(jnp.float32)
+    made: object = model(batch["input_ids"], **taken)
+    expected = batch["labels"].shape
+    if not isinstance(made, Array) or made.shape[:-1] != expected or made.ndim != len(expected) + 1:
+        gave = f"shape {made.shape}" if isinstance(made, Array) else type(made).__name__
+        raise ConfigError(
+            at=f"model {_own_type(model).__name__}",
+            problem=f"gave {gave} for input_ids of shape {expected}",
+            fix="Return logits alone, Float[batch, seq, vocab]; a loss of your own, Trainer(loss=...), "
+            "may take other outputs.",
+        )
+    logits_BSV = made.astype(jnp.float32)
     weights, weight_sum = target_weights(batch)
     out = _sums(logits_BSV, batch["labels"], z_loss, label_smoothing, weights)
     if measures.names:

@@ -198,21 +198,47 @@ def wrong_messages(value: Json) -> Wrong | None:
         if not isinstance(message, dict):
             return "not_a_message", f"message {i} is {_kind(message)}"
         if not isinstance(message.get("role"), str) or not message["role"]:
-            return "no_role", f"message {i} has no role"
+            theirs = "; prompt: {format_type: sharegpt} reads 'from' and 'value'"
+            return "no_role", f"message {i} has no role{theirs if 'from' in message else ''}"
         content = message.get("content")
         if content is None or isinstance(content, str):
             continue
         if not isinstance(content, list):
             return "not_a_message", f"the content of message {i} is {_kind(content)}"
         for part in content:
-            kind = part.get("type") if isinstance(part, dict) else _kind(part)
-            text = isinstance(part, dict) and isinstance(part.get("text"), str)
-            if kind != "text" or not text:
-                return (
-                    "multimodal",
-                    f"message {i} holds a part of type {kind!r}; only text can be tokenized",
-                )
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind is None:
+                found = _kind(part) if not isinstance(part, dict) else "an object without a type"
+                detail = f"a part of message {i} is {found}, not {{type: text, text: ...}}"
+                return "not_a_message", detail
+            if kind != "text":
+                detail = f"message {i} holds a part of type {kind!r}; only text can be tokenized"
+                return "multimodal", detail
+            if not isinstance(part.get("text"), str):
+                return "not_a_message", f"the text of a part of message {i} is no text"
     return None
+
+
+def wrong_calls(talk: Sequence[Message], tools: Json) -> str | None:
+    """What is wrong with tools and calls of a conversation that a template could not write.
+
+    Templates may take calls in shapes of their own: nobody is refused for what is found here alone.
+    """
+    for i, message in enumerate(talk):
+        calls = message.get("tool_calls")
+        if calls is not None and not isinstance(calls, list):
+            return f"the tool_calls of message {i} are {_kind(calls)}, not a list of calls"
+        for call in calls or ():
+            function = call.get("function", call) if isinstance(call, dict) else call
+            if not isinstance(function, dict):
+                return f"a tool call of message {i} is {_kind(function)}, not an object"
+            for key in ("name", "arguments"):
+                if key not in function:
+                    return f"a tool call of message {i} has no {key}"
+    if tools is not None and not isinstance(tools, list):
+        return f"tools are {_kind(tools)}, not a list of objects"
+    odd = next((tool for tool in tools or () if not isinstance(tool, dict)), {})
+    return None if isinstance(odd, dict) else f"a tool is {_kind(odd)}, not an object"
 
 
 def cleaned(value: Json, keep: Sequence[str] = ()) -> Json:

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from easypipe.transforms.chat.conversations import MessageReader, Wrong, loaded
+from easypipe.transforms.chat.conversations import MessageReader, Wrong, loaded, wrong_calls
 from easypipe.transforms.chat.sandbox import (
     NO_MEMORY,
     REASONING,
@@ -111,7 +111,8 @@ class _Writer:
         except MemoryError:
             return [BEYOND_LIMITS, NO_MEMORY]
         except RenderError as error:
-            return ["refused_by_template", str(error)]
+            wrong = wrong_calls(row["messages"], row["tools"]) if "messages" in row else None
+            return ["not_a_message", wrong] if wrong else ["refused_by_template", str(error)]
         except UnprovenError as error:
             return ["unproven_spans", str(error)]
 
@@ -136,7 +137,11 @@ class _Writer:
         if not found.text.strip():
             return ["empty", "the template prints nothing"]
         if not any(a < b for a, b in found.spans):
-            return ["nothing_to_train", f"no text that train_on={train_on!r} asks for"]
+            roles = {str(one.get("role")): None for one in row.get("messages", ())}
+            spoken = f"; its messages are from {', '.join(map(repr, roles))}"[:200]
+            unknown = roles.keys() - {"system", "developer", "user", "assistant", "tool"}
+            silent = spoken if unknown else ""
+            return ["nothing_to_train", f"no text that train_on={train_on!r} asks for{silent}"]
         try:
             found.text.encode()
         except UnicodeEncodeError:

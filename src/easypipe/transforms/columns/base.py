@@ -50,6 +50,7 @@ from easypipe.core.schema import (
     ROW_NUMBER,
     data_columns,
     row_numbers,
+    typed_array,
     with_row_numbers,
     without_row_numbers,
 )
@@ -492,7 +493,7 @@ def as_array(values: Any, kind: pa.DataType) -> pa.Array:
         values = values.combine_chunks()
     if isinstance(values, pa.Array):
         return values if values.type.equals(kind) else values.cast(kind)
-    return pa.array(values, kind)
+    return typed_array(values, kind)
 
 
 def _spread(rejects: Iterable[Reject], factor: int) -> tuple[Reject, ...]:

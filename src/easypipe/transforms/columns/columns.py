@@ -342,11 +342,7 @@ def _parse_template(template: str) -> tuple[tuple[str, bool], ...]:
             if name is None:
                 continue
             if not name or spec or conversion or any(c in name for c in ".[]{}!") or name.isdigit():
-                raise ConfigError(
-                    at="Combine",
-                    problem=f"{{{name}}} in {template!r} is more than the name of a column",
-                    fix=fix,
-                )
+                raise ValueError(f"{{{name}}} is more than the name of a column")
             pieces.append((name, True))
     except ValueError as error:
         raise ConfigError(at="Combine", problem=f"{template!r}: {error}", fix=fix) from None

@@ -320,7 +320,9 @@ class Expand(ColumnTransform):
         return spread.laid_over(schema, {self.by: items})
 
     def _several(self, made: Iterable[Row]) -> list[Row]:
-        return [dict(one) for one in itertools.islice(made, self.fan_out + 1)]
+        if isinstance(made, Mapping | str | bytes) or not isinstance(made, Iterable):
+            raise TypeError(f"it returned {made!r:.80}, not a list of rows")
+        return list(itertools.islice(made, self.fan_out + 1))
 
     narrow = ColumnTransform.narrow  # by `reads`; named here for those who look at this class
 

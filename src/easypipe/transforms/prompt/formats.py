@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from easypipe.core.errors import require
+from easypipe.core.schema import is_list
 from easypipe.core.values import Identity, JsonObject
 from easypipe.transforms.chat.conversations import (
     MessageReader,
@@ -134,7 +135,8 @@ class ChatFormat:
             return True
         if column in self._answers and pa.types.is_struct(kind):  # one message
             return True
-        return is_messages(kind) or is_text(kind) or pa.types.is_null(kind)
+        empty = is_list(kind) and pa.types.is_null(kind.field(0).type)  # [] in every row
+        return empty or is_messages(kind) or is_text(kind) or pa.types.is_null(kind)
 
     def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
         asked = [self._written(row) or self.request(row) for row in rows]
