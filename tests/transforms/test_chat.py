@@ -598,6 +598,25 @@ def test_what_numbers_the_next_question_ends_no_turn() -> None:
         assert found.end == eos
 
 
+def test_a_thought_before_words_that_nothing_ends() -> None:
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}<think>"
+        "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
+    )
+    thinks = [{**m, "reasoning_content": "Hm."} for m in talk("Hi", "Hello", "And?", "Bye")]
+    closers = ("<|user|>", "<|assistant|>")
+    assert render(source, thinks, closers=closers).reason == "unproven_spans"
+    assert trained(source, thinks, closers=closers, train_on_eos="last") == [
+        "<think>Hm.</think>Hello",
+        "<think>Hm.</think>Bye",
+    ]
+    silent = [thinks[0], {**thinks[1], "content": ""}, *thinks[2:]]
+    assert trained(source, silent, closers=closers, train_on_eos="last") == [
+        "<think>Hm.</think>",
+        "<think>Hm.</think>Bye",
+    ]
+
+
 def test_an_end_in_text_follows_whoever_speaks_next() -> None:
     """It is no token of this tokenizer, and the last turn has none."""
     source = (

@@ -145,7 +145,8 @@ class Aligned:
             end = self._plain_end(after, i, plain=alone)
             if end is None and not alone:
                 end = self._end_of_call(after, i, run, follows=self._owners[behind:][:1])
-            endless = alone and self._stop(i) is None
+            spoken = not self._changed[i].get("tool_calls") and run[-1].word not in words.thoughts
+            endless = spoken and self._stop(i) is None
             if end is None and endless and not ended:
                 end = 0
             if end is None:
