@@ -114,7 +114,7 @@ def test_adapters_learn_it_and_two_processes_have_the_curve_of_one(tmp_path: Pat
     changes |= {"checkpoint": {"every": 4}, "optimizer": {"learning_rate": 0.1}}
     made = to_dict(config(tmp_path, {"loss": "kto"}))
     made["model"] |= {"num_heads": 2, "num_kv_heads": 2}
-    finish(launched(1, ["-m", "easypipe", "prepare", _written(tmp_path, "data", made, {})]))
+    assert main(["prepare", _written(tmp_path, "data", made, {})]) == 0
     for name, count in (("one", 1), ("two", 2)):
         file = _written(tmp_path, name, made, changes)
         finish(launched(count, ["-m", "easypipe", "train", file, "--samples", "0"]))
