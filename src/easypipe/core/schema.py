@@ -127,13 +127,21 @@ def typed_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     of an integer, which Arrow would cut.
     """
     made = pa.array(values, kind)
-    t = pa.types
-    if _holds(kind, t.is_integer) and _holds(pa.infer_type(values), t.is_floating):
+    if _holds(kind, pa.types.is_integer) and _may_hold_fractions(values, kind):
         for value in values:
             fraction = _fraction(value, kind)
             if fraction is not None:
                 raise pa.ArrowInvalid(f"{fraction!r} is no integer")
     return made
+
+
+def _may_hold_fractions(values: Sequence[Any], kind: pa.DataType) -> bool:
+    if _holds(kind, pa.types.is_map):  # whose pairs are inferred as texts
+        return True
+    try:
+        return _holds(pa.infer_type(values), pa.types.is_floating)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):  # keys beyond those of `kind` may mix types
+        return True
 
 
 def _holds(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
@@ -152,6 +160,9 @@ def _fraction(value: Any, kind: pa.DataType) -> float | None:
         found = (_fraction(item, kind.field(0).type) for item in value)
     elif pa.types.is_struct(kind) and isinstance(value, Mapping):
         found = (_fraction(value.get(field.name), field.type) for field in kind)
+    elif pa.types.is_map(kind):
+        items = value.items() if isinstance(value, Mapping) else value
+        found = (_fraction(item, kind.item_type) for _, item in items)
     return next((one for one in found if one is not None), None)
 
 
