@@ -343,10 +343,13 @@ class FileSource(Source):
         for file, survey in zip(self.files, surveys, strict=True):
             if survey.num_rows:
                 head = min(survey.num_rows, 1000)
-                for reject in bad_of(self._rows(file, survey, pa.schema([]), 0, head).rejects):
+                rows = self._rows(file, survey, pa.schema([]), 0, head)
+                for reject in bad_of(rows.rejects):
                     return self._refusal(file, survey, reject)
-                fix = "Check its first row: JSON has no NaN and no Infinity, and objects need keys."
-                return file.error("has rows, but none from which columns could be known", fix)
+                if rows.numbers is None or len(rows.numbers):  # else they are blank lines
+                    problem = "has rows, but none from which columns could be known"
+                    fix = "Check its first row: JSON has no NaN or Infinity, and objects need keys."
+                    return file.error(problem, fix)
         return self.files[0].error(
             "holds no row from which columns could be known", "Give files with rows."
         )
