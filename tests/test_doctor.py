@@ -6,6 +6,7 @@ import errno
 import fcntl
 import importlib.metadata
 import os
+import re
 import resource
 import shutil
 import time
@@ -91,17 +92,26 @@ def test_a_healthy_machine_has_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wrong_mask(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda labels: np.roll(labels, 1, axis=1), r"batch 0, row 0, slot \d+: the label is"),
+        (lambda labels: np.full_like(labels, -100), r": 0 targets, where its loss mask opens \d"),
+    ],
+)
+def test_a_wrong_mask(
+    project: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Any], Any], says: str
+) -> None:
     usual = Loader.__iter__
 
-    def shifted(self: Loader) -> Any:
+    def changed(self: Loader) -> Any:
         for batch in usual(self):
-            yield {**batch, LABELS: np.roll(np.asarray(batch[LABELS]), 1, axis=1)}
+            yield {**batch, LABELS: wrong(np.asarray(batch[LABELS]))}
 
-    monkeypatch.setattr(Loader, "__iter__", shifted)
+    monkeypatch.setattr(Loader, "__iter__", changed)
     finding = of_data(project, "masks")
     assert finding.state == "FAILED"
-    assert "batch 0, row 0, slot" in finding.says
+    assert re.search(says, finding.says), finding.says
 
 
 def test_positions_that_go_on(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +335,13 @@ DIE_WRITING = "import os, sys; open(sys.argv[1], 'wb', 0).write(b'n'); os._exit(
         ),
         ("devices", "no such device", machine, "MULTIPLY", "raise SystemExit('no such device')"),
         ("a kill loses nothing", "it holds b'n", machine, "DIE", DIE_WRITING),
-        ("a kill loses nothing", "killed while", machine, "DIE", "raise SystemExit(1)"),
+        (
+            "a kill loses nothing",
+            "killed while it was replaced, it holds b'old'",
+            machine,
+            "DIE",
+            "raise SystemExit(1)",
+        ),
         ("installation", "is not installed", importlib.metadata, "version", _no_package),
     ],
 )

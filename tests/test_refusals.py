@@ -201,6 +201,11 @@ REFUSED: dict[str, Callable[[Path], Any]] = {
     r"run\.yaml: records no seed: .*\. Set data\.seed\.": no_seed,
     r"talk\.json: is not UTF-8: .*\. Save it as UTF-8\.": not_text,
     r"it calls itself without end": lambda folder: Template(LOOP, {}).render([]),
+    r"it writes more than 33554432 characters for one conversation": (
+        lambda folder: Template(
+            "{% for n in range(99999) %}{{ 'x' * 400 }}{% endfor %}", {}
+        ).render([])
+    ),
     r"Combine: 3 is no format\. Write only columns in braces": (
         lambda folder: Combine("x", 3)  # pyright: ignore[reportArgumentType]
     ),

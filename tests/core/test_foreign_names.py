@@ -8,6 +8,8 @@ from easypipe import ConfigError, PipelineConfig, TrainingConfig
 from easypipe.cli import main
 from easypipe.cli.keys import find
 from easypipe.core.foreign_names import OURS
+from easypipe.interop.foreign.tools import TOOLS
+from golden.compare import kept
 
 
 def test_every_name_of_ours_is_a_key() -> None:
@@ -21,3 +23,20 @@ def test_refusals_say_our_name(capsys: pytest.CaptureFixture[str]) -> None:
         TrainingConfig(optimizer={"warmup_ratio": 0.1})
     assert main(["config", "cutoff_len"]) == 2
     assert "is data.pack.seq_length here" in capsys.readouterr().err
+
+
+def test_a_refusal_names_what_an_import_writes() -> None:
+    """Both tables say what a key of theirs is here; tests/golden/foreign.py keeps what each does."""
+    becomes: dict[str, str] = {}
+    for name, outcomes in kept("foreign")["imported"].items():
+        key = name.partition(" of ")[0]
+        becomes[key] = becomes.get(key, "") + " ".join(outcomes)
+    assert {*becomes} == {key for table in TOOLS.values() for key in table}
+    both = {*OURS} & {*becomes}
+    assert len(both) > 50
+    other = {
+        key for key in both if OURS[key].replace("datasets.", "datasets.0.") not in becomes[key]
+    }
+    assert other == {"fp16", "train_on_inputs", "assistant_only_loss"}  # of one dataset, or off
+    assert "data.datasets.0.prompt.train_on" in becomes["train_on_inputs"]
+    assert "train_on" in becomes["assistant_only_loss"]

@@ -21,6 +21,7 @@ GROUPS = (
     "masks",
     "kept",
     "reading",
+    "foreign",
 )
 
 

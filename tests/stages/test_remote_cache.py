@@ -176,6 +176,23 @@ def test_staged_bytes_are_given_back_to_the_disk(
     assert os.fstat(staging._file.fileno()).st_blocks * 512 < whole / 2
 
 
+def test_a_folder_whose_room_cannot_be_given_back_is_named(
+    two: tuple[TokenCache, str], tmp_path: Path
+) -> None:
+    staging = opened(two[1], tmp_path, reading="shards", staging_dir=tmp_path).folder.staging
+    assert staging is not None
+    file = staging._file
+    with (
+        open(file.fileno(), "rb", closefd=False) as same,
+        open(f"/proc/self/fd/{same.fileno()}", "rb") as closed,
+    ):
+        staging._file = closed  # as of a file system that has no holes, it answers with an error
+        with pytest.raises(StorageError, match=r"staging_dir: .*Choose a folder on a local disk\."):
+            staging.punch(0, BLOCK)
+    staging._file = file
+    staging.punch(0, BLOCK)
+
+
 def test_reading_ranges_fetches_less_than_shards(
     two: tuple[TokenCache, str], tmp_path: Path
 ) -> None:

@@ -296,13 +296,16 @@ def test_a_run_without_a_checkpoint_goes_back_to_its_start(tmp_path):
     assert lines(tmp_path)[3]["skipped"] == 3
 
 
-def test_the_limit_is_robust():
+def test_the_limit_is_robust(caplog):
     watch = SpikeGuard(TrainingConfig(output_dir="x", spikes=SpikeConfig(window=5, threshold=2.0)))
     record = {"grad_norm": 1.0, "param_norm": 1.0}
     for step, loss in enumerate([1.0, 2.0, 3.0, 4.0, 500.0], start=1):
         assert watch.limit() is None
         watch.judge({"step": step, "loss": loss, **record})
     assert watch.limit() == pytest.approx(3.0 + 2.0 * 1.4826 * 1.0)
+    assert not caplog.records
+    watch.judge({"step": 6, "loss": 6.0, **record})
+    assert caplog.messages == ["step 6: loss 6 is above 5.965, what the last 5 steps allow"]
 
 
 def trailing(flags):

@@ -110,8 +110,11 @@ def test_refusals(tokenizer: str) -> None:
         FillInTheMiddle(tokenizer, tokens=["<P>", *TOKENS[1:]])
     with pytest.raises(ConfigError, match=r"FillInTheMiddle.rate: 1.5 is no share"):
         FillInTheMiddle(tokenizer, rate=1.5)
-    with pytest.raises(ConfigError, match=r"FillInTheMiddle.tokens"):
-        FillInTheMiddle(tokenizer, tokens=["a", "a", "b"])
+    for tokens in (["a", "a", "b"], ["a", "b"], ["a", "b", "c", "d"], ["a", "", "b"]):
+        with pytest.raises(
+            ConfigError, match=r"tokens: .* Give those of prefix, suffix and middle"
+        ):
+            FillInTheMiddle(tokenizer, tokens=tokens)
     with pytest.raises(ConfigError, match="special_strings='escape' takes the tokens for text"):
         FillInTheMiddle(TokenizerConfig(name_or_path=tokenizer, special_strings="escape"))
     with pytest.raises(ConfigError, match="column 'n' holds int64, not text"):

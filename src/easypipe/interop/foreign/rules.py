@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -44,11 +45,11 @@ class ForeignConfig:
     left: dict[str, str] = field(default_factory=dict)
     dataset: JsonObject = field(default_factory=dict)  # what all datasets have
 
-    def part(self, path: str) -> JsonObject:
-        """What stands at a key path so far."""
+    def part(self, path: str, *, make: bool = False) -> JsonObject:
+        """What stands at a key path so far; make: a section there, if there is none yet."""
         inner = self.config
         for name in path.split("."):
-            inner = inner.get(name, {})
+            inner = inner.setdefault(name, {}) if make else inner.get(name, {})
         return inner
 
 
@@ -67,11 +68,8 @@ class Key:
     def put(self, path: str, value: JsonValue = None) -> None:
         """Sets a key path of ours, to the key's own value if to no other."""
         value = self.value if value is None else value
-        *outer, last = path.split(".")
-        inner = self.made.config
-        for name in outer:
-            inner = inner.setdefault(name, {})
-        inner[last] = value
+        section, _, last = path.rpartition(".")
+        self.made.part(section, make=True)[last] = value
         self.say(f"{path}: {value}")
 
     def put_part(self, path: str) -> None:
@@ -109,8 +107,10 @@ def to(*paths: str) -> Rule:
     return rule
 
 
-def whole(path: str) -> Rule:
-    """A number that has to be whole; a share of something is left."""
+def whole(path: str, none: str = "") -> Rule:
+    """A number that has to be whole; a share of something is left. none: what 0 and less say, where
+    ours does the same without it.
+    """
 
     def rule(key: Key) -> None:
         value = key.value
@@ -118,8 +118,10 @@ def whole(path: str) -> Rule:
             key.leave(f"{value!r} is no whole number, and {path} counts")
         elif value > 0:
             key.put(path, int(value))
+        elif none:
+            key.carry(none)
         else:
-            key.carry("says that there is no limit")
+            key.leave(f"{path} counts from 1")
 
     return rule
 
@@ -137,6 +139,13 @@ def off(reason: str) -> Rule:
 def to_if_on(path: str) -> Rule:
     """A number where it is switched on, and nothing where it is off."""
     return lambda key: key.put(path) if key.value else key.off()
+
+
+def always(text: str) -> Rule:
+    """What ours does anyway; left where theirs does not."""
+    return lambda key: (
+        key.carry(text) if key.value else key.leave(f"is off there, and here: {text}")
+    )
 
 
 def needless(text: str) -> Rule:
@@ -215,7 +224,11 @@ def targets(key: Key) -> None:
     names = key.value.split(",") if isinstance(key.value, str) else key.value
     if key.value is True or names in (["all"], ["all-linear"]):
         key.put("train.lora.targets", ["*"])
-    elif isinstance(names, Sequence):
+    elif not names:
+        key.off()
+    elif not isinstance(names, Sequence):
+        key.unknown()
+    else:
         known = [PROJECTIONS[name.strip()] for name in names if name.strip() in PROJECTIONS]
         unknown = [name for name in names if name.strip() not in PROJECTIONS]
         if known:
@@ -228,8 +241,10 @@ def warmup(key: Key) -> None:
     value, steps = key.value, key.given.get("max_steps")
     if not value:
         key.off()
+    elif key.given.get("warmup_steps"):
+        key.carry("has no effect there: warmup_steps goes before it")
     elif isinstance(value, int | float) and isinstance(steps, int) and steps > 0:
-        key.put("train.optimizer.warmup_steps", round(value * steps))
+        key.put("train.optimizer.warmup_steps", math.ceil(value * steps))
     else:
         key.leave(
             f"train.optimizer.warmup_steps counts steps: `easypipe plan` tells how many the run "
@@ -238,7 +253,18 @@ def warmup(key: Key) -> None:
 
 
 def sharded(key: Key) -> None:
-    key.put("train.mesh", "fsdp")
+    if key.value:
+        key.put("train.mesh", "fsdp")
+    else:
+        key.off()
+
+
+def clip(key: Key) -> None:
+    if key.value:
+        key.put("train.optimizer.clip_norm")
+    else:
+        key.made.part("train.optimizer", make=True)["clip_norm"] = None
+        key.carry("train.optimizer.clip_norm: null")
 
 
 def reports(key: Key) -> None:
@@ -279,11 +305,22 @@ def stage(key: Key) -> None:
         preference(key)
 
 
-def beta(key: Key) -> None:
-    if {key.given.get("rl"), key.given.get("stage")} - {None, "dpo"}:
-        key.leave("it belongs to a way of training that is not known here")
-    else:
-        key.put("train.preference.beta")
+def of_pairs(rule: Rule, way: str) -> Rule:
+    """What the rule does where the key `way` says that pairs of answers are trained."""
+
+    def asked(key: Key) -> None:
+        said = key.given.get(way)
+        if said == "dpo":
+            rule(key)
+        elif said in (None, "sft", "pt"):
+            key.carry("has no effect there: no pairs of answers are trained")
+        else:
+            key.leave("it belongs to a way of training that is not known here")
+
+    return asked
+
+
+beta = to("train.preference.beta")
 
 
 def loss(key: Key) -> None:

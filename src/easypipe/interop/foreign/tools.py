@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from easypipe.core.config import load_yaml
-from easypipe.core.errors import ConfigError, require_known
+from easypipe.core.errors import ConfigError, require, require_known
 from easypipe.core.values import Json, JsonObject, JsonValue
 from easypipe.interop.foreign.datasets import (
     axolotl_datasets,
@@ -29,7 +29,9 @@ from easypipe.interop.foreign.rules import (
     Key,
     Rule,
     adapter,
+    always,
     beta,
+    clip,
     dtype,
     leave,
     length,
@@ -37,6 +39,7 @@ from easypipe.interop.foreign.rules import (
     loss,
     named,
     needless,
+    of_pairs,
     off,
     packing,
     preference,
@@ -51,6 +54,7 @@ from easypipe.interop.foreign.rules import (
     warmup,
     whole,
 )
+from easypipe.train.optim.config import DEFAULTS
 
 
 def import_config(tool: str, path: str | Path) -> ForeignConfig:
@@ -70,7 +74,12 @@ def import_config(tool: str, path: str | Path) -> ForeignConfig:
         if value is None or value == "":
             made.carried[key] = "is empty"
         elif key in table:
-            table[key](Key(made, key, given))
+            try:
+                table[key](Key(made, key, given))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                problem = f"{value!r} is nothing that {tool} reads there: {error!r}"
+                fix = "Write it as their documentation has it."
+                raise ConfigError(at=f"{path}, {key}", problem=problem, fix=fix) from error
         else:
             made.left[key] = "no key of this name is known here"
     _finish(made, tool, given)
@@ -107,16 +116,27 @@ def written(made: ForeignConfig, tool: str, path: Path) -> str:
 
 def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
     """What follows from several keys together."""
-    rows = given.get("micro_batch_size", given.get("per_device_train_batch_size"))
-    parts = given.get("gradient_accumulation_steps", 1)
-    if isinstance(rows, int) and isinstance(parts, int):
-        load = made.config.setdefault("data", {}).setdefault("load", {})
-        load |= {"batch_size": rows * parts, "accumulation_steps": parts}
-        key = "micro_batch_size" if tool == "axolotl" else "per_device_train_batch_size"
+    load = made.part("data.load", make=True)
+    key, rows = _BATCH[tool]
+    rows, parts = given.get(key, rows), given.get("gradient_accumulation_steps", 1)
+    for name, value in ((key, rows), ("gradient_accumulation_steps", parts)):
+        counts = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        require(counts, name, f"{value!r} is no count of rows", "Give a whole number.")
+    load |= {"batch_size": rows * parts, "accumulation_steps": parts}
+    if key in given:
         made.left[key] = (
             f"data.load.batch_size is of all devices together: {rows * parts} is for one; "
             "multiply it by their number"
         )
+    if "steps" in made.config.get("train", {}):
+        load["num_epochs"] = None  # it goes before the number of epochs
+    else:
+        load.setdefault("num_epochs", 1 if tool == "axolotl" else 3)
+    if given.get("save_strategy") in ("no", False):
+        made.part("train.checkpoint", make=True)["every"] = None
+    if tool != "axolotl":
+        _finish_evaluation(made, given)
+    _finish_optimizer(made, tool)
     if made.part("train.preference") and (pack := made.part("data.pack")).get("seq_length"):
         pack["seq_length"] *= 2
         key = next(
@@ -142,6 +162,40 @@ def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
                 }
             elif given.get("chat_template") or "dataset_mixture" in given:
                 dataset["content_field"] = "messages"
+                if not given.get("assistant_only_loss"):
+                    dataset["train_on"] = "all"
+
+
+# The key that says the rows of a device, and how many they are where it is left out
+_BATCH = {
+    "axolotl": ("micro_batch_size", 1),
+    "trl": ("per_device_train_batch_size", 8),
+    "llamafactory": ("per_device_train_batch_size", 8),
+}
+
+
+def _finish_evaluation(made: ForeignConfig, given: Json) -> None:
+    """Evaluates every so many steps where that is theirs's strategy, which is to do it never."""
+    train = made.part("train", make=True)
+    if given.get("eval_strategy", given.get("evaluation_strategy")) == "steps":
+        train.setdefault("eval_every", train.get("log_every", 500))
+    elif train.pop("eval_every", None) is not None:
+        made.carried["eval_steps"] = "has no effect there: eval_strategy is not steps"
+
+
+def _finish_optimizer(made: ForeignConfig, tool: str) -> None:
+    """Writes what theirs takes where a file is silent, wherever ours would take something else."""
+    options = made.part("train.optimizer", make=True)
+    name = options.get("name", "adamw")
+    for option, value in {"weight_decay": 0.0, "beta2": 0.999}.items():
+        if option in DEFAULTS[name]:
+            options.setdefault(option, value)
+    if name != "schedule_free":
+        options.setdefault("schedule", "cosine" if tool == "axolotl" else "linear")
+    if options.get("schedule") in ("cosine", "linear", "polynomial", "wsd"):
+        options.setdefault("final_fraction", 0.0)
+    if options.get("schedule") == "polynomial":
+        options["power"] = 1.0
 
 
 def _into_prompt(prompt: JsonObject, name: str, value: JsonValue) -> None:
@@ -152,6 +206,13 @@ def _into_prompt(prompt: JsonObject, name: str, value: JsonValue) -> None:
         prompt["train_on"] = value
     elif prompt.get("format_type") != "alpaca":
         prompt["template"] = value
+
+
+def assistant_only(key: Key) -> None:
+    if key.value:
+        key.carry("is the default of conversations")
+    else:
+        key.carry("train_on: all of conversations")
 
 
 _CHOSEN = needless("the fastest attention of the device is taken")
@@ -170,10 +231,10 @@ _COMMON: dict[str, Rule] = {
     "adam_beta1": to("train.optimizer.beta1"),
     "adam_beta2": to("train.optimizer.beta2"),
     "adam_epsilon": to("train.optimizer.epsilon"),
-    "max_grad_norm": to("train.optimizer.clip_norm"),
-    "warmup_steps": whole("train.optimizer.warmup_steps"),
+    "max_grad_norm": clip,
+    "warmup_steps": whole("train.optimizer.warmup_steps", "is off"),
     "warmup_ratio": warmup,
-    "max_steps": whole("train.steps"),
+    "max_steps": whole("train.steps", "says that there is no limit"),
     "logging_steps": whole("train.log_every"),
     "eval_steps": whole("train.eval_every"),
     "save_steps": whole("train.checkpoint.every"),
@@ -189,7 +250,7 @@ _COMMON: dict[str, Rule] = {
     "trust_remote_code": off("no code of strangers is run: models are read by family"),
     "load_in_8bit": off(_QUANTIZED),
     "load_in_4bit": off(_QUANTIZED),
-    "resume_from_checkpoint": needless("a run goes on from its newest checkpoint"),
+    "resume_from_checkpoint": always("a run goes on from its newest checkpoint"),
     "deepspeed": sharded,
     "fsdp": sharded,
     "fsdp_config": needless("has no counterpart: train.mesh says how arrays are divided"),
@@ -223,7 +284,7 @@ _TRANSFORMERS: dict[str, Rule] = {
     "evaluation_strategy": strategy("train.eval_every"),
     "save_strategy": strategy("train.checkpoint.every"),
     "logging_strategy": strategy("train.log_every"),
-    "do_train": needless("is what the command says"),
+    "do_train": always("is what `easypipe train` does"),
     "do_eval": needless("is done where there is held-out data"),
     "overwrite_output_dir": leave("a run goes on in its folder: give another one to begin anew"),
     "preprocessing_num_workers": to("data.tokenize.num_workers"),
@@ -242,7 +303,7 @@ _AXOLOTL: dict[str, Rule] = {
     "model_type": needless("is read from the model's config"),
     "tokenizer_type": needless("is read from the model's files"),
     "tokenizer_config": to("data.default_tokenizer"),
-    "strict": off("unknown keys are always refused"),
+    "strict": needless("unknown keys are always refused"),
     "datasets": axolotl_datasets,
     "dataset_prepared_path": to("data.cache_dir"),
     "val_set_size": held_out,
@@ -277,11 +338,11 @@ _AXOLOTL: dict[str, Rule] = {
     "special_tokens": leave("the tokenizer's own are taken; see data.pack.pad_token_id"),
     "plugins": leave("no plugins: the loss is fused with the head always"),
     "rl": preference,
-    "rl_beta": beta,
-    "dpo_beta": beta,
+    "rl_beta": of_pairs(beta, "rl"),
+    "dpo_beta": of_pairs(beta, "rl"),
     "loss_watchdog_threshold": leave("see train.spikes, which goes back to a checkpoint"),
     "loss_watchdog_patience": leave("see train.spikes"),
-    "shuffle_merged_datasets": needless("documents are drawn in a permuted order"),
+    "shuffle_merged_datasets": always("documents are drawn in a permuted order"),
     **{
         f"liger_{name}": needless("XLA fuses it")
         for name in ("rope", "rms_norm", "glu_activation", "fused_linear_cross_entropy")
@@ -310,8 +371,8 @@ _TRL: dict[str, Rule] = {
     "lora_target_modules": targets,
     "lora_task_type": needless("is what the run says"),
     "chat_template": template,
-    "assistant_only_loss": needless("is the default of conversations"),
-    "completion_only_loss": needless("is the default of prompts with completions"),
+    "assistant_only_loss": assistant_only,
+    "completion_only_loss": always("prompts are no targets"),
     "beta": beta,
     "loss_type": loss,
     "use_liger_kernel": needless("the loss is fused with the head always"),
@@ -332,8 +393,8 @@ _LLAMAFACTORY: dict[str, Rule] = {
     "overwrite_cache": needless("a cache is known by its content, and made anew when that changes"),
     "val_size": held_out,
     "plot_loss": needless("curves are drawn always"),
-    "pref_beta": beta,
-    "pref_loss": loss,
+    "pref_beta": of_pairs(beta, "stage"),
+    "pref_loss": of_pairs(loss, "stage"),
     "flash_attn": _CHOSEN,
     "train_on_prompt": trained,
     "quantization_bit": leave(_QUANTIZED),
