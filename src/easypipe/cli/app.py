@@ -43,7 +43,7 @@ from easypipe.core.errors import EasypipeError, naming_extra
 STOPPED = 130  # 128 + SIGINT
 
 app = typer.Typer(
-    help="Raw text in, trained model out.",
+    help="Prepare data and train models in JAX, from raw text to a trained model.",
     epilog="Begin with: easypipe quickstart. Every command has examples: easypipe train --help.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -112,13 +112,13 @@ def _version(asked: bool) -> None:
 @app.callback()
 def options(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and log more.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug logs.")] = False,
     allow_code: Annotated[
         bool,
         typer.Option(
             "--allow-code",
-            help="Let the config name functions to call; they are looked for in the current folder "
-            "too.",
+            help="Allow the config to name Python functions to call; they may also be in the "
+            "current folder.",
         ),
     ] = False,
     trust_endpoint: Annotated[
@@ -126,13 +126,14 @@ def options(
         typer.Option(
             "--trust-endpoint",
             metavar="URL",
-            help="A server that a config may name to receive HF_TOKEN or cloud credentials.",
+            help="Allow HF_TOKEN and cloud credentials to be sent to this server, if a config "
+            "names it; may be repeated.",
         ),
     ] = None,
     version: Annotated[
         bool,
         typer.Option(
-            "--version", is_eager=True, callback=_version, help="Print the version and leave."
+            "--version", is_eager=True, callback=_version, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:

@@ -42,7 +42,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY.PATH=VALUE",
-        help="Set a value of the config; may be repeated.",
+        help="Override a value of the config; may be repeated.",
         autocompletion=complete_key,
     ),
 ]
@@ -50,14 +50,12 @@ ConfigFile = Annotated[
     Path,
     typer.Argument(
         metavar="CONFIG.YAML",
-        help="A run config (data, model, train, eval), or a pipeline config.",
+        help="A run config (sections data, model, train, eval) or a pipeline config.",
         autocompletion=complete_config,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Html = Annotated[
     Path | None,
-    typer.Option(
-        "--html", metavar="OUT.HTML", help="Write a page instead, which needs no other file."
-    ),
+    typer.Option("--html", metavar="OUT.HTML", help="Write a self-contained HTML page instead."),
 ]

@@ -17,22 +17,23 @@ if TYPE_CHECKING:
     from easypipe.cache.folder import CacheFolder
     from easypipe.core.values import JsonObject
 
-cache = typer.Typer(help="See and clear the token cache.", no_args_is_help=True)
+cache = typer.Typer(help="List and clear the token cache.", no_args_is_help=True)
 
 Folder = Annotated[
     str | None,
     typer.Option(
         "--cache-dir",
         metavar="FOLDER",
-        help="Or URL. Else EASYPIPE_CACHE, else the user's cache folder.",
+        help="The cache folder, or its URL. Default: $EASYPIPE_CACHE, else the user's cache "
+        "folder.",
     ),
 ]
 
 
 @cache.command("list", epilog=examples("cache list", "cache list --json"))
 def list_(cache_dir: Folder = None, as_json: AsJson = False) -> None:
-    """List the prepared datasets. It tells rows, tokens, bytes, tokenizer and age, and whether a
-    reader has them open.
+    """List the prepared datasets. Shows rows, tokens, size, tokenizer and age of each, and
+    whether a process has it open.
     """
     from easypipe.cache.admin import list_cache
 
@@ -75,18 +76,24 @@ def clear(
     cache_dir: Folder = None,
     older_than: Annotated[
         float | None,
-        typer.Option("--older-than", metavar="DAYS", help="Only what was prepared before that."),
+        typer.Option(
+            "--older-than",
+            metavar="DAYS",
+            help="Only datasets that were prepared more than this many days ago.",
+        ),
     ] = None,
     dataset: Annotated[
         list[str] | None,
-        typer.Option("--dataset", metavar="NAME", help="Only datasets of this name; may repeat."),
+        typer.Option(
+            "--dataset", metavar="NAME", help="Only datasets with this name; may be repeated."
+        ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would go, and leave it.")
+        bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
     ] = False,
 ) -> None:
-    """Remove prepared datasets, and what only they need. What a reader has open stays; nothing is
-    removed while data is prepared.
+    """Remove prepared datasets, and files that no other dataset uses. Datasets that a process has
+    open are kept, and nothing is removed while data is being prepared.
     """
     from easypipe.cache.admin import clear_cache
 

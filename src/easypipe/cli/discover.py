@@ -28,7 +28,7 @@ Columns = Annotated[
     typer.Option(
         "--column",
         metavar="PART=COLUMN",
-        help=f"Decide for a column: {EXAMPLES['--column']}; may be repeated.",
+        help=f"Use this column for a part of the rows: {EXAMPLES['--column']}; may be repeated.",
     ),
 ]
 Roles = Annotated[
@@ -36,7 +36,7 @@ Roles = Annotated[
     typer.Option(
         "--role",
         metavar="NAME=ROLE",
-        help=f"Say who speaks: {EXAMPLES['--role']}; may be repeated.",
+        help=f"Map a speaker's name to a role: {EXAMPLES['--role']}; may be repeated.",
     ),
 ]
 
@@ -53,32 +53,33 @@ def discover(
         typer.Option(
             "--type",
             metavar="TYPE",
-            help="The format, where names do not tell it; huggingface for owner/name.",
+            help="The file format, if the file names do not show it; huggingface for a Hub dataset"
+            " owner/name.",
         ),
     ] = None,
-    split: Annotated[str | None, typer.Option(help="Look at this split alone.")] = None,
+    split: Annotated[str | None, typer.Option(help="Inspect only this split.")] = None,
     subset: Annotated[
-        str | None, typer.Option(help="Look at this configuration of a dataset of the Hub alone.")
+        str | None, typer.Option(help="Inspect only this configuration of a Hub dataset.")
     ] = None,
     revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a dataset of the Hub.")
+        str | None, typer.Option(help="Branch, tag or commit of a Hub dataset.")
     ] = None,
-    rows: Annotated[int, typer.Option(min=0, help="How many rows are shown.")] = 2,
+    rows: Annotated[int, typer.Option(min=0, help="How many example rows to show.")] = 2,
     count: Annotated[
-        bool, typer.Option("--count", help="Count rows where that means to read the files.")
+        bool, typer.Option("--count", help="Count rows even if the files must be read for it.")
     ] = False,
     columns: Columns = None,
     roles: Roles = None,
     html: Html = None,
     as_json: AsJson = False,
     cache_dir: Annotated[
-        Path | None, typer.Option(help="Where indexes of counted files are kept.")
+        Path | None, typer.Option(help="The folder where row counts of files are stored.")
     ] = None,
 ) -> None:
-    """Tell what PATH holds, and the config that would read it. It tells splits, columns, types
-    and rows, and what kind of rows they are.
+    """Inspect the data at PATH, and propose a config for it. Shows splits, columns, types, row
+    counts, and which kind of data the rows are.
 
-    Exit code 3: all is told, but of some part no config, as something has to be decided first.
+    Exit code 3: some part has no proposed config, because a choice must be made first.
     """
     from easypipe.discovery.discover import discover as look
 

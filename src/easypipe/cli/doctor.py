@@ -27,26 +27,32 @@ def doctor(
         Path | None,
         typer.Argument(
             metavar="[CONFIG.YAML]",
-            help="A run config, or a pipeline config.",
+            help="A run config or a pipeline config.",
             autocompletion=complete_config,
             show_default=False,
         ),
     ] = None,
     machine: Annotated[
         bool,
-        typer.Option("--machine", help="Installation, devices, file system, clock and limits."),
+        typer.Option(
+            "--machine", help="Check the installation, devices, file system, clock and limits."
+        ),
     ] = False,
     folder: Annotated[
         Path,
-        typer.Option(help="On whose file system --machine looks: that of a cache, or of runs."),
+        typer.Option(
+            help="A folder on the file system that --machine checks, such as that of the cache or "
+            "of the runs."
+        ),
     ] = Path("."),
-    rows: Annotated[int, typer.Option(min=1, help="Rows of each dataset that are tried.")] = 200,
+    rows: Annotated[int, typer.Option(min=1, help="How many rows of each dataset to check.")] = 200,
     html: Html = None,
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Try the laws on your machine and on your data. Says what does not hold, with the smallest
-    example; exit code 1 if anything does not. What is written goes away with it.
+    """Check your machine and your data. Tests easypipe's guarantees (determinism, exact resume,
+    conservation of tokens, isolation of documents) and shows the smallest example of each failure;
+    exit code 1 if there is one. Its temporary files are deleted.
     """
     require(
         machine or config is not None,

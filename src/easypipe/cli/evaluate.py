@@ -17,28 +17,32 @@ def evaluate(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="RUN_OR_MODEL", help="A run's folder; or a model's folder or Hub name."
+            metavar="RUN_OR_MODEL",
+            help="The folder of a run or of a model, or the Hub name of a model.",
         ),
     ],
-    tasks: Annotated[str, typer.Option(help="Names of tasks that lm-eval knows, with commas.")],
+    tasks: Annotated[str, typer.Option(help="Names of lm-eval tasks, separated by commas.")],
     include_path: Annotated[
         Path | None,
-        typer.Option(exists=True, file_okay=False, help="A folder of further tasks, in its YAML."),
+        typer.Option(
+            exists=True, file_okay=False, help="A folder with more tasks, as lm-eval YAML files."
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="limit, num_fewshot, chat, batch_size, max_length: see train.callbacks.lm_eval.",
+            help="An option of the evaluation: limit, num_fewshot, chat, batch_size or max_length "
+            "(see easypipe config train.callbacks.lm_eval); may be repeated.",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write the results there too, as JSON.", dir_okay=False)
+        Path | None, typer.Option(help="Also write the results to this JSON file.", dir_okay=False)
     ] = None,
     step: Step = None,
 ) -> None:
-    """Ask a model tasks of lm-eval, and print its scores.
+    """Evaluate a model on tasks of lm-eval, and print the scores.
 
     lm-eval is the Language Model Evaluation Harness.
     """

@@ -23,19 +23,23 @@ MASKED = ("⟦", "⟧")
 def explain(
     config: ConfigFile,
     step: Annotated[
-        int, typer.Option(min=0, help="The batch, counted from 0: metrics.jsonl calls it step + 1.")
+        int,
+        typer.Option(min=0, help="The batch, counted from 0; metrics.jsonl counts steps from 1."),
     ],
     row: Annotated[
-        int | None, typer.Option(min=0, help="One row of it, counted from 0; else all.")
+        int | None, typer.Option(min=0, help="Show only this row of the batch, counted from 0.")
     ] = None,
     characters: Annotated[
-        int, typer.Option(min=0, help="Most characters shown of a document; 0 shows all.")
+        int,
+        typer.Option(
+            min=0, help="Show at most this many characters of each document; 0 shows all."
+        ),
     ] = 240,
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Show which documents stand in a batch of CONFIG.YAML. Of each it shows dataset, file, row,
-    tokens and text; what is masked is in ⟦ ⟧.
+    """Show which documents a batch of CONFIG.YAML contains. For each it shows dataset, file, row,
+    tokens and text, with masked text in ⟦ ⟧.
     """
     from easypipe.cli.configs import described
     from easypipe.history import loader_at

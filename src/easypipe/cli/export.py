@@ -19,14 +19,17 @@ Run = Annotated[
         show_default=False,
     ),
 ]
-Step = Annotated[int | None, typer.Option("--step", help="Of which checkpoint; else the newest.")]
+Step = Annotated[
+    int | None,
+    typer.Option("--step", help="The step of the checkpoint to use. Default: the newest."),
+]
 Check = Annotated[
     bool,
     typer.Option(
         "--check",
         help="Open OUT with transformers (and PEFT; with --gguf: with llama-cpp-python), and "
-        "compare with the run: logits (or greedy tokens), tokens of texts and conversations, "
-        "what ends generation. Differences end it with exit 1.",
+        "compare logits (or greedy tokens), tokens of texts and conversations, and the "
+        "tokens that end generation with those of the run. Exit code 1 if they differ.",
     ),
 ]
 
@@ -36,26 +39,30 @@ def export(
     out: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT", help="The new folder; with --gguf the new file.", show_default=False
+            metavar="OUT", help="The folder to write; with --gguf, the file.", show_default=False
         ),
     ],
     step: Step = None,
     adapters: Annotated[
         bool,
         typer.Option(
-            "--adapters", help="Only the adapters of train.lora, for PEFT; else they are merged."
+            "--adapters",
+            help="Write only the adapters of train.lora, for PEFT, instead of merging them into "
+            "the model.",
         ),
     ] = False,
     gguf: Annotated[
-        bool, typer.Option("--gguf", help="One file for llama.cpp, in place of a folder.")
+        bool, typer.Option("--gguf", help="Write one GGUF file for llama.cpp instead of a folder.")
     ] = False,
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"] | None,
-        typer.Option(help="Of the matrices of --gguf; else that of the run's parameters."),
+        typer.Option(
+            help="The dtype of matrices in the GGUF file. Default: that of the run's parameters."
+        ),
     ] = None,
     check: Check = False,
 ) -> None:
-    """Write the model of RUN to OUT, for transformers or llama.cpp. Its tokenizer goes with it."""
+    """Write the model of RUN to OUT, for transformers or llama.cpp. Includes its tokenizer."""
     require(dtype is None or gguf, "--dtype", "has no effect without --gguf", "Leave it out.")
     if gguf:
         _export_gguf(run, out, step, adapters, dtype, check)

@@ -21,16 +21,30 @@ class Tool(Enum):
 
 
 def import_foreign(
-    tool: Annotated[Tool, typer.Argument(metavar="axolotl|trl|llamafactory", help="Whose it is.")],
+    tool: Annotated[
+        Tool,
+        typer.Argument(metavar="axolotl|trl|llamafactory", help="The tool that the config is for."),
+    ],
     config: Annotated[
-        Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Its YAML file.")
+        Path,
+        typer.Argument(
+            metavar="FILE", exists=True, dir_okay=False, help="The YAML file of that tool."
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="OUT.YAML", help="Else on the terminal.")
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="OUT.YAML",
+            help="The file to write. Default: print to the terminal.",
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
 ) -> None:
-    """Make a config of one of another tool. What nothing stands for here is listed by its line."""
+    """Convert a config of another tool to one of easypipe. Keys without an equivalent are listed
+    with their lines.
+    """
     from easypipe.core.storage import commit_bytes
     from easypipe.interop.foreign.tools import import_config, lines_left, written
 

@@ -12,11 +12,15 @@ from easypipe.core.errors import require
 
 Dtype = Annotated[
     Literal["float32", "bfloat16"],
-    typer.Option(help="Of a model's weights and products; a run has its own."),
+    typer.Option(
+        help="The dtype of weights and matrix products of a published model; a run uses its own."
+    ),
 ]
 TokenizerName = Annotated[
     str | None,
-    typer.Option(help="A tokenizer.json, its folder or a Hub name; else the model's own."),
+    typer.Option(
+        help="A tokenizer.json, its folder or a Hub name. Default: the model's own tokenizer."
+    ),
 ]
 
 
@@ -24,59 +28,64 @@ def generate(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="RUN_OR_MODEL", help="A run's folder; or a model's folder or Hub name."
+            metavar="RUN_OR_MODEL",
+            help="The folder of a run or of a model, or the Hub name of a model.",
         ),
     ],
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT...", help="What it goes on from.")
+        list[str] | None, typer.Argument(metavar="PROMPT...", help="The texts to continue.")
     ] = None,
     messages: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="Answer the conversations of this file: JSON, or one in each line.",
+            help="Answer the conversations in this file: JSON, or JSON lines.",
         ),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Talk: each line that you type is answered.")
+        bool, typer.Option("--chat", help="Chat: each line that you type is answered.")
     ] = False,
-    system: Annotated[
-        str | None, typer.Option(help="What --chat says to the model before all else.")
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="The system prompt of --chat.")] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens to add to each prompt, at most.")
+        int, typer.Option(min=1, help="Generate at most this many tokens for each prompt.")
     ] = 64,
     temperature: Annotated[
-        float, typer.Option(help="0: the likeliest token every time; 1: the model's own odds.")
+        float,
+        typer.Option(
+            help="Sampling temperature. 0: always take the most probable token; 1: the model's own"
+            " probabilities."
+        ),
     ] = 0.8,
     top_k: Annotated[
-        int | None, typer.Option(help="Draw from the k likeliest tokens only.")
+        int | None, typer.Option(help="Sample only from the k most probable tokens.")
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
-            help="Draw from the likeliest tokens that have this share of the odds together."
+            help="Sample only from the most probable tokens whose probabilities add up to this."
         ),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(help="Draw from tokens with this share of the likeliest one's odds."),
+        typer.Option(
+            help="Sample only from tokens with at least this fraction of the highest probability."
+        ),
     ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens that were written are less likely.")
+        float, typer.Option(help="Above 1: tokens that have occurred become less probable.")
     ] = 1.0,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be given several times.")
+        list[str] | None, typer.Option(help="Stop before this text; may be repeated.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Dtype = "float32",
     tokenizer: TokenizerName = None,
     step: Step = None,
 ) -> None:
-    """Write on from each PROMPT with a model. It is that of a run or a published one, and writes to
-    what ends a turn or a text. With --messages or --chat it answers conversations by its chat
-    template.
+    """Generate text from each PROMPT with a model. The model is that of a run or a published one;
+    generation stops at a token that ends a turn or a text. With --messages or --chat, the model
+    answers conversations in its chat template.
     """
     ways = [bool(prompts), messages is not None, chat]
     require(

@@ -27,15 +27,21 @@ class Kind(Enum):
 
 def init(
     kind: Annotated[
-        Kind, typer.Argument(metavar="pretrain|sft|dpo|classify", help="Of which run.")
+        Kind, typer.Argument(metavar="pretrain|sft|dpo|classify", help="The kind of run.")
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Else KIND.yaml, here.")
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="The file to write. Default: pretrain.yaml, sft.yaml, dpo.yaml or classify.yaml.",
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
 ) -> None:
-    """Write a commented config to begin with. Beside it lies easypipe.schema.json, by which editors
-    complete and check it.
+    """Write a commented config as a starting point. Editors complete and check it by
+    easypipe.schema.json, which is written beside it.
     """
     from easypipe.core.storage import commit_bytes
 

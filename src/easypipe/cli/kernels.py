@@ -11,13 +11,15 @@ from easypipe.cli.arguments import examples
 from easypipe.cli.show import aligned, say
 
 kernels = typer.Typer(
-    help="Measure block sizes of the loss kernels, and see them.", no_args_is_help=True
+    help="Measure and show block sizes of the loss kernels.", no_args_is_help=True
 )
 
 Table = Annotated[
     Path | None,
     typer.Option(
-        "--table", metavar="FILE", help="Else the user's own table, which the loss looks up."
+        "--table",
+        metavar="FILE",
+        help="The table's file. Default: the user's table, which the loss kernels read.",
     ),
 ]
 
@@ -26,19 +28,21 @@ Table = Annotated[
     "tune", epilog=examples("kernels tune", "kernels tune --vocab 128256 --dtype bfloat16")
 )
 def tune_(
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of one device and step.")] = 4096,
-    width: Annotated[int, typer.Option(min=1, help="Of the hidden states.")] = 1024,
-    vocab: Annotated[int, typer.Option(min=1, help="Columns of the head on one device.")] = 50257,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "float32",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per device and step.")] = 4096,
+    width: Annotated[int, typer.Option(min=1, help="Width of the hidden states.")] = 1024,
+    vocab: Annotated[
+        int, typer.Option(min=1, help="Vocabulary entries of the head on one device.")
+    ] = 50257,
+    dtype: Annotated[str, typer.Option(help="The dtype: bfloat16 or float32.")] = "float32",
     repeats: Annotated[
-        int, typer.Option(min=1, help="Runs of each choice; the fastest counts.")
+        int, typer.Option(min=1, help="Timed runs of each choice; the fastest counts.")
     ] = 5,
     table: Table = None,
 ) -> None:
-    """Measure block sizes of the loss on this device. Forward and backward are timed, and the
-    fastest written into a table.
+    """Measure block sizes of the loss on this device. Forward and backward passes are timed, and
+    the fastest block sizes are written to a table.
 
-    Block sizes that give other values than the reference are not timed.
+    Block sizes whose results differ from the reference are not timed.
     """
     from easypipe.kernels.tuning import measure as tune
     from easypipe.kernels.tuning import table as tuning
@@ -62,7 +66,7 @@ def tune_(
 
 @kernels.command("table", epilog=examples("kernels table"))
 def table_(table: Table = None) -> None:
-    """Show the block sizes that were measured. Those of a table, else of the user's."""
+    """Show the measured block sizes."""
     from easypipe.kernels.tuning import table as tuning
 
     path = table or tuning.user_table()

@@ -131,9 +131,7 @@ def config(
         ),
     ] = None,
 ) -> None:
-    """Tell what a key of a config means. Its type and default stand beside it; without KEY all
-    sections are listed.
-    """
+    """Show the meaning, type and default of a config key. Without KEY, lists all sections."""
     if key is None:
         for path, node in paths():
             if sections(node) and not path.startswith("eval."):  # whose keys are those of data
@@ -153,7 +151,7 @@ def config(
 
 
 def print_schema() -> None:
-    """Print the JSON Schema of configs, for editors. By it they complete and check a file whose
+    """Print the JSON Schema of configs, for editors. With it they complete and check files whose
     first line is: # yaml-language-server: $schema=easypipe.schema.json
     """
     typer.echo(SCHEMA.read_text(encoding="utf-8"), nl=False)

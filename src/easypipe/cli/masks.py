@@ -22,29 +22,29 @@ Messages = Annotated[
     typer.Option(
         exists=True,
         dir_okay=False,
-        help="Conversations to look at, JSON or one in each line; else samples.",
+        help="A file of conversations, JSON or JSON lines. Default: built-in samples.",
     ),
 ]
 RolesToTrain = Annotated[
     list[str] | None,
     typer.Option(
-        help="Whose turns are trained, in place of --train-on; may be given several times. "
-        "'': nobody's but those of messages that say so by train or weight."
+        help="A role whose turns are trained, instead of --train-on; may be repeated. "
+        "'': train only messages that are marked by their own train or weight."
     ),
 ]
 SpecialToken = Annotated[
     list[str] | None,
     typer.Option(
-        help="What a template alone writes as a special token; may be given several times. "
-        "Without it, what looks like one."
+        help="A special token, for a template without a tokenizer; may be repeated. "
+        "Default: words that look like one, such as <|end|> or [INST]."
     ),
 ]
 Source = Annotated[
     str,
     typer.Argument(
         metavar="TOKENIZER_OR_TEMPLATE",
-        help="A tokenizer.json, its folder or Hub name; or a .jinja file, or a built-in "
-        "template's name.",
+        help="A tokenizer.json, its folder or Hub name; or a .jinja file or the name of a "
+        "built-in template.",
     ),
 ]
 
@@ -54,29 +54,32 @@ def masks(
     messages: Messages = None,
     train_on: Annotated[
         Literal["all", "completion", "assistant", "last_assistant"] | None,
-        typer.Option(help="Which turns are trained; else the assistant's."),
+        typer.Option(help="Which turns are trained. Default: those of the assistant."),
     ] = None,
     roles_to_train: RolesToTrain = None,
     train_on_eos: Annotated[
         Literal["turn", "last", "none"],
-        typer.Option(help="Of which trained turns the end is trained."),
+        typer.Option(
+            help="Whether the end of a trained turn is trained: of every turn, of the last, or of "
+            "none."
+        ),
     ] = "turn",
     reasoning: Annotated[
         Literal["keep", "mask", "per_turn"],
         typer.Option(
-            help="Train what messages think; mask it; or make a sample for each trained turn."
+            help="Train the reasoning of messages, mask it, or make a sample for each trained turn."
         ),
     ] = "keep",
     chat_template: Annotated[
-        str | None, typer.Option(help="Another template than the tokenizer's own.")
+        str | None, typer.Option(help="Use this template instead of the tokenizer's own.")
     ] = None,
     special_token: SpecialToken = None,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which tokens of conversations a chat template trains. What is trained is green, what is
-    masked dim and in ⟦ ⟧, and it tells whether that is proven. Ends with 1 where one of --messages
-    is not.
+    """Show which tokens a chat template trains. It shows conversations: trained text is green;
+    masked text is dim and in ⟦ ⟧. Says whether the mask is proven; exit code 1 if that of a
+    conversation of --messages is not.
     """
     from easypipe.previews.masks import masks as find
     from easypipe.previews.masks import masks_page

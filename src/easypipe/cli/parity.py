@@ -15,15 +15,16 @@ MOST_SHOWN = 10  # of the rows of a dataset that differ
 def parity(
     config: ConfigFile,
     against: Annotated[
-        Literal["transformers"], typer.Option(help="With whose tokens they are compared.")
+        Literal["transformers"], typer.Option(help="The library to compare with.")
     ] = "transformers",
-    rows: Annotated[int, typer.Option(min=1, help="Of each dataset, from its first row.")] = 100,
+    rows: Annotated[
+        int, typer.Option(min=1, help="How many rows of each dataset to compare, from its first.")
+    ] = 100,
     overrides: Overrides = None,
 ) -> None:
-    """Compare tokens of CONFIG.YAML with transformers' own. It looks at the first rows of each
-    dataset; where a chat template has generation markers, it compares masks too. Rows that differ
-    are shown with the first token that does, and the command ends with 1. It needs
-    easypipe[check].
+    """Compare the tokens of CONFIG.YAML with those of transformers. Compares the first rows of each
+    dataset, and also their masks if the chat template has generation markers. Rows that differ are
+    shown with their first different token; exit code 1 if there is one. Needs easypipe[check].
     """
     from easypipe.cli.configs import described
     from easypipe.previews.parity import parity as compared

@@ -29,28 +29,32 @@ def plan(
     config: ConfigFile,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps of the run; else train.steps, else what the data gives."),
+        typer.Option(
+            min=1, help="Steps of the run. Default: train.steps, else as many as the data has."
+        ),
     ] = None,
     html: Html = None,
     as_json: AsJson = False,
     prepare: Annotated[
         bool,
         typer.Option(
-            "--prepare/--no-prepare", help="Tokenize what is not tokenized yet, or refuse."
+            "--prepare/--no-prepare",
+            help="Whether to tokenize data that is not in the cache; with --no-prepare, missing "
+            "data is an error.",
         ),
     ] = True,
     topology: Annotated[
         str | None,
         typer.Option(
-            help="Compile the training step for these devices, which need not be here (v5p:4x4x4, "
-            "v6e:16x16, h200:8), and tell what it "
-            "needs of them. With --no-prepare the data may be missing."
+            help="Also compile the training step for these devices (v5p:4x4x4, v6e:16x16, h200:8), "
+            "which this machine need not have, and show its memory and communication. With "
+            "--no-prepare the data may be missing."
         ),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Tell what a run of CONFIG.YAML would do. It tells steps, shares, epochs, fill, losses, disk,
-    and with --topology on which devices it fits.
+    """Show what a run of CONFIG.YAML would do. Shows steps, shares and epochs of datasets, how full
+    rows are, dropped tokens and disk space, and with --topology whether the run fits the devices.
     """
     from easypipe.cli.configs import described, of_images
 

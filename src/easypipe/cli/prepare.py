@@ -18,21 +18,20 @@ Part = Annotated[
     typer.Option(
         "--shard",
         metavar="I/N",
-        help="Only tokenize part I (from 0) of N, for array jobs that share the cache folder.",
+        help="Only tokenize part I (counted from 0) of N, for array jobs that share a cache "
+        "folder.",
     ),
 ]
 Finalize = Annotated[
     bool,
-    typer.Option(
-        "--finalize", help="Finish what the parts prepared; refuse where some of it is missing."
-    ),
+    typer.Option("--finalize", help="Combine the parts of --shard; an error if one is missing."),
 ]
 
 
 def prepare(
     config: ConfigFile, overrides: Overrides = None, shard: Part = None, finalize: Finalize = False
 ) -> None:
-    """Tokenize, mix, pack and save what CONFIG.YAML describes. What was prepared before is not done
+    """Tokenize, mix, pack and save the data of CONFIG.YAML. Data in the cache is not tokenized
     again.
     """
     from easypipe.cli.configs import data_of

@@ -22,19 +22,23 @@ TRAINED = "green"
 
 def preview(
     config: ConfigFile,
-    n: Annotated[int, typer.Option("-n", min=1, help="How many samples.")] = 5,
+    n: Annotated[int, typer.Option("-n", min=1, help="How many samples to show.")] = 5,
     html: Html = None,
     rows: Annotated[
-        int, typer.Option(min=1, help="Rows of each dataset from which samples are made.")
+        int,
+        typer.Option(min=1, help="Make the samples from at most this many rows of each dataset."),
     ] = 200,  # previews.samples.FIRST_ROWS
     characters: Annotated[
-        int, typer.Option(min=0, help="Most characters shown of a document; 0 shows all.")
+        int,
+        typer.Option(
+            min=0, help="Show at most this many characters of each document; 0 shows all."
+        ),
     ] = 2000,
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Show samples of CONFIG.YAML, and what is trained of them. They are decoded: what is trained
-    is green, what is masked dim and in ⟦ ⟧; who speaks and what is cut is told.
+    """Show samples of CONFIG.YAML, and which text is trained. Trained text is green; masked text is
+    dim and in ⟦ ⟧. Speakers and cuts are marked.
     """
     from easypipe.cli.configs import described
     from easypipe.previews.samples import preview as look

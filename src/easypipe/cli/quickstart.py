@@ -206,13 +206,13 @@ def _template(name: str) -> bytes:
 
 
 def quickstart(
-    output_dir: Annotated[Path, typer.Option("--output-dir", help="The project folder.")] = Path(
-        "easypipe-quickstart"
-    ),
+    output_dir: Annotated[
+        Path, typer.Option("--output-dir", help="The project folder to write.")
+    ] = Path("easypipe-quickstart"),
     overrides: Overrides = None,
 ) -> None:
-    """Write a small project, and train a model on it. A tokenizer is trained first; the model has a
-    few million parameters. Stopped and run again, it goes on.
+    """Write a small project, and train a model on it. It also trains a tokenizer; the model has a few
+    million parameters. The same command again resumes a stopped run.
     """
     importlib.import_module("easypipe.run")  # refused without `[train]`, before a file is written
     began = Path.cwd()

@@ -17,21 +17,26 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="The output folder of a run, finished or not; several are compared.",
+            help="The output folder of a run, finished or not; several runs are compared on one "
+            "page.",
             show_default=False,
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", help="Where to write it; else report.html in the folder."),
+        typer.Option(
+            "-o", "--out", help="The file to write. Default: report.html in the run's folder."
+        ),
     ] = None,
     serve: Annotated[
         bool,
-        typer.Option("--serve", help="Serve the page on this machine, and keep it up to date."),
+        typer.Option("--serve", help="Serve the page on 127.0.0.1 and keep it up to date."),
     ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --serve; 0: a free one.")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port of --serve; 0: any free port.")
+    ] = 0,
 ) -> None:
-    """Write one page of HTML about a run. It has curves, evaluations, roll-backs, mixture, ledger,
+    """Write an HTML page about a run. It has curves, evaluations, rollbacks, mixture, ledger,
     versions and configuration, and needs no network.
     """
     if not serve:

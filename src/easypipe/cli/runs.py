@@ -34,13 +34,11 @@ class Run:
 def runs(
     folder: Annotated[
         Path,
-        typer.Argument(
-            metavar="DIR", exists=True, file_okay=False, help="Where runs are looked for."
-        ),
+        typer.Argument(metavar="DIR", exists=True, file_okay=False, help="The folder to search."),
     ] = Path("."),
     as_json: AsJson = False,
 ) -> None:
-    """List the runs below DIR, with their state, steps and losses."""
+    """List the runs in DIR, with their state, steps and losses. Subfolders are searched too."""
     found = [_run(path) for path in _folders(folder)]
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(one) for one in found]))

@@ -23,15 +23,17 @@ def train(
     samples: Annotated[
         int,
         typer.Option(
-            min=0, help="Lines of text to sample at the end; of conversations, with --prompt."
+            min=0,
+            help="How many texts to generate after training; a run on conversations needs --prompt"
+            " for it.",
         ),
     ] = 3,
     prompt: Annotated[
-        str, typer.Option(help="What they begin with, or answer; without it, as documents begin.")
+        str, typer.Option(help="The prompt of these texts. Default: the beginning of a document.")
     ] = "",
 ) -> None:
-    """Train what CONFIG.YAML describes. Stopped and run again, it goes on from the last checkpoint
-    with the same batches.
+    """Train the model of CONFIG.YAML. The same command again resumes a stopped run from its last
+    checkpoint, with the next batch.
     """
     from easypipe.cli.configs import of_images
 

@@ -25,26 +25,30 @@ def verify(
         str,
         typer.Argument(
             metavar="PATH",
-            help="A token cache or one manifest in it, what save() wrote, or a run's output_dir.",
+            help="A token cache or a manifest in it, a folder written by save(), or a run's "
+            "output_dir.",
         ),
     ],
     config: Annotated[
         Path | None,
         typer.Argument(
             metavar="[CONFIG.YAML]",
-            help="What made it; without one --repair takes what the cache folder noted.",
+            help="The config that made it. Default: --repair uses what is recorded in the cache "
+            "folder.",
             autocompletion=complete_config,
         ),
     ] = None,
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Make again from its source what is broken, and only that."),
+        typer.Option(
+            "--repair", help="Rebuild the broken files, and only those, from their source."
+        ),
     ] = False,
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Check what was written to PATH, and repair it. Counts, checksums, columns, manifest and
-    tokenizer are checked; it says what is wrong and where. Exit code 1 if anything is.
+    """Check the files at PATH, and repair them with --repair. Checks counts, checksums, columns,
+    manifest and tokenizer, and names each broken file; exit code 1 if there is one.
     """
     from easypipe.cli.configs import described
     from easypipe.save import verify as check
