@@ -32,7 +32,13 @@ from easypipe.core.config import (
     load_yaml,
     to_dict,
 )
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place, require
+from easypipe.core.errors import (
+    ConfigError,
+    SourceError,
+    place,
+    require,
+    require_known,
+)
 from easypipe.core.protocols import ShardedSource, select
 from easypipe.core.schema import LABELS, PIXEL_VALUES, TaskSpec
 from easypipe.core.values import Batch, Dataset, Int64, JsonObject, Settings
@@ -194,13 +200,7 @@ class Images:
             ("image_column", config.image_column),
             ("label_column", config.label_column),
         ):
-            if column not in have:
-                raise ConfigError(
-                    at=f"data.{key}",
-                    problem=f"{name} have no column {column!r}",
-                    have=have,
-                    fix=did_you_mean(column, have),
-                )
+            require_known(column, have, f"data.{key}", f"{name} have no column {column!r}")
         self._columns = [config.image_column, config.label_column]
         self.fingerprint = digest("images", COPY_VERSION, source.fingerprint, self._columns)
         self._table = self._mapped(select(source, self._columns), in_memory=dataset.in_memory)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from easypipe.compat.foreign import Rows, TokenizerLike, as_tokenizer, pad_of
-from easypipe.core.errors import ConfigError, SourceError, place, require
+from easypipe.core.errors import SourceError, place, require
 from easypipe.core.schema import (
     ATTENTION_MASK,
     DECODER_ATTENTION_MASK,
@@ -73,12 +73,12 @@ class Padding:
             f"{self.padding_side!r} is no side",
             have=["right", "left"],
         )
-        if self.max_length is not None and self.max_length < 1:
-            raise ConfigError(
-                at="max_length",
-                problem=f"{self.max_length} is no row length",
-                fix="Give at least 1.",
-            )
+        require(
+            self.max_length is None or self.max_length >= 1,
+            "max_length",
+            f"{self.max_length} is no row length",
+            "Give at least 1.",
+        )
         check_tensors(self.return_tensors)
 
     def width(self, rows: Sequence[Int64]) -> int:

@@ -127,25 +127,28 @@ class UniversalDataModule:
         """
         have = list(first) if isinstance(first, Mapping) else [type(first).__name__]
         texts = isinstance(first, Mapping) and INPUT_IDS not in first
-        if self.tokenizer is None and self._is_plain_text and texts and self._column in have:
-            raise ConfigError(
-                at="tokenizer",
-                problem="the rows are text, and there is none",
-                fix="Name the tokenizer that encodes them.",
-            )
-        if self.tokenizer is not None and not sure and self.task_spec.modality == DEFAULT:
-            raise ConfigError(
-                at="tokenizer",
-                problem="has no effect: the rows hold no text that is known",
-                have=have,
-                fix=f"Name the column of text {TEXT!r}, or say by task_spec what the rows are.",
-            )
-        if self.max_length is not None and (self.tokenizer is None or not texts):
-            raise ConfigError(
-                at="max_length",
-                problem="cuts texts that are encoded here, and these are not",
-                fix="Leave it out.",
-            )
+        require(
+            self.tokenizer is not None
+            or not self._is_plain_text
+            or not texts
+            or self._column not in have,
+            "tokenizer",
+            "the rows are text, and there is none",
+            "Name the tokenizer that encodes them.",
+        )
+        require(
+            self.tokenizer is None or sure or self.task_spec.modality != DEFAULT,
+            "tokenizer",
+            "has no effect: the rows hold no text that is known",
+            f"Name the column of text {TEXT!r}, or say by task_spec what the rows are.",
+            have,
+        )
+        require(
+            self.max_length is None or (self.tokenizer is not None and texts),
+            "max_length",
+            "cuts texts that are encoded here, and these are not",
+            "Leave it out.",
+        )
 
     @cached_property
     def splits(self) -> Splits:

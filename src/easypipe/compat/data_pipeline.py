@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 
 from easypipe.compat.loaders import DataLoaderConfig, text_loader, text_stream
 from easypipe.core.config import ListOf, config, from_dict, load_yaml
-from easypipe.core.errors import ConfigError, EasypipeError, did_you_mean, require
+from easypipe.core.errors import ConfigError, EasypipeError, did_you_mean, require, require_known
 from easypipe.core.result import Err, Result, attempt
 from easypipe.core.values import Arguments, Settings
 from easypipe.loader.epochs import EpochLoader
@@ -82,14 +82,8 @@ class DatasetSection:
             "storage_options": self.storage_options,
         }
         if self.data_files is not None:
-            if split not in self.data_files:
-                fix = did_you_mean(split, self.data_files) or "Name it in dataset.data_files."
-                raise ConfigError(
-                    at="dataset.data_files",
-                    problem=f"no split {split!r}",
-                    have=self.data_files,
-                    fix=fix,
-                )
+            at, fix = "dataset.data_files", "Name it in dataset.data_files."
+            require_known(split, self.data_files, at, f"no split {split!r}", fix)
             return {**rows, "data_files": self.data_files[split]}
         rows |= {"data_files": self.name, "split": split}
         if not self.is_local:

@@ -13,7 +13,7 @@ import numpy as np
 from easypipe.compat.collators import create_causal_lm_collate
 from easypipe.compat.foreign import pad_of, tokenizer_config
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, require
+from easypipe.core.errors import SourceError, require
 from easypipe.core.random import fold
 from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import Array, Collate, Dataset, Item, Row, attribute_of
@@ -143,10 +143,7 @@ class StreamingPreprocessedDataset:
         world_size: int = 1,
     ) -> None:
         _require_engine(prompt_engine)
-        if buffer_size < 0:
-            raise ConfigError(
-                at="buffer_size", problem=f"{buffer_size} rows", fix="Give 0 to keep the order."
-            )
+        require(buffer_size >= 0, "buffer_size", f"{buffer_size} rows", "Give 0 to keep the order.")
         check_rank(rank, world_size)
         require(
             iter(hf_iterable) is not hf_iterable,
@@ -248,12 +245,12 @@ def subset(data: Dataset, indices: Sequence[int]) -> Any:
 
 def _require_engine(engine: Any) -> None:
     """Raises ConfigError for what encodes no rows."""
-    if isinstance(engine, str | bytes) or not callable(attribute_of(engine, "encode")):
-        raise ConfigError(
-            at="prompt_engine",
-            problem=f"{type(engine).__name__} encodes no rows",
-            fix='Give PromptEngine("my-tokenizer", PromptConfig()).',
-        )
+    require(
+        not isinstance(engine, str | bytes) and callable(attribute_of(engine, "encode")),
+        "prompt_engine",
+        f"{type(engine).__name__} encodes no rows",
+        'Give PromptEngine("my-tokenizer", PromptConfig()).',
+    )
 
 
 def _encode(engine: PromptEngine, row: Item, number: int) -> Encoded:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from easypipe.compat.collators import default_collate, draws
 from easypipe.core.config import config
-from easypipe.core.errors import ConfigError, did_you_mean, require, require_columns
+from easypipe.core.errors import ConfigError, require, require_columns, require_known
 from easypipe.core.random import draw_seed
 from easypipe.core.schema import INPUT_IDS
 from easypipe.core.values import Arguments, Collate, Dataset, attribute_of
@@ -103,12 +103,12 @@ class DataLoaderConfig:
             "Leave it out, or give num_workers at least 1.",
         )
         check_rank(self.rank, self.world_size)
-        if self.world_size > 1 and self.order_is_drawn and self.seed is None:
-            raise ConfigError(
-                at="seed",
-                problem="every rank would draw its own, and read other rows twice",
-                fix="Give all ranks one seed.",
-            )
+        require(
+            self.world_size <= 1 or not self.order_is_drawn or self.seed is not None,
+            "seed",
+            "every rank would draw its own, and read other rows twice",
+            "Give all ranks one seed.",
+        )
         require(
             self.seed is None or 0 <= self.seed < 1 << 63,
             "seed",
@@ -132,10 +132,7 @@ class DataLoaderConfig:
         """The same in the Loader's words."""
         workers = max(self.workers, 1)
         factor = PREFETCH_FACTOR if self.prefetch_factor is None else self.prefetch_factor
-        if factor < 1:
-            raise ConfigError(
-                at="prefetch_factor", problem=f"{factor} batches", fix="Give at least 1."
-            )
+        require(factor >= 1, "prefetch_factor", f"{factor} batches", "Give at least 1.")
         return LoadStageConfig(
             batch_size=self.batch_size,
             prefetch_enabled=self.workers > 0,
@@ -312,10 +309,7 @@ class DataLoaderBuilder:
         """Any field of DataLoaderConfig. Raises ConfigError for another."""
         known = [field.name for field in dataclasses.fields(DataLoaderConfig)]
         for key in options:
-            if key not in known:
-                raise ConfigError(
-                    at=key, problem="unknown option", have=known, fix=did_you_mean(key, known)
-                )
+            require_known(key, known, key, "unknown option")
         self._options |= options
         return self
 
@@ -325,10 +319,12 @@ class DataLoaderBuilder:
         Raises ConfigError where there is no dataset, and what DataLoaderConfig and the factory
         raise.
         """
-        if self._dataset is None:
-            raise ConfigError(
-                at="build()", problem="there is no dataset", fix="Call with_dataset(dataset) first."
-            )
+        require(
+            self._dataset is not None,
+            "build()",
+            "there is no dataset",
+            "Call with_dataset(dataset) first.",
+        )
         return DataLoaderFactory().create_dataloader(
             self._dataset, DataLoaderConfig(**self._options)
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,13 @@ from easypipe.compat.collators import (
 from easypipe.compat.foreign import TEXT, Rows, TokenizerLike, as_tokenizer, pad_of
 from easypipe.compat.masking import create_masked_lm_collate
 from easypipe.compat.vision import MultimodalCollator, create_vision_collate
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place, require
+from easypipe.core.errors import (
+    ConfigError,
+    SourceError,
+    place,
+    require,
+    require_known,
+)
 from easypipe.core.schema import INPUT_IDS, TaskSpec
 from easypipe.core.values import Batch, Collate, Identity, Row
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
@@ -117,17 +123,17 @@ DEFAULT = "default"
 TASK = "task_spec"  # the argument of a factory that is no option
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Registered:
     """One collator. builtin: easypipe's own, which a user's of the same name takes the place of."""
 
     name: str
     factory: Factory
     modality: str
-    task_type: str | None = None
-    description: str = ""
-    builtin: bool = False
+    task_type: str | None
+    description: str
     inner: Factory | None = None  # what the factory passes on to, where it takes `**options`
+    builtin: bool = False
 
     @property
     def options(self) -> tuple[dict[str, bool], bool]:
@@ -160,7 +166,7 @@ class CollatorRegistry:
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, Registered] = {entry.name: entry for entry in _builtins()}
+        self._known = {entry.name: entry for entry in _BUILTINS}
 
     @classmethod
     def get_instance(cls) -> CollatorRegistry:
@@ -191,10 +197,7 @@ class CollatorRegistry:
         again, as by a notebook's cell. Raises ConfigError where somebody else's has the name,
         unless replace=True.
         """
-        if not name or not modality:
-            raise ConfigError(
-                at="register", problem="name and modality are words", fix="Give both."
-            )
+        require(name and modality, "register", "name and modality are words", "Give both.")
 
         def take(factory: Factory) -> Factory:
             before = self._known.get(name)
@@ -206,13 +209,8 @@ class CollatorRegistry:
                     problem=f"{_called(before.factory)} has this name already",
                     fix="Choose another name, or pass replace=True.",
                 )
-            self._known[name] = Registered(
-                name=name,
-                factory=factory,
-                modality=modality,
-                task_type=task_type,
-                description=description or (factory.__doc__ or "").strip(),
-            )
+            said = description or (factory.__doc__ or "").strip()
+            self._known[name] = Registered(name, factory, modality, task_type, said)
             return factory
 
         return take
@@ -231,13 +229,8 @@ class CollatorRegistry:
         known, anything = entry.options
         values = {**({} if task_spec is None else task_spec.options), **options}
         for key in values:
-            if not entry.takes(key):
-                raise ConfigError(
-                    at=f"collator {entry.name!r}, option {key!r}",
-                    problem="unknown",
-                    have=known,
-                    fix=did_you_mean(key, list(known)),
-                )
+            if not anything:
+                require_known(key, known, f"collator {entry.name!r}, option {key!r}", "unknown")
         for key, needed in known.items():
             require(
                 not needed or key in values,
@@ -254,14 +247,8 @@ class CollatorRegistry:
     ) -> Registered:
         """What get_collator makes its collator with."""
         if collator_name is not None:
-            if collator_name not in self._known:
-                fix = did_you_mean(collator_name, self.names) or "Register it."
-                raise ConfigError(
-                    at="collator_name",
-                    problem=f"no collator {collator_name!r}",
-                    have=self.names,
-                    fix=fix,
-                )
+            problem = f"no collator {collator_name!r}"
+            require_known(collator_name, self.names, "collator_name", problem, "Register it.")
             return self._known[collator_name]
         if task_spec is None:
             return self._known[DEFAULT]
@@ -277,14 +264,14 @@ class CollatorRegistry:
             [entry for entry in of_modality if entry.name == task_spec.modality],
             [entry for entry in of_modality if entry.task_type is None],
         ):
-            if len(fitting) > 1:
-                raise ConfigError(
-                    at=f"task {task_spec.name!r}",
-                    problem=f"several collators fit modality {task_spec.modality!r} and task type "
-                    f"{task_spec.task_type!r}",
-                    have=[entry.name for entry in fitting],
-                    fix="Choose one by collator_name.",
-                )
+            require(
+                len(fitting) <= 1,
+                f"task {task_spec.name!r}",
+                f"several collators fit modality {task_spec.modality!r} and task type "
+                f"{task_spec.task_type!r}",
+                "Choose one by collator_name.",
+                [entry.name for entry in fitting],
+            )
             if fitting:
                 return fitting[0]
         log.warning(
@@ -325,32 +312,20 @@ def _multimodal(
     )
 
 
-# name, factory, what it passes on to, modality, task type, what it is for
-_BUILTINS: list[tuple[str, Factory, Factory | None, str, str | None, str]] = [
-    ("text", _text, create_causal_lm_collate, "text", None,
-     "next token: padding, masks, labels shifted once"),
-    ("masked_lm", _masked_lm, create_masked_lm_collate, "text", "masked_lm",
-     "hidden tokens, 80/10/10; whole words on request"),
-    ("seq2seq", create_seq2seq_collate, None, "text", "seq2seq", "encoder and decoder inputs"),
-    ("vision", create_vision_collate, None, "vision", None,
-     "images: decode, resize, normalise"),
-    ("multimodal", _multimodal, create_vision_collate, "multimodal", None,
-     "an image and tokens in each row"),
-    (DEFAULT, lambda: default_collate, None, DEFAULT, None, "arrays stacked as they are"),
+_BUILTINS = [
+    Registered(*entry, builtin=True)
+    for entry in (
+        ("text", _text, "text", None, "next token: padding, masks, labels shifted once",
+         create_causal_lm_collate),
+        ("masked_lm", _masked_lm, "text", "masked_lm",
+         "hidden tokens, 80/10/10; whole words on request", create_masked_lm_collate),
+        ("seq2seq", create_seq2seq_collate, "text", "seq2seq", "encoder and decoder inputs"),
+        ("vision", create_vision_collate, "vision", None, "images: decode, resize, normalise"),
+        ("multimodal", _multimodal, "multimodal", None, "an image and tokens in each row",
+         create_vision_collate),
+        (DEFAULT, lambda: default_collate, DEFAULT, None, "arrays stacked as they are"),
+    )
 ]  # fmt: skip
-
-
-def _builtins() -> Iterator[Registered]:
-    for name, factory, inner, modality, task_type, description in _BUILTINS:
-        yield Registered(
-            name=name,
-            factory=factory,
-            modality=modality,
-            task_type=task_type,
-            description=description,
-            builtin=True,
-            inner=inner,
-        )
 
 
 def _called(factory: Factory) -> str:

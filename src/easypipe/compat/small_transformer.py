@@ -25,7 +25,7 @@ from easypipe.compat.foreign import (
 )
 from easypipe.compat.loaders import DataLoaderConfig
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, TokenizerError
+from easypipe.core.errors import SourceError, TokenizerError, require
 from easypipe.core.identity import held_by, name_of, warn_unversioned
 from easypipe.core.protocols import (
     BaseStage,
@@ -179,12 +179,9 @@ class TransformerDataset:
         is_jsonl: bool | None = None,
         content_field: str = "text",
     ) -> None:
-        if stride < 1:
-            raise ConfigError(
-                at="stride",
-                problem=f"{stride} tokens from one item to the next",
-                fix="Give at least 1.",
-            )
+        require(
+            stride >= 1, "stride", f"{stride} tokens from one item to the next", "Give at least 1."
+        )
         self.seq_length, self.stride = seq_length, stride
         pipeline = stream(
             _dataset(data_path, content_field, is_jsonl),

@@ -215,12 +215,12 @@ def _pipeline(
         data = from_dict(PipelineConfig, values.get("data", values), str(data))
     elif isinstance(data, DatasetConfig | Sequence):
         datasets = (data,) if isinstance(data, DatasetConfig) else tuple(data)
-        if at == "data" and seq_length is None:
-            raise ConfigError(
-                at="seq_length",
-                problem="datasets alone do not say how long a row is",
-                fix="Give it: 2048 is usual.",
-            )
+        require(
+            at != "data" or seq_length is not None,
+            "seq_length",
+            "datasets alone do not say how long a row is",
+            "Give it: 2048 is usual.",
+        )
         data = PipelineConfig(datasets=datasets)
     if not isinstance(data, PipelineConfig):
         have = ("PipelineConfig", "a YAML file", "DatasetConfig", "several of these")

@@ -28,7 +28,14 @@ from easypipe.compat.collators import (
     stacked,
 )
 from easypipe.compat.foreign import Rows
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place, raising, require
+from easypipe.core.errors import (
+    ConfigError,
+    SourceError,
+    place,
+    raising,
+    require,
+    require_known,
+)
 from easypipe.core.schema import LABELS, PIXEL_VALUES, OutputSchema
 from easypipe.core.values import Array, Batch, Collate, Identity, Item, attribute_of
 from easypipe.loader.rows.items import describe_collator
@@ -64,11 +71,8 @@ class VisionDataCollator:
         given = {"mean": self.mean, "std": self.std, "image_size": size}
         for name, values in given.items():  # lists too, and one number for both sides
             object.__setattr__(self, name, None if values is None else tuple(values))
-        if self.preset not in PRESETS:
-            fix = did_you_mean(self.preset, PRESETS) or "Give mean and std for others."
-            raise ConfigError(
-                at="preset", problem=f"no preset {self.preset!r}", have=PRESETS, fix=fix
-            )
+        problem, fix = f"no preset {self.preset!r}", "Give mean and std for others."
+        require_known(self.preset, PRESETS, "preset", problem, fix)
         require(
             self.channels in (1, 3),
             "channels",

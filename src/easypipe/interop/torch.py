@@ -149,12 +149,12 @@ class TorchRows(data.IterableDataset):
     def __iter__(self) -> Iterator[Tensors]:
         workers = torch_worker()[1]
         # an iterable may be of any class
-        if workers > 1 and not hasattr(self._rows, "sharded"):
-            raise ConfigError(
-                at="num_workers",
-                problem=f"{workers} workers would each read all of {type(self._rows).__name__}",
-                fix="Set num_workers=0, or give a StreamingPreprocessedDataset.",
-            )
+        require(
+            workers <= 1 or hasattr(self._rows, "sharded"),
+            "num_workers",
+            f"{workers} workers would each read all of {type(self._rows).__name__}",
+            "Set num_workers=0, or give a StreamingPreprocessedDataset.",
+        )
         return map(_tensors, self._rows)
 
 

@@ -146,13 +146,13 @@ def check_streams(num_streams: int, config: LoadStageConfig) -> None:
     """Raises ConfigError where a batch of some step does not divide into the streams."""
     sizes = {config.batch_size, *(size for _, size in config.batch_size_schedule)}
     for size in sorted(sizes):
-        if num_streams < 1 or size % num_streams:
-            raise ConfigError(
-                at="num_streams",
-                problem=f"{num_streams} streams do not divide a batch of {size} rows",
-                fix=f"Give a divisor of {' and '.join(map(str, sorted(sizes)))}, or leave it out "
-                f"for {default_streams(*sizes)}.",
-            )
+        require(
+            num_streams >= 1 and size % num_streams == 0,
+            "num_streams",
+            f"{num_streams} streams do not divide a batch of {size} rows",
+            f"Give a divisor of {' and '.join(map(str, sorted(sizes)))}, or leave it out "
+            f"for {default_streams(*sizes)}.",
+        )
 
 
 def check_axes(mesh: Mapping[Any, Any]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, PlacementError, StallError, StateError, require
+from easypipe.core.errors import PlacementError, StallError, StateError, require
 from easypipe.core.ledger import Ledger
 from easypipe.core.values import Batch, Int64, Json, JsonObject
 from easypipe.loader.collate import CollateConfig, known_width, row_width, with_asked
@@ -320,12 +320,12 @@ class Loader:
 
     def _by_number(self, place: str) -> RowReader:
         """Raises ConfigError where only reading tells what stands at `place`."""
-        if not self.rows.by_number:
-            raise ConfigError(
-                at="streaming",
-                problem=f"a stream cannot tell what stands in {place} without reading up to it",
-                fix="Leave streaming out: the same data from the token cache can be explained.",
-            )
+        require(
+            self.rows.by_number,
+            "streaming",
+            f"a stream cannot tell what stands in {place} without reading up to it",
+            "Leave streaming out: the same data from the token cache can be explained.",
+        )
         return self.rows.open()
 
     def _counted(self, entry: LoaderState | None = None) -> Steps:

@@ -20,11 +20,11 @@ import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import (
-    ConfigError,
     SchemaError,
     SourceError,
     did_you_mean,
     place,
+    require,
     require_option,
     require_rows,
 )
@@ -390,17 +390,15 @@ def _names(columns: Sequence[str] | None) -> tuple[str, ...] | None:
     if columns is None:
         return None
     names = tuple(columns) if not isinstance(columns, str) else ()
-    if (
-        not names
-        or not all(isinstance(name, str) for name in names)
-        or len(set(names)) < len(names)
-        or ROW_NUMBER in names
-    ):
-        raise ConfigError(
-            at="columns",
-            problem=f"expected different column names, got {columns!r}",
-            fix="Write columns=['text'].",
-        )
+    require(
+        names
+        and all(isinstance(name, str) for name in names)
+        and len(set(names)) == len(names)
+        and ROW_NUMBER not in names,
+        "columns",
+        f"expected different column names, got {columns!r}",
+        "Write columns=['text'].",
+    )
     return names
 
 

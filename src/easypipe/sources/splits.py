@@ -76,12 +76,12 @@ def parse_split(text: str) -> tuple[str, Part | None]:
         )
     name, start, stop = found["name"], found["start"], found["stop"]
     for bound in (start, stop):
-        if bound is not None and bound.endswith("%") and abs(int(bound[:-1])) > 100:
-            raise ConfigError(
-                at="split",
-                problem=f"{text!r}: {bound} of the rows are more than all",
-                fix="Give at most 100%.",
-            )
+        require(
+            bound is None or not bound.endswith("%") or abs(int(bound[:-1])) <= 100,
+            "split",
+            f"{text!r}: {bound} of the rows are more than all",
+            "Give at most 100%.",
+        )
     return name, None if found.end("name") == len(text) else Part(text, start, stop)
 
 

@@ -23,7 +23,7 @@ from easypipe.cache.folder import CONFIGS, CacheFolder
 from easypipe.core import storage
 from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import CODE_KEYS, fields_of, to_dict
-from easypipe.core.errors import ConfigError, EasypipeError, StorageError
+from easypipe.core.errors import ConfigError, EasypipeError, StorageError, require
 from easypipe.core.protocols import BaseStage, PipelineContext
 from easypipe.core.remote import public_url
 from easypipe.core.values import Json, JsonObject
@@ -114,11 +114,13 @@ def recall(name: str, folder: CacheFolder) -> Json:
         problem = "is not there, so nobody knows what made this"
         fix = f"Set EASYPIPE_CACHE to the cache folder that it was made with. Or: {fix}"
         raise ConfigError(at=str(_path(folder, name)), problem=problem, fix=fix)
-    if kept["unknown"]:
-        raise ConfigError(at=str(_path(folder, name)), problem=kept["unknown"], fix=fix)
-    if not Path(kept["folder"]).is_dir():
-        problem = f"was made in {kept['folder']}, which is gone"
-        raise ConfigError(at=str(_path(folder, name)), problem=problem, fix=fix)
+    require(not kept["unknown"], str(_path(folder, name)), kept["unknown"], fix)
+    require(
+        Path(kept["folder"]).is_dir(),
+        str(_path(folder, name)),
+        f"was made in {kept['folder']}, which is gone",
+        fix,
+    )
     return kept
 
 

@@ -18,7 +18,7 @@ from easypipe.core.aligned import (
     SOURCE_IDS,
     AlignedColumn,
 )
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.core.jit import jit
 from easypipe.core.values import Array, Int32, Int64, UInt8, UInt64
 from easypipe.loader.collate import with_label_weights
@@ -38,23 +38,22 @@ def joined_columns(
     for dataset, columns in each:
         for column in columns:
             first, known = found.setdefault(column.name, (dataset, column))
-            if known != column:
-                raise ConfigError(
-                    at=f"datasets.{dataset}.aligned_columns",
-                    problem=f"{column.name!r} holds {_said(column)}, and in dataset {first!r} "
-                    f"{_said(known)}",
-                    fix="Give them one type.",
-                )
+            require(
+                known == column,
+                f"datasets.{dataset}.aligned_columns",
+                f"{column.name!r} holds {_said(column)}, and in dataset {first!r} {_said(known)}",
+                "Give them one type.",
+            )
     for dataset, columns in each:
         have = [column.name for column in columns]
         for name, (first, _) in found.items():
-            if name not in have and name not in NEUTRAL:
-                raise ConfigError(
-                    at=f"datasets.{dataset}.aligned_columns",
-                    problem=f"dataset {first!r} has {name!r}, and dataset {dataset!r} has not",
-                    have=have,
-                    fix="Give it the column too, or train on them in two runs.",
-                )
+            require(
+                name in have or name in NEUTRAL,
+                f"datasets.{dataset}.aligned_columns",
+                f"dataset {first!r} has {name!r}, and dataset {dataset!r} has not",
+                "Give it the column too, or train on them in two runs.",
+                have,
+            )
     return tuple(column for _, column in found.values())
 
 

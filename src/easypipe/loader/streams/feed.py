@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.cache.manifest import Counts
-from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.errors import SourceError, require
 from easypipe.core.protocols import Shard
 from easypipe.core.random import child, fold
 from easypipe.core.values import Array, Bools, Int64, UInt8
@@ -494,14 +494,14 @@ class Cursor:
                 return False
             nothing = not (any(self._start[1:4]) or self._pass_docs)
             self._empty_passes = self._empty_passes + 1 if nothing else 0
-            if self._empty_passes >= (EMPTY_PASSES if self._deal.shuffled else 1):
-                raise ConfigError(
-                    at="num_streams",
-                    problem=f"dataset {self._deal.source.name!r} has no document in the share of "
-                    f"stream {self._stream} of "
-                    f"{self._deal.num_streams}, pass after pass",
-                    fix="Use fewer streams, or leave streaming out: the dataset is small.",
-                )
+            require(
+                self._empty_passes < (EMPTY_PASSES if self._deal.shuffled else 1),
+                "num_streams",
+                f"dataset {self._deal.source.name!r} has no document in the share of "
+                f"stream {self._stream} of "
+                f"{self._deal.num_streams}, pass after pass",
+                "Use fewer streams, or leave streaming out: the dataset is small.",
+            )
             self.begin(self._start.epoch + 1)
             return True
         self._read_ahead()

@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from easypipe.core.checked import recall_checked, remember_checked
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, require, require_columns, require_rows
+from easypipe.core.errors import SourceError, require, require_columns, require_rows
 from easypipe.core.identity import held_by, name_of
 from easypipe.core.protocols import (
     Reject,
@@ -512,15 +512,14 @@ def _sharded(data: Dataset) -> Given:
     shards = attribute_of(data, "shards")
     names: Any = attribute_of(data, "shard_names") if shards is None else [s.name for s in shards]
     names = names() if callable(names) else names
-    if (
-        isinstance(names, str | None)
-        or not all(isinstance(name, str) for name in names)
-        or not len(names) == len(set(names)) > 0
-    ):
-        problem = f"shard_names of {kind.__name__} are {names!r}"
-        raise ConfigError(
-            at="data_files", problem=problem, fix="Give a list of different names, one at least."
-        )
+    require(
+        not isinstance(names, str | None)
+        and all(isinstance(name, str) for name in names)
+        and (len(names) == len(set(names)) > 0),
+        "data_files",
+        f"shard_names of {kind.__name__} are {names!r}",
+        "Give a list of different names, one at least.",
+    )
 
     def from_start(name: str, row: int) -> Iterable[Item]:
         rows = data.open_shard(name)

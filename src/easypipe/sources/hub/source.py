@@ -17,7 +17,7 @@ from typing import NamedTuple, Unpack
 import pyarrow as pa
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, require
+from easypipe.core.errors import SourceError, require
 from easypipe.core.protocols import Scan, Shard, Source
 from easypipe.core.threads import Threads
 from easypipe.core.values import Arguments
@@ -63,12 +63,12 @@ def parse_hub_name(text: str) -> HubName:
     )
     name, pattern = "/".join(parts[:2]), "/".join(parts[2:])
     repo, at, revision = name.partition("@")
-    if not repo or any(not part for part in repo.split("/")) or (at and not revision):
-        raise ConfigError(
-            at="data_files",
-            problem=f"{text!r} names no dataset of the Hub",
-            fix="Write owner/name.",
-        )
+    require(
+        repo and (not any(not part for part in repo.split("/"))) and (not at or revision),
+        "data_files",
+        f"{text!r} names no dataset of the Hub",
+        "Write owner/name.",
+    )
     return HubName(repo, revision.replace("%2F", "/") or None, pattern or None)
 
 

@@ -233,12 +233,12 @@ def check_points(points: Sequence[WeightSchedulePoint], at: str) -> None:
     require(points, at, "there is no point", "Give at least one, or leave it out.")
     first = points[0].weights
     for i, point in enumerate(points):
-        if i and point.step <= points[i - 1].step:
-            raise ConfigError(
-                at=f"{at}[{i}].step",
-                problem=f"{point.step} does not come after {points[i - 1].step}",
-                fix="Order the points by step.",
-            )
+        require(
+            not i or point.step > points[i - 1].step,
+            f"{at}[{i}].step",
+            f"{point.step} does not come after {points[i - 1].step}",
+            "Order the points by step.",
+        )
         for name in point.weights:
             require_known(
                 name,

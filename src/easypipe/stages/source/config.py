@@ -363,12 +363,12 @@ def _check_paths(files: Any) -> None:
             f"{path!r} is no row, as others are",
             "Give dicts alone, or paths alone.",
         )
-        if not rows and (not isinstance(path, str | Path) or not str(path)):
-            raise ConfigError(
-                at=at,
-                problem=f"{path!r} is neither a path nor rows",
-                fix="Give a path, a glob, a list, or a table.",
-            )
+        require(
+            rows or (isinstance(path, str | Path) and str(path)),
+            at,
+            f"{path!r} is neither a path nor rows",
+            "Give a path, a glob, a list, or a table.",
+        )
     require(paths, "data_files", "an empty list", "Give at least one path or row.")
 
 
@@ -459,12 +459,12 @@ def check_formats(dataset: DatasetConfig) -> None:
                 "has no effect without a format_callback",
                 "Leave it out.",
             )
-    elif not callable(call) and not (isinstance(call, str) and ":" in call):
-        raise ConfigError(
-            at="format_callback",
-            problem=f"{call!r} is no function",
-            fix='Give a function, or "module:function".',
-        )
+    require(
+        callable(call) or (isinstance(call, str) and ":" in call),
+        "format_callback",
+        f"{call!r} is no function",
+        'Give a function, or "module:function".',
+    )
     column_types(dataset.format_columns, "format_columns")
     if dataset.format_fields is not None:
         try:

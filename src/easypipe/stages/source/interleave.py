@@ -260,11 +260,12 @@ def _as_source(name: str, data: Any) -> ShardedSource:
     """A source as it is, rows in memory as one. Raises ConfigError for what is neither."""
     if is_complete(data):
         return data
-    if isinstance(data, str | Path):
-        fix = f"Open it: Pipeline(...).source().get_data()[...], or open_files({str(data)!r})."
-        raise ConfigError(
-            at=f"datasets.{name}", problem=f"{str(data)!r} is a path, not rows", fix=fix
-        )
+    require(
+        not isinstance(data, str | Path),
+        f"datasets.{name}",
+        f"{str(data)!r} is a path, not rows",
+        f"Open it: Pipeline(...).source().get_data()[...], or open_files({str(data)!r}).",
+    )
     try:
         return (
             open_object(data, name=name)

@@ -41,12 +41,12 @@ class Rename(ColumnTransform):
 
     def __init__(self, names: Mapping[str, str]) -> None:
         _require_names(names, "Rename", 'Write Rename({"old": "new"}).')
-        if len(set(names.values())) < len(names):
-            raise ConfigError(
-                at="Rename",
-                problem=f"two columns cannot have one name: {dict(names)}",
-                fix="Give each its own.",
-            )
+        require(
+            len(set(names.values())) >= len(names),
+            "Rename",
+            f"two columns cannot have one name: {dict(names)}",
+            "Give each its own.",
+        )
         self.names = dict(names)
 
     @property
@@ -295,16 +295,14 @@ def column_names(names: tuple[str | Sequence[str], ...], of: str) -> tuple[str, 
     Raises ConfigError where there is none, or one stands twice.
     """
     flat = tuple(names[0]) if len(names) == 1 and not isinstance(names[0], str) else names
-    if (
-        not flat
-        or not all(isinstance(name, str) and name for name in flat)
-        or len(set(flat)) < len(flat)
-    ):
-        raise ConfigError(
-            at=of,
-            problem=f"expected different column names, got {names!r}",
-            fix=f'Write {of}("text").',
-        )
+    require(
+        flat
+        and all(isinstance(name, str) and name for name in flat)
+        and (len(set(flat)) >= len(flat)),
+        of,
+        f"expected different column names, got {names!r}",
+        f'Write {of}("text").',
+    )
     return flat  # type: ignore[return-value]
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, place, require, require_columns
+from easypipe.core.errors import SourceError, place, require, require_columns
 from easypipe.core.identity import UserFunction, why
 from easypipe.core.protocols import Reject
 from easypipe.core.schema import ROW_NUMBER, list_sizes
@@ -263,12 +263,12 @@ class Expand(ColumnTransform):
         columns: Mapping[str, str | pa.DataType] | None = None,
         version: str | None = None,
     ) -> None:
-        if most < 1:
-            raise ConfigError(
-                at="Expand.most",
-                problem=f"{most} rows are none",
-                fix="Give the most rows that one row can become.",
-            )
+        require(
+            most >= 1,
+            "Expand.most",
+            f"{most} rows are none",
+            "Give the most rows that one row can become.",
+        )
         self.by = (
             by if isinstance(by, str) and ":" not in by else UserFunction(by, version, of="Expand")
         )

@@ -13,7 +13,7 @@ from typing import Literal, cast
 
 import pyarrow as pa
 
-from easypipe.core.errors import ConfigError, require_known
+from easypipe.core.errors import ConfigError, require, require_known
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SOURCE
 from easypipe.transforms.chat.conversations import is_messages, is_text, values_of
 from easypipe.transforms.chat.sandbox import Json, Row
@@ -350,14 +350,13 @@ def _holding(columns: Mapping[str, str], kinds: list[str], names: list[str]) -> 
     for slot, column in columns.items():
         require_known(column, names, f"columns.{slot}", f"no column {column!r}")
     held = [kind for kind in kinds if columns.keys() <= {slot.name for slot in SLOTS[kind]}]
-    if not held:
-        have = list(dict.fromkeys(slot.name for kind in kinds for slot in SLOTS[kind]))
-        raise ConfigError(
-            at="columns",
-            problem=f"no kind of rows has {sorted(columns)}",
-            have=have,
-            fix="Name the parts of one kind.",
-        )
+    require(
+        held,
+        "columns",
+        f"no kind of rows has {sorted(columns)}",
+        "Name the parts of one kind.",
+        list(dict.fromkeys(slot.name for kind in kinds for slot in SLOTS[kind])),
+    )
     return held
 
 

@@ -233,11 +233,12 @@ class PromptConfig:
             if kind == "alpaca"
             else "Name one column.",
         )
-        if self.rejected_column is not None and self.answer is None:
-            fix = "Name the label_column, whose place it takes."
-            raise ConfigError(
-                at="rejected_column", problem="there is no label whose place it could take", fix=fix
-            )
+        require(
+            self.rejected_column is None or self.answer is not None,
+            "rejected_column",
+            "there is no label whose place it could take",
+            "Name the label_column, whose place it takes.",
+        )
         every = [(name, f"input_columns[{i}]") for i, name in enumerate(self.inputs)]
         require(
             self.desirable_column is None or self.rejected_column is None,
@@ -289,12 +290,12 @@ class PromptConfig:
         for i, role in enumerate(self.roles_to_train or ()):
             at = f"roles_to_train[{i}]"
             require(role in SPEAKERS, at, f"{role!r} is no role", have=SPEAKERS)
-        if talks and self.few_shot is not None and self.train_on == "all":
-            raise ConfigError(
-                at="train_on",
-                problem="'all' would train the few_shot examples of a conversation",
-                fix="Use 'assistant', or leave few_shot out.",
-            )
+        require(
+            not talks or self.few_shot is None or self.train_on != "all",
+            "train_on",
+            "'all' would train the few_shot examples of a conversation",
+            "Use 'assistant', or leave few_shot out.",
+        )
 
     def _check_ends(self) -> None:
         every = self.train_on == "all" or (self.format_type in TALKS and self.trains_behind_prompt)

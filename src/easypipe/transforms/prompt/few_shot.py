@@ -51,16 +51,13 @@ class FewShot:
         if config.data_files is not None:
             pool = _read(str(config.data_files), tuple(columns))
             assert config.count is not None
-            if len(pool) <= config.count:
-                problem = (
-                    f"{config.data_files} has {len(pool)} rows, and {config.count} are "
-                    "drawn that are not the row at hand"
-                )
-                raise ConfigError(
-                    at="few_shot.count",
-                    problem=problem,
-                    fix=f"Give at most {max(1, len(pool) - 1)}.",
-                )
+            require(
+                len(pool) > config.count,
+                "few_shot.count",
+                f"{config.data_files} has {len(pool)} rows, and {config.count} are "
+                "drawn that are not the row at hand",
+                f"Give at most {max(1, len(pool) - 1)}.",
+            )
         for i, example in enumerate(pool):
             missing = [name for name in columns if name not in example]
             if missing:

@@ -85,12 +85,12 @@ class FieldTemplate:
                 f"{name!r} stands nowhere in the template",
                 f"Write {{{name}}} in it, or leave it out.",
             )
-        if label is not None and named.count(label) != 1:
-            raise ConfigError(
-                at=at,
-                problem=f"the label {{{label}}} stands {named.count(label)} times in it",
-                fix="Write it once.",
-            )
+        require(
+            label is None or named.count(label) == 1,
+            at,
+            f"the label {{{label}}} stands {named.count(label)} times in it",
+            "Write it once.",
+        )
         self._label, self._everything = label, everything
         self.columns = tuple(have)
         self.identity: Identity = [list(pieces), label, everything]

@@ -8,7 +8,7 @@ import pyarrow as pa
 import xxhash
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, TokenizerError, require, require_columns
+from easypipe.core.errors import TokenizerError, require, require_columns
 from easypipe.core.random import child, fold
 from easypipe.transforms.chat.conversations import is_text
 from easypipe.transforms.columns.base import ColumnTransform, Rows, overlaid
@@ -60,12 +60,12 @@ class FillInTheMiddle(ColumnTransform):
                 f"{value} is no share",
                 "Give a number from 0 to 1.",
             )
-        if tokens is not None and (len(tokens) != 3 or len(set(tokens)) != 3 or not all(tokens)):
-            raise ConfigError(
-                at="FillInTheMiddle.tokens",
-                problem=f"{list(tokens)}",
-                fix="Give those of prefix, suffix and middle.",
-            )
+        require(
+            tokens is None or (len(tokens) == 3 and len(set(tokens)) == 3 and all(tokens)),
+            "FillInTheMiddle.tokens",
+            f"{list(tokens)}",
+            "Give those of prefix, suffix and middle.",
+        )
         loaded = load_tokenizer(tokenizer)
         special = loaded.special_tokens
         require(

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from easypipe.core.errors import ConfigError, TokenizerError
+from easypipe.core.errors import TokenizerError, require
 from easypipe.core.storage import commit_bytes, commit_json
 
 log = logging.getLogger("easypipe")
@@ -38,10 +38,12 @@ def train_bpe(
 
     specials = list(dict.fromkeys([END_OF_TEXT, *special_tokens]))
     least = BYTES + len(specials)
-    if vocab_size < least:
-        raise ConfigError(at="vocab_size", problem=f"{vocab_size} tokens do not hold {BYTES} bytes "
-                                                   f"and {len(specials)} special tokens",
-                          fix=f"Give at least {least}.")  # fmt: skip
+    require(
+        vocab_size >= least,
+        "vocab_size",
+        f"{vocab_size} tokens do not hold {BYTES} bytes and {len(specials)} special tokens",
+        f"Give at least {least}.",
+    )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # pyright: ignore[reportAttributeAccessIssue]

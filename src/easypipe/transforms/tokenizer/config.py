@@ -34,21 +34,24 @@ class Padding(Protocol):
 def check_padding(rule: Padding) -> None:
     """Raises ConfigError for what is no width, and for options that contradict each other."""
     multiple, buckets = rule.pad_to_multiple_of, rule.length_buckets
-    if multiple is not None and multiple < 1:
-        raise ConfigError(
-            at="pad_to_multiple_of",
-            problem=f"{multiple} is no number of slots",
-            fix="Give at least 1.",
-        )
-    if isinstance(buckets, int) and buckets < 1:
-        raise ConfigError(
-            at="length_buckets",
-            problem=f"{buckets} widths hold nothing",
-            fix="Give at least 1, or the widths themselves.",
-        )
-    if not isinstance(buckets, int) and any(b <= a for a, b in itertools.pairwise((0, *buckets))):
-        fix = "Give widths of at least 1 in ascending order, for example [128, 256, 512]."
-        raise ConfigError(at="length_buckets", problem=f"{list(buckets)} do not ascend", fix=fix)
+    require(
+        multiple is None or multiple >= 1,
+        "pad_to_multiple_of",
+        f"{multiple} is no number of slots",
+        "Give at least 1.",
+    )
+    require(
+        not isinstance(buckets, int) or buckets >= 1,
+        "length_buckets",
+        f"{buckets} widths hold nothing",
+        "Give at least 1, or the widths themselves.",
+    )
+    require(
+        isinstance(buckets, int) or not any((b <= a for a, b in itertools.pairwise((0, *buckets)))),
+        "length_buckets",
+        f"{list(buckets)} do not ascend",
+        "Give widths of at least 1 in ascending order, for example [128, 256, 512].",
+    )
     require(
         multiple is None or not buckets,
         "pad_to_multiple_of",
@@ -124,12 +127,12 @@ class TokenizerConfig:
             "names no tokenizer",
             "Give a tokenizer.json, its folder, or a Hub name.",
         )
-        if self.max_length is not None and self.max_length < 1:
-            raise ConfigError(
-                at="max_length",
-                problem=f"{self.max_length} is no length",
-                fix="Give at least 1, or null for no limit.",
-            )
+        require(
+            self.max_length is None or self.max_length >= 1,
+            "max_length",
+            f"{self.max_length} is no length",
+            "Give at least 1, or null for no limit.",
+        )
         require(
             self.padding != "max_length" or self.max_length is not None,
             "padding",

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from easypipe.core.config import config
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.schema import offsets_of
 from easypipe.core.values import Bools, Identity, Int64
 from easypipe.transforms.tokenizer.config import length_limit
@@ -72,32 +72,24 @@ class LengthPolicy:
     budgets: dict[str, int] | None = None
 
     def check(self) -> None:
-        if self.overlap < 0 or (self.overlap and self.policy != "split"):
-            problem = (
-                f"{self.overlap} tokens"
-                if self.overlap < 0
-                else f"has no effect on policy {self.policy!r}"
-            )
-            raise ConfigError(
-                at="overlap", problem=problem, fix="Give 0 or more, with policy='split'."
-            )
-        if (
-            self.boundary is not None
-            and self.policy in ("error", "drop", "trim_oldest_turns")
-            and not self.budgets
-        ):
-            raise ConfigError(
-                at="boundary",
-                problem=f"has no effect on policy {self.policy!r}",
-                fix="Leave it out.",
-            )
+        require(
+            self.overlap >= 0 and (not self.overlap or self.policy == "split"),
+            "overlap",
+            f"{self.overlap} tokens"
+            if self.overlap < 0
+            else f"has no effect on policy {self.policy!r}",
+            "Give 0 or more, with policy='split'.",
+        )
+        require(
+            self.boundary is None
+            or self.policy not in ("error", "drop", "trim_oldest_turns")
+            or self.budgets,
+            "boundary",
+            f"has no effect on policy {self.policy!r}",
+            "Leave it out.",
+        )
         for name, tokens in (self.budgets or {}).items():
-            if tokens < 1:
-                raise ConfigError(
-                    at=f"budgets.{name}",
-                    problem=f"{tokens} tokens are none",
-                    fix="Give at least 1.",
-                )
+            require(tokens >= 1, f"budgets.{name}", f"{tokens} tokens are none", "Give at least 1.")
 
 
 class Lengths:
@@ -110,11 +102,12 @@ class Lengths:
         self.policy = policy
         self.tokenizer = tokenizer
         self.limit = length_limit(tokenizer.config)
-        if self.limit is None and (policy.policy != "keep_start" or not policy.budgets):
-            fix = "Set it on the tokenizer, or tokenize.max_length."
-            raise ConfigError(
-                at="length.policy", problem=f"{policy.policy!r} needs a max_length", fix=fix
-            )
+        require(
+            self.limit is not None or (policy.policy == "keep_start" and policy.budgets),
+            "length.policy",
+            f"{policy.policy!r} needs a max_length",
+            "Set it on the tokenizer, or tokenize.max_length.",
+        )
         if (
             self.limit is not None
             and policy.overlap
