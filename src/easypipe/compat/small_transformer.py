@@ -396,7 +396,7 @@ class EncodeTexts(ColumnTransform):
                     bad.append(Reject(row=number, reason="encode failed", detail=said))
         offsets = offsets_of([len(one) for one in ids])
         flat = np.concatenate([np.zeros(0, np.int64), *ids])
-        batch = pa.RecordBatch.from_arrays(
+        batch = pa.record_batch(
             [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat))],
             schema=self.columns(pa.schema([])),
         )

@@ -81,23 +81,23 @@ class VisionDataCollator:
             [1, 3],
         )
         mean, std, size = self.mean, self.std, self.image_size
-        wrong = None
-        if (mean is None) != (std is None):
-            missing = "mean" if mean is None else "std"
-            wrong = missing, "is missing", "Give both mean and std, or neither."
+        missing, fix = "mean" if mean is None else "std", "Give both mean and std, or neither."
+        require((mean is None) == (std is None), missing, "is missing", fix)
         for name, values in (("mean", mean), ("std", std)):
-            if values is not None and len(values) != self.channels and wrong is None:
-                fix = f"Give {self.channels}, or set channels={len(values)}."
-                wrong = name, f"{len(values)} values for {self.channels} channels", fix
-        if wrong is None and std is not None and min(std) <= 0:
-            wrong = "std", f"{std} divides by {min(std)}", "Give numbers above 0."
-        if wrong is None and not self.normalize and mean is not None:
-            wrong = "mean", "has no effect without normalize", "Leave it out."
-        if wrong is None and size is not None and (len(size) != 2 or min(size) < 1):
-            wrong = "image_size", f"{size} is no (height, width)", "Give two numbers of pixels."
-        if wrong is not None:
-            at, problem, fix = wrong
-            raise ConfigError(at=at, problem=problem, fix=fix)
+            count = self.channels if values is None else len(values)
+            problem = f"{count} values for {self.channels} channels"
+            fix = f"Give {self.channels}, or set channels={count}."
+            require(count == self.channels, name, problem, fix)
+        least = min(std or (1,))
+        require(least > 0, "std", f"{std} divides by {least}", "Give numbers above 0.")
+        problem = "has no effect without normalize"
+        require(self.normalize or mean is None, "mean", problem, "Leave it out.")
+        require(
+            size is None or (len(size) == 2 and min(size) >= 1),
+            "image_size",
+            f"{size} is no (height, width)",
+            "Give two numbers of pixels.",
+        )
         check_tensors(self.return_tensors)
 
     @property

@@ -49,6 +49,7 @@ PIXEL_VALUES = "pixel_values"
 HAS_EOS = "has_eos"
 
 SOURCE = "__source__"  # which dataset a row came from
+ORIGIN = pa.field(SOURCE, pa.dictionary(pa.int32(), pa.string()), nullable=False)
 ROW_NUMBER = "__row_number__"  # physical record number within its shard
 
 IGNORE = -100  # label of a slot that is not trained

@@ -144,11 +144,12 @@ def with_asked(batch: dict[str, Int32], rule: CollateConfig) -> dict[str, Int32]
     """The columns that `rule` asks for, padded on the side that it names."""
     if rule.padding_side == "left":
         # slots behind the last token; 0 in a row without any
-        padding = np.argmax(batch[SEGMENT_IDS][:, ::-1] > 0, axis=1)
+        segments = batch[SEGMENT_IDS]
+        padding = np.argmax(segments[:, ::-1] > 0, axis=1)
+        # of what moves in from behind the end, the last slot is taken, which is padding
+        slots = np.maximum(np.arange(segments.shape[1]) - padding[:, None], -1)
         for column in batch.values():
-            flat = column.reshape(*column.shape[:2], -1)
-            for i in range(flat.shape[2]):
-                move_right(flat[:, :, i], padding)
+            column[:] = column[np.arange(len(segments))[:, None], slots]
     if rule.attention_mask:
         batch = with_attention_mask(batch)
     return (
@@ -339,20 +340,3 @@ def count_positions(segments, positions):
             else:
                 count += 1
             positions[r, t] = count
-
-
-@jit
-def move_right(column, padding):
-    """Moves the last `padding[r]` slots of every row r of `column` Int32[R, T], all of which hold
-    the same, before the others.
-    """
-    num_slots = column.shape[1]
-    for r in range(column.shape[0]):
-        by = padding[r]
-        if by == 0:
-            continue
-        filler = column[r, num_slots - 1]
-        for t in range(num_slots - 1, by - 1, -1):
-            column[r, t] = column[r, t - by]
-        for t in range(by):
-            column[r, t] = filler

@@ -12,7 +12,7 @@ import numpy as np
 from easypipe.core.config import config
 from easypipe.core.errors import require
 from easypipe.core.jit import jit
-from easypipe.core.random import MAX_ROWS, ROUNDS
+from easypipe.core.random import MAX_ROWS, ROUNDS, mix64
 from easypipe.core.values import Int64, UInt64
 
 
@@ -77,19 +77,12 @@ def documents(
 
 
 # The words below are UInt64 throughout: Numba makes a float of Int64 with UInt64.
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _ONE = np.uint64(1)
 _CHUNK = 1024  # words of a permutation that are on their way together
-_S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
-@jit
-def _mix64(word):
-    word = (word ^ (word >> _S30)) * _MIX_1
-    word = (word ^ (word >> _S27)) * _MIX_2
-    return word ^ (word >> _S31)
+_mix64 = jit(mix64)
 
 
 @jit

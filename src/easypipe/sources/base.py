@@ -257,7 +257,7 @@ class FileSource(Source):
                 raise self._refusal(file, survey, reject)
         if ROW_NUMBER in opened.schema.names:
             arrays.append(pa.array(numbers))
-        return Scan(pa.RecordBatch.from_arrays(arrays, schema=opened.schema), tuple(rejects))
+        return Scan(pa.record_batch(arrays, schema=opened.schema), tuple(rejects))
 
     def _column(
         self, file: FileRef, data: pa.Schema, name: str, table: pa.Table, rows: int
@@ -427,7 +427,7 @@ def _with_partitions(file: FileRef, schema: pa.Schema) -> pa.Schema:
 
 
 def _empty(schema: pa.Schema) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
+    return pa.record_batch([pa.nulls(0, field.type) for field in schema], schema=schema)
 
 
 def _not_utf8(schema: pa.Schema, arrays: Sequence[pa.Array]) -> dict[int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Unpack
 
-from easypipe.core.errors import SourceError, require, require_known
+from easypipe.core.errors import ConfigError, SourceError, require, require_known
 from easypipe.core.values import Arguments
 from easypipe.sources.base import FileOptions, FileSource
 from easypipe.sources.external.token_files import TokenFilesConfig, TokenShardedSource
@@ -73,7 +73,10 @@ def open_files(
     more: Arguments = {}
     if type in TOKEN_EXTENSIONS:
         more["layout"] = token_files
-    require(token_files is None, "token_files", f"has no effect on {type} files", "Leave it out.")
+    elif token_files is not None:
+        raise ConfigError(
+            at="token_files", problem=f"has no effect on {type} files", fix="Leave it out."
+        )
     require_text_files(text_unit, type)
     if text_unit is not None:
         more["text_unit"] = text_unit

@@ -63,7 +63,7 @@ class Arrays(Source):
         if len({len(array) for array in arrays.values()}) > 1:
             counts = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
             raise ConfigError(at="rows", problem=f"columns of different numbers of rows: {counts}")
-        self._batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
+        self._batch = pa.record_batch(list(arrays.values()), names=list(arrays))
         self.schema = self._batch.schema
         self.shards = (Shard(name="memory", num_rows=self._batch.num_rows),)
 

@@ -149,7 +149,7 @@ def as_scan(
         arrays = as_arrays(rows, numbers, data, name)
         if len(data) < len(columns):
             arrays.append(pa.array(numbers, pa.int64()))
-        return pa.RecordBatch.from_arrays(arrays, schema=columns)
+        return pa.record_batch(arrays, schema=columns)
 
     try:
         return Scan(made(rows, numbers), ())

@@ -63,7 +63,7 @@ class InMemoryShardedSource(Source):
             )
         self.schema = plain_schema(table.schema, name)
         arrays = [column(table.column(field.name).chunks, field.type) for field in self.schema]
-        self._batch = pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+        self._batch = pa.record_batch(arrays, schema=self.schema)
         rows = self._batch.num_rows
         cuts, size = tuple(range(0, rows, CUT_ROWS)) or (0,), self._batch.nbytes
         self.shards = (Shard(name=name, num_rows=rows, cuts=cuts, num_bytes=size),)

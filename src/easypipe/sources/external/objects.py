@@ -201,7 +201,7 @@ class ArrowDatasetSource(_Object):
         require_rows(start, stop, self.shards[0].num_rows, self._name)
         table = self._data[start:stop]
         arrays = [column(table.column(field.name).chunks, field.type) for field in self.schema]
-        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+        return pa.record_batch(arrays, schema=self.schema)
 
 
 class RandomAccessSource(_Object):

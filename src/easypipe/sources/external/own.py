@@ -515,7 +515,7 @@ def _sharded(data: Dataset) -> Given:
     require(
         not isinstance(names, str | None)
         and all(isinstance(name, str) for name in names)
-        and (len(names) == len(set(names)) > 0),
+        and len(names) == len(set(names)) > 0,
         "data_files",
         f"shard_names of {kind.__name__} are {names!r}",
         "Give a list of different names, one at least.",

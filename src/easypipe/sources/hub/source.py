@@ -64,7 +64,7 @@ def parse_hub_name(text: str) -> HubName:
     name, pattern = "/".join(parts[:2]), "/".join(parts[2:])
     repo, at, revision = name.partition("@")
     require(
-        repo and (not any(not part for part in repo.split("/"))) and (not at or revision),
+        all(repo.split("/")) and (not at or revision),
         "data_files",
         f"{text!r} names no dataset of the Hub",
         "Write owner/name.",

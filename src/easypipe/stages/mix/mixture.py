@@ -137,6 +137,12 @@ class Mixture:
         return any(LOSS_MASK in source.schema.names for source in self.parts.values())
 
     @property
+    def mask_fields(self) -> list[pa.Field]:
+        """The column of loss masks, where there is one."""
+        kind = pa.large_list(pa.uint8())
+        return [pa.field(LOSS_MASK, kind, nullable=False)] if self.has_loss_mask else []
+
+    @property
     def aligned(self) -> tuple[AlignedColumn, ...]:
         """Columns whose values travel with the tokens, beside the loss mask. Raises ConfigError
         where the datasets differ in them.

@@ -12,7 +12,7 @@ import pyarrow as pa
 from easypipe.cache.location import cache_folder
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, SourceInfo, Sources
-from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SOURCE, token_dtype, token_list
+from easypipe.core.schema import INPUT_IDS, ORIGIN, token_dtype, token_list
 from easypipe.plan.mix import integer_weights
 from easypipe.plan.mix_schedule import Schedule
 from easypipe.plan.order import OrderConfig
@@ -149,12 +149,13 @@ class MixedShardedSource(PlannedSource):
 
     @property
     def schema(self) -> pa.Schema:
-        fields = [pa.field(INPUT_IDS, token_list(self.mixture.vocab_size), nullable=False)]
-        if self.mixture.has_loss_mask:
-            fields.append(pa.field(LOSS_MASK, pa.large_list(pa.uint8()), nullable=False))
-        fields += [column.field for column in self.mixture.aligned]
         return pa.schema(
-            [*fields, pa.field(SOURCE, pa.dictionary(pa.int32(), pa.string()), nullable=False)]
+            [
+                pa.field(INPUT_IDS, token_list(self.mixture.vocab_size), nullable=False),
+                *self.mixture.mask_fields,
+                *(column.field for column in self.mixture.aligned),
+                ORIGIN,
+            ]
         )
 
     @property
@@ -181,4 +182,4 @@ class MixedShardedSource(PlannedSource):
                 pa.array(pieces.dataset), pa.array(list(self.mixture.parts), pa.string())
             )
         )
-        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+        return pa.record_batch(arrays, schema=self.schema)

@@ -21,7 +21,6 @@ from easypipe.core.protocols import (
 from easypipe.core.schema import (
     INPUT_IDS,
     LOOK_AHEAD,
-    LOSS_MASK,
     POSITION_IDS,
     SEGMENT_IDS,
     SOURCE,
@@ -156,8 +155,7 @@ class PackedShardedSource(PlannedSource):
             pa.from_numpy_dtype(token_dtype(self.config.seq_length + 1)),
         )
         fields = [pa.field(INPUT_IDS, pa.large_list(ids), nullable=False)]
-        if self.mixture.has_loss_mask:
-            fields.append(pa.field(LOSS_MASK, pa.large_list(pa.uint8()), nullable=False))
+        fields += self.mixture.mask_fields
         fields += [
             pa.field(name, pa.large_list(places), nullable=False)
             for name in (SEGMENT_IDS, POSITION_IDS)
@@ -213,7 +211,7 @@ class PackedShardedSource(PlannedSource):
                 field.type.value_type.to_pandas_dtype()
             )
             arrays.append(pa.LargeListArray.from_arrays(offsets, pa.array(values)))
-        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+        return pa.record_batch(arrays, schema=self.schema)
 
     def _provenance(self, rows: Int64) -> pa.Array:
         """For every row the datasets of its segments, the first segment first."""

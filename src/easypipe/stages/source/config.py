@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
@@ -323,22 +323,24 @@ def is_tokens(dataset: DatasetConfig) -> bool:
     """Files that token_files may describe."""
     if dataset.type is not None:
         return dataset.type in TOKEN_EXTENSIONS
-    files = (
-        dataset.data_files if isinstance(dataset.data_files, list | tuple) else [dataset.data_files]
-    )
+    files = _listed(dataset.data_files)
     return bool(files) and all(
         isinstance(file, str | Path) and format_of(str(file)) in TOKEN_EXTENSIONS for file in files
     )
+
+
+def _listed(files: Any) -> Sequence[Any]:
+    """Paths or rows as a list, where one alone may be given."""
+    return files if isinstance(files, list | tuple) else [files]
 
 
 def _may_be_text(dataset: DatasetConfig) -> bool:
     """Whether these can be text files, as far as their names tell."""
     if dataset.in_memory or dataset.type not in (None, "txt", "huggingface"):
         return False
-    files = (
-        dataset.data_files if isinstance(dataset.data_files, list | tuple) else [dataset.data_files]
+    return dataset.type is not None or all(
+        format_of(str(file)) in (None, "txt") for file in _listed(dataset.data_files)
     )
-    return dataset.type is not None or all(format_of(str(file)) in (None, "txt") for file in files)
 
 
 def _check_name(name: str) -> None:
@@ -353,7 +355,7 @@ def _check_name(name: str) -> None:
 
 def _check_paths(files: Any) -> None:
     """Raises ConfigError where `files` are neither paths nor rows."""
-    paths = files if isinstance(files, list | tuple) else [files]
+    paths = _listed(files)
     rows = any(isinstance(path, Mapping) for path in paths)
     for i, path in enumerate(paths):
         at = "data_files" if paths is not files else f"data_files[{i}]"
@@ -363,12 +365,12 @@ def _check_paths(files: Any) -> None:
             f"{path!r} is no row, as others are",
             "Give dicts alone, or paths alone.",
         )
-        require(
-            rows or (isinstance(path, str | Path) and str(path)),
-            at,
-            f"{path!r} is neither a path nor rows",
-            "Give a path, a glob, a list, or a table.",
-        )
+        if not rows and (not isinstance(path, str | Path) or not str(path)):
+            raise ConfigError(
+                at=at,
+                problem=f"{path!r} is neither a path nor rows",
+                fix="Give a path, a glob, a list, or a table.",
+            )
     require(paths, "data_files", "an empty list", "Give at least one path or row.")
 
 
@@ -459,12 +461,12 @@ def check_formats(dataset: DatasetConfig) -> None:
                 "has no effect without a format_callback",
                 "Leave it out.",
             )
-    require(
-        callable(call) or (isinstance(call, str) and ":" in call),
-        "format_callback",
-        f"{call!r} is no function",
-        'Give a function, or "module:function".',
-    )
+    elif not callable(call) and not (isinstance(call, str) and ":" in call):
+        raise ConfigError(
+            at="format_callback",
+            problem=f"{call!r} is no function",
+            fix='Give a function, or "module:function".',
+        )
     column_types(dataset.format_columns, "format_columns")
     if dataset.format_fields is not None:
         try:
@@ -526,17 +528,13 @@ def _check_answers(dataset: DatasetConfig) -> None:
     options = fields_of(dataset)
     names = ("prompt_field", "completion_field", "rejected_field", "desirable_field")
     given = {name: options[name] for name in names if options[name] is not None}
-    if given and "completion_field" not in given:
-        missing = "completion_field"
-    elif list(given) == ["completion_field"]:
-        missing = "prompt_field"
-    else:
-        missing = None
-    if missing is not None:
-        one = next(iter(given))
-        raise ConfigError(
-            at=missing, problem=f"{one} needs it", fix=f"Name the column, or leave {one} out."
-        )
+    one = next(iter(given), "")
+    for missing, complete in (
+        ("completion_field", not given or "completion_field" in given),
+        ("prompt_field", list(given) != ["completion_field"]),
+    ):
+        fix = f"Name the column, or leave {one} out."
+        require(complete, missing, f"{one} needs it", fix)
     for i, (name, column) in enumerate(given.items()):
         first = next(other for other in given if given[other] == column)
         require(first == name or not i, name, f"is the {first} too", "Name another column.")

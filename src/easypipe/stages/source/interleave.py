@@ -14,6 +14,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, require
 from easypipe.core.protocols import Shard, ShardedSource, Source
 from easypipe.core.schema import (
+    ORIGIN,
     ROW_NUMBER,
     SOURCE,
     fields_text,
@@ -36,8 +37,6 @@ from easypipe.transforms.columns.base import as_array
 
 WINDOW_ROWS = 8192
 GAP_ROWS = 64  # rows that are read and left out rather than read around
-
-_ORIGIN = pa.field(SOURCE, pa.dictionary(pa.int32(), pa.string()), nullable=False)
 
 
 def _named(
@@ -165,7 +164,7 @@ class InterleavedSource(Source):
             "Drop or rename it.",
         )
         self._numbered = any(ROW_NUMBER in source.schema.names for source in self.sources.values())
-        self.schema = schema.append(_ORIGIN)
+        self.schema = schema.append(ORIGIN)
         if self._numbered:
             self.schema = with_row_numbers(self.schema)
         self._columns = schema
@@ -233,7 +232,7 @@ class InterleavedSource(Source):
             pa.array(pieces.dataset[kept]), pa.array(list(self.sources), pa.string())
         )
         numbers = [pa.array(kept + start)] if self._numbered else []
-        return pa.RecordBatch.from_arrays([*columns, origin, *numbers], schema=self.schema)
+        return pa.record_batch([*columns, origin, *numbers], schema=self.schema)
 
     def __iter__(self) -> Iterator[Record]:
         return self._rows_of(0, 0, self.shards[0].num_rows)
@@ -260,12 +259,11 @@ def _as_source(name: str, data: Any) -> ShardedSource:
     """A source as it is, rows in memory as one. Raises ConfigError for what is neither."""
     if is_complete(data):
         return data
-    require(
-        not isinstance(data, str | Path),
-        f"datasets.{name}",
-        f"{str(data)!r} is a path, not rows",
-        f"Open it: Pipeline(...).source().get_data()[...], or open_files({str(data)!r}).",
-    )
+    if isinstance(data, str | Path):
+        fix = f"Open it: Pipeline(...).source().get_data()[...], or open_files({str(data)!r})."
+        raise ConfigError(
+            at=f"datasets.{name}", problem=f"{str(data)!r} is a path, not rows", fix=fix
+        )
     try:
         return (
             open_object(data, name=name)

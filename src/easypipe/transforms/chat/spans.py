@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from easypipe.core.values import JsonValue
@@ -64,6 +65,7 @@ def turns_to_train(
     ]
 
 
+@dataclass
 class Spans:
     """Rendering with spans, for one template.
 
@@ -73,17 +75,16 @@ class Spans:
     whose turns are trained. mask: whether what they think is none of it.
     """
 
-    def __init__(
-        self,
-        template: Template,
-        closers: Sequence[str],
-        empty_thoughts: bool = True,
-        ends: str = "turn",
-        roles: Sequence[str] = ("assistant",),
-        mask: bool = False,
-    ) -> None:
-        self.template, self.empty_thoughts, self.ends = template, empty_thoughts, ends
-        self.roles, self.mask, self._turns = roles, mask, Turns(template, closers)
+    template: Template
+    closers: Sequence[str]
+    empty_thoughts: bool = True
+    ends: str = "turn"
+    roles: Sequence[str] = ("assistant",)
+    mask: bool = False
+
+    @functools.cached_property
+    def _turns(self) -> Turns:
+        return Turns(self.template, self.closers)
 
     def find(
         self,

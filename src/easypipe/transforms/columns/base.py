@@ -80,7 +80,7 @@ class Rows:
     def laid_over(self, schema: pa.Schema, made: Mapping[str, pa.Array]) -> Rows:
         """The rows with `schema`: its columns from `made`, the others as they are."""
         arrays = [made[n] if n in made else self.batch.column(n) for n in schema.names]
-        return Rows(pa.RecordBatch.from_arrays(arrays, schema=schema), self.numbers, self.rejects)
+        return Rows(pa.record_batch(arrays, schema=schema), self.numbers, self.rejects)
 
 
 class ColumnTransform(ABC):
@@ -125,6 +125,10 @@ class ColumnTransform(ABC):
         """What is wrong with the columns that it is given."""
         return SourceError(at=str(self), problem=problem, have=have, fix=fix)
 
+    def overlaid(self, rows: Rows, made: Mapping[str, pa.Array]) -> Rows:
+        """The rows with the columns after, those of `made` in their places."""
+        return rows.laid_over(self.columns(rows.batch.schema), made)
+
     def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
         """A transform with the same rows that needs to give only `columns`, and what it reads.
 
@@ -155,7 +159,7 @@ class ColumnTransform(ABC):
         arrays = list(after.batch.columns)
         if ROW_NUMBER in batch.schema.names:
             arrays.append(pa.array(after.numbers, pa.int64()))
-        return Scan(pa.RecordBatch.from_arrays(arrays, schema=schema), after.rejects)
+        return Scan(pa.record_batch(arrays, schema=schema), after.rejects)
 
     def __call__(self, batch: pa.RecordBatch | ShardedSource) -> pa.RecordBatch | TransformedSource:
         """A batch gives a batch, a source a TransformedSource. Raises SourceError for the first row
@@ -263,7 +267,7 @@ class _Adapted(ColumnTransform):
     def rows(self, rows: Rows) -> Rows:
         arrays = [*rows.batch.columns, pa.array(rows.numbers, pa.int64())]
         batch, rejects = self.scan(
-            pa.RecordBatch.from_arrays(arrays, schema=with_row_numbers(rows.batch.schema))
+            pa.record_batch(arrays, schema=with_row_numbers(rows.batch.schema))
         )
         numbers = batch.column(ROW_NUMBER).to_numpy()
         return Rows(batch.drop_columns([ROW_NUMBER]), numbers, tuple(rejects))
@@ -413,7 +417,7 @@ class TransformedSource(Source):
             rejects.append(self._left_out(left_out, expected, after, rejects))
         wanted = [after.column(name) for name in self._schema.names]
         return Scan(
-            pa.RecordBatch.from_arrays(wanted, schema=self._schema),
+            pa.record_batch(wanted, schema=self._schema),
             tuple(sorted(rejects, key=lambda reject: reject.row)),
         )
 
@@ -439,7 +443,7 @@ class TransformedSource(Source):
         """What the transform is given: the columns that it reads, and row numbers."""
         data = batch.select(list(self._reads or data_columns(batch.schema)))
         schema = with_row_numbers(data.schema)
-        return pa.RecordBatch.from_arrays(
+        return pa.record_batch(
             [*data.columns, pa.array(row_numbers(batch, start), pa.int64())], schema=schema
         )
 

@@ -19,7 +19,6 @@ from easypipe.core.config import digest
 from easypipe.core.errors import (
     ConfigError,
     SourceError,
-    did_you_mean,
     require,
     require_columns,
     require_known,
@@ -42,7 +41,7 @@ class Rename(ColumnTransform):
     def __init__(self, names: Mapping[str, str]) -> None:
         _require_names(names, "Rename", 'Write Rename({"old": "new"}).')
         require(
-            len(set(names.values())) >= len(names),
+            len(set(names.values())) == len(names),
             "Rename",
             f"two columns cannot have one name: {dict(names)}",
             "Give each its own.",
@@ -150,7 +149,7 @@ class Extract(ColumnTransform):
         return overlaid(before, {name: array.type for name, array in made.items()})
 
     def rows(self, rows: Rows) -> Rows:
-        return rows.laid_over(self.columns(rows.batch.schema), self._extracted(rows.batch))
+        return self.overlaid(rows, self._extracted(rows.batch))
 
     def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
         kept = {name: path for name, path in self.paths.items() if name in columns}
@@ -238,7 +237,7 @@ class Combine(ColumnTransform):
             parts.append(part)
         separator = pa.scalar("", _TEXT)
         joined = pc.binary_join_element_wise(*parts, separator)
-        return rows.laid_over(self.columns(rows.batch.schema), {self.into: joined})
+        return self.overlaid(rows, {self.into: joined})
 
     def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
         if self.into not in columns:
@@ -298,7 +297,7 @@ def column_names(names: tuple[str | Sequence[str], ...], of: str) -> tuple[str, 
     require(
         flat
         and all(isinstance(name, str) and name for name in flat)
-        and (len(set(flat)) >= len(flat)),
+        and len(set(flat)) == len(flat),
         of,
         f"expected different column names, got {names!r}",
         f'Write {of}("text").',
@@ -358,16 +357,12 @@ def _split(path: str, schema: pa.Schema, at: str) -> tuple[str, list[str]]:
     and the steps into it.
     """
     steps = path.split(".")
-    for n in range(len(steps), 0, -1):
+    for n in range(len(steps), 1, -1):
         name = ".".join(steps[:n])
         if name in schema.names:
             return name, steps[n:]
-    raise SourceError(
-        at=at,
-        problem=f"no column {steps[0]!r}",
-        have=schema.names,
-        fix=did_you_mean(steps[0], schema.names),
-    )
+    require_columns(steps[:1], schema.names, at)
+    return steps[0], steps[1:]
 
 
 def _position(step: str) -> int | None:

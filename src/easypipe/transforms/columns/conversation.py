@@ -110,9 +110,8 @@ class Chat(ColumnTransform):
         texts = pa.array(
             [one.text if isinstance(one, Rendered) else None for one in made], pa.large_string()
         )
-        schema = self.columns(rows.batch.schema)
         good = texts.is_valid().to_numpy(zero_copy_only=False)
-        return rows.laid_over(schema, {self.into: texts}).kept(good, failed)
+        return self.overlaid(rows, {self.into: texts}).kept(good, failed)
 
     narrow = ColumnTransform.narrow  # by `reads`; named here for those who look at this class
 

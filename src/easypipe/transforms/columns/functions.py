@@ -138,7 +138,7 @@ class Map(ColumnTransform):
                     "Return a value for each row; Filter drops rows and Expand adds them.",
                 )
             made[field.name] = array
-        return pa.RecordBatch.from_arrays(list(made.values()), schema=schema)
+        return pa.record_batch(list(made.values()), schema=schema)
 
     def _check_row_wise(self, batch: pa.RecordBatch, schema: pa.Schema) -> None:
         """Once, on the first batch of several rows: a function that looks at its neighbours would

@@ -63,7 +63,7 @@ class FillInTheMiddle(ColumnTransform):
         require(
             tokens is None or (len(tokens) == 3 and len(set(tokens)) == 3 and all(tokens)),
             "FillInTheMiddle.tokens",
-            f"{list(tokens)}",
+            f"{tokens}",
             "Give those of prefix, suffix and middle.",
         )
         loaded = load_tokenizer(tokenizer)
@@ -116,8 +116,7 @@ class FillInTheMiddle(ColumnTransform):
     def rows(self, rows: Rows) -> Rows:
         texts = rows.batch.column(self.column).cast(pa.large_string()).to_pylist()
         turned = [None if text is None else self.turned(text) for text in texts]
-        made = {self.column: pa.array(turned, pa.large_string())}
-        return rows.laid_over(self.columns(rows.batch.schema), made)
+        return self.overlaid(rows, {self.column: pa.array(turned, pa.large_string())})
 
     narrow = ColumnTransform.narrow  # by `reads`; named here for those who look at this class
 

@@ -46,10 +46,11 @@ def check_padding(rule: Padding) -> None:
         f"{buckets} widths hold nothing",
         "Give at least 1, or the widths themselves.",
     )
+    widths = [] if isinstance(buckets, int) else list(buckets)
     require(
-        isinstance(buckets, int) or not any((b <= a for a, b in itertools.pairwise((0, *buckets)))),
+        all(a < b for a, b in itertools.pairwise((0, *widths))),
         "length_buckets",
-        f"{list(buckets)} do not ascend",
+        f"{widths} do not ascend",
         "Give widths of at least 1 in ascending order, for example [128, 256, 512].",
     )
     require(
