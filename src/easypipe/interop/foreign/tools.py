@@ -83,12 +83,12 @@ def import_config(tool: str, path: str | Path) -> ForeignConfig:
         else:
             made.left[key] = "no key of this name is known here"
     _finish(made, tool, given)
-    if "model" not in made.config:
-        raise ConfigError(
-            at=str(path),
-            problem=f"names no model, so it is no config of {tool}",
-            fix=f"Give a YAML file of {tool}: one of {', '.join(TOOLS)}.",
-        )
+    require(
+        "model" in made.config,
+        str(path),
+        f"names no model, so it is no config of {tool}",
+        f"Give a YAML file of {tool}: one of {', '.join(TOOLS)}.",
+    )
     return made
 
 
