@@ -13,7 +13,7 @@ from easypipe.core.checked import remember_checked
 from easypipe.core.config import CODE_KEYS
 from easypipe.core.protocols import BaseStage, PipelineContext, Sources
 from easypipe.save.folder import prefix_of
-from easypipe.stages.build_record import _reasons, recall_saved
+from easypipe.stages.build_record import _reasons, recall, recall_saved
 from pipelines import config, jsonl
 
 CODE = sorted(CODE_KEYS)[0]
@@ -70,6 +70,16 @@ class Own(BaseStage):
 
     def process(self, data: Sources, context: PipelineContext) -> Sources:
         return data
+
+
+def test_a_folder_that_relative_paths_started_from_is_gone(tmp_path: Path) -> None:
+    folder = CacheFolder(tmp_path / "cache")
+    kept = {"config": {}, "stages": [], "folder": str(tmp_path / "gone"), "unknown": ""}
+    remember_checked(folder.at(CONFIGS, "made.json"), kept)
+    with pytest.raises(ConfigError, match="was made in .*gone, which is gone.*Give the config"):
+        recall("made", folder)
+    (tmp_path / "gone").mkdir()
+    assert recall("made", folder) == kept
 
 
 def test_a_saved_folder_is_known_by_the_stages_before_it(tmp_path: Path) -> None:

@@ -247,8 +247,13 @@ class CollatorRegistry:
     ) -> Registered:
         """What get_collator makes its collator with."""
         if collator_name is not None:
-            problem = f"no collator {collator_name!r}"
-            require_known(collator_name, self.names, "collator_name", problem, "Register it.")
+            require_known(
+                collator_name,
+                self.names,
+                "collator_name",
+                f"no collator {collator_name!r}",
+                "Register it.",
+            )
             return self._known[collator_name]
         if task_spec is None:
             return self._known[DEFAULT]
