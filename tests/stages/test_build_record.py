@@ -76,7 +76,7 @@ def test_a_folder_that_relative_paths_started_from_is_gone(tmp_path: Path) -> No
     folder = CacheFolder(tmp_path / "cache")
     kept = {"config": {}, "stages": [], "folder": str(tmp_path / "gone"), "unknown": ""}
     remember_checked(folder.at(CONFIGS, "made.json"), kept)
-    with pytest.raises(ConfigError, match="was made in .*gone, which is gone.*Give the config"):
+    with pytest.raises(ConfigError, match=r"was made in .*gone, which is gone.*Give the config"):
         recall("made", folder)
     (tmp_path / "gone").mkdir()
     assert recall("made", folder) == kept
