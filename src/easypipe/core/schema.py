@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -167,9 +168,48 @@ def _fraction(value: Any, kind: pa.DataType) -> float | None:
     return next((one for one in found if one is not None), None)
 
 
+JSON = pa.json_(pa.large_string())
+
+
 def is_json(kind: pa.DataType) -> bool:
     """Whether values are JSON text by their type: lists or objects that have no common one."""
     return isinstance(kind, pa.JsonType)
+
+
+def holds(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
+    """Whether a type, or one anywhere within it, is what `test` tells."""
+    return test(kind) or any(holds(kind.field(i).type, test) for i in range(kind.num_fields))
+
+
+def plain_type(
+    kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType] | None = None
+) -> pa.DataType:
+    """The type of a column in this package; idempotent. leaf: what becomes of types with none
+    within.
+    """
+    if holds(kind, is_json):
+        return JSON
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain_type(kind.storage_type, leaf)
+    t, inside = pa.types, partial(plain_type, leaf=leaf)
+    if t.is_dictionary(kind) or t.is_run_end_encoded(kind):
+        return inside(kind.value_type)
+    if t.is_string(kind) or t.is_large_string(kind) or t.is_string_view(kind):
+        return pa.large_string()
+    if t.is_binary(kind) or t.is_large_binary(kind) or t.is_binary_view(kind):
+        return pa.large_binary()
+    if (
+        t.is_list(kind)
+        or t.is_large_list(kind)
+        or t.is_list_view(kind)
+        or t.is_large_list_view(kind)
+    ):
+        return pa.large_list(inside(kind.value_type))
+    if t.is_fixed_size_list(kind):
+        return pa.list_(inside(kind.value_type), kind.list_size)
+    if t.is_struct(kind):
+        return pa.struct([pa.field(field.name, inside(field.type)) for field in kind.fields])
+    return kind if leaf is None else leaf(kind)
 
 
 _TOKEN_COLUMNS = (

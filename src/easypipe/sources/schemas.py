@@ -19,49 +19,23 @@ from typing import Any
 import pyarrow as pa
 
 from easypipe.core.errors import SchemaError
-from easypipe.core.schema import ROW_NUMBER, is_json, is_list, list_sizes, offsets_of
+from easypipe.core.schema import (
+    JSON,
+    ROW_NUMBER,
+    holds,
+    is_json,
+    is_list,
+    list_sizes,
+    offsets_of,
+    plain_type,
+)
 from easypipe.core.values import Int64
 
 UNITS = ("s", "ms", "us", "ns")  # of time, each finer than the one before
 
 
-JSON = pa.json_(pa.large_string())
-
-
 class TypeConflict(Exception):
     """Two types that no common one holds without loss or guess."""
-
-
-def holds_json(kind: pa.DataType) -> bool:
-    """Whether JSON text stands anywhere within."""
-    return is_json(kind) or any(holds_json(kind.field(i).type) for i in range(kind.num_fields))
-
-
-def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type of a column in this package; idempotent."""
-    if holds_json(kind):
-        return JSON
-    if isinstance(kind, pa.BaseExtensionType):
-        return plain_type(kind.storage_type)
-    t = pa.types
-    if t.is_dictionary(kind) or t.is_run_end_encoded(kind):
-        return plain_type(kind.value_type)
-    if t.is_string(kind) or t.is_large_string(kind) or t.is_string_view(kind):
-        return pa.large_string()
-    if t.is_binary(kind) or t.is_large_binary(kind) or t.is_binary_view(kind):
-        return pa.large_binary()
-    if (
-        t.is_list(kind)
-        or t.is_large_list(kind)
-        or t.is_list_view(kind)
-        or t.is_large_list_view(kind)
-    ):
-        return pa.large_list(plain_type(kind.value_type))
-    if t.is_fixed_size_list(kind):
-        return pa.list_(plain_type(kind.value_type), kind.list_size)
-    if t.is_struct(kind):
-        return pa.struct([pa.field(field.name, plain_type(field.type)) for field in kind.fields])
-    return kind
 
 
 def plain_schema(schema: pa.Schema, at: str) -> pa.Schema:
@@ -108,7 +82,7 @@ def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
             for f in first.fields
         ]
         return pa.struct([*joined, *theirs.items()])
-    if _is_list(first) and _is_list(second):
+    if is_list(first) and is_list(second):
         return pa.large_list(merge_types(first.value_type, second.value_type))
     if t.is_timestamp(first) and t.is_timestamp(second) and first.tz == second.tz:
         return first if UNITS.index(first.unit) >= UNITS.index(second.unit) else second
@@ -244,22 +218,17 @@ def _decoded(array: pa.Array, keep: Sequence[str] = ()) -> list[Any]:
         names = [field.name for field in kind.fields]
         columns = [_decoded(child) for child in array.flatten()]
         rows = zip(*columns, strict=True) if columns else itertools.repeat((), len(array))
-        full = [
+        found: list[Any] = [
             {n: v for n, v in zip(names, row, strict=True) if v is not None or n in keep}
             for row in rows
         ]
-        return [
-            row if valid else None
-            for row, valid in zip(full, array.is_valid().to_pylist(), strict=True)
-        ]
-    if is_list(kind):
+    elif is_list(kind):
         values = iter(_decoded(array.flatten(), keep))
-        lists = [list(itertools.islice(values, length)) for length in list_sizes(array).tolist()]
-        return [
-            one if valid else None
-            for one, valid in zip(lists, array.is_valid().to_pylist(), strict=True)
-        ]
-    return array.to_pylist()
+        found = [list(itertools.islice(values, length)) for length in list_sizes(array).tolist()]
+    else:
+        return array.to_pylist()
+    valid = array.is_valid().to_pylist()
+    return [one if there else None for one, there in zip(found, valid, strict=True)]
 
 
 def text_array(offsets: Int64, data: Any) -> pa.Array:
@@ -278,10 +247,5 @@ def column(chunks: Sequence[pa.Array], kind: pa.DataType) -> pa.Array:
 
 def has_strings(kind: pa.DataType) -> bool:
     """Whether bytes that are not UTF-8 could stand anywhere in a column of this type."""
-    if pa.types.is_large_string(kind) or pa.types.is_string(kind) or is_json(kind):
-        return True
-    return any(has_strings(kind.field(i).type) for i in range(kind.num_fields))
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    t = pa.types
+    return holds(kind, lambda one: t.is_large_string(one) or t.is_string(one) or is_json(one))

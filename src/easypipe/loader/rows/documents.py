@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from easypipe.cache.address import uint8_at, uint16_at, uint32_at
+from easypipe.cache.address import uint8_at
 from easypipe.cache.reader import TokenCache, pin
 from easypipe.core.aligned import AlignedColumn
 from easypipe.core.jit import jit
 from easypipe.core.schema import offsets_of
 from easypipe.core.values import Array, Int32, Int64, UInt8
 from easypipe.loader.rows.aligned import copy_values
-from easypipe.loader.rows.gather import NO_CHECKS, copy, find, tables
+from easypipe.loader.rows.gather import NO_CHECKS, copy, copy_ids, find, tables
 
 
 class Documents(NamedTuple):
@@ -69,10 +69,7 @@ def _copy(dataset, docs, tables, todo, offsets, ids, mask):
     for n in range(docs.shape[0]):
         d, start, stop = dataset[n], offsets[n], offsets[n + 1]
         part, begin, _, _ = find(tables, d, docs[n], todo, 0)
-        if tables.id_bytes[d] == 2:
-            copy(uint16_at(tables.ids[part]), begin, ids[start:stop])
-        else:
-            copy(uint32_at(tables.ids[part]), begin, ids[start:stop])
+        copy_ids(tables, d, part, begin, ids[start:stop])
         if mask.shape[0] > 0:
             if tables.mask[part] != 0:
                 copy(uint8_at(tables.mask[part]), begin, mask[start:stop])

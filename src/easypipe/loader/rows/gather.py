@@ -156,10 +156,7 @@ def write_rows(view, rows, done, tables, rule, columns, todo):
             d, stop = view.dataset[view.table[2, n]], slot + length
             part, begin, copied = found[0, at], found[1, at], found[2, at]
             _pad(ids[r, filled:slot], segments[r, filled:slot], positions[r, filled:slot], pad)
-            if tables.id_bytes[d] == 2:
-                copy(uint16_at(tables.ids[part]), begin, ids[r, slot : slot + copied])
-            else:
-                copy(uint32_at(tables.ids[part]), begin, ids[r, slot : slot + copied])
+            copy_ids(tables, d, part, begin, ids[r, slot : slot + copied])
             if length > copied:
                 ids[r, slot + copied] = eos[d]
             _place(segments[r, slot:stop], positions[r, slot:stop], np.int32(n - piece + 1))
@@ -350,6 +347,14 @@ def goes_on_masked(mask_address, first, start):
 
 # Slices count from 0, so the compiler need not look for negative indices, and makes vector
 # instructions of these loops.
+
+
+@jit
+def copy_ids(tables, dataset, part, begin, out):
+    if tables.id_bytes[dataset] == 2:
+        copy(uint16_at(tables.ids[part]), begin, out)
+    else:
+        copy(uint32_at(tables.ids[part]), begin, out)
 
 
 @jit

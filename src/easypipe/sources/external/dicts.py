@@ -16,11 +16,12 @@ import pyarrow as pa
 
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import Reject, Scan
-from easypipe.core.schema import is_json, typed_array, without_row_numbers
+from easypipe.core.schema import is_json, is_list, plain_type, typed_array, without_row_numbers
 from easypipe.core.values import Item, Row
 from easypipe.sources.schemas import (
     JSON,
     TypeConflict,
+    holds,
     json_array,
     json_text,
     merge_types,
@@ -188,19 +189,17 @@ def _no_common_type(key: str, error: Exception, name: str) -> SourceError:
 
 def _kind_of(key: str, value: Any, name: str, *, skip: bool) -> pa.DataType | None:
     try:
-        return _kind(value, name)
+        return _kind(value)
     except MISFITS as error:
         if skip:
             return None
         raise _no_common_type(key, error, name) from error
 
 
-def _kind(value: Any, name: str) -> pa.DataType:
+def _kind(value: Any) -> pa.DataType:
     """The type of one value; JSON for a list or an object whose insides have none."""
     try:
-        return (
-            plain_schema(pa.schema([("value", pa.array([_plain(value)]).type)]), name).field(0).type
-        )
+        return plain_type(pa.array([_plain(value)]).type)
     except MISFITS:
         if outer_kind(value) is None:
             raise
@@ -222,7 +221,7 @@ def _common(before: pa.DataType, kind: pa.DataType) -> pa.DataType:
     go together. Raises TypeConflict.
     """
     t = pa.types
-    lists = [t.is_large_list(one) or t.is_fixed_size_list(one) for one in (before, kind)]
+    lists = list(map(is_list, (before, kind)))
     try:
         merged = merge_types(before, kind)
     except TypeConflict:
@@ -267,9 +266,7 @@ def _array(numbers: Sequence[int], values: list[Any], field: pa.Field, name: str
 
 
 def holds_struct(kind: pa.DataType) -> bool:
-    return pa.types.is_struct(kind) or (
-        pa.types.is_nested(kind) and holds_struct(kind.field(0).type)
-    )
+    return holds(kind, pa.types.is_struct)
 
 
 def _lost(value: Any, kind: pa.DataType) -> str | None:

@@ -13,7 +13,7 @@ from easypipe.core.values import Int64
 from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import library_errors, open_binary, open_local, read_range
 from easypipe.sources.refs import FileRef
-from easypipe.sources.schemas import plain_schema
+from easypipe.sources.schemas import holds, plain_schema
 
 log = logging.getLogger("easypipe")
 
@@ -28,7 +28,6 @@ class _Batches:
     # stream format: where each batch's message begins; None for the file format
     offsets: list[int] | None
     schema: pa.Schema  # as stored
-    dictionaries: bool
     ended: bool = True  # False: a stream that stops between two messages without its end mark
     # False: of a remote stream, only the head was looked at (FileRef.head_bytes)
     whole: bool = True
@@ -98,7 +97,7 @@ def _survey_file(opened: pa.NativeFile) -> _Batches:
     opened.seek(0)
     reader = pa.ipc.open_file(opened, options=_only(schema, []))
     counts = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
-    return _Batches(offsets_of(counts), None, schema, _has_dictionary(schema))
+    return _Batches(offsets_of(counts), None, schema)
 
 
 def _survey_stream(opened: pa.NativeFile, limit: int | None) -> _Batches:
@@ -109,18 +108,14 @@ def _survey_stream(opened: pa.NativeFile, limit: int | None) -> _Batches:
     while True:
         offset = opened.tell()
         if limit is not None and offset > limit:
-            return _Batches(
-                offsets_of(counts), offsets, schema, _has_dictionary(schema), whole=False
-            )
+            return _Batches(offsets_of(counts), offsets, schema, whole=False)
         try:
             counts.append(reader.read_next_batch().num_rows)
         except StopIteration:  # the library takes the end of the file for the end mark
             opened.seek(offset)
             # old writers leave out the first half
             ended = opened.read(len(END_MARK)).endswith(END_MARK[4:])
-            return _Batches(
-                offsets_of(counts), offsets, schema, _has_dictionary(schema), ended=ended
-            )
+            return _Batches(offsets_of(counts), offsets, schema, ended=ended)
         offsets.append(offset)
 
 
@@ -132,7 +127,7 @@ def _read(
         reader = pa.ipc.open_file(opened, options=options)
         return [reader.get_batch(i) for i in range(first, last)]
     # a batch may need any dictionary before it, so the stream is read from its start
-    if batches.dictionaries:
+    if any(holds(field.type, pa.types.is_dictionary) for field in batches.schema):
         reader = pa.ipc.open_stream(opened, options=options)
         for _ in range(first):
             reader.read_next_batch()
@@ -158,15 +153,6 @@ def _only(schema: pa.Schema, names: list[str]) -> pa.ipc.IpcReadOptions:
         ]
         wanted = flat[:1] or [0]
     return pa.ipc.IpcReadOptions(included_fields=wanted)
-
-
-def _has_dictionary(schema: pa.Schema) -> bool:
-    def inside(kind: pa.DataType) -> bool:
-        return pa.types.is_dictionary(kind) or any(
-            inside(kind.field(i).type) for i in range(kind.num_fields)
-        )
-
-    return any(inside(field.type) for field in schema)
 
 
 def _open(file: FileRef) -> pa.NativeFile:

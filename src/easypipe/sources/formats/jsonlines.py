@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from easypipe.core.protocols import Reject, left_out
-from easypipe.core.schema import is_json, offsets_of
+from easypipe.core.schema import is_json, is_list, offsets_of
 from easypipe.core.values import Record
 from easypipe.sources.base import Rows
 from easypipe.sources.formats.jsontypes import Observer, schema_of
@@ -267,7 +267,7 @@ def _kind_name(kind: pa.DataType) -> str:
         return KIND_NAMES[int]
     if t.is_struct(kind):
         return KIND_NAMES[dict]
-    if t.is_large_list(kind) or t.is_list(kind):
+    if is_list(kind):
         return KIND_NAMES[list]
     return "null" if t.is_null(kind) else KIND_NAMES[str]
 

@@ -9,10 +9,11 @@ JSON.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -274,15 +275,8 @@ class Observer:
         # the plain word first: most files hold none, and the pattern looks at every byte
         if not names or b"null" not in lines or not _NULL.search(lines):
             return
-        for line in io.BytesIO(lines):
-            if _NULL.search(line):
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                self._nulls |= {
-                    name for name in names if isinstance(row, dict) and _has_null(row.get(name))
-                }
+        for row in _objects(line for line in io.BytesIO(lines) if _NULL.search(line)):
+            self._nulls |= {name for name in names if _has_null(row.get(name))}
 
     def facts(self) -> JsonObject:
         """The types found, as JSON. Raises SourceError where there are more columns than can be
@@ -386,19 +380,23 @@ def _slow_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
     all.
     """
     found: dict[str, pa.DataType] = {}
-    for line in io.BytesIO(lines):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
+    for row in _objects(io.BytesIO(lines)):
         for name in names:
-            if isinstance(row, dict) and isinstance(row.get(name), dict | list):
+            if isinstance(row.get(name), dict | list):
                 try:
                     kind = _type_of(row[name])
                 except TypeConflict:
                     kind = JSON
                 found[name] = merge_json(found[name], kind) if name in found else kind
     return found
+
+
+def _objects(lines: Iterable[bytes]) -> Iterator[JsonObject]:
+    """The objects of JSON lines; lines that do not parse are refused when they are read."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(row := json.loads(line), dict):
+                yield row
 
 
 def merge_json(first: pa.DataType, second: pa.DataType) -> pa.DataType:
@@ -420,13 +418,9 @@ def _without_times(kind: pa.DataType) -> pa.DataType:
     """Plain types; the JSON reader takes strings that look like times for times, which would hang
     on the rows at hand.
     """
-    if pa.types.is_timestamp(kind) or pa.types.is_time(kind) or pa.types.is_date(kind):
-        return pa.large_string()
-    if pa.types.is_struct(kind):
-        return pa.struct([(field.name, _without_times(field.type)) for field in kind.fields])
-    if pa.types.is_list(kind):
-        return pa.large_list(_without_times(kind.value_type))
-    return plain_type(kind)
+    t = pa.types
+    times = lambda one: t.is_timestamp(one) or t.is_time(one) or t.is_date(one)  # noqa: E731
+    return plain_type(kind, lambda one: pa.large_string() if times(one) else one)
 
 
 def _type_of(value: Any) -> pa.DataType:

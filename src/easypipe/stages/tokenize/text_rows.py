@@ -150,9 +150,7 @@ def read_texts(
     column = batch.column(content_field)
     bad: list[Reject] = []
     if is_text(column.type):
-        column = (
-            column.cast(pa.large_string()) if not pa.types.is_large_string(column.type) else column
-        )
+        column = column.cast(pa.large_string())
         bad += [
             Reject(row=int(rows[i]), reason="invalid_utf8", detail="not UTF-8")
             for i in (() if info_of(source).checks_text else not_utf8(column))

@@ -22,7 +22,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place, require, require_columns
 from easypipe.core.identity import UserFunction, why
 from easypipe.core.protocols import Reject
-from easypipe.core.schema import ROW_NUMBER, list_sizes
+from easypipe.core.schema import ROW_NUMBER, is_list, list_sizes
 from easypipe.core.values import Int64, Record, Row
 from easypipe.transforms.columns.base import (
     ColumnTransform,
@@ -295,10 +295,10 @@ class Expand(ColumnTransform):
             return overlaid(before, self.types)
         require_columns([self.by], before.names, str(self))
         kind = before.field(self.by).type
-        if not _is_list(kind):
+        if not is_list(kind):
             raise self.error(
                 f"column {self.by!r} holds {kind}, not lists; columns of lists",
-                have=[field.name for field in before if _is_list(field.type)],
+                have=[field.name for field in before if is_list(field.type)],
             )
         return overlaid(before, {self.by: kind.value_type})
 
@@ -436,7 +436,3 @@ def _spread(rows: Rows, counts: Int64, most: int) -> Rows:
 def _too_many(row: int, count: int, most: int) -> Reject:
     detail = f"row {row} becomes {count} rows or more, and most={most}"
     return Reject(row=row * most, reason="too_many_rows", detail=detail)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_large_list(kind) or pa.types.is_list(kind)

@@ -14,7 +14,7 @@ from typing import Literal, cast
 import pyarrow as pa
 
 from easypipe.core.errors import ConfigError, require, require_known
-from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SOURCE
+from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SOURCE, is_list
 from easypipe.transforms.chat.conversations import is_messages, is_text, values_of
 from easypipe.transforms.chat.sandbox import Json, Row
 
@@ -400,11 +400,9 @@ def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Row]) -> bool:
     t = pa.types
     text = is_text(field.type)
     if kind == "tokens":
-        return (t.is_list(field.type) or t.is_large_list(field.type)) and t.is_integer(
-            field.type.value_type
-        )
+        return is_list(field.type) and t.is_integer(field.type.value_type)
     if slot == "tools":
-        return text or t.is_list(field.type) or t.is_large_list(field.type) or t.is_null(field.type)
+        return text or is_list(field.type) or t.is_null(field.type)
     if slot == "label":
         return t.is_boolean(field.type)
     talk = is_messages(field.type) or (text and bool(_talks(rows, field.name)))

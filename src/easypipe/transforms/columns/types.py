@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from easypipe.core.errors import ConfigError, did_you_mean, require
+from easypipe.core.schema import plain_type
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _SCALARS = ("string", "binary", "bool", *_INTEGERS, "float32", "float64", "double")
@@ -29,10 +30,10 @@ def column_types(
 def parse_type(kind: str | pa.DataType, at: str = "type") -> pa.DataType:
     """The Arrow type that text names. Raises ConfigError for what is no type."""
     if isinstance(kind, pa.DataType):
-        return _large(kind)
+        return plain_type(kind)
     text = kind.strip() if isinstance(kind, str) else ""
     if text in _SCALARS:
-        return _large(pa.type_for_alias(text))
+        return plain_type(pa.type_for_alias(text))
     nested = _NESTED.fullmatch(text)
     if nested is None:
         raise ConfigError(
@@ -63,17 +64,3 @@ def _parts(text: str) -> list[str]:
         else:
             parts[-1] += letter
     return parts
-
-
-def _large(kind: pa.DataType) -> pa.DataType:
-    """What sources make of a type: no accidents of storage."""
-    t = pa.types
-    if t.is_string(kind) or t.is_string_view(kind):
-        return pa.large_string()
-    if t.is_binary(kind) or t.is_binary_view(kind):
-        return pa.large_binary()
-    if t.is_list(kind) or t.is_large_list(kind):
-        return pa.large_list(_large(kind.value_type))
-    if t.is_struct(kind):
-        return pa.struct([(field.name, _large(field.type)) for field in kind.fields])
-    return kind

@@ -173,7 +173,8 @@ class Tokenizer:
         self.remember_in(memo)
         _, engine = self._decide()
         if engine is not None:
-            verdict = proof.prove(engine, self._plain, _column(sample), f"texts of {of}")
+            column = sample.cast(pa.large_string())
+            verdict = proof.prove(engine, self._plain, column, f"texts of {of}")
             if not verdict.equal:
                 with self._lock:
                     proof.remember(self._memo, self.fingerprint, verdict)
@@ -215,7 +216,7 @@ class Tokenizer:
 
         whole: max_length cuts nothing. Raises TokenizerError where there are nulls.
         """
-        column = _column(texts)
+        column = texts.cast(pa.large_string())
         if column.null_count:
             raise TokenizerError(
                 at=self.name,
@@ -574,7 +575,3 @@ def _specials(reference: Reference, name: str) -> tuple[tuple[int, ...], tuple[i
             fix="Set add_special_tokens=False, and add what is needed to the text.",
         )
     return max(found, key=lambda around: len(around[0]))
-
-
-def _column(texts: pa.Array) -> pa.LargeStringArray:
-    return texts if pa.types.is_large_string(texts.type) else texts.cast(pa.large_string())  # pyright: ignore[reportReturnType]
