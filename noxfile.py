@@ -260,7 +260,8 @@ def gguf(session: nox.Session) -> None:
 @nox.session
 def trl(session: nox.Session) -> None:
     """TRL's own preparation of the rows whose tokens and masks the normal run compares with
-    tests/trl_oracle.py: the oracle is right, and so are we.
+    tests/trl_oracle.py: the oracle is right, and so are we; and the losses of its KTO and DPO
+    trainers of the same logits.
     """
     session.install(".[test]", "trl==1.16.0", "torch==2.13.0")
     session.run(
