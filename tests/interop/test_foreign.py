@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from easypipe import DatasetConfig
+from chat_support import chat_tokenizer, talk
+from easypipe import DatasetConfig, Pipeline
 from easypipe.cli import main
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import ConfigError
@@ -171,13 +173,86 @@ def test_what_the_others_keys_become() -> None:
     assert run.train.callbacks.tensorboard
     run = from_dict(RunConfig, import_config(*of("trl-gpt2-nl-cpt")).config)
     assert (run.data.datasets[0].subset, run.data.datasets[0].content_field) == ("tiny", "text")
+    run = from_dict(RunConfig, import_config(*of("llamafactory-v1-lora-dpo")).config)
+    assert (run.model.pretrained, run.train.lora.rank) == ("Qwen/Qwen3-4B", 16)
+    run = from_dict(RunConfig, import_config(*of("llamafactory-lora-reward")).config)
+    assert run.train.preference.loss == "reward"
     made = import_config(*of("llamafactory-lora-kto"))
-    assert "kto" in made.left["stage"]
-    assert "pref_beta" in made.left
     run = from_dict(RunConfig, made.config)
-    assert run.train.preference is None
+    assert (run.train.preference.loss, run.train.preference.beta) == ("kto", 0.1)
+    assert run.data.pack.seq_length == run.data.tokenize.max_length
     assert run.data.datasets[0].num_rows == 1000
     assert run.eval["held_out"].datasets
+
+
+def test_axolotl_s_other_ways_of_training() -> None:
+    run = from_dict(RunConfig, import_config(*of("axolotl-qlora-orpo")).config)
+    assert (run.train.preference.loss, run.train.preference.beta) == ("orpo", 0.1)
+    run = from_dict(RunConfig, import_config(*of("axolotl-pretrain-tiny-llama")).config)
+    assert run.data.streaming
+    [dataset] = run.data.datasets
+    assert (dataset.data_files, dataset.subset, dataset.content_field) == (
+        "allenai/c4", "en", "text"
+    )  # fmt: skip
+
+
+ROWS = {
+    "axolotl-qlora-1b-kto": {"prompt": "What?", "completion": "That.", "label": True},
+    "axolotl-qlora-orpo": {
+        "messages": talk("What?"),
+        "chosen": talk("What?", "That.")[1:],
+        "rejected": talk("What?", "No.")[1:],
+    },
+    "trl-zephyr-orpo-full": {
+        "chosen": talk("What?", "That."),
+        "rejected": talk("What?", "No."),
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_answers_are_packed_as_the_losses_take_them(name: str, tmp_path: Path) -> None:
+    made = import_config(*of(name))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[name]) + "\n")
+    data = made.config["data"]
+    [dataset] = data["datasets"]
+    data |= {"default_tokenizer": chat_tokenizer(), "cache_dir": str(tmp_path / "cache")}
+    for key in ("type", "split"):
+        dataset.pop(key, None)
+    dataset["data_files"] = str(tmp_path / "rows.jsonl")
+    data["load"] = {"batch_size": 1, "num_epochs": 1}
+    config = from_dict(RunConfig, made.config).data
+    (batch,) = Pipeline.from_config(config).source().tokenize().pack().load().build()
+    answers = 1 if name.endswith("kto") else 2
+    assert batch["segment_ids"].max() == answers
+    assert batch["segment_ids"].shape[1] == answers * config.tokenize.max_length
+
+
+@pytest.mark.parametrize(
+    ("text", "left", "targets"),
+    [
+        ("lora_target_linear: false", [], None),
+        ("lora_target_linear: true", [], ("*",)),
+        ("lora_target_modules: 7", ["lora_target_modules"], None),
+    ],
+)
+def test_projections_that_are_off_or_no_list(
+    text: str, left: list[str], targets: object, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"base_model: m\nadapter: lora\ndatasets: [{{path: a.jsonl, type: alpaca}}]\n{text}\n"
+    )
+    made = import_config("axolotl", file)
+    assert {*made.carried, *made.left} == {
+        "base_model",
+        "adapter",
+        "datasets",
+        text.partition(":")[0],
+    }
+    assert [*made.left] == left
+    found = made.config["train"]["lora"].get("targets")
+    assert found is None if targets is None else tuple(found) == targets
 
 
 def test_every_whole_per_cent_of_a_mixer_is_a_split(tmp_path: Path) -> None:
@@ -213,12 +288,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_key_that_nobody_knows_and_files_that_are_none(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("base_model: m\nsurprise: 1\nnum_epochs: 1.5\n")
+    rows = "datasets: [{path: a.jsonl, type: alpaca}]\n"
+    path.write_text(f"base_model: m\nsurprise: 1\nnum_epochs: 1.5\n{rows}")
     made = import_config("axolotl", path)
     assert made.left["surprise"] == "no key of this name is known here"
     assert "no whole number" in made.left["num_epochs"]
     path.write_text("learning_rate: 1\n")
     with pytest.raises(ConfigError, match="names no model"):
         import_config("trl", path)
+    path.write_text("model_name_or_path: m\ninfer_backend: vllm\n")
+    with pytest.raises(ConfigError, match="names no dataset, so nothing can be trained"):
+        import_config("llamafactory", path)
     with pytest.raises(ConfigError, match="no importer for 'unsloth'"):
         import_config("unsloth", path)

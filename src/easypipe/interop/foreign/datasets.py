@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from easypipe.core.values import JsonObject
-from easypipe.interop.foreign.rules import Key, Rule
+from easypipe.interop.foreign.rules import WAYS, Key, Rule, way
 from easypipe.transforms.chat.conversations import MESSAGE_FIELDS
 from easypipe.transforms.prompt.config import ROLES, SPEAKERS
 
@@ -36,15 +36,10 @@ def axolotl_datasets(key: Key) -> None:
         at = f"{key.name}[{number}]"
         dataset = _from(str(one.get("data_files") or one["path"]))
         kind = str(one.get("type", "")).removesuffix(".default")
-        if given.get("rl") == "dpo":
+        if way(given) in WAYS:
             if kind != "chat_template":
                 left[at] = f"type {kind!r} of preferences is not known here: chat_template"
-            dataset["prompt"] = {
-                "input_columns": [one.get("field_messages", "messages")],
-                "label_column": one.get("field_chosen", "chosen"),
-                "rejected_column": one.get("field_rejected", "rejected"),
-                "train_on": "completion",
-            }
+            dataset["prompt"] = _preferred(one, judged=way(given) == "kto")
             kind = "chat_template"
         elif kind == "alpaca":
             dataset["prompt"] = {"format_type": "alpaca"}
@@ -66,7 +61,7 @@ def axolotl_datasets(key: Key) -> None:
             for name in OF_TURNS.intersection(one if "rl" in given else ()):
                 left[f"{at}.{name}"] = "theirs does not read it of preferences either"
             prompt = _axolotl_keys(left, at, one, flags="rl" not in given)
-            if given.get("rl") == "dpo":
+            if way(given) in WAYS:
                 dataset["prompt"] |= prompt
             elif prompt := prompt | _axolotl_turns(left, at, one):
                 dataset["prompt"] = {"input_columns": [dataset.pop("content_field")], **prompt}
@@ -79,6 +74,42 @@ def axolotl_datasets(key: Key) -> None:
                 left[f"{at}.{name}"] = "no key of this name is known here"
         found.append(dataset)
     _sources(key, found)
+
+
+def _preferred(one: JsonObject, *, judged: bool) -> JsonObject:
+    """The prompt of a dataset of pairs, or of answers that were judged each for itself."""
+    if judged:
+        columns = {"input_columns": ["prompt"], "label_column": "completion"}
+        return {"format_type": "prompt_completion", **columns, "desirable_column": "label"}
+    return {
+        "input_columns": [one.get("field_messages", "messages")],
+        "label_column": one.get("field_chosen", "chosen"),
+        "rejected_column": one.get("field_rejected", "rejected"),
+        "train_on": "completion",
+    }
+
+
+def axolotl_pretraining(key: Key) -> None:
+    """Text that theirs streams."""
+    given = [key.value] if isinstance(key.value, str | dict) else key.value
+    found: list[JsonObject] = []
+    for number, one in enumerate(
+        {"path": each} if isinstance(each, str) else each for each in given
+    ):
+        dataset = _from(str(one.get("data_files") or one["path"]))
+        column = one.get("text_column", one.get("field", "text"))
+        dataset["content_field"] = column
+        for name, path in (("split", "split"), ("name", "subset"), ("revision", "revision")):
+            if one.get(name) is not None:
+                dataset[path] = one[name]
+        known = {"path", "data_files", "name", "split", "revision", "text_column", "field", "type"}
+        if one.get("type", "pretrain") not in ("pretrain", "completion"):
+            known.remove("type")
+        for name in one.keys() - known:
+            key.made.left[f"{key.name}[{number}].{name}"] = "no key of this name is known here"
+        found.append(dataset)
+    _sources(key, found)
+    key.put("data.streaming", True)
 
 
 def _axolotl_keys(left: dict[str, str], at: str, one: JsonObject, *, flags: bool) -> JsonObject:
@@ -144,6 +175,10 @@ def mixture(key: Key) -> None:
         dataset |= {"split": one["split"]} if "split" in one else {}
         dataset |= {"subset": one["config"]} if one.get("config", "default") != "default" else {}
         dataset["split"] = _share(key, dataset.get("split", "train"), one.get("weight", 1.0))
+        # columns that nothing reads are not read
+        for name in one.keys() - {"id", "split", "config", "weight", "columns"}:
+            left = f"{key.name}.datasets[{len(found)}].{name}"
+            key.made.left[left] = "no key of this name is known here"
         found.append(dataset)
     _sources(key, found)
     if key.value.get("test_split_size"):
@@ -186,6 +221,12 @@ def listed(key: Key) -> None:
         f"the files of {key.value!r} stand in {folder}/dataset_info.json, which is not read: see "
         "data_files, and `easypipe discover` for what is in them"
     )
+
+
+def described(key: Key) -> None:
+    """A file of LLaMA-Factory that says where the rows are, and is not read."""
+    _sources(key, [{"data_files": str(key.value)}])
+    key.leave(f"{key.value} says where the rows are, and is not read: name their files")
 
 
 def field(path: str) -> Rule:

@@ -28,6 +28,11 @@ SCHEDULES = {
     "constant_with_warmup": "constant", "inverse_sqrt": "inverse_sqrt",
     "warmup_stable_decay": "wsd", "cosine_with_min_lr": "cosine",
 }  # fmt: skip
+NO_DROPOUT = "adapters have no dropout"
+# losses of train.preference by what axolotl (`rl`) and LLaMA-Factory (`stage`) call them
+WAYS = {
+    "dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto", "rm": "reward",
+}  # fmt: skip
 
 
 @dataclass
@@ -177,7 +182,7 @@ def packing(key: Key) -> None:
 
 
 def dtype(key: Key) -> None:
-    if key.name in ("bf16", "bfloat16") and key.value in (True, "auto", "full"):
+    if key.name in ("bf16", "bfloat16", "pure_bf16") and key.value in (True, "auto", "full"):
         key.put("model.dtype", "bfloat16")
     elif key.value in ("bfloat16", "float32"):
         key.put("model.dtype")
@@ -191,6 +196,25 @@ def remat(key: Key) -> None:
     key.put("model.remat", "full" if key.value else "none")
 
 
+def peft(key: Key) -> None:
+    """LLaMA-Factory's `peft_config`, a mapping."""
+    names = {"r": "rank", "lora_alpha": "alpha"}
+    if (key.value or {}).get("name") != "lora":
+        key.unknown(": {name: lora} is")
+        return
+    key.put_part("train.lora")
+    for name, value in key.value.items():
+        inner = Key(key.made, f"{key.name}.{name}", {f"{key.name}.{name}": value})
+        if name in names:
+            key.put(f"train.lora.{names[name]}", value)
+        elif name == "target_modules":
+            _targets(inner)
+        elif name == "lora_dropout":
+            off(NO_DROPOUT)(inner)
+        elif name != "name":
+            inner.leave("no key of this name is known here")
+
+
 def adapter(key: Key) -> None:
     if key.value in (False, "full", "none"):
         key.carry("all weights are trained")
@@ -200,6 +224,13 @@ def adapter(key: Key) -> None:
             key.leave("adapters are trained beside weights that are not quantized")
     else:
         key.unknown(": lora is")
+
+
+def new_tokens(key: Key) -> None:
+    if isinstance(key.value, Sequence) and not isinstance(key.value, str):
+        key.put("model.add_tokens")
+    else:  # as older configs have it
+        key.leave("the tokenizer's own are taken; see model.add_tokens")
 
 
 def with_adapters(rule: Rule) -> Rule:
@@ -219,13 +250,12 @@ def lora(name: str) -> Rule:
     return with_adapters(to(f"train.lora.{name}"))
 
 
-@with_adapters
-def targets(key: Key) -> None:
+def _targets(key: Key) -> None:
     names = key.value.split(",") if isinstance(key.value, str) else key.value
-    if key.value is True or names in (["all"], ["all-linear"]):
-        key.put("train.lora.targets", ["*"])
-    elif not names:
+    if not key.value:
         key.off()
+    elif key.value is True or names in (["all"], ["all-linear"]):
+        key.put("train.lora.targets", ["*"])
     elif not isinstance(names, Sequence):
         key.unknown()
     else:
@@ -235,6 +265,9 @@ def targets(key: Key) -> None:
             key.put("train.lora.targets", known)
         if unknown:
             key.leave(f"no projection here is called {', '.join(unknown)}")
+
+
+targets = with_adapters(_targets)
 
 
 def warmup(key: Key) -> None:
@@ -292,10 +325,13 @@ def strategy(path: str) -> Rule:
 
 
 def preference(key: Key) -> None:
-    if key.value == "dpo":
-        key.put_part("train.preference")
-    else:
-        key.unknown(": dpo is")
+    name = WAYS.get(str(key.value))
+    if name is None:
+        key.unknown(f": {', '.join(WAYS)} are")
+        return
+    key.put_part("train.preference")
+    if name != "sigmoid":
+        key.put("train.preference.loss", name)
 
 
 def stage(key: Key) -> None:
@@ -305,22 +341,38 @@ def stage(key: Key) -> None:
         preference(key)
 
 
-def of_pairs(rule: Rule, way: str) -> Rule:
-    """What the rule does where the key `way` says that pairs of answers are trained."""
+def way(given: Json) -> str | None:
+    """What a config calls its way of training on preferences; None where it names none."""
+    said = given.get("rl") or given.get("stage")
+    return None if said in (None, "sft", "pt") else str(said)
+
+
+def of_preferences(rule: Rule, *ways: str) -> Rule:
+    """What the rule does where preferences are trained in one of these ways (in any)."""
 
     def asked(key: Key) -> None:
-        said = key.given.get(way)
-        if said == "dpo":
-            rule(key)
-        elif said in (None, "sft", "pt"):
-            key.carry("has no effect there: no pairs of answers are trained")
-        else:
+        name = way(key.given)
+        if name is not None and name not in WAYS:
             key.leave("it belongs to a way of training that is not known here")
+        elif name is None:
+            key.carry("has no effect there: no answers are compared")
+        elif name not in (ways or WAYS) or name == "rm":
+            key.carry(f"has no effect there on {name}")
+        else:
+            rule(key)
 
     return asked
 
 
 beta = to("train.preference.beta")
+
+
+def trl_beta(key: Key) -> None:
+    beta(key)
+    key.leave(
+        "no trainer stands in the file: it is taken for DPO's; for another one set "
+        "train.preference.loss (orpo, kto, ...)"
+    )
 
 
 def loss(key: Key) -> None:

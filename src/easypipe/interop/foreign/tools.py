@@ -13,6 +13,8 @@ from easypipe.core.errors import ConfigError, require, require_known
 from easypipe.core.values import Json, JsonObject, JsonValue
 from easypipe.interop.foreign.datasets import (
     axolotl_datasets,
+    axolotl_pretraining,
+    described,
     field,
     held_out,
     listed,
@@ -23,6 +25,7 @@ from easypipe.interop.foreign.datasets import (
     trl_dataset,
 )
 from easypipe.interop.foreign.rules import (
+    NO_DROPOUT,
     OPTIMIZERS,
     SCHEDULES,
     ForeignConfig,
@@ -39,9 +42,11 @@ from easypipe.interop.foreign.rules import (
     loss,
     named,
     needless,
-    of_pairs,
+    new_tokens,
+    of_preferences,
     off,
     packing,
+    peft,
     preference,
     remat,
     reports,
@@ -51,9 +56,11 @@ from easypipe.interop.foreign.rules import (
     targets,
     to,
     to_if_on,
+    trl_beta,
     warmup,
     whole,
 )
+from easypipe.train.config import UNPAIRED
 from easypipe.train.optim.config import DEFAULTS
 
 
@@ -63,8 +70,8 @@ def import_config(tool: str, path: str | Path) -> ForeignConfig:
     Every key of the file is carried or left; none is dropped.
 
     Raises:
-        ConfigError: For an unknown tool, a file that is no mapping, one that names no model, and
-            code of strangers (`trust_remote_code` is left, and said).
+        ConfigError: For an unknown tool, a file that is no mapping, and one that names no model or
+            no rows to train on.
     """
     require_known(tool, tuple(TOOLS), "tool", f"no importer for {tool!r}")
     given = load_yaml(path)
@@ -88,6 +95,12 @@ def import_config(tool: str, path: str | Path) -> ForeignConfig:
         str(path),
         f"names no model, so it is no config of {tool}",
         f"Give a YAML file of {tool}: one of {', '.join(TOOLS)}.",
+    )
+    require(
+        "datasets" in made.part("data"),
+        str(path),
+        "names no dataset, so nothing can be trained by it",
+        "Give the config of a training.",
     )
     return made
 
@@ -118,6 +131,7 @@ def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
     """What follows from several keys together."""
     load = made.part("data.load", make=True)
     key, rows = _BATCH[tool]
+    key = "micro_batch_size" if "micro_batch_size" in given else key  # LLaMA-Factory has both
     rows, parts = given.get(key, rows), given.get("gradient_accumulation_steps", 1)
     for name, value in ((key, rows), ("gradient_accumulation_steps", parts)):
         counts = isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -137,23 +151,10 @@ def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
     if tool != "axolotl":
         _finish_evaluation(made, given)
     _finish_optimizer(made, tool)
-    if made.part("train.preference") and (pack := made.part("data.pack")).get("seq_length"):
-        pack["seq_length"] *= 2
-        key = next(
-            one
-            for one in ("sequence_len", "max_length", "max_seq_length", "cutoff_len")
-            if one in given
-        )
-        Key(made, key, given).say(
-            f"and data.pack.seq_length {pack['seq_length']}: a row holds both answers"
-        )
+    if (asked := made.part("train.preference")) and "pack" in made.part("data"):
+        _pack_answers(made, given, pairs=asked.get("loss") not in UNPAIRED)
     for dataset in made.config.get("data", {}).get("datasets", ()):
-        for name, value in made.dataset.items():
-            if "prompt" in dataset and name in ("chat_template", "train_on"):
-                _into_prompt(dataset["prompt"], name, value)
-            else:
-                dataset.setdefault(name, value)
-        if tool == "trl" and not {"content_field", "prompt"} & set(dataset):
+        if tool == "trl" and not {"content_field", "prompt"} & {*dataset, *made.dataset}:
             if "preference" in made.config.get("train", {}) or "beta" in given:
                 dataset["prompt"] = {
                     "input_columns": ["chosen"],
@@ -164,6 +165,11 @@ def _finish(made: ForeignConfig, tool: str, given: Json) -> None:
                 dataset["content_field"] = "messages"
                 if not given.get("assistant_only_loss"):
                     dataset["train_on"] = "all"
+        for name, value in made.dataset.items():
+            if "prompt" in dataset and name in ("chat_template", "train_on"):
+                _into_prompt(dataset["prompt"], name, value)
+            else:
+                dataset.setdefault(name, value)
 
 
 # The key that says the rows of a device, and how many they are where it is left out
@@ -198,6 +204,22 @@ def _finish_optimizer(made: ForeignConfig, tool: str) -> None:
         options["power"] = 1.0
 
 
+def _pack_answers(made: ForeignConfig, given: Json, *, pairs: bool) -> None:
+    """Rows of whole answers; theirs pads each instead."""
+    pack = made.part("data.pack")
+    pack.pop("enabled", None)
+    pack |= {"strategy": "first_fit", "oversize": "drop"}
+    if pairs and pack.get("seq_length"):
+        pack["seq_length"] *= 2
+        names = ("sequence_len", "max_length", "max_seq_length", "cutoff_len")
+        Key(made, next(name for name in names if name in given), given).say(
+            f"and data.pack.seq_length {pack['seq_length']}: a row holds both answers"
+        )
+    for name in ("packing", "sample_packing"):
+        if name in made.carried:
+            made.carried[name] = "answers are packed, each a segment of its own"
+
+
 def _into_prompt(prompt: JsonObject, name: str, value: JsonValue) -> None:
     """Puts what all datasets have into the prompt of one."""
     if name == "train_on":
@@ -219,6 +241,18 @@ _CHOSEN = needless("the fastest attention of the device is taken")
 
 
 _QUANTIZED = "quantized weights are not known here: they stay in model.dtype"
+
+
+_ROWS = needless("data.pack.strategy says how rows are laid out")
+
+
+_COMPILED = needless("XLA compiles the whole step, and fuses it")
+
+
+_MESH = leave("train.mesh says how arrays are divided among devices: {data: 2, tensor: 4}")
+
+
+_IMAGES = leave("text alone is trained: no images, sound or video")
 
 
 _PUSH = off("a model is pushed after `easypipe export`, by the Hub's own command")
@@ -256,13 +290,23 @@ _COMMON: dict[str, Rule] = {
     "fsdp_config": needless("has no counterpart: train.mesh says how arrays are divided"),
     "ddp_timeout": needless("has no counterpart: processes find each other by train.distributed"),
     "lora_alpha": lora("alpha"),
-    "lora_dropout": off("adapters have no dropout"),
+    "lora_dropout": off(NO_DROPOUT),
     "use_rslora": lora("rank_stabilized"),
     "neftune_noise_alpha": to_if_on("train.neftune_alpha"),
     "report_to": reports,
     "hub_model_id": _PUSH,
     "hub_strategy": _PUSH,
     "push_to_hub": _PUSH,
+    "hub_model_revision": _PUSH,
+    "hub_private_repo": _PUSH,
+    "torch_compile": _COMPILED,
+    "remove_unused_columns": needless("columns that nothing reads are not read"),
+    "ddp_find_unused_parameters": needless("has no counterpart: gradients are of one program"),
+    "average_tokens_across_devices": needless("the loss is a mean over all devices' targets"),
+    "save_strategy": strategy("train.checkpoint.every"),
+    "eval_strategy": strategy("train.eval_every"),
+    "evaluation_strategy": strategy("train.eval_every"),
+    "save_only_model": off("checkpoints hold all that a run needs to go on"),
     "group_by_length": off("data.load.group_by_length is for rows that are not packed"),
 }
 
@@ -280,16 +324,13 @@ _TRANSFORMERS: dict[str, Rule] = {
     "lr_scheduler_type": named("train.optimizer.schedule", SCHEDULES),
     "lr_scheduler_kwargs": leave("see final_fraction and power of train.optimizer"),
     "packing": packing,
-    "eval_strategy": strategy("train.eval_every"),
-    "evaluation_strategy": strategy("train.eval_every"),
-    "save_strategy": strategy("train.checkpoint.every"),
     "logging_strategy": strategy("train.log_every"),
+    "run_name": leave("see the name of train.callbacks.wandb; a run is called after its folder"),
     "do_train": always("is what `easypipe train` does"),
     "do_eval": needless("is done where there is held-out data"),
     "overwrite_output_dir": leave("a run goes on in its folder: give another one to begin anew"),
     "preprocessing_num_workers": to("data.tokenize.num_workers"),
     "log_level": needless("has no effect on what is trained"),
-    "remove_unused_columns": needless("columns that nothing reads are not read"),
     "dataloader_num_workers": needless(
         "has no counterpart: data.load.prefetch_workers are threads"
     ),
@@ -338,14 +379,66 @@ _AXOLOTL: dict[str, Rule] = {
     "special_tokens": leave("the tokenizer's own are taken; see data.pack.pad_token_id"),
     "plugins": leave("no plugins: the loss is fused with the head always"),
     "rl": preference,
-    "rl_beta": of_pairs(beta, "rl"),
-    "dpo_beta": of_pairs(beta, "rl"),
+    "rl_beta": of_preferences(beta),
+    "dpo_beta": of_preferences(beta, "dpo"),
+    "orpo_alpha": of_preferences(beta, "orpo"),
+    "simpo_gamma": of_preferences(to("train.preference.margin"), "simpo"),
+    "kto_desirable_weight": of_preferences(to("train.preference.desirable_weight"), "kto"),
+    "kto_undesirable_weight": of_preferences(to("train.preference.undesirable_weight"), "kto"),
+    "reward_model": off("set train.preference.loss to reward, and the columns of the pairs"),
+    "pretraining_dataset": axolotl_pretraining,
+    "tokens": new_tokens,
+    "eot_tokens": leave("what the chat template writes behind an answer ends it"),
+    "processor_type": _IMAGES,
+    "skip_prepare_dataset": _IMAGES,
+    "freeze_mm_modules": _IMAGES,
+    "eval_batch_size": needless("held-out data takes batches of the same size"),
+    "batch_size": leave("data.load.batch_size is made of micro_batch_size and the accumulation"),
+    "fsdp_version": needless("has no counterpart: train.mesh says how arrays are divided"),
+    "use_tensorboard": leave("see train.callbacks.tensorboard"),
+    "tokenizer_use_fast": needless("is read from tokenizer.json"),
+    "tokenizer_legacy": needless("is read from tokenizer.json"),
+    "tokenizer_use_mistral_common": off("tokenizers are read from tokenizer.json"),
+    "hf_use_auth_token": needless("a token of the Hub is found where it was logged in"),
+    "auto_resume_from_checkpoints": needless("a run goes on from its newest checkpoint"),
+    "low_cpu_mem_usage": needless("weights are read shard by shard"),
+    "save_safetensors": needless("`easypipe export` writes safetensors"),
+    "torch_dtype": dtype,
+    "float16": off("products are of bfloat16 or float32"),
+    "peft_use_rslora": lora("rank_stabilized"),
+    "unfrozen_parameters": leave("all weights are trained, or adapters"),
+    "activation_offloading": off("see model.remat"),
+    "sample_packing_sequentially": leave("documents are drawn in a permuted order"),
+    "lora_fan_in_fan_out": off("no such layers are known here"),
+    "resize_token_embeddings_to_32x": off("the vocabulary grows by model.add_tokens alone"),
+    "cut_cross_entropy": needless("the loss is fused with the head always"),
+    **dict.fromkeys(
+        ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size", "context_parallel_size"),
+        _MESH,
+    ),
+    **dict.fromkeys(
+        (
+            "lora_mlp_kernel",
+            "lora_qkv_kernel",
+            "lora_o_kernel",
+            "use_kernels",
+            "torch_compile_mode",
+        ),
+        _COMPILED,
+    ),
     "loss_watchdog_threshold": leave("see train.spikes, which goes back to a checkpoint"),
     "loss_watchdog_patience": leave("see train.spikes"),
     "shuffle_merged_datasets": always("documents are drawn in a permuted order"),
     **{
         f"liger_{name}": needless("XLA fuses it")
-        for name in ("rope", "rms_norm", "glu_activation", "fused_linear_cross_entropy")
+        for name in (
+            "rope",
+            "rms_norm",
+            "rms_norm_gated",
+            "layer_norm",
+            "glu_activation",
+            "fused_linear_cross_entropy",
+        )
     },
 }
 
@@ -373,8 +466,11 @@ _TRL: dict[str, Rule] = {
     "chat_template": template,
     "assistant_only_loss": assistant_only,
     "completion_only_loss": always("prompts are no targets"),
-    "beta": beta,
+    "beta": trl_beta,
     "loss_type": loss,
+    "packing_strategy": _ROWS,
+    "padding_free": needless("rows are packed, or padded, by data.pack and the collator"),
+    "eos_token": leave("the tokenizer's own is taken; see data.pack.eos_token_id"),
     "use_liger_kernel": needless("the loss is fused with the head always"),
 }
 
@@ -382,6 +478,20 @@ _TRL: dict[str, Rule] = {
 _LLAMAFACTORY: dict[str, Rule] = {
     **_TRANSFORMERS,
     "stage": stage,
+    "model": to("model.pretrained"),
+    "model_class": needless("is read from the model's config"),
+    "train_dataset": described,
+    "micro_batch_size": needless("in data.load.batch_size"),
+    "peft_config": peft,
+    "dist_config": leave("train.mesh says how arrays are divided: fsdp"),
+    "kernel_config": _COMPILED,
+    "sample_backend": needless("nothing is written during a training"),
+    "max_new_tokens": needless("nothing is written during a training"),
+    "pure_bf16": dtype,
+    "enable_liger_kernel": needless("XLA fuses it"),
+    "disable_gradient_checkpointing": off("set model.remat to none"),
+    "image_max_pixels": _IMAGES,
+    "video_max_pixels": _IMAGES,
     "finetuning_type": adapter,
     "lora_rank": lora("rank"),
     "lora_target": targets,
@@ -393,13 +503,12 @@ _LLAMAFACTORY: dict[str, Rule] = {
     "overwrite_cache": needless("a cache is known by its content, and made anew when that changes"),
     "val_size": held_out,
     "plot_loss": needless("curves are drawn always"),
-    "pref_beta": of_pairs(beta, "stage"),
-    "pref_loss": of_pairs(loss, "stage"),
+    "pref_beta": of_preferences(beta),
+    "pref_loss": of_preferences(loss, "dpo"),
     "flash_attn": _CHOSEN,
     "train_on_prompt": trained,
     "quantization_bit": leave(_QUANTIZED),
     "neftune_alpha": to_if_on("train.neftune_alpha"),
-    "save_only_model": off("checkpoints hold all that a run needs to go on"),
 }
 
 
