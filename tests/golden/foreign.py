@@ -39,8 +39,11 @@ OF_KEY: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("template", "chat_template"), ("chatml", "default", "{% if a %}{% endif %}")),
     **dict.fromkeys(("max_steps", "warmup_steps", "save_total_limit"), (-1, 3.0, 1.5)),
     "report_to": ("wandb", "tensorboard", "all", "none", ["wandb", "tensorboard"]),
-    "rl": ("dpo", "kto"),
-    "stage": ("sft", "pt", "dpo", "kto"),
+    "rl": ("dpo", "kto", "orpo", "grpo"),
+    "stage": ("sft", "pt", "dpo", "kto", "rm", "ppo"),
+    "peft_config": ({"name": "lora", "r": 4, "lora_dropout": 0.1, "target_modules": "all"},),
+    "pretraining_dataset": ([{"path": "a/b", "type": "pretrain", "text_column": "body"}],),
+    "tokens": (["<a>"], {"bos_token": "<s>"}),
     "datasets": ([_PART], [{**_PART, "type": "completion", "field": "body"}], [{"type": "alpaca"}]),
     "dataset": ("one,two", ["one", "two"]),
     "dataset_name": ("a/b", "rows.jsonl"),
@@ -69,12 +72,21 @@ BESIDE: Mapping[str, tuple[Mapping[str, Mapping[str, Any]], ...]] = {
         key: (_PAIRS, {"axolotl": {"rl": "kto"}, "trl": {}, "llamafactory": {"stage": "kto"}})
         for key in ("rl_beta", "dpo_beta", "pref_beta", "beta")
     },
+    **dict.fromkeys(
+        ("kto_desirable_weight", "kto_undesirable_weight"), (everywhere({"rl": "kto"}),)
+    ),
+    "orpo_alpha": (everywhere({"rl": "orpo"}),),
+    "simpo_gamma": (everywhere({"rl": "simpo"}),),
 }
-_MODEL = {"axolotl": "base_model", "trl": "model_name_or_path", "llamafactory": "model_name_or_path"}  # fmt: skip
 _ROWS = {
     "axolotl": {"base_model": "m", "datasets": [_PART]},
     "trl": {"model_name_or_path": "m", "dataset_name": "rows.jsonl"},
     "llamafactory": {"model_name_or_path": "m", "dataset": "one"},
+}
+# what stands in place of a key that no config can be without
+_OTHERS = {
+    **dict.fromkeys(("base_model", "model_name_or_path", "dataset_name", "dataset"), "another"),
+    "datasets": [{"path": "another.jsonl", "type": "alpaca"}],
 }
 
 
@@ -129,7 +141,7 @@ def told(tool: str, key: str, folder: Path) -> dict[str, str]:
         if others in tried[:n]:
             continue
         rest = {name: one for name, one in (_ROWS[tool] | others).items() if name != key}
-        named = rest if _MODEL[tool] in rest else rest | {_MODEL[tool]: "another"}
+        named = {name: _OTHERS[name] for name in _ROWS[tool]} | rest
         without = made(tool, named, folder)
         for value in (*VALUES, *OF_KEY.get(key, ())):
             became = becomes(tool, {**rest, key: value}, without, folder)
