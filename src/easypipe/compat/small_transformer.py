@@ -34,6 +34,7 @@ from easypipe.core.protocols import (
     ShardedSource,
     Sources,
     TokenInfo,
+    by_row,
     left_out,
 )
 from easypipe.core.schema import INPUT_IDS, LABELS, SEGMENT_IDS, offsets_of
@@ -404,7 +405,7 @@ class EncodeTexts(ColumnTransform):
         return Rows(
             batch,
             np.array(numbers, np.int64),
-            tuple(sorted(rejects, key=lambda reject: reject.row)),
+            by_row(rejects),
         )
 
     def __repr__(self) -> str:

@@ -76,19 +76,23 @@ def bad_of(rejects: Iterable[Reject]) -> Iterator[Reject]:
             yield reject
 
 
+def by_row(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
+    return tuple(sorted(rejects, key=lambda reject: reject.row))
+
+
 def counted(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
     """Those of one range by row, benign ones of one reason and detail as one."""
     kept: list[Reject] = []
     first: dict[tuple[str, str], Reject] = {}
     counts = Counter[tuple[str, str]]()
-    for reject in sorted(rejects, key=lambda reject: reject.row):
+    for reject in by_row(rejects):
         if reject.benign:
             counts[reject.reason, reject.detail] += reject.count
             first.setdefault((reject.reason, reject.detail), reject)
         else:
             kept.append(reject)
     kept += [replace(reject, count=counts[key]) for key, reject in first.items()]
-    return tuple(sorted(kept, key=lambda reject: reject.row))
+    return by_row(kept)
 
 
 class Scan(NamedTuple):

@@ -28,7 +28,7 @@ from easypipe.core.errors import (
     require_option,
     require_rows,
 )
-from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo, bad_of
+from easypipe.core.protocols import Reject, Scan, Shard, Source, SourceInfo, bad_of, by_row
 from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import ROW_NUMBER, with_row_numbers
 from easypipe.core.text import not_utf8
@@ -244,9 +244,8 @@ class FileSource(Source):
         ]
         bad = _not_utf8(opened.data, arrays)
         if bad:
-            rejects = sorted(
-                [*rejects, *(_invalid(int(numbers[i]), why) for i, why in bad.items())],
-                key=lambda reject: reject.row,
+            rejects = by_row(
+                (*rejects, *(_invalid(int(numbers[i]), why) for i, why in bad.items()))
             )
             keep = np.ones(len(numbers), bool)
             keep[list(bad)] = False

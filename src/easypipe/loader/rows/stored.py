@@ -331,11 +331,7 @@ class StoredRows(RepeatedRows):
         """(epoch, file, row of that file, datasets of its segments where they were saved with it)
         of a row of the run.
         """
-        [found] = self._find(np.array([row], dtype=np.int64))
-        assert found is not None, "rows count from 0"
-        block = int(np.searchsorted(self._index.first_row, found.number, side="right")) - 1
-        shard, start, stop = self._index.spans[block]
-        local = found.number - int(self._index.first_row[block])
+        shard, start, stop, local = self._locate(row % self.rows_each)
         # rows were left out, so they have to be asked for their numbers
         if ROW_NUMBER in self._source.schema.names:
             local = self._source.read(shard, start, stop).column(ROW_NUMBER)[local].as_py() - start
@@ -352,12 +348,14 @@ class StoredRows(RepeatedRows):
             names,
         )
 
-    def _describe(self, number: int) -> str:
+    def _locate(self, number: int) -> tuple[int, int, int, int]:
+        """The shard, start and stop of the block that a row lies in, and the row within it."""
         block = int(np.searchsorted(self._index.first_row, number, side="right")) - 1
-        shard, start, _ = self._index.spans[block]
-        return place(
-            self._source.shards[shard].name, row=start + number - int(self._index.first_row[block])
-        )
+        return *self._index.spans[block], number - int(self._index.first_row[block])
+
+    def _describe(self, number: int) -> str:
+        shard, start, _, local = self._locate(number)
+        return place(self._source.shards[shard].name, row=start + local)
 
 
 class _Index(NamedTuple):

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.csv as pc
 
 from easypipe.core.errors import SourceError, raising
-from easypipe.core.protocols import Reject, left_out
+from easypipe.core.protocols import Reject, by_row, left_out
 from easypipe.sources.base import Rows
 from easypipe.sources.formats.records import (
     BOM,
@@ -76,9 +76,8 @@ def _parse(header: list[str], delimiter: str, piece: Records, fields: pa.Schema)
     rejects += [
         Reject(row=piece.row + int(rows[i]), reason="wrong_fields", detail=why) for i, why in bad
     ]
-    rejects.sort(key=lambda reject: reject.row)
     kept = np.delete(rows, [i for i, _ in bad]) if bad else rows
-    return Rows(table, kept.astype(np.int64) + piece.row, rejects)
+    return Rows(table, kept.astype(np.int64) + piece.row, by_row(rejects))
 
 
 def _block(

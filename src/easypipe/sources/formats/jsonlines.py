@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
 
-from easypipe.core.protocols import Reject, left_out
+from easypipe.core.protocols import Reject, by_row, left_out
 from easypipe.core.schema import is_json, is_list, offsets_of
 from easypipe.core.values import Record
 from easypipe.sources.base import Rows
@@ -109,9 +109,8 @@ def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> Rows:
     rejects += left_out(np.flatnonzero(flags == BLANK) + piece.row, "blank_line", "a blank line")
     wrong = np.flatnonzero((flags != GOOD) & (flags != BLANK)).tolist()
     rejects += [_judge(piece.record(i), fields, piece.row + i, None) for i in wrong]
-    rejects.sort(key=lambda reject: reject.row)
     kept = np.delete(good, [i for i, _ in bad]) if bad else good
-    return Rows(table, kept.astype(np.int64) + piece.row, rejects)
+    return Rows(table, kept.astype(np.int64) + piece.row, by_row(rejects))
 
 
 parse_lines = partial(parse, lines_already=True)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from fsspec.utils import glob_translate
 
-from easypipe.core.errors import MissingFileError, did_you_mean, require_known
+from easypipe.core.errors import MissingFileError, require_known
 from easypipe.core.values import Json
 from easypipe.sources.refs import EXTENSIONS, format_of, natural
 
@@ -110,16 +110,10 @@ def _from_card(data: list[str], card: Json, subset: str | None, at: str) -> dict
     if not configs:
         if subset is None or subset == "default":
             return _by_names(data)
-        inside = [name for name in data if subset in name.split("/")[:-1]]
-        if not inside:
-            have = sorted({folder for name in data for folder in name.split("/")[:-1]})
-            raise MissingFileError(
-                at=at,
-                problem=f"no subset {subset!r}",
-                have=have,
-                fix=did_you_mean(subset, have) or "Leave subset out.",
-            )
-        return _by_names(inside)
+        have = sorted({folder for name in data for folder in name.split("/")[:-1]})
+        fix = "Leave subset out."
+        require_known(subset, have, at, f"no subset {subset!r}", fix, MissingFileError)
+        return _by_names([name for name in data if subset in name.split("/")[:-1]])
     chosen = subset or next((name for name, entry in configs.items() if entry.get("default")), None)
     if chosen is None and (len(configs) == 1 or "default" in configs):
         chosen = "default" if "default" in configs else next(iter(configs))

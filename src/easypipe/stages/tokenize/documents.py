@@ -34,6 +34,7 @@ from easypipe.core.protocols import (
     TokenInfo,
     Turns,
     bad_of,
+    by_row,
     info_of,
     select,
 )
@@ -105,8 +106,7 @@ class EncodedSource(Source):
         encoder = self.writer.encoder
         rows = encoder.read(self.source, shard, start, stop)
         made = encoder.encode(rows, at=self.shards[shard].name, audit_key=audit_key)
-        rejects = sorted((*rows.rejects, *made.rejects), key=lambda reject: reject.row)
-        return dataclasses.replace(made, rejects=tuple(rejects))
+        return dataclasses.replace(made, rejects=by_row((*rows.rejects, *made.rejects)))
 
     def materialize(self) -> TokenCache:
         """The token cache of all rows: opened, finished or made; see CacheWriter.fill."""

@@ -38,6 +38,7 @@ from easypipe.core.protocols import (
     TokenInfo,
     Transform,
     bad_of,
+    by_row,
     identity_of,
     info_of,
     place_of,
@@ -72,7 +73,7 @@ class Rows:
 
     def kept(self, keep: Bools, rejects: Iterable[Reject] = ()) -> Rows:
         """The rows where `keep` (Bool[rows]) is set. rejects: further ones, in any order."""
-        every = tuple(sorted((*self.rejects, *rejects), key=lambda reject: reject.row))
+        every = by_row((*self.rejects, *rejects))
         if keep.all():
             return Rows(self.batch, self.numbers, every)
         return Rows(self.batch.filter(pa.array(keep)), self.numbers[keep], every)
@@ -222,7 +223,7 @@ class Chain(ColumnTransform):
         for step in self.steps:
             rows = step.rows(Rows(rows.batch, rows.numbers))
             rejects = [*_spread(rejects, step.fan_out), *rows.rejects]
-        return Rows(rows.batch, rows.numbers, tuple(sorted(rejects, key=lambda reject: reject.row)))
+        return Rows(rows.batch, rows.numbers, by_row(rejects))
 
     def narrow(self, columns: Sequence[str], before: pa.Schema) -> Narrowed:
         schemas = [before]
@@ -416,10 +417,7 @@ class TransformedSource(Source):
         if left_out:
             rejects.append(self._left_out(left_out, expected, after, rejects))
         wanted = [after.column(name) for name in self._schema.names]
-        return Scan(
-            pa.record_batch(wanted, schema=self._schema),
-            tuple(sorted(rejects, key=lambda reject: reject.row)),
-        )
+        return Scan(pa.record_batch(wanted, schema=self._schema), by_row(rejects))
 
     def at_end(self, shard: int, position: int) -> bool:
         return super().at_end(shard, position // self._factor)
