@@ -223,7 +223,6 @@ UNREAD = {
     "cache/address.py": "at: address at: typing_context",
     "cli/app.py": "options: version",  # its own callback prints it
     "cli/parity.py": "parity: against",  # the one value that there is
-    "core/locks.py": "__exit__: error __exit__: kind __exit__: trace",
     "kernels/loss/differentiable.py": "_sum_backward: objective _sum_backward: plan",
     "kernels/loss/tpu/kernel.py": "column_block: i column_block: k",
     "kernels/tuning/table.py": "_read_user: changed",  # a key of what is remembered

@@ -125,7 +125,7 @@ def test_options_decide_size_scale_and_place(
         ({"targets": ["head"]}, "'head' takes no adapter: its matrix goes into the loss whole"),
         ({"targets": []}, "targets: names nothing to train"),
         ({"rank": 9}, r"rank: 9, but layers.key is \[16, 8\]\. Give at most 8"),
-        ({"rank": 0}, "rank: 0 is no rank"),
+        ({"rank": 0}, "rank: 0 is too small"),
         ({"alpha": 0.0}, "alpha: 0.0 is not a positive number"),
     ],
 )

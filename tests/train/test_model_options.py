@@ -112,15 +112,15 @@ def test_sampling_draws_from_capped_logits():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sliding_window": 0}, "sliding_window: 0 is not a size"),
+        ({"sliding_window": 0}, "sliding_window: 0 is too small"),
         ({"global_every": 2}, "global_every: has no effect without sliding_window"),
         ({"local_rope_theta": 100.0}, "local_rope_theta: has no effect without sliding_window"),
-        ({"attention_width": 0}, "attention_width: 0 is not a size"),
+        ({"attention_width": 0}, "attention_width: 0 is too small"),
         (
             {"attention_soft_cap": 0.0},
-            "attention_soft_cap: 0.0 is not positive. Leave it out for none",
+            "attention_soft_cap: 0.0 is not a positive number. Leave it out for none",
         ),
-        ({"logit_soft_cap": -1.0}, "logit_soft_cap: -1.0 is not positive"),
+        ({"logit_soft_cap": -1.0}, "logit_soft_cap: -1.0 is not a positive number"),
         ({"activation": "gelu"}, "activation: 'gelu' is not an option"),
         ({"norm_scale": "one"}, "norm_scale: 'one' is not an option"),
         (
@@ -141,7 +141,7 @@ def test_sampling_draws_from_capped_logits():
         ),
         (
             {"rope_scaling": LLAMA3 | {"original_length": 0}},
-            "rope_scaling.original_length: 0 is no length",
+            "rope_scaling.original_length: 0 is too small",
         ),
         (
             {"rope_scaling": LINEAR, "sliding_window": 4, "local_rope_theta": 10.0},

@@ -434,7 +434,10 @@ def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, name, packa
         ({"best": {"metric": "eval.held.loss", "keep": 0}}, "callbacks.best.keep: 0 is too small"),
         ({"tensorboard": {"flush_s": 0}}, "callbacks.tensorboard.flush_s: 0 is too small"),
         ({"profile": {"steps": 0}}, "callbacks.profile.steps: 0 is too small"),
-        ({"heartbeat": {"every_s": -1.0}}, "callbacks.heartbeat.every_s: -1.0 is no time"),
+        (
+            {"heartbeat": {"every_s": -1.0}},
+            "callbacks.heartbeat.every_s: -1.0 is not a number from 0 up",
+        ),
         (
             {"wandb": {"mode": "disabled"}},
             "callbacks.wandb.mode: 'disabled' is not an option (have: online, offline)",

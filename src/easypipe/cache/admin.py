@@ -210,7 +210,7 @@ def _in_use(folder: CacheFolder, key: str) -> bool:
         return False
     held = locks.try_hold(lock, exclusive=True)
     if held is not None:
-        held.release()
+        held.close()
     return held is None
 
 

@@ -87,7 +87,7 @@ def _run(folder: Path) -> Run:
     else:
         state = "finished" if last["step"] >= steps else "stopped"
     if held is not None:
-        held.release()
+        held.close()
     evals = next((one["eval"] for one in reversed(records) if one.get("eval")), {})
     held_out = {name: seen["loss"] for name, seen in evals.items() if seen["loss"] is not None}
     return Run(str(folder), state, last["step"], steps, last.get("loss"), held_out)

@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import types
@@ -150,6 +151,22 @@ def check_at_least(owner: object, least: int, *names: str) -> None:
             raise ConfigError(
                 at=name, problem=f"{value} is too small", fix=f"Give at least {least}."
             )
+
+
+def check_number(owner: object, fix: str | None, *names: str, zero: bool = False) -> None:
+    """Raises ConfigError where one of these options is not finite and above 0; None passes.
+
+    Args:
+        owner: A config.
+        fix: What is said behind the problem.
+        names: Its options.
+        zero: Whether 0 passes too.
+    """
+    kind = "number from 0 up" if zero else "positive number"
+    for name in names:
+        value = fields_of(owner)[name]
+        fits = value is None or (math.isfinite(value) and (value > 0 or (zero and value == 0)))
+        require(fits, name, f"{value} is not a {kind}", fix)
 
 
 def was_given(value: Any, option: str) -> bool:

@@ -24,11 +24,11 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from easypipe.core.closing import Closeable
 from easypipe.core.errors import StallError, StorageError, TrainError, raising
 from easypipe.core.storage import make_folder
 
@@ -41,27 +41,14 @@ log = logging.getLogger("easypipe")
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-class Hold:
-    """A lock that is held until `release()`, the end of a `with` block, or the end of this
-    object.
-    """
+class Hold(Closeable):
+    """A lock that is held until `close()`, the end of a `with` block, or the end of this object."""
 
     def __init__(self, descriptor: int) -> None:
         self._close = weakref.finalize(self, os.close, descriptor)
 
-    def release(self) -> None:
+    def close(self) -> None:
         self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
 
 
 def work_lock(cache_dir: Path) -> Path:
@@ -134,12 +121,7 @@ def mark_reader(cache_dir: Path, key: str) -> Hold | None:
     where it knows no locks.
     """
     try:
-        return hold(
-            reader_lock(cache_dir, key),
-            exclusive=False,
-            what="another process that clears the cache",
-            timeout_s=60.0,
-        )
+        return _hold_against_clearing(reader_lock(cache_dir, key))
     except StorageError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno not in _READ_ONLY:
@@ -154,27 +136,28 @@ def mark_reader(cache_dir: Path, key: str) -> Hold | None:
         return None
 
 
+def _hold_against_clearing(path: Path) -> Hold:
+    what = "another process that clears the cache"
+    return hold(path, exclusive=False, what=what, timeout_s=60.0)
+
+
 @contextlib.contextmanager
-def _going_on(told: str, *where: str | Path) -> Generator[None]:
-    """Where there are no locks, warns and goes on."""
-    try:
+def _holding(take: Callable[[], Hold], told: str, where: str | Path) -> Generator[None]:
+    """While what `take` gives is held. Where there are no locks, warns and goes on."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(take())
+        except StorageError as error:
+            log.warning(told, where, error)
         yield
-    except StorageError as error:
-        log.warning(told, *where, error)
 
 
-@contextlib.contextmanager
-def working(cache_dir: Path) -> Generator[None]:
+def working(cache_dir: Path) -> AbstractContextManager[None]:
     """While something is written that no manifest names yet: nobody clears the folder. Warns, and
     goes on, where there are no locks.
     """
     told = "%s: written without locks, others may clear it at the same time: %s"
-    with contextlib.ExitStack() as stack:
-        with _going_on(told, cache_dir):
-            what = "another process that clears the cache"
-            held = hold(work_lock(cache_dir), exclusive=False, what=what, timeout_s=60.0)
-            stack.enter_context(held)
-        yield
+    return _holding(lambda: _hold_against_clearing(work_lock(cache_dir)), told, cache_dir)
 
 
 @contextlib.contextmanager
@@ -187,17 +170,19 @@ def preparing(cache_dir: Path, key: str, dataset: str) -> Generator[bool]:
     """
     told = "dataset %s: prepared without locks, others may prepare or clear it at the same time: %s"
     path, waited = writer_lock(cache_dir, key), False
-    with working(cache_dir), contextlib.ExitStack() as stack:
-        with _going_on(told, dataset):
-            alone = try_hold(path, exclusive=True)
-            waited = alone is None
-            what = f"another process that prepares dataset {dataset!r}"
-            stack.enter_context(alone or hold(path, exclusive=True, what=what))
+
+    def take() -> Hold:
+        nonlocal waited
+        alone = try_hold(path, exclusive=True)
+        waited = alone is None
+        what = f"another process that prepares dataset {dataset!r}"
+        return alone or hold(path, exclusive=True, what=what)
+
+    with working(cache_dir), _holding(take, told, dataset):
         yield waited
 
 
-@contextlib.contextmanager
-def saving(folder: Path) -> Generator[None]:
+def saving(folder: Path) -> AbstractContextManager[None]:
     """While rows are saved into `folder`, which is made: whoever else wants to waits, and then
     finds what stands there.
 
@@ -206,30 +191,27 @@ def saving(folder: Path) -> Generator[None]:
     """
     _make(folder)
     told = "%s: written without locks, others may save there at the same time: %s"
-    with contextlib.ExitStack() as stack:
-        with _going_on(told, folder):
-            what = "another process that saves there"
-            stack.enter_context(hold(folder, exclusive=True, what=what))
-        yield
+    what = "another process that saves there"
+    return _holding(lambda: hold(folder, exclusive=True, what=what), told, folder)
 
 
-@contextlib.contextmanager
-def training(folder: Path) -> Generator[None]:
+def training(folder: Path) -> AbstractContextManager[None]:
     """While a run trains into `folder`, which is made. Raises TrainError where another one does;
     warns, and goes on, where the file system has no locks for folders.
     """
     _make(folder)
-    with contextlib.ExitStack() as stack:
-        with _going_on("%s: written without locks, others may train there too: %s", folder):
-            held = try_hold(folder, exclusive=True)
-            if held is None:
-                raise TrainError(
-                    at=str(folder),
-                    problem="another process trains in this folder",
-                    fix="Wait until it has ended, or give another train.output_dir.",
-                )
-            stack.enter_context(held)
-        yield
+
+    def take() -> Hold:
+        held = try_hold(folder, exclusive=True)
+        if held is None:
+            raise TrainError(
+                at=str(folder),
+                problem="another process trains in this folder",
+                fix="Wait until it has ended, or give another train.output_dir.",
+            )
+        return held
+
+    return _holding(take, "%s: written without locks, others may train there too: %s", folder)
 
 
 def _make(folder: Path) -> None:

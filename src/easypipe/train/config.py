@@ -14,7 +14,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from easypipe.core.config import ListOf, check_at_least, config, fields_of, was_given
+from easypipe.core.config import (
+    ListOf,
+    check_at_least,
+    check_number,
+    config,
+    fields_of,
+    was_given,
+)
 from easypipe.core.errors import require
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.model.config import LoraConfig
@@ -39,12 +46,7 @@ class LossConfig:
     chunk_size: int | None = None
 
     def check(self) -> None:
-        require(
-            0 <= self.z_loss < math.inf,
-            "z_loss",
-            f"{self.z_loss} is not a number from 0 up",
-            "0.0 for none; 1e-4 is usual.",
-        )
+        check_number(self, "0.0 for none; 1e-4 is usual.", "z_loss", zero=True)
         require(
             0 <= self.label_smoothing < 1,
             "label_smoothing",
@@ -152,26 +154,10 @@ class PreferenceConfig:
             "the rows, to the model before training",
             "Leave it out, or take the loss apo_zero_unpaired.",
         )
-        for key in ("desirable_weight", "undesirable_weight"):
-            value = fields_of(self)[key]
-            require(
-                0 <= value < math.inf,
-                key,
-                f"{value} is not a number from 0 up",
-                "1.0 is usual; more for the kind of which there is less.",
-            )
-        require(
-            self.margin is None or 0 <= self.margin < math.inf,
-            "margin",
-            f"{self.margin} is not a number from 0 up",
-            "0.5 is usual.",
-        )
-        require(
-            0 < self.beta < math.inf,
-            "beta",
-            f"{self.beta} is not a positive number",
-            "0.1 is usual.",
-        )
+        usual = "1.0 is usual; more for the kind of which there is less."
+        check_number(self, usual, "desirable_weight", "undesirable_weight", zero=True)
+        check_number(self, "0.5 is usual.", "margin", zero=True)
+        check_number(self, "0.1 is usual.", "beta")
         require(
             0 <= self.label_smoothing < 0.5,
             "label_smoothing",
@@ -213,12 +199,7 @@ class SpikeConfig:
     def check(self) -> None:
         check_at_least(self, 2, "window")
         check_at_least(self, 1, "patience", "max_rollbacks")
-        require(
-            0 < self.threshold < math.inf,
-            "threshold",
-            f"{self.threshold} is not a positive number",
-            "10.0 is usual.",
-        )
+        check_number(self, "10.0 is usual.", "threshold")
 
 
 @config
@@ -319,12 +300,7 @@ class TrainingConfig:
             "has no effect on preferences, which have a loss of their own",
             "Leave it out.",
         )
-        require(
-            self.neftune_alpha is None or 0 < self.neftune_alpha < math.inf,
-            "neftune_alpha",
-            f"{self.neftune_alpha} is not a positive number",
-            "5 is usual; leave it out for no noise.",
-        )
+        check_number(self, "5 is usual; leave it out for no noise.", "neftune_alpha")
         if self.steps is not None:
             check_warmup(self.optimizer, self.steps)
         mesh_config(self.mesh)

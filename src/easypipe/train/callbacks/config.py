@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 from urllib.parse import urlsplit
 
-from easypipe.core.config import ListOf, check_at_least, config
+from easypipe.core.config import ListOf, check_at_least, check_number, config
 from easypipe.core.errors import require
 
 Mode = Literal["min", "max"]
@@ -29,12 +28,7 @@ class EarlyStoppingConfig:
 
     def check(self) -> None:
         check_at_least(self, 1, "patience")
-        require(
-            0 <= self.min_delta < math.inf,
-            "min_delta",
-            f"{self.min_delta} is not a number from 0 up",
-            "0.0 takes any gain.",
-        )
+        check_number(self, "0.0 takes any gain.", "min_delta", zero=True)
 
 
 @config
@@ -141,12 +135,7 @@ class HeartbeatConfig:
     every_s: float = 10.0  # least seconds between two renewals
 
     def check(self) -> None:
-        require(
-            self.every_s >= 0,
-            "every_s",
-            f"{self.every_s} is no time",
-            "10.0 is usual; 0.0 writes at every step.",
-        )
+        check_number(self, "10.0 is usual; 0.0 writes at every step.", "every_s", zero=True)
 
 
 @config
@@ -200,12 +189,7 @@ class SamplesConfig:
             "Give texts to begin with, or messages: FILE.",
         )
         check_at_least(self, 1, "every", "max_new_tokens")
-        require(
-            0 <= self.temperature < math.inf,
-            "temperature",
-            f"{self.temperature} is not a number from 0 up",
-            "0.8 is usual; 0 takes the likeliest token.",
-        )
+        check_number(self, "0.8 is usual; 0 takes the likeliest token.", "temperature", zero=True)
 
 
 @config

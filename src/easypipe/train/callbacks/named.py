@@ -40,6 +40,7 @@ from easypipe.train.record import BEST, write_kept
 from easypipe.transforms.chat.conversations import conversations_of
 
 if TYPE_CHECKING:
+    from easypipe.train.model.decoder import Decoder
     from easypipe.train.model.pretrained.save import Seen  # loads jax
     from easypipe.train.model.writing import Writer
 
@@ -365,28 +366,17 @@ class LmEval(Callback):
         """Raises ConfigError where lm-eval is not installed, or several processes would have to
         ask together.
         """
-        import jax
-
         from easypipe.train.model.harness import check_needed
 
         check_needed()
-        require(
-            jax.process_count() == 1,
-            f"{_AT}.lm_eval",
-            "asks a model that lies on one host",
-            "Leave it out, and run `easypipe eval` on the run's folder.",
-        )
+        _check_alone(f"{_AT}.lm_eval", "asks", "eval")
         self.config, self._path = config, folder / "lm_eval.jsonl"
         self._tokenizer, self._seen = known.tokenizer or "", known.seen
 
     def on_init(self, event: TrainEvent) -> None:
-        from easypipe.train.model.decoder import Decoder
-
-        fix = "Name the one that made its tokens."
-        require(self._tokenizer, f"{_AT}.lm_eval", "the run's data names no tokenizer", fix)
-        model = None if event.model is None else event.model()
-        problem = f"cannot ask a {type(model).__name__}"
-        require(isinstance(model, Decoder), f"{_AT}.lm_eval", problem, "Train a ModelConfig.")
+        at = f"{_AT}.lm_eval"
+        require(self._tokenizer, at, *_NO_TOKENIZER)
+        _decoder_of(event, at, "ask")
         self._lines = MetricsFile(self._path, after_step=event.step)
 
     def on_save(self, event: TrainEvent) -> None:
@@ -408,21 +398,9 @@ class Samples(Callback):
         """Raises ConfigError where the data names no tokenizer, or several processes would have to
         write together; SourceError for a file that holds no conversations.
         """
-        import jax
-
         at = f"{_AT}.samples"
-        require(
-            jax.process_count() == 1,
-            at,
-            "writes with a model that lies on one host",
-            "Leave it out, and run `easypipe generate` on the run's folder.",
-        )
-        require(
-            known.tokenizer,
-            at,
-            "the run's data names no tokenizer",
-            "Name the one that made its tokens.",
-        )
+        _check_alone(at, "writes with", "generate")
+        require(known.tokenizer, at, *_NO_TOKENIZER)
         self._conversations = []
         if config.messages is not None:
             path = Path(os.path.expanduser(config.messages))
@@ -433,15 +411,11 @@ class Samples(Callback):
         self._writer: Writer | None = None
 
     def on_init(self, event: TrainEvent) -> None:
-        from easypipe.train.model.decoder import Decoder
         from easypipe.train.model.writing import Loaded, Writer
 
         config, known = self.config, self._known
-        assert event.model is not None
         assert known.seen is not None
-        model = event.model()
-        problem = f"cannot write with a {type(model).__name__}"
-        require(isinstance(model, Decoder), f"{_AT}.samples", problem, "Train a ModelConfig.")
+        model = _decoder_of(event, f"{_AT}.samples", "write with")
         options: Arguments = {
             "max_new_tokens": config.max_new_tokens,
             "temperature": config.temperature,
@@ -473,6 +447,26 @@ class Samples(Callback):
 
 
 _AT = "train.callbacks"
+_NO_TOKENIZER = "the run's data names no tokenizer", "Name the one that made its tokens."
+
+
+def _check_alone(at: str, uses: str, command: str) -> None:
+    """Raises ConfigError where a run has several processes."""
+    import jax
+
+    fix = f"Leave it out, and run `easypipe {command}` on the run's folder."
+    require(jax.process_count() == 1, at, f"{uses} a model that lies on one host", fix)
+
+
+def _decoder_of(event: TrainEvent, at: str, use: str) -> Decoder:
+    """The model of an event. Raises ConfigError for another than a Decoder."""
+    from easypipe.train.model.decoder import Decoder
+
+    model = None if event.model is None else event.model()
+    if not isinstance(model, Decoder):
+        problem = f"cannot {use} a {type(model).__name__}"
+        raise ConfigError(at=at, problem=problem, fix="Train a ModelConfig.")
+    return model
 
 
 def checked_callbacks(given: object) -> tuple[StatefulListener, ...]:

@@ -278,7 +278,7 @@ def _triton(query: Array, key: Array, value: Array, segment_ids: Array, scores: 
 
     where = _Layout(query, key)
     slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
-    first, last = _runs(segment_ids)
+    first, last = runs(segment_ids)
     if scores.window is not None:
         reach = jnp.where(scores.windowed, scores.window, slots.size) - 1
         first, last = jnp.maximum(first, slots - reach), jnp.minimum(last, slots + reach)
@@ -293,7 +293,7 @@ def _triton(query: Array, key: Array, value: Array, segment_ids: Array, scores: 
     )
 
 
-def _runs(segment_ids: Int[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
+def runs(segment_ids: Int[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
     """The first and the last slot of every slot's segment."""
     slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]

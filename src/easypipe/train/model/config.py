@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, fields
 from typing import Literal
 
-from easypipe.core.config import ListOf, config, was_given
+from easypipe.core.config import ListOf, check_at_least, check_number, config, was_given
 from easypipe.core.errors import ConfigError, require
 
 AttentionBackend = Literal["xla", "splash", "triton"]
@@ -28,13 +28,6 @@ _SIZES = (
     "sliding_window",
     "global_every",
     "attention_width",
-)
-_POSITIVE = (
-    "rope_theta",
-    "norm_epsilon",
-    "local_rope_theta",
-    "attention_soft_cap",
-    "logit_soft_cap",
 )
 
 
@@ -69,12 +62,7 @@ class RopeScaling:
             else f"{low} is not between 0 and high_freq_factor {high}",
             "1.0 and 4.0 are usual.",
         )
-        require(
-            self.original_length >= 1,
-            "original_length",
-            f"{self.original_length} is no length",
-            "8192 is usual.",
-        )
+        check_at_least(self, 1, "original_length")
         given, own = asdict(self), {one.name: one.default for one in fields(self)}
         for field in ("low_freq_factor", "high_freq_factor", "original_length"):
             require(
@@ -132,22 +120,11 @@ class ModelConfig:
 
     def check(self) -> None:
         values = asdict(self)
-        for field in _SIZES:
-            require(
-                values[field] is None or values[field] >= 1,
-                field,
-                f"{values[field]} is not a size",
-                "Give at least 1.",
-            )
+        check_at_least(self, 1, *_SIZES)
         self._check_heads()
-        for field in _POSITIVE:
-            usual = "10000.0 and 1e-6 are usual."
-            require(
-                values[field] is None or values[field] > 0,
-                field,
-                f"{values[field]} is not positive",
-                "Leave it out for none." if field.endswith("cap") else usual,
-            )
+        usual = "10000.0 and 1e-6 are usual."
+        check_number(self, usual, "rope_theta", "norm_epsilon", "local_rope_theta")
+        check_number(self, "Leave it out for none.", "attention_soft_cap", "logit_soft_cap")
         require(
             self.attention != "triton" or self.head_width in TRITON_WIDTHS,
             "attention",
@@ -301,13 +278,8 @@ class LoraConfig:
     targets: ListOf[str] = ("*",)
 
     def check(self) -> None:
-        require(self.rank >= 1, "rank", f"{self.rank} is no rank", "8 is usual.")
-        require(
-            0 < self.alpha < math.inf,
-            "alpha",
-            f"{self.alpha} is not a positive number",
-            "Twice the rank is usual.",
-        )
+        check_at_least(self, 1, "rank")
+        check_number(self, "Twice the rank is usual.", "alpha")
         require(
             self.targets,
             "targets",

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from easypipe.core.errors import require
 from easypipe.core.random import fold
 from easypipe.kernels.loss.stats import Layout
-from easypipe.train.model.attention import KVCache, Scores, attend, attend_cached, head_axes
+from easypipe.train.model.attention import KVCache, Scores, attend, attend_cached, head_axes, runs
 from easypipe.train.model.config import ModelConfig, RopeScaling
 from easypipe.train.model.noise import Noise
 from easypipe.train.parallel.config import axes_of
@@ -54,11 +54,10 @@ class Layer(nnx.Module):
         residual = (2 * config.num_layers) ** -0.5
         self.config = config
         self.attention_norm, self.mlp_norm = norm(config, width, rngs), norm(config, width, rngs)
-        self.query = make(width, config.num_heads * head, ("embed", "heads"), bias=config.qkv_bias)
-        self.key = make(width, config.num_kv_heads * head, ("embed", "heads"), bias=config.qkv_bias)
-        self.value = make(
-            width, config.num_kv_heads * head, ("embed", "heads"), bias=config.qkv_bias
-        )
+        project = functools.partial(make, width, axes=("embed", "heads"), bias=config.qkv_bias)
+        self.query = project(config.num_heads * head)
+        self.key = project(config.num_kv_heads * head)
+        self.value = project(config.num_kv_heads * head)
         self.output = make(config.num_heads * head, width, ("heads", "embed"), scale=residual)
         self.gate = make(width, inner, ("embed", "mlp"))
         self.up = make(width, inner, ("embed", "mlp"))
@@ -480,13 +479,7 @@ def check_mesh(config: ModelConfig) -> None:
 
 def positions(segment_ids: Int[Array, "B S"]) -> Int[Array, "B S"]:
     """Place of every slot within its run of equal segment ids, from 0."""
-    index_BS = jnp.broadcast_to(
-        jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape
-    )
-    starts_BS = jnp.pad(
-        segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True
-    )
-    return index_BS - jax.lax.cummax(jnp.where(starts_BS, index_BS, 0), axis=1)
+    return jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - runs(segment_ids)[0]
 
 
 def param_count(model: nnx.Module) -> int:

@@ -5,13 +5,12 @@ optimizers.py makes them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Literal
 
-from easypipe.core.config import ListOf, config
-from easypipe.core.errors import ConfigError, require
+from easypipe.core.config import ListOf, check_at_least, check_number, config
+from easypipe.core.errors import require
 from easypipe.core.values import JsonObject
 
 OptimizerName = Literal[
@@ -74,16 +73,8 @@ _ENDS = ("cosine", "linear", "polynomial", "one_cycle", "wsd")
 _FLAT = ("wsd", "constant", "inverse_sqrt")  # schedules that may cool down at the end
 
 
-def _is_positive(value: float) -> bool:
-    return math.isfinite(value) and value > 0
-
-
-def _is_from_0(value: float) -> bool:
-    return math.isfinite(value) and value >= 0
-
-
 # options · what their values must be · what is said of one that is not, and its cure
-_LIMITS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str, str | None], ...] = (
+_LIMITS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str, str], ...] = (
     (
         ("beta1", "beta2", "beta3", "momentum", "ema_decay"),
         lambda value: 0 <= value < 1,
@@ -91,37 +82,12 @@ _LIMITS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str, str | None],
         "0.9 and 0.95 are usual.",
     ),
     (
-        ("learning_rate", "epsilon", "clip_norm", "gamma", "alpha", "power"),
-        _is_positive,
-        "is not a positive number",
-        None,
-    ),
-    (("weight_decay",), _is_from_0, "is not a number from 0 up", "0.0 turns it off."),
-    (
         ("final_fraction",),
         lambda value: 0 <= value <= 1,
         "is outside [0, 1]",
         "0.0 ends at nothing.",
     ),
     (("decay_rate",), lambda value: 0 < value < 1, "is outside (0, 1)", "0.8 is usual."),
-    (
-        ("warmup_steps", "cooldown_steps"),
-        lambda value: value >= 0,
-        "is too small",
-        "Give at least 0.",
-    ),
-    (
-        ("update_interval", "newton_schulz_steps"),
-        lambda value: value >= 1,
-        "is too small",
-        "Give at least 1.",
-    ),
-    (
-        ("max_precondition_dim",),
-        lambda value: value >= 2,
-        "leaves no matrix",
-        "Give at least 2.",
-    ),
 )
 
 
@@ -139,9 +105,7 @@ class ParameterGroup:
     weight_decay: float | None = None  # None: the optimizer's, on matrices
 
     def check(self) -> None:
-        for name in ("learning_rate_scale", "weight_decay"):
-            value = asdict(self)[name]
-            require(value is None or _is_from_0(value), name, f"{value} is not a number from 0 up")
+        check_number(self, None, "learning_rate_scale", "weight_decay", zero=True)
 
 
 @config
@@ -195,6 +159,11 @@ class OptimizerConfig:
             for name in names:
                 value = values[name]
                 require(value is None or fits(value), name, f"{value} {problem}", fix)
+        check_number(self, None, "learning_rate", "epsilon", "clip_norm", "gamma", "alpha", "power")
+        check_number(self, "0.0 turns it off.", "weight_decay", zero=True)
+        check_at_least(self, 0, "warmup_steps", "cooldown_steps")
+        check_at_least(self, 1, "update_interval", "newton_schulz_steps")
+        check_at_least(self, 2, "max_precondition_dim")
         for option in sorted({key for options in DEFAULTS.values() for key in options}):
             takers = [name for name, options in DEFAULTS.items() if option in options]
             require(
@@ -312,11 +281,10 @@ def cooldown_steps(config: OptimizerConfig, steps: int) -> int:
 def check_warmup(optimizer: OptimizerConfig, steps: int) -> None:
     """Raises ConfigError where warm-up and cool-down leave no step between them."""
     cooling = cooldown_steps(optimizer, steps)
-    if optimizer.warmup_steps + cooling >= steps:
-        cool = f" and {cooling} of cool-down" if cooling else ""
-        raise ConfigError(
-            at="optimizer.warmup_steps",
-            problem=f"{optimizer.warmup_steps} warm-up steps{cool} do not end before the last of "
-            f"{steps} steps",
-            fix=f"Give at most {max(0, steps - 1 - cooling)}.",
-        )
+    cool = f" and {cooling} of cool-down" if cooling else ""
+    require(
+        optimizer.warmup_steps + cooling < steps,
+        "optimizer.warmup_steps",
+        f"{optimizer.warmup_steps} warm-up steps{cool} do not end before the last of {steps} steps",
+        f"Give at most {max(0, steps - 1 - cooling)}.",
+    )

@@ -5,12 +5,13 @@ A configuration is read and checked on machines that only prepare data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Literal, get_args
 
 from easypipe.core.config import check_at_least, config, from_dict
-from easypipe.core.errors import ConfigError, did_you_mean, require
+from easypipe.core.errors import ConfigError, did_you_mean, require, require_known
 from easypipe.core.values import Settings
 
 Axes = str | tuple[str, ...] | None
@@ -110,27 +111,12 @@ class MeshConfig:
 
     def _check_rules(self) -> None:
         for name, axes in self.axis_rules.items():
-            require(
-                name in RULES,
-                f"axis_rules.{name}",
-                f"no dimension of a parameter means {name!r}",
-                did_you_mean(name, tuple(RULES)),
-                have=tuple(RULES),
-            )
+            at = f"axis_rules.{name}"
+            require_known(name, RULES, at, f"no dimension of a parameter means {name!r}")
             for axis in axes_of(axes):
-                require(
-                    axis in MESH_AXES,
-                    f"axis_rules.{name}",
-                    f"no mesh axis named {axis!r}",
-                    did_you_mean(axis, MESH_AXES),
-                    have=MESH_AXES,
-                )
-            require(
-                len(set(axes_of(axes))) == len(axes_of(axes)),
-                f"axis_rules.{name}",
-                f"{axes} names an axis twice",
-                "Name each axis once.",
-            )
+                require_known(axis, MESH_AXES, at, f"no mesh axis named {axis!r}")
+            twice = len(set(axes_of(axes))) < len(axes_of(axes))
+            require(not twice, at, f"{axes} names an axis twice", "Name each axis once.")
         for one, other in _TOGETHER:
             shared = set(axes_of(self.rules[one])) & set(axes_of(self.rules[other]))
             require(
@@ -169,15 +155,13 @@ class DistributedConfig:
             'Write it as "host:port".',
         )
         check_at_least(self, 1, "num_processes", "timeout", "heartbeat")
-        if self.process_id is not None and not 0 <= self.process_id < (
-            self.num_processes or self.process_id + 1
-        ):
-            last = f"to {self.num_processes - 1}" if self.num_processes else "up"
-            raise ConfigError(
-                at="process_id",
-                problem=f"{self.process_id} is not from 0 {last}",
-                fix="Number the processes from 0.",
-            )
+        last = f"to {self.num_processes - 1}" if self.num_processes else "up"
+        require(
+            self.process_id is None or 0 <= self.process_id < (self.num_processes or math.inf),
+            "process_id",
+            f"{self.process_id} is not from 0 {last}",
+            "Number the processes from 0.",
+        )
         given = [self.coordinator_address, self.num_processes, self.process_id]
         require(
             self.enabled or not any(value is not None for value in given),
