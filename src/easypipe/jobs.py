@@ -360,12 +360,12 @@ def with_hold_outs(values: Settings) -> JsonObject:
     if not all(isinstance(one, Mapping) or is_config(type(one)) for one in (data, *sets)):
         return {**values, "eval": {}}  # the data will be refused for what it is
     for i, dataset in enumerate(sets):
-        if _of(dataset, "hold_out") is not None:
-            raise ConfigError(
-                at=f"data.datasets[{i}].hold_out",
-                problem=f"is set by eval.{name}",
-                fix="Leave one of them out.",
-            )
+        require(
+            _of(dataset, "hold_out") is None,
+            f"data.datasets[{i}].hold_out",
+            f"is set by eval.{name}",
+            "Leave one of them out.",
+        )
     own: list[Any] = []
     for i, dataset in enumerate(sets, start=1):
         changes = {

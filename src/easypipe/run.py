@@ -435,16 +435,14 @@ def _check_mesh(run: RunConfig) -> None:
         *((f"eval.{name}", data) for name, data in run.eval.items()),
     ):
         own = data.load.mesh if data.load is not None else None
-        if (
-            own is not None
-            and own != run.train.mesh
-            and (isinstance(run.train.mesh, str) or own != run.train.mesh.given)
-        ):
-            raise ConfigError(
-                at=f"{at}.load.mesh",
-                problem=f"{own}, but training runs on {run.train.mesh}",
-                fix="Leave it out.",
-            )
+        require(
+            own is None
+            or own == run.train.mesh
+            or (not isinstance(run.train.mesh, str) and own == run.train.mesh.given),
+            f"{at}.load.mesh",
+            f"{own}, but training runs on {run.train.mesh}",
+            "Leave it out.",
+        )
 
 
 def with_vocabulary(
@@ -490,13 +488,13 @@ def check_vocabulary(at: str, model: ModelConfig, info: TokenInfo, fix: str) -> 
 
 
 def _same_tokens(at: str, train: TokenInfo, held_out: TokenInfo) -> None:
-    if train.tokenizer_fingerprint != held_out.tokenizer_fingerprint:
-        raise ConfigError(
-            at=at,
-            problem=f"its tokenizer {held_out.tokenizer!r} is not the one of the training data, "
-            f"{train.tokenizer!r}",
-            fix="Leave its tokenizer out, and it takes that of the data.",
-        )
+    require(
+        train.tokenizer_fingerprint == held_out.tokenizer_fingerprint,
+        at,
+        f"its tokenizer {held_out.tokenizer!r} is not the one of the training data, "
+        f"{train.tokenizer!r}",
+        "Leave its tokenizer out, and it takes that of the data.",
+    )
 
 
 def _completed(run: RunConfig) -> RunConfig:

@@ -22,7 +22,7 @@ from easypipe.cache.folder import CONFIGS, CacheFolder, folder_of
 from easypipe.cache.manifest import Manifest, read_manifest
 from easypipe.cache.ranges import read_record
 from easypipe.core import locks, storage
-from easypipe.core.errors import CacheError, ConfigError, EasypipeError, require_known
+from easypipe.core.errors import CacheError, EasypipeError, require, require_known
 from easypipe.core.threads import Threads
 from easypipe.core.tree import Found, files_below
 
@@ -103,10 +103,12 @@ def clear_cache(
     name that is not there, CacheError where somebody prepares in this folder.
     """
     folder = folder_of(cache_dir)
-    if older_than_days is not None and older_than_days < 0:
-        raise ConfigError(
-            at="--older-than", problem=f"{older_than_days} days are no age", fix="Give 0 or more."
-        )
+    require(
+        older_than_days is None or older_than_days >= 0,
+        "--older-than",
+        f"{older_than_days} days are no age",
+        "Give 0 or more.",
+    )
     if not folder.remote and not folder.local.is_dir():
         return Cleared(removed=(), kept=(), files=0, num_bytes=0)
     with _alone(folder):

@@ -20,7 +20,7 @@ from easypipe.cli.arguments import Overrides
 from easypipe.cli.keys import SCHEMA
 from easypipe.cli.show import console, say
 from easypipe.cli.train import load, run_training, show_result
-from easypipe.core.errors import ConfigError, SourceError, require
+from easypipe.core.errors import SourceError, require
 
 # The project folder of the quickstart: text of the standard library, a config, a README.
 #
@@ -91,12 +91,12 @@ def write_project(folder: Path) -> bool:
             for path in folder.iterdir()
             if path.name not in ours and not path.name.startswith(storage.TEMPORARY)
         )
-        if foreign:
-            raise ConfigError(
-                at=str(folder),
-                problem=f"is not empty: {', '.join(foreign[:5])}",
-                fix="Choose another folder with --output-dir.",
-            )
+        require(
+            not foreign,
+            str(folder),
+            f"is not empty: {', '.join(foreign[:5])}",
+            "Choose another folder with --output-dir.",
+        )
         storage.sweep(folder)
     modules = list(standard_library())
     train = [module for module in modules if not module.held_out]

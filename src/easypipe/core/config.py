@@ -147,10 +147,12 @@ def check_at_least(owner: object, least: int, *names: str) -> None:
     options = fields_of(owner)
     for name in names:
         value = options[name]
-        if value is not None and value < least:
-            raise ConfigError(
-                at=name, problem=f"{value} is too small", fix=f"Give at least {least}."
-            )
+        require(
+            value is None or value >= least,
+            name,
+            f"{value} is too small",
+            f"Give at least {least}.",
+        )
 
 
 def check_number(owner: object, fix: str | None, *names: str, zero: bool = False) -> None:
@@ -396,12 +398,12 @@ def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
     result = json.loads(json.dumps(values, default=str))
     for override in overrides:
         path, equals, text = override.partition("=")
-        if not equals or not path:
-            raise ConfigError(
-                at=override,
-                problem="not of the form key.path=value",
-                fix="Write --set train.steps=100.",
-            )
+        require(
+            equals and path,
+            override,
+            "not of the form key.path=value",
+            "Write --set train.steps=100.",
+        )
         try:
             value = _read_yaml(text)
         except yaml.YAMLError as error:
@@ -414,8 +416,12 @@ def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
             last = depth == len(keys) - 1
             here = ".".join(keys[: depth + 1])
             if isinstance(node, list):
-                if not key.isdecimal() or int(key) >= len(node):
-                    raise ConfigError(at=here, problem=f"no item {key!r}", have=range(len(node)))
+                require(
+                    key.isdecimal() and int(key) < len(node),
+                    here,
+                    f"no item {key!r}",
+                    have=range(len(node)),
+                )
                 index: Any = int(key)
             elif isinstance(node, dict):
                 index = key

@@ -75,10 +75,12 @@ def find_function(name: str, at: str) -> Callable[[Any], Any]:
     there.
     """
     module_name, colon, path = name.partition(":")
-    if not colon or not module_name or not path:
-        raise ConfigError(
-            at=at, problem=f"{name!r} names no function", fix='Write "module:function".'
-        )
+    require(
+        colon and module_name and path,
+        at,
+        f"{name!r} names no function",
+        'Write "module:function".',
+    )
     with raising(
         ConfigError,
         at,

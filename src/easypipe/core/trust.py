@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 from urllib.parse import urlsplit
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, require
 from easypipe.core.values import Settings
 
 HUB = "https://huggingface.co"
@@ -35,12 +35,12 @@ def trust_endpoint(url: str) -> None:
     """From now on this process, and those that it starts, send the machine's credentials to the
     server of `url`. Raises ConfigError where it is no URL."""
     scheme, host = _origin(url)[:2]
-    if scheme not in ("http", "https") or not host:
-        raise ConfigError(
-            at="trust_endpoint",
-            problem=f"{url!r} is no URL of a web server",
-            fix="Write https://host.",
-        )
+    require(
+        scheme in ("http", "https") and host,
+        "trust_endpoint",
+        f"{url!r} is no URL of a web server",
+        "Write https://host.",
+    )
     os.environ[TRUSTED] = f"{os.environ.get(TRUSTED, '')} {url}".strip()
 
 
@@ -81,12 +81,12 @@ def hub_token(
 
 def require_private(url: str, at: str) -> None:
     """Raises ConfigError where what is sent to `url` can be read on the way."""
-    if not _private(url):
-        raise ConfigError(
-            at=at,
-            problem=f"secrets are not sent to {_shown(url)} over plain http",
-            fix="Use https; http will do for this machine alone.",
-        )
+    require(
+        _private(url),
+        at,
+        f"secrets are not sent to {_shown(url)} over plain http",
+        "Use https; http will do for this machine alone.",
+    )
 
 
 def require_trusted_storage(options: Settings, at: str) -> None:

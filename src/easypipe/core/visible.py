@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 
 # control, format and surrogate characters; separators of lines and paragraphs
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -18,3 +19,18 @@ def visible(text: str, *, keep: str = "") -> str:
         c if c in keep or unicodedata.category(c) not in _UNSEEN else f"\\u{{{ord(c):x}}}"
         for c in text
     )
+
+
+def bytes_text(count: float) -> str:
+    """`312 MB`: three digits, in units of 1000."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.4g} TB"
+
+
+def first_of(names: Sequence[str], most: int = 8, between: str = ", ") -> str:
+    """The first few in one line, and how many there are besides."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return between.join(names[:most]) + more

@@ -176,13 +176,13 @@ def _of_split(
     paths = data if isinstance(data, str) else list(map(os.fspath, data))
     every, notes = _in_files(paths, None if type is None else READERS.get(type, type), look)
     found = [candidate for candidate in every if split in (None, candidate.split)]
-    if not found:
-        raise ConfigError(
-            at="split",
-            problem=f"nothing here is called {split!r}",
-            have=dict.fromkeys(candidate.split for candidate in every),
-            fix="Leave split out to see what there is.",
-        )
+    require(
+        found,
+        "split",
+        f"nothing here is called {split!r}",
+        "Leave split out to see what there is.",
+        have=dict.fromkeys(candidate.split for candidate in every),
+    )
     return found, notes
 
 
@@ -276,13 +276,13 @@ def _on_hub(dataset: DatasetConfig) -> tuple[list[Candidate], list[str]]:
         for part, chosen in splits.items()
         if subset in (None, config) and split in (None, part)
     ]
-    if not found:
-        raise ConfigError(
-            at=hub.at,
-            problem=f"no part {'/'.join(filter(None, (subset, split)))!r}",
-            have=[f"{config}/{part}" for config, splits in every.items() for part in splits],
-            fix="Name one of these.",
-        )
+    require(
+        found,
+        hub.at,
+        f"no part {'/'.join(filter(None, (subset, split)))!r}",
+        "Name one of these.",
+        have=[f"{config}/{part}" for config, splits in every.items() for part in splits],
+    )
     return found, [f"commit {listing.commit}"]
 
 

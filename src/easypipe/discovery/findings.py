@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.values import JsonObject, JsonValue, Row, Settings
-from easypipe.core.visible import visible
+from easypipe.core.visible import bytes_text, visible
 from easypipe.discovery.proposal import Proposal, propose, try_rows
 from easypipe.transforms.columns.kinds import Kind
 
@@ -227,12 +227,3 @@ def short_type(text: str) -> str:
         .replace("element: ", "")
     )
     return text if len(text) <= SHOWN_TYPE else text[:SHOWN_TYPE] + "…"
-
-
-def bytes_text(count: int) -> str:
-    size = float(count)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

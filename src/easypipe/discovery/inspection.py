@@ -16,7 +16,8 @@ from easypipe.core.remote import StorageOptions
 from easypipe.core.schema import data_columns, without_row_numbers
 from easypipe.core.threads import Threads
 from easypipe.core.values import Arguments, Row, Settings
-from easypipe.discovery.findings import Column, Part, bytes_text
+from easypipe.core.visible import bytes_text
+from easypipe.discovery.findings import Column, Part
 from easypipe.save.saved import SavedManifest
 from easypipe.sources.base import FileSource
 from easypipe.sources.external.token_files import TokenFilesConfig

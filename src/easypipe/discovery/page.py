@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from easypipe.core.errors import ConfigError
 from easypipe.core.pages import Section, page_of
 from easypipe.core.values import JsonValue
-from easypipe.discovery.findings import Discovery, Part, bytes_text, short_type, shown_value
+from easypipe.core.visible import bytes_text
+from easypipe.discovery.findings import Discovery, Part, short_type, shown_value
 from easypipe.discovery.proposal import Proposal
 
 

@@ -219,13 +219,13 @@ def propose(
     )
     _check_roles(part.name, found, roles or {})
     trial = try_rows(found, part.rows, roles)
-    if trial.failed:
-        raise ConfigError(
-            at=part.name,
-            problem=f"{TITLES[found.name]} by their columns "
-            f"({', '.join(choice.column for choice in found.choices)}), but {trial}",
-            fix="Decide otherwise (kind=, columns=), or change the rows with format_callback.",
-        )
+    require(
+        not trial.failed,
+        part.name,
+        f"{TITLES[found.name]} by their columns "
+        f"({', '.join(choice.column for choice in found.choices)}), but {trial}",
+        "Decide otherwise (kind=, columns=), or change the rows with format_callback.",
+    )
     return Proposal(
         kind=found,
         fields={**part.reads, **_fields(found, roles, part.rows)},

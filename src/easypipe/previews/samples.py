@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from easypipe.core.aligned import DESIRABLE
 from easypipe.core.config import from_dict, load_yaml
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import require
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.core.values import Arguments, Settings
 from easypipe.jobs import chain
@@ -56,12 +56,12 @@ def preview(
     Raises:
         ConfigError: If `n` is not valid; and what the pipeline raises.
     """
-    if n < 1 or first_rows < 1:
-        raise ConfigError(
-            at="n" if n < 1 else "first_rows",
-            problem=f"{min(n, first_rows)} show nothing",
-            fix="Give at least 1.",
-        )
+    require(
+        n >= 1 and first_rows >= 1,
+        "n" if n < 1 else "first_rows",
+        f"{min(n, first_rows)} show nothing",
+        "Give at least 1.",
+    )
     with tempfile.TemporaryDirectory(prefix="easypipe-preview-") as folder:
         if isinstance(config, Pipeline):
             pipeline = Pipeline(

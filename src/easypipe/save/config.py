@@ -71,13 +71,13 @@ class SaveStageConfig:
     hub_revision: str | None = None
 
     def check(self) -> None:
-        if codec_of(self) not in CODECS[self.format]:
-            raise ConfigError(
-                at="compression",
-                problem=f"{self.format} files cannot be compressed with {self.compression}",
-                have=CODECS[self.format],
-                fix="Choose one of these.",
-            )
+        require(
+            codec_of(self) in CODECS[self.format],
+            "compression",
+            f"{self.format} files cannot be compressed with {self.compression}",
+            "Choose one of these.",
+            have=CODECS[self.format],
+        )
         max_bytes_of(self)  # says so where it is no size
         repo, branch = self.hub_repo_id, self.hub_revision
         for wrong, at, problem, fix in (

@@ -14,6 +14,7 @@ from easypipe.core.checked import (
 )
 from easypipe.core.errors import CacheError, ConfigError, require
 from easypipe.core.remote import StorageOptions
+from easypipe.core.visible import first_of
 from easypipe.save.saved import MANIFEST, SavedManifest, SavedShard, join, read_manifest
 
 RUN = "_easypipe-run.json"
@@ -172,8 +173,7 @@ def _held(
         )
     if claim is not None:
         return f"holds an unfinished run of something else (fingerprint {claim.fingerprint[:8]})"
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"is not empty: {', '.join(names[:5])}{more}"
+    return f"is not empty: {first_of(names, 5)}"
 
 
 def open_run(

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from easypipe.core.errors import ConfigError, require
+from easypipe.core.errors import require
 from easypipe.core.protocols import Scan, Shard, ShardedSource, info_of, scan
 from easypipe.core.schema import row_numbers
 from easypipe.core.values import Int64
@@ -75,12 +75,12 @@ def plan_shards(
             columns.
     """
     total = count_rows(source.shards)
-    if num_shards is not None and num_shards > max(1, total):
-        raise ConfigError(
-            at="save.num_shards",
-            problem=f"{num_shards} shards for {total} rows",
-            fix=f"Ask for at most {max(1, total)}.",
-        )
+    require(
+        num_shards is None or num_shards <= max(1, total),
+        "save.num_shards",
+        f"{num_shards} shards for {total} rows",
+        f"Ask for at most {max(1, total)}.",
+    )
     if max_bytes is None:
         if num_shards is not None:
             return np.arange(num_shards + 1, dtype=np.int64) * total // num_shards, "num_shards"
@@ -232,13 +232,13 @@ class DiskSizes:
             ConfigError: `max_bytes` is too little for a file of this format.
         """
         least = LEAST_FILES * self.empty
-        if max_bytes < least:
-            raise ConfigError(
-                at="save.max_shard_size",
-                problem=f"{max_bytes:,} bytes: a {self.format} file of these columns takes "
-                f"{self.empty:,} without any row",
-                fix=f"Give at least {least:,}.",
-            )
+        require(
+            max_bytes >= least,
+            "save.max_shard_size",
+            f"{max_bytes:,} bytes: a {self.format} file of these columns takes "
+            f"{self.empty:,} without any row",
+            f"Give at least {least:,}.",
+        )
         taken, known = [0.0], [0]
 
         def note(row: int, num_bytes: float) -> None:

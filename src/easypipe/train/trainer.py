@@ -21,6 +21,7 @@ from easypipe.core.config import to_dict
 from easypipe.core.errors import EasypipeError, StateError, TrainError
 from easypipe.core.protocols import BatchLoader
 from easypipe.core.values import Arguments, Json
+from easypipe.core.visible import first_of
 from easypipe.train import state as states
 from easypipe.train.checkpoint.checkpoint import Checkpoints, DamagedCheckpoint
 from easypipe.train.checkpoint.differences import differences, listed
@@ -38,7 +39,6 @@ from easypipe.train.engine import Batch, Engine
 from easypipe.train.events import Control, StatefulListener
 from easypipe.train.metrics.devices import out_of_memory
 from easypipe.train.metrics.log import METRICS, ROLLBACKS, MetricsFile, Record
-from easypipe.train.model.pretrained.files import short
 from easypipe.train.model.pretrained.save import Seen, save_pretrained
 from easypipe.train.parallel.mesh import place_batch
 from easypipe.train.record import (
@@ -386,7 +386,7 @@ class _Run:
         if others := sorted(name for name in before if trainer.frozen.get(name) != before[name]):
             raise StateError(
                 at=str(at),
-                problem=f"has adapters of other weights: {short(others)} differ",
+                problem=f"has adapters of other weights: {first_of(others)} differ",
                 fix="Train the model that they belong to, or give another train.output_dir.",
             )
         trainer.seen = trainer.seen.longer(Seen.recorded(saved).max_length)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import did_you_mean, require
 from easypipe.kernels.loss import choice
 from easypipe.kernels.loss.choice import (
     FAVOURITES,
@@ -133,8 +133,7 @@ def checked(request: Request) -> Call:
     problems = [*_shapes(request), *_numbers(request), *_names(request), *_mesh(request)]
     if not problems:  # what follows needs shapes and names that are right
         problems = [*_labels(request), *_runs(request)]
-    if problems:
-        raise ConfigError(at=request.at, problem="; ".join(problems))
+    require(not problems, request.at, "; ".join(problems))
     return _call(request)
 
 

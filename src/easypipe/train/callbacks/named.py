@@ -529,7 +529,7 @@ def make_callbacks(
         if config.wandb is not None:
             made["wandb"] = Wandb(config.wandb, folder, run_config)
         if config.trackio is not None:
-            made["trackio"] = Trackio(config.trackio, run_config)
+            made["trackio"] = Trackio(config.trackio, folder, run_config)
         if config.mlflow is not None:
             made["mlflow"] = Mlflow(config.mlflow, folder, run_config)
         if config.profile is not None:

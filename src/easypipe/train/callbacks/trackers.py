@@ -8,12 +8,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 from easypipe.core.errors import ConfigError, raising
 from easypipe.core.values import Json
 from easypipe.train.callbacks.config import MlflowConfig, TrackioConfig, WandbConfig
 from easypipe.train.events import Callback, TrainEvent
+
+Config = TypeVar("Config", WandbConfig, TrackioConfig, MlflowConfig)
 
 
 def installed(name: str, package: str) -> ModuleType:
@@ -34,13 +36,19 @@ def flat(record: Json, under: str = "") -> dict[str, float]:
     return found
 
 
-class Tracker(Callback):
+class Tracker(Callback, Generic[Config]):
     """A run that goes on from a checkpoint goes on in the same run of the service. Lines written
     twice do no harm: their steps tell.
     """
 
+    name: ClassVar[str]  # of the service, and of its package
     id: str | None = None  # of the run in the service
     _run: Any = None  # None: it has not begun, or has ended
+
+    def __init__(self, config: Config, folder: Path, run_config: Json) -> None:
+        """Raises ConfigError where the package is not installed."""
+        self._service = installed(self.name, self.name)
+        self.config, self._folder, self._run_config = config, folder, dict(run_config)
 
     def send(self, step: int, values: dict[str, float]) -> None:
         raise NotImplementedError
@@ -71,10 +79,8 @@ class Tracker(Callback):
             self._run = None
 
 
-class Wandb(Tracker):
-    def __init__(self, config: WandbConfig, folder: Path, run_config: Json) -> None:
-        self._wandb = installed("wandb", "wandb")
-        self.config, self._folder, self._run_config = config, folder, dict(run_config)
+class Wandb(Tracker[WandbConfig]):
+    name = "wandb"
 
     def on_init(self, event: TrainEvent) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -83,9 +89,9 @@ class Wandb(Tracker):
             "train.callbacks.wandb",
             "W&B does not begin",
             "Run `wandb login`, or set train.callbacks.wandb.mode to offline.",
-            self._wandb.Error,
+            self._service.Error,
         ):
-            self._run = self._wandb.init(
+            self._run = self._service.init(
                 project=self.config.project,
                 entity=self.config.entity,
                 name=self.config.name,
@@ -94,7 +100,7 @@ class Wandb(Tracker):
                 resume="allow" if self.id is not None and self.config.mode == "online" else None,
                 dir=str(self._folder),
                 config=self._run_config,
-                settings=self._wandb.Settings(console="off", save_code=False, silent=True),
+                settings=self._service.Settings(console="off", save_code=False, silent=True),
             )
         self.id = self._run.id
         self._run.define_metric("*", step_metric="step")
@@ -106,15 +112,13 @@ class Wandb(Tracker):
         self._run.finish(exit_code=int(failed))
 
 
-class Trackio(Tracker):
+class Trackio(Tracker[TrackioConfig]):
     """Its runs are told apart by their names."""
 
-    def __init__(self, config: TrackioConfig, run_config: Json) -> None:
-        self._trackio = installed("trackio", "trackio")
-        self.config, self._run_config = config, dict(run_config)
+    name = "trackio"
 
     def on_init(self, event: TrainEvent) -> None:
-        self._run = self._trackio.init(
+        self._run = self._service.init(
             project=self.config.project,
             name=self.id or self.config.name,
             config=self._run_config,
@@ -130,10 +134,8 @@ class Trackio(Tracker):
         self._run.finish()
 
 
-class Mlflow(Tracker):
-    def __init__(self, config: MlflowConfig, folder: Path, run_config: Json) -> None:
-        self._mlflow = installed("mlflow", "mlflow")
-        self.config, self._folder, self._run_config = config, folder, dict(run_config)
+class Mlflow(Tracker[MlflowConfig]):
+    name = "mlflow"
 
     def on_init(self, event: TrainEvent) -> None:
         at = "train.callbacks.mlflow"
@@ -143,9 +145,9 @@ class Mlflow(Tracker):
             self._folder.mkdir(parents=True, exist_ok=True)
             where = f"sqlite:///{self._folder.absolute()}/mlflow.db"
             files = (self._folder.absolute() / "mlflow").as_uri()
-        fix, error = "Check tracking_uri.", self._mlflow.exceptions.MlflowException
+        fix, error = "Check tracking_uri.", self._service.exceptions.MlflowException
         with raising(ConfigError, at, "MLflow does not begin", fix, error):
-            client = self._mlflow.MlflowClient(tracking_uri=where)
+            client = self._service.MlflowClient(tracking_uri=where)
             if self.id is None:
                 found = client.get_experiment_by_name(self.config.experiment)
                 experiment = (
@@ -160,7 +162,7 @@ class Mlflow(Tracker):
         self._run = client
 
     def send(self, step: int, values: dict[str, float]) -> None:
-        made, now = self._mlflow.entities.Metric, int(time.time() * 1000)
+        made, now = self._service.entities.Metric, int(time.time() * 1000)
         metrics = [made(name, value, now, step) for name, value in values.items()]
         self._run.log_batch(self.id, metrics=metrics)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from easypipe.core.values import JsonValue
+from easypipe.core.visible import first_of
 
 _ABSENT = "\0 nothing"  # which no text of YAML can be
 
@@ -43,11 +44,10 @@ def key_paths(values: JsonValue, at: str = "") -> Iterator[str]:
         yield from key_paths(value, _path(at, key))
 
 
-def listed(unlike: Mapping[str, str], most: int = 8) -> str:
+def listed(unlike: Mapping[str, str]) -> str:
     """What `differences` found, in one line."""
     lines = [f"{path}: {difference}" for path, difference in unlike.items()]
-    more = f"; and {len(lines) - most} more" if len(lines) > most else ""
-    return "; ".join(lines[:most]) + more
+    return first_of(lines, between="; ")
 
 
 def _sections(value: JsonValue) -> Mapping[str, JsonValue] | None:

@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from easypipe.core.errors import TrainError
+from easypipe.core.visible import bytes_text
 from easypipe.train.config import TrainingConfig
 from easypipe.train.model.config import ModelConfig
 from easypipe.train.optim.optimizers import Optimizer
@@ -91,11 +92,17 @@ def out_of_memory(
     state, mesh = abstract_state(layout, optimizer), layout.mesh
     parts = {"parameters": state.params, "optimizer": state.optimizer, "other state": state.rest}
     held = ", ".join(
-        f"{name} {_size(on_device(tree))}" for name, tree in parts.items() if jax.tree.leaves(tree)
+        f"{name} {bytes_text(on_device(tree))}"
+        for name, tree in parts.items()
+        if jax.tree.leaves(tree)
     )
     limit = (mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
     wanted = re.search(r"allocat\w* (?:of )?(\d+) bytes|allocate ([\d.]+ ?\w?i?B)", text)
-    asked = "" if wanted is None else f" ({wanted[2] or _size(int(wanted[1]))} more were asked for)"
+    asked = (
+        ""
+        if wanted is None
+        else f" ({wanted[2] or bytes_text(int(wanted[1]))} more were asked for)"
+    )
     changes = "; ".join(advice(model, config, mesh, batch_size))
     fix = (
         f"What helps, what costs least first: {changes}. `easypipe plan CONFIG --topology ...` "
@@ -103,9 +110,9 @@ def out_of_memory(
     )
     return TrainError(
         at=f"step {max(1, step)}",
-        problem=f"a device{'' if limit is None else f' of {_size(limit)}'} is out of "
+        problem=f"a device{'' if limit is None else f' of {bytes_text(limit)}'} is out of "
         f"memory{asked}: it holds {held}; "
-        f"a step adds gradients, {_size(on_device(state.params))} or more, and activations",
+        f"a step adds gradients, {bytes_text(on_device(state.params))} or more, and activations",
         fix=fix,
     )
 
@@ -165,11 +172,3 @@ def on_device(tree: Any, itemsize: int | None = None) -> int:
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * (itemsize or leaf.dtype.itemsize)
         for leaf in leaves
     )
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.4g} TB"

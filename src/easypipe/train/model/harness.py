@@ -25,7 +25,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from easypipe.core.errors import ConfigError, did_you_mean, raising, require
+from easypipe.core.errors import ConfigError, did_you_mean, raising, require, require_known
 from easypipe.core.values import Arguments, JsonObject
 from easypipe.train.callbacks.config import LmEvalConfig
 from easypipe.train.model.decoder import Decoder
@@ -236,12 +236,12 @@ class HarnessModel:
         given = [options.pop(name) for name in _LENGTHS if name in options]
         new = int(given[0]) if given else MAX_NEW_TOKENS
         room = self.asked.max_length - new
-        if room < 1:
-            raise ConfigError(
-                at="tasks",
-                problem=f"{new} new tokens leave no room in the {room + new} that the model sees",
-                fix="Give a longer max_length, or max_gen_toks to the task.",
-            )
+        require(
+            room >= 1,
+            "tasks",
+            f"{new} new tokens leave no room in the {room + new} that the model sees",
+            "Give a longer max_length, or max_gen_toks to the task.",
+        )
         lines = generate(
             self.asked.model,
             [prompt[-room:] for prompt in prompts],
@@ -269,15 +269,9 @@ def _taken(text: str | Refused) -> str:
 
 def _sampling(options: JsonObject) -> Arguments:
     """Options of `generate`. Raises ConfigError for one that it does not have."""
-    known = {"do_sample", "temperature", *_SAMPLING}
+    known = sorted({"do_sample", "temperature", *_SAMPLING})
     for name in options:
-        if name not in known:
-            raise ConfigError(
-                at=f"generation_kwargs.{name}",
-                problem="is no option of generate",
-                have=sorted(known),
-                fix=did_you_mean(name, known),
-            )
+        require_known(name, known, f"generation_kwargs.{name}", "is no option of generate")
     temperature = float(options.get("temperature") or 0.0)
     if options.get("do_sample") and not temperature:
         temperature = 1.0

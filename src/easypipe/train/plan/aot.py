@@ -23,6 +23,7 @@ from easypipe.core.aligned import DESIRABLE
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.core.values import JsonObject
+from easypipe.core.visible import bytes_text
 from easypipe.train import state as states
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.checks import MANY_STEPS, Shapes
@@ -439,17 +440,17 @@ def _collectives(plan: StepPlan) -> str:
         return "" if plan.memory.fits is False else "collectives: none"
     total = sum(one.sent for one in plan.collectives)
     lines = [
-        f"collectives of a step: a device sends {_size(total)}",
+        f"collectives of a step: a device sends {bytes_text(total)}",
         f"  {'kind':<20}{'times':>7}{'among':>7}{'each':>10}{'sent':>10}  of",
     ]
     lines += [
-        f"  {one.kind:<20}{one.times:>7}{one.devices:>7}{_size(one.size):>10}{_size(one.sent):>10} "
-        f" {one.shape}"
+        f"  {one.kind:<20}{one.times:>7}{one.devices:>7}{bytes_text(one.size):>10}"
+        f"{bytes_text(one.sent):>10}  {one.shape}"
         for one in plan.collectives[:_SHOWN]
     ]
     rest = plan.collectives[_SHOWN:]
     if rest:
-        sent = _size(sum(one.sent for one in rest))
+        sent = bytes_text(sum(one.sent for one in rest))
         lines.append(f"  {'others':<20}{sum(one.times for one in rest):>7}{'':>17}{sent:>10}")
     return "\n".join(lines)
 
@@ -484,14 +485,6 @@ def _speed(plan: StepPlan) -> str:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"
 
 
 def _seconds(seconds: float) -> str:

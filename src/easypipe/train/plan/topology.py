@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from easypipe.core.errors import ConfigError, did_you_mean, require
+from easypipe.core.errors import ConfigError, require, require_known
 from easypipe.train.metrics.devices import known_device
 
 
@@ -76,13 +76,7 @@ def topology(name: str) -> Topology:
     """
     kind, _, shape = name.strip().lower().partition(":")
     example = _EXAMPLES.get(kind, "")
-    require(
-        kind in _EXAMPLES,
-        "topology",
-        f"no kind of device named {kind!r}",
-        did_you_mean(kind, list(_EXAMPLES)),
-        have=_EXAMPLES,
-    )
+    require_known(kind, _EXAMPLES, "topology", f"no kind of device named {kind!r}")
     require(
         re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", shape) is not None,
         "topology",

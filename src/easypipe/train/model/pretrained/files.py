@@ -16,6 +16,7 @@ from easypipe.core.errors import MissingFileError, SourceError, StateError, near
 from easypipe.core.reachable import hub_unreachable, near_here
 from easypipe.core.trust import hub_token
 from easypipe.core.values import JsonObject
+from easypipe.core.visible import first_of
 
 WEIGHTS, INDEX, CONFIG, GENERATION = (
     "model.safetensors",
@@ -186,7 +187,8 @@ class WeightFiles(Closeable):
             if missing:
                 raise StateError(
                     at=str(folder / INDEX),
-                    problem=f"names tensors that its files do not hold: {short(sorted(missing))}",
+                    problem="names tensors that its files do not hold: "
+                    + first_of(sorted(missing)),
                     fix=again,
                 )
             self._stack = opening.pop_all()
@@ -275,12 +277,7 @@ def unlike(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> dict[str,
 
 def in_words(kinds: Mapping[str, list[str]]) -> str:
     """Of what `unlike` gave, the kinds that there are."""
-    return "; ".join(f"{kind}: {short(names)}" for kind, names in kinds.items() if names)
-
-
-def short(names: list[str], most: int = 8) -> str:
-    """The first few names, and how many there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return "; ".join(f"{kind}: {first_of(names)}" for kind, names in kinds.items() if names)
 
 
 def read_json(path: Path) -> JsonObject:

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, StateError, require
 from easypipe.core.values import JsonObject
+from easypipe.core.visible import first_of
 from easypipe.train import state as states
 from easypipe.train.losses.loss import call_names
 from easypipe.train.model.classifier import Classifier
@@ -40,7 +41,6 @@ from easypipe.train.model.pretrained.files import (
     in_words,
     model_folder,
     read_config,
-    short,
     unlike,
 )
 from easypipe.train.optim.optimizers import Optimizer
@@ -208,7 +208,7 @@ def _check(
     }
     others = unlike(shapes, found)
     wrong = others.pop("wrong")
-    problem = f"shapes do not follow from config.json: {short(wrong)}"
+    problem = f"shapes do not follow from config.json: {first_of(wrong)}"
     if any(others.values()):
         problem = f"weights are not those of its config.json; {in_words(others)}"
     if wrong or any(others.values()):

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from easypipe.core.errors import ConfigError, MissingFileError, StateError, raising, require
 from easypipe.core.storage import json_bytes
 from easypipe.core.values import JsonValue
+from easypipe.core.visible import first_of
 from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.lora import adapters, add_lora
@@ -24,7 +25,6 @@ from easypipe.train.model.pretrained.files import (
     in_words,
     read_json,
     reading,
-    short,
     unlike,
 )
 from easypipe.train.model.pretrained.save import new_folder
@@ -165,5 +165,5 @@ def _targets(tensors: Iterable[str], file: Path) -> tuple[str, ...]:
     unexpected = sorted(parsed.keys() - places.keys())
     if unexpected or not parsed:
         problem = "adapters that this decoder has no place for: "
-        raise StateError(at=str(file), problem=problem + (short(unexpected) or "none at all"))
+        raise StateError(at=str(file), problem=problem + (first_of(unexpected) or "none at all"))
     return tuple(sorted(set(places.values())))
