@@ -146,7 +146,7 @@ FAULTS = [
     fault("an alias wins over the option that it stands for", "core/config.py", "tests/core/test_config.py -k alias",
           "if alias in changes and head not in changes:", "if alias in changes:"),
     fault("the least value is too small", "core/config.py", "tests/core/test_config.py -k least",
-          "if value is not None and value < least:", "if value is not None and value <= least:"),
+          "value is None or value >= least,", "value is None or value > least,"),
     fault("what is 0 is nothing of an object", "core/values.py", "tests/core/test_protocols.py -k nothing",
           "(value for value in found if value is not None)", "(value for value in found if value)"),
     fault("a manifest of other tokens stays in the bucket", "cache/folder.py", "tests/stages/test_remote_cache.py -k first_manifest",
