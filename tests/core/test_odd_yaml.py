@@ -9,8 +9,9 @@ import pytest
 
 from easypipe import LoadStageConfig, TokenizerConfig
 from easypipe.cli import main
-from easypipe.core.config import MOST_REPEATED, apply_overrides, load_yaml
+from easypipe.core.config import apply_overrides, load_yaml
 from easypipe.core.errors import ConfigError
+from easypipe.core.safe_yaml import MOST_REPEATED
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{c}: &{c} [{','.join([f'*{chr(ord(c) - 1)}'] * 9)}]\n" for c in "bcdefghij"

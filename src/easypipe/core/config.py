@@ -41,6 +41,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from easypipe.core.errors import ConfigError, did_you_mean, place, require
 from easypipe.core.foreign_names import ours
+from easypipe.core.safe_yaml import read_yaml, wrong_yaml
 from easypipe.core.trust import require_trusted_storage
 from easypipe.core.values import Arguments, JsonObject, Settings
 
@@ -61,8 +62,6 @@ else:
 
 # the names of the options that a config was made with, by its id, while it lives
 _made_with: dict[int, frozenset[str]] = {}
-# Of a YAML file: how deep it may be nested, and how many values its aliases may repeat
-DEEPEST, MOST_REPEATED = 100, 100_000
 CODE_KEYS = ("format_callback",)  # keys whose values are called
 _code_allowed = contextvars.ContextVar("easypipe_code_allowed", default=False)
 
@@ -327,9 +326,9 @@ def load_yaml(path: str | Path) -> JsonObject:
 
 def parse_yaml(text: str, at: str) -> JsonObject:
     try:
-        values = _read_yaml(text)
+        values = read_yaml(text)
     except yaml.YAMLError as error:
-        line, why = _wrong_yaml(error, text)
+        line, why = wrong_yaml(error, text)
         raise ConfigError(
             at=place(at, line=line), problem=f"not valid YAML: {why}", fix="Correct that line."
         ) from None
@@ -341,18 +340,6 @@ def parse_yaml(text: str, at: str) -> JsonObject:
     )
     require_harmless(values, "")
     return values
-
-
-def _wrong_yaml(error: yaml.YAMLError, text: str) -> tuple[int | None, str]:
-    """The line of a complaint, counted from 1, and its words."""
-    if isinstance(error, yaml.reader.ReaderError):
-        line = text.count("\n", 0, error.position) + 1
-        return line, f"unacceptable character #x{error.character:04x}: {error.reason}"
-    if not isinstance(error, yaml.MarkedYAMLError):
-        return None, str(error)
-    mark = error.problem_mark or error.context_mark
-    words = [str(part) for part in (error.context, error.problem) if part]
-    return None if mark is None else mark.line + 1, ", ".join(words)
 
 
 @contextlib.contextmanager
@@ -405,9 +392,9 @@ def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
             "Write --set train.steps=100.",
         )
         try:
-            value = _read_yaml(text)
+            value = read_yaml(text)
         except yaml.YAMLError as error:
-            _, why = _wrong_yaml(error, text)
+            _, why = wrong_yaml(error, text)
             problem = f"{text!a} is not a YAML value: {why}"
             raise ConfigError(at=path, problem=problem, fix="Quote it: 'key=\"text\"'.") from None
         node: Any = result
@@ -592,79 +579,3 @@ def _is_union(hint: Any) -> bool:
 
 def _lower(message: str) -> str:
     return message[:1].lower() + message[1:]
-
-
-def _read_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_SafeLoader)  # noqa: S506  (what yaml.safe_load does, with duplicate keys refused)
-
-
-class _SafeLoader(yaml.SafeLoader):
-    """Every complaint is a YAMLError that names its line, and no small file grows into a large
-    one."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.depth = self.composed = self.repeated = 0  # in nodes
-        self.sizes: dict[int, int] = {}  # by the id of a node, which the document keeps alive
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        before, self.depth = self.composed + self.repeated, self.depth + 1
-        if self.depth > DEEPEST:
-            mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(
-                problem=f"nested more than {DEEPEST} deep", problem_mark=mark
-            )
-        node: Any = super().compose_node(parent, index)
-        self.depth -= 1
-        if id(node) in self.sizes:  # an alias
-            self.repeated += self.sizes[id(node)]
-        else:
-            self.composed += 1
-            self.sizes[id(node)] = self.composed + self.repeated - before
-        if self.repeated > MOST_REPEATED:
-            raise yaml.MarkedYAMLError(
-                problem=f"its aliases repeat more than {MOST_REPEATED:,} values",
-                problem_mark=node.start_mark,
-            )
-        return node
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            made: Any = super().construct_object(node, deep)  # pyright: ignore[reportUnknownMemberType]
-            if isinstance(made, str) and any("\ud800" <= c <= "\udbff" for c in made):
-                # JSON writes one letter as two escapes, "\ud83d\ude00"
-                made = made.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-            if isinstance(made, int) and made.bit_length() > 128:
-                raise ValueError("it has more than 128 bits")
-            return made
-        except yaml.YAMLError:
-            raise
-        except Exception as error:  # noqa: BLE001  (int() and date() raise what they like)
-            kind = node.tag.rpartition(":")[2]
-            raise yaml.MarkedYAMLError(
-                problem=f"no {kind}: {error or type(error).__name__}", problem_mark=node.start_mark
-            ) from None
-
-
-def _mapping(loader: _SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        # <<: what it brings in, keys beside it go before
-        merges = key_node.tag == "tag:yaml.org,2002:merge"
-        key: Any = "<<" if merges else loader.construct_object(key_node)
-        mark = key_node.start_mark
-        if not isinstance(key, str | int | float | None):
-            raise yaml.MarkedYAMLError(problem="a key is no text", problem_mark=mark)
-        if key in seen:
-            raise yaml.MarkedYAMLError(problem=f"key {key!r} stands twice", problem_mark=mark)
-        seen.add(key)
-    loader.flatten_mapping(node)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
-
-
-_SafeLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-_SafeLoader.add_implicit_resolver(  # YAML 1.1 reads 1e-4 as a string; people mean the number
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
