@@ -317,19 +317,17 @@ def _multimodal(
     )
 
 
+_own = functools.partial(Registered, builtin=True)
 _BUILTINS = [
-    Registered(*entry, builtin=True)
-    for entry in (
-        ("text", _text, "text", None, "next token: padding, masks, labels shifted once",
+    _own("text", _text, "text", None, "next token: padding, masks, labels shifted once",
          create_causal_lm_collate),
-        ("masked_lm", _masked_lm, "text", "masked_lm",
+    _own("masked_lm", _masked_lm, "text", "masked_lm",
          "hidden tokens, 80/10/10; whole words on request", create_masked_lm_collate),
-        ("seq2seq", create_seq2seq_collate, "text", "seq2seq", "encoder and decoder inputs"),
-        ("vision", create_vision_collate, "vision", None, "images: decode, resize, normalise"),
-        ("multimodal", _multimodal, "multimodal", None, "an image and tokens in each row",
+    _own("seq2seq", create_seq2seq_collate, "text", "seq2seq", "encoder and decoder inputs"),
+    _own("vision", create_vision_collate, "vision", None, "images: decode, resize, normalise"),
+    _own("multimodal", _multimodal, "multimodal", None, "an image and tokens in each row",
          create_vision_collate),
-        (DEFAULT, lambda: default_collate, DEFAULT, None, "arrays stacked as they are"),
-    )
+    _own(DEFAULT, lambda: default_collate, DEFAULT, None, "arrays stacked as they are"),
 ]  # fmt: skip
 
 

@@ -529,7 +529,7 @@ def _sharded(data: Dataset) -> Given:
 
     seeks = "open_shard_at_row" in own
     return Given(
-        shards=tuple(Shard(name=name, num_rows=None) for name in names)
+        shards=tuple(Shard(name=name, num_rows=None) for name in names or ())
         if shards is None
         else tuple(shards),
         open=data.open_shard_at_row if seeks else from_start,
