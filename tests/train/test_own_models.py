@@ -21,6 +21,7 @@ from easypipe.train.losses.loss import logits_loss_sums, loss_sums
 from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.trainer import Trainer
+from token_support import small_tokenizer, small_tokenizer_folder
 from train.runs import VOCAB, Arithmetic, settings
 
 MESH = make_mesh(devices=jax.devices()[:1])
@@ -125,3 +126,18 @@ def test_a_module_that_gives_no_logits_is_told_so(made: Any, gave: str, tmp_path
     message = rf"model Odd: gave {gave} for input_ids of shape \(8, 12\)\. Return logits alone"
     with pytest.raises(ConfigError, match=message):
         Trainer(Odd, settings(tmp_path, steps=3), Arithmetic(), mesh=MESH).run()
+
+
+def test_fewer_logits_than_tokens_are_refused_before_a_step(tmp_path: Path) -> None:
+    """They gave losses that are no numbers: ten steps were skipped before the run ended."""
+    tokens, folder = small_tokenizer().vocab_size, str(small_tokenizer_folder())
+    assert tokens > VOCAB
+    message = (
+        f"model Plain: gives {VOCAB} logits, and the tokenizer of the data has {tokens} tokens. "
+        "Give at least one logit for each token."
+    )
+    config = settings(tmp_path, steps=3)
+    with pytest.raises(ConfigError, match=message):
+        Trainer(Plain, config, Arithmetic(), mesh=MESH, tokenizer=folder).run()
+    gone = str(tmp_path / "gone.json")  # a cache trains without its tokenizer
+    assert Trainer(Plain, config, Arithmetic(), mesh=MESH, tokenizer=gone).run().last

@@ -686,6 +686,29 @@ def test_the_next_header_is_no_stop() -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        (
+            "{% for m in messages %}{{ ('Ask: ' + m.content + '\\nSay:\\n') if m.role == 'user' "
+            "else (m.content + '\\n[EOT]\\n') }}{% endfor %}"
+            "{% if messages[-1].role == 'assistant' %}{{ 'Say:\\n' }}{% endif %}",
+            "\n[EOT]",
+        ),
+        (
+            "{% for m in messages %}{{ 'From: ' + m.role + '\\n\\n ' + m.content + ' [NEXT] ' }}"
+            "{% endfor %}{{ 'From: assistant\\nTo: user\\n\\n ' }}",
+            " [NEXT]",
+        ),
+    ],
+)
+def test_the_header_of_an_answer_to_come_is_no_end(source: str, end: str) -> None:
+    """Of templates that always write it, where what ends a turn is no token of the tokenizer."""
+    for messages in (talk("Why?", "So.", "And now?", "No."), talk("Why?", "So.")):
+        said = [message["content"] for message in messages[1::2]]
+        assert trained(source, messages, closers=()) == [f"{one}{end}" for one in said]
+
+
+@pytest.mark.parametrize(
     ("source", "why"),
     [
         ("{% for m in messages %}{{ m.role }}: {{ m.content|upper }}\n{% endfor %}", "other words"),

@@ -17,6 +17,7 @@ from easypipe import (
     PipelineConfig,
     load_tokenizer,
 )
+from easypipe.core.errors import TokenizerError
 from easypipe.transforms.tokenizer import lost
 from easypipe.transforms.tokenizer.bpe import train_bpe
 
@@ -104,3 +105,22 @@ def test_two_tokens_of_one_id_are_told(tmp_path: Path, caplog: pytest.LogCapture
 def test_every_byte_that_utf8_has_is_asked_for() -> None:
     """Of bytes that no text has, 0xC0, 0xC1 and 0xF5 on, a vocabulary needs no token."""
     assert set(lost._EVERY_BYTE.encode()) == {*range(256)} - {0xC0, 0xC1, *range(0xF5, 256)}
+
+
+def test_added_tokens_have_ids_of_their_own(tmp_path: Path) -> None:
+    path = Path(_bpe(tmp_path / "own", {"x": 3}), "tokenizer.json")
+    value = json.loads(path.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+
+    def added(**ids: int) -> str:
+        tokens = [{"id": n, "content": f"<{c}>", "special": True, **flags} for c, n in ids.items()]
+        path.write_text(json.dumps(value | {"added_tokens": tokens}))
+        return str(path)
+
+    size = len(value["model"]["vocab"])
+    twice = rf"added_tokens: '<b>' has the id {size}, and so has '<a>'. Give each token an id"
+    with pytest.raises(TokenizerError, match=twice):
+        load_tokenizer(added(a=size, b=size))
+    with pytest.raises(TokenizerError, match="added_tokens: '<a>' has the id 3, and so has 'x'"):
+        load_tokenizer(added(a=3))
+    assert load_tokenizer(added(a=size, b=size + 1)).vocab_size == size + 2

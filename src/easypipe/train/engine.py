@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from easypipe.core.config import digest, to_dict
-from easypipe.core.errors import ConfigError, TrainError, require
+from easypipe.core.errors import ConfigError, TokenizerError, TrainError, require
 from easypipe.core.protocols import BatchLoader, Turns
 from easypipe.core.values import Arguments, Json
 from easypipe.train import state as states
@@ -257,7 +257,12 @@ class Engine:
         if loss is None:
             platform = self.mesh.devices.flat[0].platform
             loss, twice = default_loss(
-                abstract, config.loss, platform, self._measures(), config.class_weights
+                abstract,
+                config.loss,
+                platform,
+                self._measures(),
+                config.class_weights,
+                self._num_tokens,
             )
         else:
             require(
@@ -366,6 +371,15 @@ class Engine:
         evals = {one.name: first(one) if one.name in watched else () for one in self.evals}
         self.known = dataclasses.replace(self.known, evals=evals, told=told(micro), asked=True)
         self.known.check(callbacks)
+
+    def _num_tokens(self) -> int | None:
+        """How many the tokenizer of the data has; None where it cannot be read any more, which
+        training does not need.
+        """
+        try:
+            return None if self.tokenizer is None else load_tokenizer(self.tokenizer).vocab_size
+        except TokenizerError:
+            return None
 
     def _measures(self) -> Measures:
         """What is measured of targets, as `train.measure` names it."""

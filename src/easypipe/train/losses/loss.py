@@ -279,10 +279,12 @@ def logits_loss_sums(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     measures: Measures = NOTHING,
+    num_tokens: int | None = None,
 ) -> LossOutput:
     """As loss_sums, of a module that gives logits, [B, S, V], for `input_ids`; all logits are held.
 
-    It is given segment_ids and position_ids too where its call names them.
+    It is given segment_ids and position_ids too where its call names them. num_tokens: how many
+    the tokenizer of the data has; ConfigError for fewer logits, while this is traced.
     """
     names = {"segment_ids", "position_ids"}.intersection(call_names(model), batch)
     taken = {name: batch[name] for name in names}
@@ -296,6 +298,12 @@ def logits_loss_sums(
             fix="Return logits alone, Float[batch, seq, vocab]; a loss of your own, Trainer(loss=...), "
             "may take other outputs.",
         )
+    require(
+        num_tokens is None or made.shape[-1] >= num_tokens,
+        f"model {_own_type(model).__name__}",
+        f"gives {made.shape[-1]} logits, and the tokenizer of the data has {num_tokens} tokens",
+        "Give at least one logit for each token.",
+    )
     logits_BSV = made.astype(jnp.float32)
     weights, weight_sum = target_weights(batch)
     out = _sums(logits_BSV, batch["labels"], z_loss, label_smoothing, weights)
@@ -390,11 +398,13 @@ def default_loss(
     platform: str,
     measures: Measures = NOTHING,
     class_weights: Sequence[float] | None = None,
+    num_tokens: Callable[[], int | None] = lambda: None,
 ) -> tuple[Callable[..., LossOutput], Callable[..., LossOutput]]:
     """(loss, the same with a second derivative) of a module: fused, where it has `hidden` and
     `lm_head`, else of its logits.
 
-    `platform`: of the devices that it will run on, as jax names it. Raises ConfigError for options
+    `platform`: of the devices that it will run on, as jax names it. num_tokens: tells how many the
+    tokenizer of the data has; it is asked for the sake of logits alone. Raises ConfigError for options
     of the fused loss that a module's logits leave without effect, for an implementation that is for
     other devices, and for what is not measured of classes.
     """
@@ -431,7 +441,9 @@ def default_loss(
             "model: %s takes no segment_ids: documents that are packed into one row see each other",
             _own_type(model).__name__,
         )
-    sums = functools.partial(logits_loss_sums, measures=measures, **options)
+    sums = functools.partial(
+        logits_loss_sums, measures=measures, num_tokens=num_tokens(), **options
+    )
     return sums, sums
 
 

@@ -35,7 +35,7 @@ from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("easypipe")
 
-ENGINE_VERSION = 6  # counts up when the same conversation gives other text or other spans
+ENGINE_VERSION = 7  # counts up when the same conversation gives other text or other spans
 MOST_ENDED = 5  # rows after each other that end their worker: then it is the template
 # options that keys of caches hold only where they say something else
 ADDED: Mapping[str, Json] = {

@@ -159,6 +159,11 @@ class Turns:
             if ends:
                 last = self._whole_run(before, between, tail, alone, len(last))
             return last, last
+        if last is not None and not between.startswith(last) and not ends:
+            # behind it, the header of an answer that is still to come, as behind a question
+            last = last.removesuffix(alone.strip()).rstrip() or None
+            if last is not None and between.startswith(last):
+                return last, last
         # the header of an answer that is still to come
         if last is not None and last.strip() in gaps[0]:
             ends = last = None

@@ -57,6 +57,7 @@ GOLDEN = "The quick brown fox, 1234 × naïve 日本語 😀\n\tdef f(x): return
 _PROBES = ("a", "Hello world", "1 2", "x\ny")
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 MOST_IDS = 1 << 24  # of a vocabulary: tables over it take 16 bytes an id and more
+_ADDED = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 _ADDED_IDS = re.compile(r'"id"\s*:\s*(\d{8,})')
 # Of texts. A call of gigatoken costs 0.4 to 4 ms, by its vocabulary, and the reference 0.4 to 0.7
 # for a thousand bytes.
@@ -475,6 +476,7 @@ def _load_reference(
             problem=cause,
             fix="Give the tokenizer.json that `tokenizers` or transformers wrote.",
         ) from None
+    _check_added(reference, definition, origin)
     if _declare(reference, declared, origin):
         definition = reference.to_str()
     # a tokenizer.json may carry both; length and padding are this project's own options
@@ -487,6 +489,26 @@ def _load_reference(
             fix="Set model.dropout to null in the file.",
         )
     return reference, definition, _vocab_size(reference, definition, origin)
+
+
+def _check_added(reference: Reference, definition: str, origin: str) -> None:
+    """Raises TokenizerError for an added token of the file that has another token's id."""
+    begins = _ADDED.search(definition)
+    if begins is None:
+        return
+    added = json.JSONDecoder().raw_decode(definition, begins.end())[0]
+    named: dict[int, str] = {}
+    for token in added:
+        number, content = token["id"], token["content"]
+        other = named.setdefault(number, content)
+        if other == content and reference.token_to_id(content) != number:
+            other = reference.id_to_token(number) or content
+        if other != content:
+            raise TokenizerError(
+                at=f"{origin}, added_tokens",
+                problem=f"{content!r} has the id {number}, and so has {other!r}",
+                fix="Give each token an id of its own.",
+            )
 
 
 def _vocab_size(reference: Reference, definition: str, origin: str) -> int:
