@@ -433,7 +433,7 @@ FAULTS = [
     fault("the likeliest token is drawn out by its own odds", "train/model/generate.py", "tests/train/test_generate.py -k its_own_odds",
           "+ jnp.log(drawn.min_p)\n        logits = jnp.where(logits < least,", "+ jnp.log(drawn.min_p)\n        logits = jnp.where(logits <= least,"),
     fault("every process writes what one does", "train/callbacks/named.py", "tests/train/test_named_callbacks.py -k first_process",
-          "    if process == 0:\n        if config.tensorboard", "    if True:\n        if config.tensorboard"),
+          "    if process == 0:\n        makers |=", "    if True:\n        makers |="),
     fault("the doctor takes a file that is gone for whole", "doctor/machine.py", "tests/test_doctor.py -k 'faulty_machine and renaming'",
           'seen.append(f"no file ({error.strerror})")', "pass"),
     fault("the doctor does not see positions that go on", "doctor/data.py", "tests/test_doctor.py -k not_well",

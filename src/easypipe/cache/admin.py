@@ -12,6 +12,7 @@ that is under way.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,12 +38,12 @@ class CachedDataset:
     files, which others may share. age_s: since it was prepared."""
 
     path: Path | str
-    dataset: str
-    rows: int
-    documents: int
-    tokens: int
-    num_bytes: int
-    tokenizer: str
+    dataset: str = "?"
+    rows: int = 0
+    documents: int = 0
+    tokens: int = 0
+    num_bytes: int = 0
+    tokenizer: str = "?"
     age_s: float
     in_use: bool
     manifest: Manifest | None
@@ -188,20 +189,19 @@ def _datasets(folder: CacheFolder, files: Mapping[str, Found]) -> tuple[CachedDa
 def _describe(folder: CacheFolder, name: str, found: Found) -> CachedDataset:
     path, age = folder.at(*name.split("/")), max(0.0, time.time() - found.modified)
     key = name.rpartition("/")[2].removesuffix(".json")
+    unread = CachedDataset(path=path, age_s=age, in_use=_in_use(folder, key), manifest=None)
     try:
         m = read_manifest(path, folder.options)
     except EasypipeError:
-        m = None
-    return CachedDataset(
-        path=path,
-        dataset="?" if m is None else m.dataset,
-        rows=0 if m is None else m.counts.rows,
-        documents=0 if m is None else m.counts.docs,
-        tokens=0 if m is None else m.counts.tokens,
-        num_bytes=0 if m is None else sum({part.file: part.num_bytes for part in m.parts}.values()),
-        tokenizer="?" if m is None else m.tokenizer.name,
-        age_s=age,
-        in_use=_in_use(folder, key),
+        return unread
+    return dataclasses.replace(
+        unread,
+        dataset=m.dataset,
+        rows=m.counts.rows,
+        documents=m.counts.docs,
+        tokens=m.counts.tokens,
+        num_bytes=sum({part.file: part.num_bytes for part in m.parts}.values()),
+        tokenizer=m.tokenizer.name,
         manifest=m,
     )
 

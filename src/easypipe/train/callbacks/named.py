@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from easypipe.core.config import fields_of
 from easypipe.core.errors import (
     ConfigError,
     StorageError,
@@ -506,32 +507,26 @@ def make_callbacks(
     Raises ConfigError for a metric that the run will not measure, a window after its end, and a
     package that is not installed. Touches no file.
     """
-    made: dict[str, Callback] = {}
     known.check(config)
-    if config.early_stopping is not None:
-        made["early_stopping"] = EarlyStopping(config.early_stopping)
-    if config.best is not None:
-        made["best"] = BestCheckpoints(config.best, folder, write=process == 0)
-    if config.heartbeat is not None:
-        made["heartbeat"] = Heartbeat(config.heartbeat, folder, process=process)
     if config.profile is not None and config.profile.start > known.steps:
         problem = f"{config.profile.start}, but the run ends after {known.steps} steps"
         raise ConfigError(
             at=f"{_AT}.profile.start", problem=problem, fix=f"Give at most {known.steps}."
         )
-    if config.lm_eval is not None:
-        made["lm_eval"] = LmEval(config.lm_eval, folder, known)
-    if config.samples is not None:
-        made["samples"] = Samples(config.samples, folder, known)
+    makers: dict[str, Callable[..., Callback]] = {
+        "early_stopping": EarlyStopping,
+        "best": lambda own: BestCheckpoints(own, folder, write=process == 0),
+        "heartbeat": lambda own: Heartbeat(own, folder, process=process),
+        "lm_eval": lambda own: LmEval(own, folder, known),
+        "samples": lambda own: Samples(own, folder, known),
+    }
     if process == 0:
-        if config.tensorboard is not None:
-            made["tensorboard"] = TensorBoard(config.tensorboard, folder)
-        if config.wandb is not None:
-            made["wandb"] = Wandb(config.wandb, folder, run_config)
-        if config.trackio is not None:
-            made["trackio"] = Trackio(config.trackio, folder, run_config)
-        if config.mlflow is not None:
-            made["mlflow"] = Mlflow(config.mlflow, folder, run_config)
-        if config.profile is not None:
-            made["profile"] = ProfilerWindow(config.profile, folder)
-    return made
+        makers |= {
+            "tensorboard": lambda own: TensorBoard(own, folder),
+            "wandb": lambda own: Wandb(own, folder, run_config),
+            "trackio": lambda own: Trackio(own, folder, run_config),
+            "mlflow": lambda own: Mlflow(own, folder, run_config),
+            "profile": lambda own: ProfilerWindow(own, folder),
+        }
+    given = fields_of(config)
+    return {name: make(given[name]) for name, make in makers.items() if given[name] is not None}

@@ -25,7 +25,7 @@ CHECKSUMS = "checksums.json"  # {"files": {path in the checkpoint: [bytes, XXH3-
 ARRAYS, RUN = "arrays", "run"  # the two parts of a checkpoint, each a folder in it
 _WRITING, _REPLACED, _GOING = ".tmp", ".replaced", ".deleting"
 # endings of what a killed process left
-_LOST = frozenset((_WRITING, _GOING, ".orbax-checkpoint-tmp"))
+_LOST = frozenset((_WRITING, _REPLACED, _GOING, ".orbax-checkpoint-tmp"))
 _AT_ONCE = 4  # files that are read at once
 
 
@@ -81,14 +81,11 @@ def sweep(folder: Path) -> None:
     """Removes what killed processes left in `folder`. No other process may be writing there."""
     for path in folder.iterdir():
         step, dot, _ = path.name.partition(".")
-        if (
-            dot
-            and step.isdigit()
-            and path.name.endswith(_REPLACED)
-            and not (folder / step).exists()
-        ):
+        if not dot or not step.isdigit() or path.suffix not in _LOST:
+            continue
+        if path.suffix == _REPLACED and not (folder / step).exists():
             os.rename(path, folder / step)  # the one that was to take its place did not come
-        elif dot and step.isdigit() and (path.suffix in _LOST or path.name.endswith(_REPLACED)):
+        else:
             shutil.rmtree(path)
 
 
