@@ -58,6 +58,7 @@ __all__ = [
 ]
 
 Carry = TypeVar("Carry")
+Sums = TypeVar("Sums", LogitStats, Spread)
 LOWEST = -1e30  # stands for -inf, which no difference is taken of
 TILE = (1024, 4096)  # tokens and columns of a strict tile: 16 MiB of float32 logits
 # a float32 gradient of the hidden states, where they are not float32 themselves
@@ -82,7 +83,7 @@ def stats(
     """
     tiles = _Tiles(inputs, layout, soft_cap, block)
 
-    def tokens(i: Array, out: LogitStats) -> LogitStats:
+    def of_tokens(i: Array) -> LogitStats:
         def columns(
             j: Array, running: tuple[Array, Array, Array, Array]
         ) -> tuple[Array, Array, Array, Array]:
@@ -101,17 +102,9 @@ def stats(
         best_C, sum_exp_C, target_C, sum_C = _loop(
             tiles.columns, columns, (zero_C - jnp.inf, zero_C, zero_C, zero_C)
         )
-        done = LogitStats(jnp.log(sum_exp_C), target_C, sum_C, best_C)
-        return LogitStats(
-            *(
-                _put(whole, piece, tiles.first_token(i), 0)
-                for whole, piece in zip(out, done, strict=True)
-            )
-        )
+        return LogitStats(jnp.log(sum_exp_C), target_C, sum_C, best_C)
 
-    return _loop(
-        tiles.tokens, tokens, LogitStats(*(tiles.zeros((tiles.T,)) for _ in LogitStats._fields))
-    )
+    return _by_tokens(tiles, LogitStats, of_tokens)
 
 
 def spread(
@@ -120,7 +113,7 @@ def spread(
     """What entropies are made of, by the same walk as `stats`."""
     tiles = _Tiles(inputs, layout, soft_cap, block)
 
-    def tokens(i: Array, out: Spread) -> Spread:
+    def of_tokens(i: Array) -> Spread:
         def columns(j: Array, running: Spread) -> Spread:
             z_CB, _, _, fresh_B = tiles.logits(i, j)
             best_C = jnp.maximum(running.best, jnp.where(fresh_B, z_CB, -jnp.inf).max(axis=-1))
@@ -132,11 +125,19 @@ def spread(
 
         zero_C = tiles.zeros((tiles.C,))
         start = Spread(zero_C + LOWEST, zero_C, zero_C)
-        done = _loop(tiles.columns, columns, start)
-        put = (_put(*both, tiles.first_token(i), 0) for both in zip(out, done, strict=True))
-        return Spread(*put)
+        return _loop(tiles.columns, columns, start)
 
-    return _loop(tiles.tokens, tokens, Spread(*(tiles.zeros((tiles.T,)) for _ in Spread._fields)))
+    return _by_tokens(tiles, Spread, of_tokens)
+
+
+def _by_tokens(tiles: _Tiles, kind: type[Sums], of_tokens: Callable[[Array], Sums]) -> Sums:
+    """What `of_tokens` gives of each row of tiles, of all tokens."""
+
+    def put(i: Array, out: Sums) -> Sums:
+        both = zip(out, of_tokens(i), strict=True)
+        return kind(*(_put(whole, piece, tiles.first_token(i), 0) for whole, piece in both))
+
+    return _loop(tiles.tokens, put, kind(*(tiles.zeros((tiles.T,)) for _ in kind._fields)))
 
 
 def gradients(
