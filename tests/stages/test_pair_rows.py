@@ -149,6 +149,19 @@ def test_an_answer_that_is_no_sample_takes_the_other_one_with_it(tmp_path):
     laws.assert_conserved(source.materialize().ledger)
 
 
+def test_pairs_of_equal_answers_are_counted_and_told(tmp_path, caplog):
+    data = [*rows(3), *({"prompt": "a", "chosen": "b", "rejected": "b"} for _ in range(2))]
+    ledger = tokenized(tmp_path, data).materialize().ledger
+    laws.assert_conserved(ledger)
+    entry = ledger.find("tokenize", "pairs", "pairs of answers")
+    assert entry.out == {"equal": 2, "different": 3}
+    told = [one.getMessage() for one in caplog.records if "answers of" in one.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("dataset pairs: both answers of 2 pairs in ")
+    again = tokenized(tmp_path / "again", rows(3)).materialize().ledger
+    assert "pairs of answers" not in {entry.unit for entry in again.entries}
+
+
 def test_lengths_hold_for_each_answer_and_leave_out_pairs(tmp_path):
     data = [*rows(3), {"prompt": "x ", "chosen": "short", "rejected": "long " * 40}]
     options = {"tokenizer_kwargs": {"max_length": 30}, "on_error": "skip"}

@@ -105,6 +105,7 @@ class Counts:
     # documents over max_length by policy, `pieces` and `overlap` of splitting
     lengths: Mapping[str, int] = field(default_factory=dict)
     trained: int | None = None  # stored tokens that are targets; None where there is no loss mask
+    equal_pairs: int | None = None  # of pairs of answers, those that are equal; None for none
     # of aligned columns, for how many tokens they have values; None where there are none
     aligned: Mapping[str, int] | None = None
 
@@ -137,6 +138,9 @@ class Counts:
         for name, count in (self.aligned or {}).items():
             into = {"stored": self.tokens}
             ledger.add("aligned", dataset, f"tokens of {name}", into=into, out={"with": count})
+        if self.equal_pairs:
+            out = {"equal": self.equal_pairs, "different": self.docs - self.equal_pairs}
+            ledger.add(stage, dataset, "pairs of answers", into={written: self.docs}, out=out)
         if self.special or self.escaped:
             into = {"in texts": self.special + self.escaped}
             out = {"special tokens": self.special, "ordinary text": self.escaped}

@@ -57,13 +57,14 @@ from easypipe.stages.tokenize.text_rows import (
     require_text,
     texts_of,
 )
-from easypipe.stages.tokenize.token_rows import encode_texts, ends_closed, ends_with, sample_of
-from easypipe.transforms.chat.conversations import (
-    decoded_of,
-    is_messages,
-    is_text,
-    plain_of,
+from easypipe.stages.tokenize.token_rows import (
+    encode_texts,
+    ends_closed,
+    ends_with,
+    equal_documents,
+    sample_of,
 )
+from easypipe.transforms.chat.conversations import decoded_of, is_messages, is_text, plain_of
 from easypipe.transforms.chat.render import HostileTemplateError
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.chat.turns import CUT_BY
@@ -372,7 +373,7 @@ class TextEncoder:
         self.masked, self.pairs = form.masked, form.pairs
         self.aligned = () if form.judged is None else (DESIRABLE,)
         self._dataset, self._memo, self._batch_size = dataset, memo, batch_size
-        self._proving, self._proved = threading.Lock(), False
+        self._proving, self._proved, self._warned = threading.Lock(), False, False
         tokenizer.remember_in(memo)  # before anything asks which backend encodes
 
     @property
@@ -407,7 +408,12 @@ class TextEncoder:
             )
 
         if self.pairs:
-            return encode_pairs(rows, encoded, audit_key)
+            made = encode_pairs(rows, encoded, audit_key)
+            if (equal := made.counts.equal_pairs) and not self._warned:
+                self._warned = True
+                warning = "dataset %s: both answers of %d pairs in %s are equal: none is preferred"
+                logger.warning(f"{warning}; the ledger counts them", self._dataset, equal, at)
+            return made
         made = encoded(rows, audit_key)
         return made if rows.desirable is None else with_verdicts(made, rows.rows, rows.desirable)
 
@@ -480,6 +486,7 @@ def _joined(documents: Sequence[EncodedDocuments], rejects: tuple[Reject, ...]) 
         total(side.counts for side in documents),
         docs=chosen.num_rows,
         trained=int((mask == 1).sum()),
+        equal_pairs=equal_documents(ids, begins, sizes) or None,
     )
     return EncodedDocuments(batch, counts, rejects)
 
