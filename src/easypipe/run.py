@@ -38,6 +38,8 @@ from easypipe.loader.loader import Loader
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig, datasets_of
 from easypipe.stages.tokenize.documents import holds_pairs, token_info, trained_turns
+from easypipe.train.checkpoint.files import CHECKPOINTS
+from easypipe.train.checkpoint.resume import check_newest
 from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import UNPAIRED, TrainingConfig, accumulating, told
 from easypipe.train.engine import Engine
@@ -175,7 +177,9 @@ def refuse(
     )
     trainer = Engine(model, config, loader, shapes, **given)
     unknown = () if run.train.steps is not None else ("train.steps",)
-    trainer.check_checkpoint(unknown=unknown, loader=functools.partial(_known_loader, data, load))
+    known = functools.partial(_known_loader, data, load)
+    folder = trainer.output_dir / CHECKPOINTS
+    check_newest(folder, config, trainer.identity, unknown, known)
 
 
 @placed("data")

@@ -286,7 +286,8 @@ def wrong_content(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
             f"holds {batch.num_rows} documents of {len(ids)} tokens, the manifest says "
             f"{part.docs} of {part.tokens}"
         )
-    two = 0 if not m.loss_mask else _number_of(batch.column(LOSS_MASK), SEGMENT_BREAK)
+    masks = batch.column(LOSS_MASK).flatten().to_numpy() if m.loss_mask else np.empty(0)
+    two = int(np.count_nonzero(masks == SEGMENT_BREAK))
     if two != (part.docs if m.pairs else 0):
         wanted = f"all {part.docs} documents are some" if m.pairs else "there are none"
         return f"holds {two} pairs of answers, the manifest says that {wanted}"
@@ -298,10 +299,6 @@ def wrong_content(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
     ):
         return f"row numbers {rows[0]} to {rows[-1]} do not ascend within {part.start}:{part.stop}"
     return None
-
-
-def _number_of(lists: pa.Array, value: int) -> int:
-    return int(np.count_nonzero(lists.flatten().to_numpy() == value))
 
 
 def _held(folder: CacheFolder, file: str) -> tuple[str, JsonObject] | None:

@@ -111,12 +111,9 @@ def as_setting(option: str) -> str | None:
     """What to write in place of an option that no command has, where it is a key of a run."""
     name = option.lstrip("-").replace("-", "_")
     every = (path for path, _ in _below({"$ref": "#/$defs/RunConfig"}, ""))
-    found = sorted((path for path in every if path.rpartition(".")[2] == name), key=_depth)
+    found = [path for path in every if path.rpartition(".")[2] == name]
+    found.sort(key=lambda path: path.count("."))
     return f"{option} is a key of the config: --set {found[0]}=VALUE" if found else None
-
-
-def _depth(path: str) -> int:
-    return path.count(".")
 
 
 def config(

@@ -539,7 +539,7 @@ def _wanted(complaints: Sequence[Any]) -> str:
     return (
         f"wants {' or '.join(said)}"
         if all(said)
-        else " or ".join(dict.fromkeys(_lower(c["msg"]) for c in complaints))
+        else " or ".join(dict.fromkeys(c["msg"][:1].lower() + c["msg"][1:] for c in complaints))
     )
 
 
@@ -575,7 +575,3 @@ def _required(cls: Any) -> set[str]:
 
 def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
-
-
-def _lower(message: str) -> str:
-    return message[:1].lower() + message[1:]

@@ -223,10 +223,6 @@ _TOKEN_COLUMNS = (
 )
 
 
-def _dtypes() -> dict[str, str]:
-    return dict.fromkeys(_TOKEN_COLUMNS, "int32") | {PIXEL_VALUES: "float32"}
-
-
 @config
 class OutputSchema:
     """The dtype of every column of a batch, by NumPy's names; other columns keep their own.
@@ -253,7 +249,7 @@ class OutputSchema:
 
     def cast(self, batch: Columns) -> Batch:
         """The batch in these dtypes. Raises SourceError for a whole number that does not fit."""
-        wanted = _dtypes() | self.dtypes
+        wanted = dict.fromkeys(_TOKEN_COLUMNS, "int32") | {PIXEL_VALUES: "float32"} | self.dtypes
         return {
             name: _cast(name, np.asarray(values), np.dtype(wanted[name]))
             if name in wanted

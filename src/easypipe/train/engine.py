@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,7 @@ from easypipe.core.protocols import BatchLoader, Turns
 from easypipe.core.values import Arguments, Json
 from easypipe.train import state as states
 from easypipe.train.callbacks.named import NLL, Known, checked_callbacks, make_callbacks
-from easypipe.train.checkpoint.files import CHECKPOINTS
-from easypipe.train.checkpoint.resume import check_changes, check_newest, identity_of
+from easypipe.train.checkpoint.resume import check_changes, identity_of
 from easypipe.train.checks import (
     check_loader,
     micro_batches,
@@ -397,17 +396,6 @@ class Engine:
             )
         each = (self.sources, *(one.sources for one in self.evals))
         return Measures(names, max(map(len, each)), sizes)
-
-    def check_checkpoint(
-        self,
-        *,
-        unknown: Sequence[str] = (),
-        loader: Callable[[], BatchLoader | None] = lambda: None,
-    ) -> None:
-        """Raises what `run` would raise for the newest checkpoint in output_dir, as far as it can
-        be known without data and arrays; unknown and loader as check_newest takes them.
-        """
-        check_newest(self.output_dir / CHECKPOINTS, self.config, self.identity, unknown, loader)
 
     def emit(
         self,

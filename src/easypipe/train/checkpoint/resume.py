@@ -86,8 +86,8 @@ def check_newest(
     folder: Path,
     config: TrainingConfig,
     identity: Json,
-    unknown: Sequence[str] = (),
-    loader: Callable[[], BatchLoader | None] = lambda: None,
+    unknown: Sequence[str],
+    loader: Callable[[], BatchLoader | None],
 ) -> None:
     """check_resume and check_same of the newest checkpoint in `folder`, where there is one.
 

@@ -94,7 +94,10 @@ class Meter:
             name.removeprefix(MORE): value for name, value in host.items() if name.startswith(MORE)
         }
         record |= named(more, self._sources)
-        record = {name: value if _is_finite(value) else None for name, value in record.items()}
+        record = {
+            name: value if value is not None and math.isfinite(value) else None
+            for name, value in record.items()
+        }
         record["skipped"] = step - host["updates"]
         if "learning_rate" in host:  # an optimizer from Python tells none
             record["learning_rate"] = host["learning_rate"]
@@ -131,10 +134,6 @@ class Meter:
 
     def _mark(self) -> None:
         self._marks.append((time.perf_counter(), *self._sums))
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 def peak_memory(devices: Sequence[Any]) -> int | None:

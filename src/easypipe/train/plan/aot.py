@@ -395,7 +395,8 @@ def _what(plan: StepPlan) -> str:
     )
     cut = f" in {plan.accumulate_steps} micro-batches" if plan.accumulate_steps > 1 else ""
     lines = [
-        f"{plan.topology}: {_of(plan.devices, 'device')} ({plan.device}), mesh {mesh}",
+        f"{plan.topology}: {plan.devices:,} device{'s' * (plan.devices != 1)} ({plan.device}), "
+        f"mesh {mesh}",
         f"  step: {plan.batch_size:,} rows of {plan.seq_length:,} slots{cut} = "
         f"{plan.batch_size * plan.seq_length:,} slots",
         f"  model: {plan.parameters:,} parameters"
@@ -489,7 +490,3 @@ def _gib(size: float) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _of(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
