@@ -87,8 +87,19 @@ TURNS: list[tuple[str, dict[str, object], list[str]]] = [
     ),
     (
         "message_field_training_detail: train_detail",
-        {},
-        ["datasets[0].message_field_training_detail"],
+        {"message_fields": {"train_ranges": "train_detail"}, "roles_to_train": ("assistant",)},
+        [],
+    ),
+    (  # as axolotl's page on conversations has it
+        "field_messages: messages\nmessage_property_mappings:\n  role: from\n  content: value\n"
+        "roles_to_train: []\ntrain_on_eos: turn\nmessage_field_training: train\n"
+        "message_field_training_detail: train_detail",
+        {
+            "format_type": "sharegpt",
+            "roles_to_train": (),
+            "message_fields": {"train_ranges": "train_detail"},
+        },
+        [],
     ),
     (
         "message_field_role: who\nmessage_field_content: said",

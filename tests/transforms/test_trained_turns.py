@@ -107,6 +107,39 @@ def test_templates_of_models_print_what_users_say_where_it_is_proven(name: str) 
     assert both[1::2] == trained(row, template=template)
 
 
+def ranges(*given: tuple[int, int, bool]) -> list[dict[str, Any]]:
+    return [{"begin_offset": a, "end_offset": b, "train": train} for a, b, train in given]
+
+
+def test_characters_of_a_message_are_trained_as_it_says() -> None:
+    """As axolotl's documentation has it: the last character is within, the end of the turn too."""
+    messages = talk("Hello", "I'm very good", "And now?", "  No, not now. ", "Why?", "So.")
+    messages[1]["spans"] = ranges((0, 2, True), (4, 7, False), (9, 12, True))
+    messages[3]["spans"] = ranges((2, 3, True))
+    row, fields = {"messages": messages}, {"train_ranges": "spans"}
+    wanted = ["I'm", "good", END, "No", END, f"So.{END}"]
+    for source in (PLAIN, MARKED):
+        assert trained(row, template=source, message_fields=fields) == wanted
+    strips = PLAIN.replace("['content']", "['content'] | trim")
+    assert trained(row, template=strips, message_fields=fields)[3:5] == ["No", END]
+    last = trained(row, template=PLAIN, message_fields=fields, train_on_eos="last")
+    assert last == ["I'm", "good", "No", f"So.{END}"]
+    alone = trained(row, template=PLAIN, message_fields=fields, roles_to_train=())
+    assert alone == wanted[:-1]
+    messages[1]["train"] = False
+    assert trained(row, template=PLAIN, message_fields=fields) == wanted[3:]
+
+
+@pytest.mark.parametrize(
+    "given", [ranges((0, 3, True)), ranges((2, 1, True)), [{"begin_offset": 0}], "all", [1]]
+)
+def test_ranges_that_are_not_in_a_message_are_refused(given: Any) -> None:
+    messages = talk("Why?", "So.")
+    messages[1]["train_ranges"] = given
+    with pytest.raises(SourceError, match="bad_train_flag: the train_ranges of message 1 are not"):
+        trained({"messages": messages})
+
+
 def test_a_template_that_writes_a_question_twice_is_refused() -> None:
     twice = CHATML.replace("message['content']", "message['content'] + message['content']")
     with pytest.raises(SourceError, match="unproven_spans: the template prints"):

@@ -30,7 +30,7 @@ from easypipe.stages.tokenize.documents import TokenizedShardedSource
 from easypipe.stages.tokenize.encoders import PromptRows
 from easypipe.transforms.chat.conversations import plain_of
 from easypipe.transforms.chat.render import ChatTemplate
-from easypipe.transforms.chat.spans import FLAG, OPEN, WEIGHT, Rendered, flag_of
+from easypipe.transforms.chat.spans import FLAG, OPEN, RANGES, WEIGHT, Rendered, flag_of
 from easypipe.transforms.chat.turns import by_turns
 from easypipe.transforms.prompt.formats import ChatFormat
 from easypipe.transforms.refused import Refused
@@ -216,7 +216,7 @@ def _theirs(
 ) -> _Pair:
     """What transformers makes of the messages of a row."""
     messages: list[Json] = request["messages"]
-    plain = [{k: v for k, v in one.items() if k not in (FLAG, WEIGHT)} for one in messages]
+    plain = [{k: v for k, v in one.items() if k not in (FLAG, RANGES, WEIGHT)} for one in messages]
     asks = (template.train_on, template.train_on_eos, template.roles_to_train, template.reasoning)
     every = asks == ("assistant", "turn", ("assistant",), "keep") and "answers" not in request
     flagged = any(flag_of(one) is not None for one in messages)

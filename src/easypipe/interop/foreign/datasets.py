@@ -13,7 +13,13 @@ from easypipe.transforms.prompt.config import ROLES, SPEAKERS
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # keys of axolotl's datasets of messages
-OF_TURNS = {"roles_to_train", "train_on_eos", "train_on_eot", "message_field_training"}
+OF_TURNS = {
+    "roles_to_train",
+    "train_on_eos",
+    "train_on_eot",
+    "message_field_training",
+    "message_field_training_detail",
+}
 FILES = (".json", ".jsonl", ".parquet", ".csv", ".arrow", ".txt", ".gz", ".zst")
 
 
@@ -121,8 +127,8 @@ def _axolotl_keys(left: dict[str, str], at: str, one: JsonObject, *, flags: bool
         given |= {name: one[key]} if one.get(key) else {}
     if flags and (flag := one.get("message_field_training")):
         given["train"] = flag
-    if one.get("message_field_training_detail"):
-        left[f"{at}.message_field_training_detail"] = "messages are trained whole, or not"
+    if flags and (ranges := one.get("message_field_training_detail")):
+        given["train_ranges"] = ranges
     for name in given:
         if name not in MESSAGE_FIELDS and given[name] != name:
             left[f"{at}.message_property_mappings"] = f"{name!r} has no other name here"
@@ -143,7 +149,7 @@ def _axolotl_turns(left: dict[str, str], at: str, one: JsonObject) -> JsonObject
     what ends them; the last message alone where both it and `train_on_eos` are empty.
     """
     roles, ends = one.get("roles_to_train", ["assistant"]), one.get("train_on_eos", "turn")
-    flagged = bool(one.get("message_field_training"))
+    flagged = bool(one.get("message_field_training") or one.get("message_field_training_detail"))
     if not roles and not ends and not flagged:
         return {"train_on": "completion"}
     roles = [ROLES.get(str(role), str(role)) for role in roles or ()]

@@ -136,8 +136,8 @@ class DatasetConfig:
         chat_template: A Jinja file, its text, or the name of a built-in template (chatml, plain,
             zephyr, alpaca), instead of the tokenizer's own.
         message_fields: Maps the keys of your messages to OpenAI's (role, content, tool_calls,
-            reasoning_content, train, weight), and to the `text` of typed parts: {role: from,
-            content: value}.
+            reasoning_content, train, train_ranges, weight), and to the `text` of typed parts:
+            {role: from, content: value}.
         template_date: The day (2026-01-31) for templates that ask for today's; None refuses those.
         chat_template_kwargs: Variables of the template besides messages, as in
             `apply_chat_template` of transformers: {enable_thinking: false}. A row's column

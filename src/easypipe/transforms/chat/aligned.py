@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from easypipe.core.values import JsonValue
 from easypipe.transforms.chat.sandbox import Json, Message, RenderError
@@ -85,6 +85,33 @@ class Aligned:
         if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
             raise UnprovenError("trained turns overlap")
         return spans
+
+    def narrowed(
+        self, spans: list[tuple[int, int]], partly: Mapping[int, list[tuple[int, int]]]
+    ) -> list[tuple[int, int]]:
+        """Trained spans; of the turns `partly`, by message, these characters of what it says, and
+        what ends the turn.
+        """
+        found: list[tuple[int, int]] = []
+        for start, stop in spans:
+            inside = [place for place in self._places if start <= place.start < stop]
+            i = self._words.owner[inside[0].word] if inside else -1
+            if i not in partly:
+                found.append((start, stop))
+                continue
+            place, at = inside[0], -1
+            if len(inside) == 1 and place.word in self._words.whole:
+                at = self._words.value[place.word].find(self._text[place.start : place.stop])
+            if at < 0:
+                raise UnprovenError(f"where the train_ranges of message {i} stand cannot be told")
+            reached = place.start
+            for first, last in sorted(partly[i]):
+                edges = (place.start - at + first, place.start - at + last)
+                begin, end = (min(max(edge, reached), place.stop) for edge in edges)
+                found.append((begin, end))
+                reached = end
+            found.append((place.stop, stop))
+        return found
 
     def without_thoughts(self, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """What of trained spans stands behind the reasoning in them."""

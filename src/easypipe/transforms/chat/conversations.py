@@ -17,11 +17,11 @@ import pyarrow as pa
 
 from easypipe.core.errors import SourceError, require
 from easypipe.transforms.chat.sandbox import Json, Message, texts_within
-from easypipe.transforms.chat.spans import FLAG, WEIGHT, flag_of
+from easypipe.transforms.chat.spans import FLAG, RANGES, WEIGHT, flag_of
 
 PART = "text"  # the key of typed parts that holds their text
 # the keys of messages that rows may have other names for
-MESSAGE_FIELDS = ("role", "content", PART, "tool_calls", "reasoning_content", FLAG, WEIGHT)
+MESSAGE_FIELDS = ("role", "content", PART, "tool_calls", "reasoning_content", FLAG, RANGES, WEIGHT)
 Wrong = tuple[str, str]  # (a word for the ledger, what there is to say about it)
 
 
@@ -117,6 +117,11 @@ class MessageReader:
                 f"the weight of message {i} is {weight!r}, and messages have weights of 0 and 1 "
                 "alone; rows that are tokens have others by their column loss_weights"
             )
+        if not _in_content(message.get(RANGES), message.get("content")):
+            return (
+                f"the {RANGES} of message {i} are not a list of "
+                "{begin_offset, end_offset, train} within its text"
+            )
         if flag is not None and weight is not None and flag != bool(weight):
             return f"the train flag of message {i} is {flag}, and its weight {weight}"
         if flag_of(message) and message["role"] != "assistant" and not self.anyone:
@@ -127,6 +132,21 @@ class MessageReader:
             trained = "every token" if self.everything == "all" else "all behind the prompt"
             return f"message {i} has a {what}, and train_on={self.everything!r} trains {trained}"
         return None
+
+
+def _in_content(ranges: Json, said: Json) -> bool:
+    """Whether ranges, if there are any, are of characters of a message's text."""
+    if ranges is None:
+        return True
+    if not isinstance(ranges, list) or not isinstance(said, str):
+        return False
+    for one in ranges:
+        if not isinstance(one, dict) or not isinstance(one.get("train"), bool):
+            return False
+        begin, end = one.get("begin_offset"), one.get("end_offset")
+        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < len(said):
+            return False
+    return True
 
 
 def _renamed(turn: Message, fields: Mapping[str, str]) -> Message:

@@ -8,7 +8,7 @@ parts of the conversation. Runs in the worker process, as light as can be.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,9 @@ from easypipe.transforms.chat.stops import Turns, num_shared
 OPEN, MASKED_END, TRAINED_END = 0, 1, 2
 # a message's own word on whether it is trained; 0 or 1, as OpenAI's files have it
 FLAG, WEIGHT = "train", "weight"
+# which of its characters are trained, as axolotl's `message_field_training_detail` has it: objects
+# of begin_offset, end_offset (the last character) and train
+RANGES = "train_ranges"
 
 
 class Rendered(NamedTuple):
@@ -42,9 +45,16 @@ class Rendered(NamedTuple):
 
 def flag_of(message: Message) -> bool | None:
     """Whether a message itself says that it is trained; None where it says nothing."""
-    flag = message.get(FLAG)
-    weight = message.get(WEIGHT)
-    return bool(weight) if flag is None and weight is not None else flag
+    flag, weight, ranges = (message.get(key) for key in (FLAG, WEIGHT, RANGES))
+    said = [bool(value) for value in (weight, ranges) if value is not None]
+    return said[0] if flag is None and said else flag
+
+
+def ranges_of(message: Message) -> list[tuple[int, int]] | None:
+    """The characters of a message's content that are trained; None where it does not say."""
+    if not (given := message.get(RANGES)):
+        return None
+    return [(one["begin_offset"], one["end_offset"] + 1) for one in given if one["train"]]
 
 
 def turns_to_train(
@@ -105,7 +115,7 @@ class Spans:
         flagged = messages
         if any(flag_of(message) is not None for message in messages):
             messages = [
-                {key: value for key, value in message.items() if key not in (FLAG, WEIGHT)}
+                {key: value for key, value in message.items() if key not in (FLAG, WEIGHT, RANGES)}
                 for message in messages
             ]
         text, marked = self.template.render(messages, tools)
@@ -119,14 +129,16 @@ class Spans:
         trained = turns_to_train(flagged, train_on, self.roles, prompt)
         if not trained:
             return Rendered(text, [], OPEN)
-        if self.template.marked and trained == every and not self.mask:
+        partly = {i: some for i in trained if (some := ranges_of(flagged[i])) is not None}
+        if self.template.marked and trained == every and not self.mask and not partly:
             spans = marked
         else:
-            spans = self._proven(text, marked, messages, tools, trained)
+            spans = self._proven(text, marked, messages, tools, trained, partly)
         last = trained[-1] in every and bool(spans) and not text[spans[-1][1] :].strip()
         kept = {"turn": len(spans), "last": 1, "none": 0}[self.ends]
         cut = len(spans) - kept
         spans = [*map(functools.partial(self._without_stop, text), spans[:cut]), *spans[cut:]]
+        spans = [(start, stop) for start, stop in spans if start < stop]
         return Rendered(text, spans, self._end(text, trained=last and kept > 0))
 
     def _without_stop(self, text: str, span: tuple[int, int]) -> tuple[int, int]:
@@ -159,6 +171,7 @@ class Spans:
         messages: Sequence[Message],
         tools: Sequence[JsonValue] | None,
         trained: list[int],
+        partly: Mapping[int, list[tuple[int, int]]],
     ) -> list[tuple[int, int]]:
         """What is proven with other words in place of everyone's, else with those of the assistant
         alone replaced: a template may look into what users and tools say.
@@ -175,7 +188,8 @@ class Spans:
                 rest = [i for i in trained if i not in answers]
                 ended = {"turn": trained, "last": trained[-1:], "none": []}[self.ends]
                 spans = sorted([*aligned.marked(marked, answers), *aligned.spans(rest, ended)])
-                return aligned.without_thoughts(spans) if self.mask else spans
+                spans = aligned.without_thoughts(spans) if self.mask else spans
+                return aligned.narrowed(spans, partly)
             except (UnprovenError, RenderError) as error:
                 errors.append(error)
         if isinstance(errors[0], RenderError):

@@ -145,8 +145,8 @@ class PromptConfig:
         roles: For "sharegpt", the role of each value of `from`: {"bot": "assistant"}, beside human,
             gpt, system, function_call, observation, ...
         message_fields: Maps the keys of your messages to OpenAI's (role, content, tool_calls,
-            reasoning_content, train, weight), and to the `text` of typed parts: {role: from,
-            content: value}.
+            reasoning_content, train, train_ranges, weight), and to the `text` of typed parts:
+            {role: from, content: value}.
         system_prompt: For messages, the system message of conversations without one; else text
             before the row, followed by an empty line.
         few_shot: Examples before every row.
