@@ -1,7 +1,8 @@
-"""Values of Python as typed arrays: what Arrow would cut is refused, all else is as Arrow has it."""
+"""Values of Python as typed arrays: what Arrow would change is refused, all else is as it has it."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pyarrow as pa
@@ -30,11 +31,35 @@ def test_a_fraction_is_no_integer(values: list[Any], kind: pa.DataType) -> None:
         typed_array(values, kind)
 
 
+SMALL = pa.float32()
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([1.0, 1e39], SMALL),
+        ([None, -1e39], SMALL),
+        ([[1.0], [2.0, 1e39]], pa.list_(SMALL)),
+        ([[1.0, 1e39]], pa.list_(SMALL, 2)),
+        ([{"n": 1e39}], pa.struct([("n", SMALL)])),
+        ([[("a", 1e39)]], pa.map_(pa.string(), SMALL)),
+    ],
+)
+def test_a_number_that_is_too_large_is_not_made_infinite(
+    values: list[Any], kind: pa.DataType
+) -> None:
+    with pytest.raises(pa.ArrowInvalid, match=r"1e\+39 is beyond the largest float"):
+        typed_array(values, kind)
+
+
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
         ([1, 2.0, None], INT),
         ([1, 1.5], pa.float32()),
+        ([1.5, None, math.inf, -math.inf, 3.4e38], SMALL),
+        ([65504.0, math.inf], pa.float16()),
+        ([1e39], pa.float64()),
         ([{"n": 1, "x": [1]}, {"n": 2, "x": {}}], NUMBER),
         ([{"n": 1, "x": 1.5}, None], NUMBER),
         ([[("a", 1)], None], COUNTS),

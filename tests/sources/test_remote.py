@@ -228,6 +228,9 @@ def test_no_one_there() -> None:
         SourceError, match=r"http://127\.0\.0\.1:9/a\.jsonl: gave up after 5 attempts"
     ):
         open_files("http://127.0.0.1:9/a.jsonl")
+    remote.set_retry_policy(remote.RetryPolicy(attempts=99, first_wait_s=0.01))
+    with pytest.raises(SourceError, match="gave up after 5 attempts"):
+        open_files("http://127.0.0.1:9/b.jsonl")
 
 
 @pytest.mark.usefixtures("large")

@@ -45,7 +45,7 @@ from strategies import examples
 
 PART = Part(
     shard=3, start=10, stop=40, docs=20, tokens=500, file="f.arrow", num_bytes=999,
-    checksum="sum", blocks="blocks", content="content",
+    checksum="sum", blocks="YmxvYg==", content="content",
 )  # fmt: skip
 COUNTS = Counts(
     rows=30, rejects={"null": 7, "blank": 5}, docs=20, tokens=500, encoded=480, added=40,

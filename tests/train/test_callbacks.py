@@ -122,6 +122,16 @@ def test_callbacks_hear_of_the_error_that_ends_a_run(tmp_path):
     assert failing.heard[-1] == ("exception", 3, "RuntimeError: enough")
 
 
+def test_a_stop_before_the_first_step_is_told_so(tmp_path):
+    class Early(Callback):
+        def on_init(self, event):
+            event.control.stop("not today")
+
+    message = r"callbacks: one stopped the run before its first step: not today\. Stop in on_step"
+    with pytest.raises(TrainError, match=message):
+        run(tmp_path, Early())
+
+
 @pytest.mark.parametrize("state", [{"a": np.ones(2)}, {"a": object()}, {("a", "b"): 1}])
 def test_a_state_that_is_no_json_names_its_callback(state, tmp_path):
     class Odd(Callback):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,11 @@ def sums_of(part: Part, file: str) -> NDArray[np.uint32]:
     """The checksums of a part's blocks; none where an earlier version wrote the manifest. Raises
     CacheError where they are too few.
     """
-    sums = np.frombuffer(base64.b64decode(part.blocks), "<u4")
+    try:
+        sums = np.frombuffer(base64.b64decode(part.blocks), "<u4")
+    except ValueError as error:
+        problem = f"its manifest has no checksums of its blocks: {error}"
+        raise CacheError(at=file, problem=problem, fix=REMAKE) from None
     count = -(-part.num_bytes // BLOCK)
     if len(sums) != count and part.blocks:
         problem = (
@@ -125,9 +129,16 @@ class BlockChecks:
         """Whether anything is left to check."""
         return self._left > 0
 
-    def check_index(self, part: int, address: int, runs: Iterable[tuple[int, int]]) -> None:
+    def check_index(
+        self,
+        part: int,
+        address: int,
+        runs: Iterable[tuple[int, int]],
+        sound: Callable[[], None],
+    ) -> None:
         """address: of the mapped file. runs: where the tokens, the masks and the values of aligned
-        columns begin in it (0: it has none), and how many bytes of each a token has.
+        columns begin in it (0: it has none), and how many bytes of each a token has. sound: raises
+        CacheError where the index, which was found whole, says what cannot be.
 
         Raises CacheError where a block of the index is damaged.
         """
@@ -148,6 +159,7 @@ class BlockChecks:
                 first, last = start - address, start - address + info.tokens * width
                 inside[-(-first // BLOCK) : last // BLOCK] = True
         self.check(part, np.flatnonzero(~inside).tolist(), address)
+        sound()
         self._done(at, at + 1)
         self._indexes_left = int(np.count_nonzero(self._flags[self._first[:-1]] == 0))
 

@@ -52,7 +52,8 @@ class CacheFolder:
     def holds(self, file: str, num_bytes: int, checksum: str) -> bool:
         """Whether a token file is there as it was committed."""
         path = self.local / "tokens" / file
-        return path.is_file() and storage.checksum(path).checksum == checksum
+        committed = storage.Stamp(num_bytes=num_bytes, checksum=checksum)
+        return path.is_file() and storage.checksum(path) == committed
 
     def holds_quarantine(self, manifest: Manifest) -> bool:
         """Whether the quarantine file of a manifest is there as it was committed; True where it has

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Self
+
+import pydantic
 
 from easypipe.core.aligned import AlignedColumn
-from easypipe.core.checked import checked_json, parse_checked
+from easypipe.core.checked import checked_json, parse_checked, shaped
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, DamagedFileError
 from easypipe.core.ledger import Ledger
@@ -32,18 +34,23 @@ from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 FORMAT = 1
 
+Count = Annotated[int, pydantic.Field(ge=0, lt=1 << 63)]
+_EXACT = pydantic.ConfigDict(extra="forbid")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Documents that came from rows `start` to `stop` of source shard `shard`."""
 
-    shard: int
-    start: int
-    stop: int
-    docs: int
-    tokens: int
+    __pydantic_config__: ClassVar = _EXACT
+
+    shard: Count
+    start: Count
+    stop: Count
+    docs: Count
+    tokens: Count
     file: str = ""  # below `tokens/`
-    num_bytes: int = 0
+    num_bytes: Count = 0
     checksum: str = ""  # XXH3-128 of the file
     # checksums of its blocks, see cache/blocks.py; "" in manifests that earlier versions wrote
     blocks: str = ""
@@ -54,9 +61,11 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerIdentity:
+    __pydantic_config__: ClassVar = _EXACT
+
     name: str
     fingerprint: str
-    vocab_size: int
+    vocab_size: Count
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -91,6 +100,8 @@ class Counts:
 
     Law: rows + pieces = docs + rejects; encoded + added + overlap = tokens + truncated.
     """
+
+    __pydantic_config__: ClassVar = _EXACT
 
     rows: int = 0
     rejects: Mapping[str, int] = field(default_factory=dict)  # rows by reason
@@ -168,6 +179,8 @@ def total(counts: Iterable[Counts]) -> Counts:
 class Manifest:
     """Everything about a token cache but the tokens."""
 
+    __pydantic_config__: ClassVar = _EXACT
+
     dataset: str
     key: str
     content_field: str
@@ -213,27 +226,21 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
     try:
         values = parse_checked(data, path, older=_KEYS)
         check_format(values, path)
-        if values["key"] != str(path).rpartition("/")[2].removesuffix(".json"):
-            raise TypeError(f"it is that of {values['key']}")
-        for part in values["parts"]:
-            if part.get("file") and not is_inside(part["file"]):
-                raise TypeError(f"{part['file']!r} is not a file of this cache")
-        return Manifest(
-            **{
-                **values,
-                "tokenizer": TokenizerIdentity(**values["tokenizer"]),
-                "counts": Counts(**values["counts"]),
-                "aligned": tuple(map(_aligned, values.get("aligned", ()))),
-                "parts": tuple(Part(**part) for part in values["parts"]),
-                "shard_names": tuple(values["shard_names"]),
-                "shard_rows": tuple(values["shard_rows"]),
-            }
-        )
+        found = shaped(Manifest, values)
+        if found.key != str(path).rpartition("/")[2].removesuffix(".json"):
+            raise TypeError(f"it is that of {found.key}")
+        for file in (found.quarantine, *(part.file for part in found.parts)):
+            if file and not is_inside(file):
+                raise TypeError(f"{file!r} is not a file of this cache")
+        for column in found.aligned:
+            if column.kind.kind not in "iuf":
+                raise TypeError(f"{column.dtype} are no numbers")
+        return found
     except DamagedFileError as error:
         raise CacheError(
             at=str(path), problem=error.problem, fix="Delete it and prepare again."
         ) from None
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CacheError(
             at=str(path),
             problem=f"not a token cache manifest: {error}",
@@ -241,11 +248,42 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
         ) from error
 
 
-def _aligned(values: Json) -> AlignedColumn:
-    """Raises TypeError for a dtype that there is not."""
-    column = AlignedColumn(**values)
-    assert column.kind
-    return column
+def contradictions(m: Manifest) -> Iterator[str]:
+    """What a manifest says against itself."""
+    docs, tokens = sum(part.docs for part in m.parts), sum(part.tokens for part in m.parts)
+    if (docs, tokens) != (m.counts.docs, m.counts.tokens):
+        yield (
+            f"its parts hold {docs} documents of {tokens} tokens, its counts say "
+            f"{m.counts.docs} "
+            f"of {m.counts.tokens}"
+        )
+    for entry in m.counts.ledger(m.dataset, {}).entries:
+        if entry.leak:
+            yield f"{entry.unit} do not add up: in {dict(entry.into)}, out {dict(entry.out)}"
+    if len(m.shard_names) != len(m.shard_rows):
+        yield f"{len(m.shard_names)} shards, and the rows of {len(m.shard_rows)}"
+    at: Counter[int] = Counter()
+    for part in m.parts:
+        follows = part.start == at[part.shard] and part.stop >= part.start
+        if not 0 <= part.shard < len(m.shard_names) or not follows:
+            yield (
+                f"rows {part.start}:{part.stop} of shard {part.shard} do not follow row "
+                f"{at[part.shard]}"
+            )
+            break
+        at[part.shard] = part.stop
+        if bool(part.docs) != bool(part.file):
+            yield f"rows {part.start}:{part.stop} have {part.docs} documents, in file {part.file!r}"
+    else:
+        for i, (name, rows) in enumerate(zip(m.shard_names, m.shard_rows, strict=False)):
+            if at[i] != rows:
+                yield f"{at[i]} of {rows} rows of {name} are told of"
+    if fingerprint_of(m.tokenizer, m.parts) != m.fingerprint:
+        yield "its fingerprint is not that of its parts"
+    if m.pairs and not m.loss_mask:
+        yield "its documents are pairs, and nothing says where the second answer begins"
+    if m.quarantine_checksum and not m.quarantine:
+        yield "it has the checksum of a quarantine file, and names none"
 
 
 _KEYS = tuple(entry.name for entry in dataclasses.fields(Manifest))

@@ -206,6 +206,25 @@ def token_batch(data: pa.Buffer, at: str) -> pa.RecordBatch:
         raise CacheError(at=at, problem=f"cannot be read: {error}", fix=AGAIN) from error
 
 
+def require_sound(batch: pa.RecordBatch, part: Part, at: str) -> None:
+    """Raises CacheError where documents of a token file end outside of it, or it holds others than
+    were committed. Reads its index alone.
+    """
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise CacheError(at=at, problem=f"cannot be read: {error}", fix=AGAIN) from error
+    for column in batch.columns:
+        if pa.types.is_large_list(column.type):
+            found = len(column.values), column.offsets[0].as_py(), column.offsets[-1].as_py()
+            if found != (part.tokens, 0, part.tokens):
+                problem = (
+                    f"holds {found[0]} tokens, of which its documents have {found[1]} to "
+                    f"{found[2]}; {part.tokens} were committed"
+                )
+                raise CacheError(at=at, problem=problem, fix=AGAIN)
+
+
 def _shrink(most: int) -> None:
     """Takes maps away, those that were not read for the longest first, until `most` are left, or
     all that are left are read.

@@ -15,13 +15,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from easypipe.cache.blocks import sums_of
 from easypipe.cache.folder import CacheFolder
 from easypipe.cache.manifest import FORMAT, Counts, Part, check_format
-from easypipe.core.checked import recall_checked, remember_checked
+from easypipe.core.checked import recall_checked, remember_checked, shaped
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import Reject, Shard, ShardedSource, counted, identity_of
 from easypipe.core.remote import StorageOptions
+from easypipe.core.storage import is_inside
 from easypipe.core.values import Json, JsonObject
 
 # Bytes at rest of one range. Small files are cut finer, so that every worker has some; how a file
@@ -145,6 +147,13 @@ def read_record(
         found = record_of({**values, "shard": shard})
         if any(entry.leak for entry in found.counts.ledger("", {}).entries):
             raise ValueError("its counts do not add up")
+        if (found.part.docs, found.part.tokens) != (found.counts.docs, found.counts.tokens):
+            raise ValueError("its part holds other documents than are counted")
+        if found.part.file and not is_inside(found.part.file):
+            raise ValueError(f"{found.part.file!r} is not a file of this cache")
+        if bool(found.part.docs) != bool(found.part.file):
+            raise ValueError("it has documents and no file, or a file without documents")
+        sums_of(found.part, found.part.file)
         return found
 
     return recall_checked(
@@ -153,22 +162,22 @@ def read_record(
 
 
 def record_of(values: Json, more: Sequence[Reject] = ()) -> Record:
-    """Raises KeyError and TypeError where `values` are none of a record. more: rejects that they
+    """Raises KeyError, TypeError and ValueError where `values` are none of a record. more: rejects that they
     lack.
     """
-    rejects = (*more, *(Reject(**reject) for reject in values["rejects"]))
+    rejects = (*more, *(shaped(Reject, reject) for reject in values["rejects"]))
     reasons = Counter[str]()
     for reject in rejects:
         reasons[reject.reason] += reject.count
     rows = values["stop"] - values["start"]
-    return Record(
-        part=Part(**{name: values[name] for name in _PART if name in values}),
-        counts=dataclasses.replace(counts_of(values), rows=rows, rejects=dict(reasons)),
-        rejects=rejects,
-        shard_name=values["shard_name"],
-        text=values["text"],
-        text_bytes=values["text_bytes"],
-        encoder=values.get("encoder", ""),
+    found = {
+        "part": shaped(Part, {name: values[name] for name in _PART if name in values}),
+        "counts": dataclasses.replace(counts_of(values), rows=rows, rejects=dict(reasons)),
+        "rejects": rejects,
+        "encoder": values.get("encoder", ""),
+    }
+    return shaped(
+        Record, found | {name: values[name] for name in ("shard_name", "text", "text_bytes")}
     )
 
 
@@ -180,7 +189,7 @@ def counts_json(counts: Counts) -> JsonObject:
 
 def counts_of(values: Json) -> Counts:
     """What `counts_json` gave; without rows and their rejects."""
-    return Counts(**{name: values[name] for name in _COUNTS if name in values})
+    return shaped(Counts, {name: values[name] for name in _COUNTS if name in values})
 
 
 _PART = tuple(entry.name for entry in dataclasses.fields(Part))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -33,8 +34,8 @@ from easypipe.cache.blocks import (
     noted,
 )
 from easypipe.cache.folder import CacheFolder, RemoteFolder
-from easypipe.cache.manifest import Manifest, read_manifest
-from easypipe.cache.mapping import AGAIN, MappedFiles
+from easypipe.cache.manifest import Manifest, contradictions, read_manifest
+from easypipe.cache.mapping import AGAIN, MappedFiles, require_sound
 from easypipe.cache.remote import StagedFiles
 from easypipe.core import locks
 from easypipe.core.aligned import AlignedColumn, numbers_of
@@ -140,6 +141,9 @@ class TokenCache(Source):
         mapped = isinstance(self.path, Path) and self.path.exists()
         self._mark = locks.mark_reader(self.folder.local, Path(path).stem) if mapped else None
         self.manifest: Manifest = read_manifest(self.path, self.folder.options)
+        for what in contradictions(self.manifest):
+            fix = "Delete it and prepare again."
+            raise CacheError(at=str(self.path), problem=f"damaged: {what}", fix=fix)
         self.dataset = dataset or self.manifest.dataset
         self._parts = [part for part in self.manifest.parts if part.docs]
         tokens = self.folder.at("tokens")  # pathlib takes a tenth of the time of opening
@@ -390,6 +394,8 @@ class TokenCache(Source):
                         f"{part.docs}",
                         fix=AGAIN,
                     )
+                if not part.blocks:  # an earlier version wrote it: nothing is checked later
+                    self._require_sound(i)
                 where[:, i] = _addresses(batch)
                 for name, addresses in self._values.items():
                     addresses[i] = _address(numbers_of(batch.column(name)).buffers()[1])
@@ -412,7 +418,11 @@ class TokenCache(Source):
         for i in parts:
             runs = [(int(b.ids_address[i]), b.id_bytes), (int(b.mask_address[i]), 1)]
             runs += [(int(self._values[c.name][i]), c.num_bytes) for c in self.aligned]
-            self._blocks.check_index(i, int(b.file_address[i]), runs)
+            sound = functools.partial(self._require_sound, i)
+            self._blocks.check_index(i, int(b.file_address[i]), runs, sound)
+
+    def _require_sound(self, i: int) -> None:
+        require_sound(self._files.batch(i), self._parts[i], self._names[i])
 
     def _of_each(
         self,

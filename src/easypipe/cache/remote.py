@@ -30,7 +30,7 @@ import xxhash
 
 from easypipe.cache.blocks import BLOCK, check_fetched, sums_of
 from easypipe.cache.manifest import Part
-from easypipe.cache.mapping import AGAIN, token_batch
+from easypipe.cache.mapping import AGAIN, require_sound, token_batch
 from easypipe.core import storage
 from easypipe.core.aligned import numbers_of
 from easypipe.core.errors import CacheError, MissingFileError, StorageError
@@ -192,6 +192,7 @@ class StagedPart:
         for start, stop in [*data, (part.num_bytes, part.num_bytes)]:
             self._bring_missing(at, start)
             at = stop
+        require_sound(self.batch, part, url)
 
     def _open(self) -> pa.RecordBatch:
         size, docs = self.part.num_bytes, self.part.docs

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ from easypipe.cache.manifest import (
     Manifest,
     Part,
     TokenizerIdentity,
-    fingerprint_of,
+    contradictions,
     read_manifest,
     total,
 )
@@ -88,7 +87,7 @@ def verify_manifest(folder: CacheFolder, key: str) -> Verification:
     problems = [problem for part in parts for problem in _wrong_part(m, part, folder, said)]
     problems += [
         Problem(at=path, what=f"the manifest is damaged: {what}", file=path)
-        for what in (*_contradictions(key, m), *_miscounted(m, said))
+        for what in (*contradictions(m), *_miscounted(m, said))
     ]
     if not folder.holds_quarantine(m):
         at = str(folder.at("manifests", m.quarantine))
@@ -203,39 +202,6 @@ def wrong_bytes(
     if found.checksum != checksum:
         return f"damaged: checksum {found.checksum}, committed as {checksum}"
     return None
-
-
-def _contradictions(key: str, m: Manifest) -> Iterator[str]:
-    """What a manifest says against itself."""
-    docs, tokens = sum(part.docs for part in m.parts), sum(part.tokens for part in m.parts)
-    if (docs, tokens) != (m.counts.docs, m.counts.tokens):
-        yield (
-            f"its parts hold {docs} documents of {tokens} tokens, its counts say "
-            f"{m.counts.docs} "
-            f"of {m.counts.tokens}"
-        )
-    for entry in m.counts.ledger(m.dataset, {}).entries:
-        if entry.leak:
-            yield f"{entry.unit} do not add up: in {dict(entry.into)}, out {dict(entry.out)}"
-    at: Counter[int] = Counter()
-    for part in m.parts:
-        if not 0 <= part.shard < len(m.shard_names) or part.start != at[part.shard]:
-            yield (
-                f"rows {part.start}:{part.stop} of shard {part.shard} do not follow row "
-                f"{at[part.shard]}"
-            )
-            break
-        at[part.shard] = part.stop
-    else:
-        for i, (name, rows) in enumerate(zip(m.shard_names, m.shard_rows, strict=False)):
-            if at[i] != rows:
-                yield f"{at[i]} of {rows} rows of {name} are told of"
-    if fingerprint_of(m.tokenizer, m.parts) != m.fingerprint:
-        yield "its fingerprint is not that of its parts"
-    if key != m.key:
-        yield f"it is the manifest {m.key}"
-    if m.quarantine_checksum and not m.quarantine:
-        yield "it has the checksum of a quarantine file, and names none"
 
 
 def _miscounted(m: Manifest, said: Sequence[JsonObject]) -> Iterator[str]:

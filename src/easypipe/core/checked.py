@@ -12,12 +12,14 @@ value.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar, cast
 
+import pydantic
 from xxhash import xxh3_128_hexdigest
 
 from easypipe.core import storage
@@ -119,7 +121,7 @@ def recall_checked(
     The caller then makes it again.
 
     Args:
-        parse: may raise KeyError, TypeError, ValueError, IndexError or AttributeError.
+        parse: may raise LookupError, OverflowError, TypeError, ValueError or AttributeError.
         what: the file in a few words, for the warning: "the plan".
         older: as in `read_checked`.
 
@@ -136,12 +138,36 @@ def recall_checked(
     except DamagedFileError as error:
         why = error.problem
     # a record may be of any shape
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (LookupError, OverflowError, TypeError, ValueError, AttributeError) as error:
         why = f"damaged: it does not hold what this version of easypipe writes: {error!r}"
     if str(path) not in _told:
         _told.add(str(path))
         log.warning("%s %s is made again: %s", what, path, why)
     return None
+
+
+def whole(value: object) -> int:
+    """A whole number of a file. Raises TypeError for what is none: int() would make it one."""
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def shaped(cls: type[T], values: Json) -> T:
+    """`values` as a dataclass `cls`. Raises ValueError for the first that has another type than its
+    field: a file that is whole may have been written by somebody else.
+    """
+    try:
+        return _shape(cls).validate_python(values)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}") from None
+
+
+@functools.cache
+def _shape(cls: type[T]) -> pydantic.TypeAdapter[T]:
+    return pydantic.TypeAdapter(cls)
 
 
 def _name(path: str | Path) -> str:

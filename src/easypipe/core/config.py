@@ -386,7 +386,7 @@ def apply_overrides(values: JsonObject, overrides: Sequence[str]) -> JsonObject:
     for override in overrides:
         path, equals, text = override.partition("=")
         require(
-            equals and path,
+            equals and all(path.split(".")),
             override,
             "not of the form key.path=value",
             "Write --set train.steps=100.",

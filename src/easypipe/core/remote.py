@@ -18,6 +18,7 @@ import errno
 import logging
 import random
 import re
+import socket
 import ssl
 import threading
 import time
@@ -95,7 +96,8 @@ _NO_SECRETS = ("anon", "cloud", "cache", "google_default", "browser")
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How long remote storage is given. Waits double from first_wait_s to longest_wait_s, each
+    """How long remote storage is given; a host that nobody ever had an answer from, and that takes
+    no connection, has TO_BEGIN attempts. Waits double from first_wait_s to longest_wait_s, each
     shortened at random by up to half.
 
     attempt_timeout_s: one attempt, plus the time that its bytes take at 256 KiB/s. deadline_s: all
@@ -108,6 +110,8 @@ class RetryPolicy:
     attempt_timeout_s: float = 60.0
     deadline_s: float = 180.0
 
+
+TO_BEGIN = 5
 
 _policy = RetryPolicy()
 
@@ -169,6 +173,7 @@ def retrying(
             answer = call(max(0.001, min(patience, deadline - began)))
             if times:
                 times.add(time.monotonic() - began)
+            _answered.add(_host(url))
             return answer
         except EasypipeError:
             raise
@@ -179,7 +184,11 @@ def retrying(
         cut = patience < most and time.monotonic() - began >= patience
         stalls += cut
         wait = 0.0 if cut else _wait(policy, attempt, failure)
-        if attempt >= policy.attempts or time.monotonic() + wait >= deadline:
+        unknown = _nobody_there(failure) and _host(url) not in _answered
+        if (
+            attempt >= (min(policy.attempts, TO_BEGIN) if unknown else policy.attempts)
+            or time.monotonic() + wait >= deadline
+        ):
             break
         log.info(
             "%s: %s; attempt %d of %d in %.1f s",
@@ -216,6 +225,16 @@ class _Times:
 
 # by host, kind and size of the request (its power of two)
 _times: defaultdict[tuple[str, str, int], _Times] = defaultdict(_Times)
+
+
+# hosts that this process had an answer from: one that is down now is waited for
+_answered: set[str] = set()
+
+
+def _nobody_there(error: BaseException) -> bool:
+    """Whether no connection was made: the host is not known, or refuses all."""
+    kinds = ConnectionRefusedError | socket.gaierror
+    return any(isinstance(link, kinds) for link in causes_of(error))
 
 
 def _host(url: str) -> str:

@@ -96,8 +96,18 @@ def _mapping(loader: _SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 _SafeLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-_SafeLoader.add_implicit_resolver(  # YAML 1.1 reads 1e-4 as a string; people mean the number
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+# YAML 1.1 reads 1:30 as 90, 010 as 8, and 1e-4 as a text. Nobody means the first two: they are
+# texts here, which an option of numbers refuses. 1e-4 is a number.
+_NUMBERS = {
+    "int": r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)",
+    "float": r"[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+|[-+]?[0-9][0-9_]*\.[0-9_]*"
+    r"|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+}
+_SafeLoader.yaml_implicit_resolvers = {
+    letter: [one for one in kinds if one[0].rpartition(":")[2] not in _NUMBERS]
+    for letter, kinds in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind, _pattern in _NUMBERS.items():
+    _SafeLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), list("-+.0123456789")
+    )

@@ -7,6 +7,7 @@ At rest (token cache, saved rows) a row has `input_ids`, `loss_mask`, `segment_i
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from functools import partial
@@ -125,46 +126,68 @@ def list_sizes(lists: pa.Array) -> Int64:
 def typed_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     """Values of Python as an array of `kind`.
 
-    Raises ArrowInvalid and its kin for values that are none of its, and for a fraction in the place
-    of an integer, which Arrow would cut.
+    Raises ArrowInvalid and its kin for values that are none of its, and for what Arrow would
+    change: it cuts a fraction in the place of an integer, and makes a number infinite that is too
+    large.
     """
     made = pa.array(values, kind)
-    if _holds(kind, pa.types.is_integer) and _may_hold_fractions(values, kind):
+    whole = holds(kind, pa.types.is_integer) and _may_hold_fractions(values, kind)
+    if whole or _holds_infinity(made):
         for value in values:
-            fraction = _fraction(value, kind)
-            if fraction is not None:
-                raise pa.ArrowInvalid(f"{fraction!r} is no integer")
+            why = _changed(value, kind)
+            if why is not None:
+                raise pa.ArrowInvalid(why)
     return made
 
 
+def cast_array(values: pa.Array, kind: pa.DataType) -> pa.Array:
+    """An array as one of `kind`. Raises what `typed_array` raises."""
+    made = values.cast(kind)
+    return typed_array(values.to_pylist(), kind) if _holds_infinity(made) else made
+
+
 def _may_hold_fractions(values: Sequence[Any], kind: pa.DataType) -> bool:
-    if _holds(kind, pa.types.is_map):  # whose pairs are inferred as texts
+    if holds(kind, pa.types.is_map):  # whose pairs are inferred as texts
         return True
     try:
-        return _holds(pa.infer_type(values), pa.types.is_floating)
+        return holds(pa.infer_type(values), pa.types.is_floating)
     except (pa.ArrowInvalid, pa.ArrowTypeError):  # keys beyond those of `kind` may mix types
         return True
 
 
-def _holds(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
-    """Whether a type, or one within it, passes `test`."""
-    return test(kind) or any(_holds(kind.field(i).type, test) for i in range(kind.num_fields))
+def _holds_infinity(made: pa.Array) -> bool:
+    """Whether there is an infinite number among those of less than 64 bits."""
+    kind = made.type
+    if pa.types.is_float32(kind) or pa.types.is_float16(kind):
+        return bool(np.isinf(made.to_numpy(zero_copy_only=False)).any())
+    if is_list(kind):
+        return _holds_infinity(made.flatten())
+    if pa.types.is_map(kind):
+        return _holds_infinity(made.items)
+    return pa.types.is_struct(kind) and any(map(_holds_infinity, made.flatten()))
 
 
-def _fraction(value: Any, kind: pa.DataType) -> float | None:
-    """A number within `value` that is not whole, though `kind` has an integer in its place."""
-    found: Iterable[float | None] = ()
+def _changed(value: Any, kind: pa.DataType) -> str | None:
+    """Why a number within `value` is another one in `kind`: it has a fraction in the place of an
+    integer, or is beyond the largest.
+    """
+    found: Iterable[str | None] = ()
     if value is None:
         return None
     if pa.types.is_integer(kind):
-        return float(value) if isinstance(value, float | np.floating) and value % 1 else None
+        cut = isinstance(value, float | np.floating) and value % 1
+        return f"{float(value)!r} is no integer" if cut else None
+    if pa.types.is_float32(kind) or pa.types.is_float16(kind):
+        most = float(np.finfo(kind.to_pandas_dtype()).max)
+        beyond = most < abs(float(value)) < math.inf
+        return f"{float(value)!r} is beyond the largest {kind}" if beyond else None
     if is_list(kind):
-        found = (_fraction(item, kind.field(0).type) for item in value)
+        found = (_changed(item, kind.field(0).type) for item in value)
     elif pa.types.is_struct(kind) and isinstance(value, Mapping):
-        found = (_fraction(value.get(field.name), field.type) for field in kind)
+        found = (_changed(value.get(field.name), field.type) for field in kind)
     elif pa.types.is_map(kind):
         items = value.items() if isinstance(value, Mapping) else value
-        found = (_fraction(item, kind.item_type) for _, item in items)
+        found = (_changed(item, kind.item_type) for _, item in items)
     return next((one for one in found if one is not None), None)
 
 

@@ -118,7 +118,8 @@ def pack_window(lengths: Int32, spec: PackSpec, key: int) -> Layout:
         raise oversize_error(f"draw {draw}", int(lengths[draw]), spec)
     rule, strategy = OVERSIZE.index(spec.oversize), STRATEGIES.index(spec.strategy)
     loose = np.empty((5, _count_pieces(lengths, spec.seq_length, rule)), dtype=np.int32)
-    rows = _assign(lengths, spec.seq_length, strategy, spec.num_packers, rule, loose)
+    packers = max(1, min(spec.num_packers, lengths.size))  # no more rows are ever open
+    rows = _assign(lengths, spec.seq_length, strategy, packers, rule, loose)
     return _arrange(loose, int(rows), spec, key)
 
 

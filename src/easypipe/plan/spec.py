@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+from easypipe.core.checked import whole
 from easypipe.core.config import digest, to_dict
 from easypipe.core.errors import PlanError, StateError
 from easypipe.core.values import Int32, Int64, Json, JsonObject
@@ -274,13 +275,17 @@ class WindowState(Generic[At]):
     def from_json(cls, values: Any) -> WindowState[int]:
         """Raises StateError where `values` is not what `to_json` writes."""
         try:
-            index, epoch, first_row = (int(values[key]) for key in ("index", "epoch", "first_row"))
-            drawn, deficits = (tuple(int(n) for n in values[key]) for key in ("drawn", "deficits"))
+            index, epoch, first_row = (
+                whole(values[key]) for key in ("index", "epoch", "first_row")
+            )
+            drawn, deficits = (tuple(map(whole, values[key])) for key in ("drawn", "deficits"))
             active = tuple({"0": False, "1": True}[alive] for alive in values["active"])
             cut = values.get("cut")
-            cut = None if cut is None else (int(cut[0]), int(cut[1]))
+            cut = None if cut is None else (whole(cut[0]), whole(cut[1]))
+            if max(map(abs, (index, epoch, first_row, *drawn, *deficits, *(cut or ())))) >> 62:
+                raise ValueError("a number that does not fit")
         # a state from a file may be of any shape
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             raise StateError(
                 at="window", problem=f"{values!r} is no state of a plan: {error!r}"
             ) from None

@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal, NotRequired
 
 import numpy as np
 import pyarrow as pa
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from easypipe.core import storage
-from easypipe.core.checked import read_checked
+from easypipe.core.checked import read_checked, shaped
 from easypipe.core.errors import CacheError, DamagedFileError, MissingFileError
 from easypipe.core.protocols import (
     Shard,
@@ -151,34 +153,63 @@ def read_manifest(folder: str | Path, storage_options: StorageOptions = None) ->
             fix="Save the data again.",
         )
     try:
-        outside = [s["name"] for s in text["shards"] if not storage.is_inside(s["name"])]
+        found = shaped(_Shape, text)
+        outside = [one.name for one in found["shards"] if not storage.is_inside(one.name)]
         if outside:
             raise ValueError(f"{outside[0]!r} is not a file of this folder")
-        schema = schema_of_text(text["schema"])
-        if not {*text.get("aligned", ())} <= {*schema.names}:
-            raise ValueError(f"{text['aligned']} are no columns of its schema")
-        return SavedManifest(
-            fingerprint=text["fingerprint"],
-            format=text["format"],
-            compression=text["compression"],
-            schema=schema,
-            tokens=None if text["tokens"] is None else TokenInfo(**text["tokens"]),
-            shards=tuple(SavedShard(**shard) for shard in text["shards"]),
-            ledger=text["ledger"],
-            turns=_turns(text.get("turns")),
-            aligned=tuple(text.get("aligned", ())),
+        schema, aligned = schema_of_text(found["schema"]), found.get("aligned", ())
+        if not {*aligned} <= {*schema.names}:
+            raise ValueError(f"{[*aligned]} are no columns of its schema")
+        told = found["num_rows"], found["num_tokens"]
+        rows, tokens = (
+            sum(one.num_rows for one in found["shards"]),
+            sum(one.num_tokens for one in found["shards"]),
         )
-    except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
+        if told != (rows, tokens):
+            raise ValueError(
+                f"{told[0]} rows of {told[1]} tokens, its shards have {rows} of {tokens}"
+            )
+        return SavedManifest(
+            fingerprint=found["fingerprint"],
+            format=found["format"],
+            compression=found["compression"],
+            schema=schema,
+            tokens=found["tokens"],
+            shards=found["shards"],
+            ledger=text["ledger"],
+            turns=found.get("turns"),
+            aligned=aligned,
+        )
+    except (ValueError, pa.ArrowException) as error:
         raise CacheError(
-            at=path, problem=f"damaged: {error!r}", fix="Save the data again."
+            at=path, problem=f"damaged: {error}", fix="Save the data again."
         ) from error
 
 
-def _turns(value: JsonObject | None) -> Turns | None:
-    """Folders of conversations have them since they are exported with the model."""
-    if value is None:
-        return None
-    return Turns(str(value["template"]), tuple(map(int, value["stop_token_ids"])))
+_Entry = TypedDict(
+    "_Entry",
+    {"stage": str, "dataset": str, "unit": str, "in": dict[str, int], "out": dict[str, int]},
+)
+
+
+class _Ledger(TypedDict):
+    entries: list[_Entry]
+
+
+class _Shape(TypedDict):
+    """A manifest, as `SavedManifest.to_json` writes it."""
+
+    fingerprint: str
+    format: Literal["parquet", "arrow", "jsonl"]
+    compression: str
+    schema: str
+    num_rows: int
+    num_tokens: int
+    tokens: TokenInfo | None
+    turns: NotRequired[Turns]  # folders of conversations, since they are exported with the model
+    aligned: NotRequired[tuple[str, ...]]
+    shards: tuple[SavedShard, ...]
+    ledger: _Ledger
 
 
 class SavedSource(Source):
@@ -216,6 +247,13 @@ class SavedSource(Source):
     @property
     def shards(self) -> tuple[Shard, ...]:
         files = self._files.shards
+        for shard, saved in zip(files, self.manifest.shards, strict=True):
+            if shard.num_rows not in (None, saved.num_rows):
+                raise CacheError(
+                    at=join(self.folder, saved.name),
+                    problem=f"{shard.num_rows} rows, the manifest says {saved.num_rows}",
+                    fix="Save the data again, with overwrite=True.",
+                )
         return tuple(
             Shard(
                 name=shard.name, num_rows=saved.num_rows, cuts=shard.cuts, num_bytes=saved.num_bytes

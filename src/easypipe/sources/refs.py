@@ -135,10 +135,13 @@ def data_files_in(
         kept = [name for name in kept if not name.endswith("/index.json")]
     if not kept:
         endings = [ending for kind in kinds for ending in ALL_EXTENSIONS[kind]]
+        other = next((kind for kind in map(format_of, inside) if kind is not None), None)
         raise MissingFileError(
             at=text,
             problem=f"the folder holds no data file ({' '.join(endings)})",
-            fix="Give the files, or a glob.",
+            fix="Give the files, or a glob."
+            if other is None
+            else f"It has files that are read with type={other!r}.",
         )
     return sorted(kept, key=natural)
 

@@ -168,6 +168,12 @@ class _Run:
             self._loop()
         self.checkpoints.wait()
         if self.metrics.first is None or self.metrics.last is None:
+            if control.reason is not None:
+                raise TrainError(
+                    at="callbacks",
+                    problem=f"one stopped the run before its first step: {control.reason}",
+                    fix="Stop in on_step or later.",
+                )
             raise TrainError(
                 at=str(self.metrics.path),
                 problem="holds no line, though the run is finished",

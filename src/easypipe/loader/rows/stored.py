@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 from numpy.typing import ArrayLike
 
@@ -390,7 +391,9 @@ def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int)
         elif not np.array_equal(offsets, ends):
             row = first_row + int(np.flatnonzero(np.diff(offsets) != np.diff(ends))[0])
             raise SourceError(
-                at=place(at, row=row, column=name), problem=f"another length than {INPUT_IDS}"
+                at=place(at, row=row, column=name),
+                problem=f"another length than {INPUT_IDS}",
+                fix="Give one value for each token, or leave the row out.",
             )
         columns[name] = values
     assert offsets is not None
@@ -433,11 +436,12 @@ def _look_ahead(column: pa.Array, at: str) -> Int32:
 
 def _flat(column: pa.Array, name: str, at: str, first_row: int) -> tuple[Int64, Int32]:
     kind = column.type
-    if not is_list(kind) or not (
-        pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)
-    ):
+    masks = name != INPUT_IDS and is_list(kind) and pa.types.is_boolean(kind.value_type)
+    if not masks and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
         raise SourceError(
-            at=place(at, column=name), problem=f"expected lists of integers, got {kind}"
+            at=place(at, column=name),
+            problem=f"expected lists of integers, got {kind}",
+            fix="Give such lists, or rename the column: what is called so goes with tokens.",
         )
     if column.null_count:
         row = first_row + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
@@ -448,8 +452,11 @@ def _flat(column: pa.Array, name: str, at: str, first_row: int) -> tuple[Int64, 
         )
     values = column.flatten()
     if values.null_count:
+        nulls = pc.call_function("list_parent_indices", [column]).filter(values.is_null())
         raise SourceError(
-            at=place(at, column=name), problem=f"a null among the tokens of rows {first_row} onward"
+            at=place(at, row=first_row + nulls[0].as_py(), column=name),
+            problem="a null among the tokens",
+            fix="Leave such rows out.",
         )
     if pa.types.is_fixed_size_list(kind):
         offsets = np.arange(len(column) + 1, dtype=np.int64) * kind.list_size

@@ -217,7 +217,7 @@ def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Rej
         return Reject(row=row, reason=reason, detail=sys.intern(detail))
 
     try:
-        value = json.loads(record)
+        value = json.loads(record.decode())  # of bytes it would take other encodings too
     except UnicodeDecodeError as problem:
         return reject("invalid_utf8", f"not UTF-8 at byte {problem.start} of the line")
     except json.JSONDecodeError as problem:

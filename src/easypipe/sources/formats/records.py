@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.checked import recall_checked, remember_checked
+from easypipe.core.checked import recall_checked, remember_checked, whole
 from easypipe.core.config import digest
 from easypipe.core.values import Int64, JsonObject, UInt8
 from easypipe.sources.base import FileSource, Rows, Survey
@@ -154,7 +154,7 @@ class RecordSource(FileSource):
 
     def _indexed(self, file: FileRef, layout: Layout) -> Survey:
         index = _kept_index(
-            file, self._index_dir, layout.key, lambda: index_records(file, layout, self._plain)
+            file, self._index_dir, layout, lambda: index_records(file, layout, self._plain)
         )
         return Survey(
             num_rows=index.num_rows,
@@ -203,12 +203,13 @@ class RecordSource(FileSource):
         """
         row, begin, end = found.index.span(start, stop)
         data = frozen(self._plain.fetch(file, begin, end, found.index.restarts))
-        starts, ends = np.empty(stop - row, np.int64), np.empty(stop - row, np.int64)
+        last = stop == found.index.num_rows  # no record may follow
+        starts, ends = np.empty((2, stop - row + last), np.int64)
         count, _, _ = found.layout.split(data, True, starts, ends)
         if count != stop - row:
             raise changed(file)
-        skip = start - row
-        return Records(data, starts[skip:] + found.layout.lead, ends[skip:], start, begin)
+        wanted = slice(start - row, count)
+        return Records(data, starts[wanted] + found.layout.lead, ends[wanted], start, begin)
 
 
 def index_records(file: FileRef, layout: Layout, plain: PlainBytes) -> RecordIndex:
@@ -287,23 +288,29 @@ def _behind(file: FileRef, plain: PlainBytes, position: int, held: int) -> tuple
 
 
 def _kept_index(
-    file: FileRef, index_dir: Path | None, options: Any, build: Callable[[], RecordIndex]
+    file: FileRef, index_dir: Path | None, layout: Layout, build: Callable[[], RecordIndex]
 ) -> RecordIndex:
     """The index from its sidecar, or made and kept. A sidecar that cannot be read is made again,
     with a warning.
 
     That of a head is not kept; its file's sidecar, where there is one, tells `total_rows`.
     """
+
+    def parsed(value: JsonObject) -> RecordIndex:
+        index = _from_json(value)
+        layout.schema(index.facts)
+        return index
+
     whole = file if file.head_bytes is None else replace(file, head_bytes=None)
     sidecar = (
         None
         if index_dir is None
-        else index_dir / f"{digest('index', INDEX_VERSION, whole.digest, options)}.index.json"
+        else index_dir / f"{digest('index', INDEX_VERSION, whole.digest, layout.key)}.index.json"
     )
     kept = (
         None
         if sidecar is None
-        else recall_checked(sidecar, _from_json, what=f"the index of {file.path}")
+        else recall_checked(sidecar, parsed, what=f"the index of {file.path}")
     )
     if file.head_bytes is not None:
         head = build()
@@ -355,14 +362,19 @@ def _from_json(value: Any) -> RecordIndex:
         np.frombuffer(base64.b64decode(value[key], validate=True), "<i8").astype(np.int64)
         for key in ("rows", "offsets")
     )
-    if len(rows) != len(offsets) or not len(rows) or rows[0] != 0 or (np.diff(offsets) < 0).any():
+    num_rows, stop = whole(value["num_rows"]), whole(value["stop"])
+    if len(rows) != len(offsets) or not len(rows) or rows[0] != 0 or offsets[0] < 0:
+        raise ValueError("it has no entries")
+    # a record has a byte at least, and the last one need not be ended
+    behind = np.diff(rows, append=num_rows), np.diff(offsets, append=stop + 1)
+    if (behind[0] < 0).any() or (behind[0] > behind[1]).any():
         raise ValueError("its entries do not ascend")
     return RecordIndex(
-        num_rows=int(value["num_rows"]),
-        total_rows=int(value["num_rows"]),
+        num_rows=num_rows,
+        total_rows=num_rows,
         rows=rows,
         offsets=offsets,
-        stop=int(value["stop"]),
-        restarts=tuple(Restart(int(plain), int(packed)) for plain, packed in value["restarts"]),
+        stop=stop,
+        restarts=tuple(Restart(whole(plain), whole(packed)) for plain, packed in value["restarts"]),
         facts=dict(value["facts"]),
     )

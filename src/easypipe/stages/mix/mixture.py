@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -234,19 +235,24 @@ class Mixture:
             schedule=self.steps,
         )
         plan = Plan(datasets, spec)
-        for state in self._recalled(plan):
-            plan.resume(state)
+        self._recalled(plan)
         return plan
 
     def _recalled(self, plan: Plan) -> Sequence[WindowState]:
-        """The checkpoints that `remember` committed; none where they are not there, or damaged:
-        then they are found again.
+        """The checkpoints that `remember` committed, from which the plan goes on; none where they
+        are not there, or cannot be those of a plan: then they are found again.
         """
 
         def states(kept: Json) -> Sequence[WindowState]:
             if kept["plan"] != plan.fingerprint:
                 raise ValueError(f"it is of the plan {kept['plan']}")
-            return [WindowState.from_json(state) for state in kept["states"]]
+            found = [WindowState.from_json(state) for state in kept["states"]]
+            for before, after in itertools.pairwise(found):
+                if before.index >= after.index or before.first_row > after.first_row:
+                    raise ValueError("its states do not ascend")
+            for state in found:
+                plan.resume(state)
+            return found
 
         return recall_checked(self._checkpoint_path(plan), states, what="the plan") or ()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.cache.location import cache_folder
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, PlanError, moved
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource, SourceInfo, Sources
 from easypipe.core.schema import INPUT_IDS, ORIGIN, token_dtype, token_list
 from easypipe.plan.mix import integer_weights
@@ -63,8 +63,8 @@ class MixStage(BaseStage):
                 if config.block_size is None
                 else block_weights(weights, config.block_size)
             )
-        except ConfigError as error:
-            raise error.under("mix") from None
+        except (ConfigError, PlanError) as error:
+            raise moved(error, f"mix.{error.at}") from None
         schedule, settings = self._schedule(names), settings_of(context)
         spec = PlanSpec(
             seed=context.seed if config.seed is None else config.seed,

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from easypipe.core import storage
-from easypipe.core.checked import commit_checked, read_checked
+from easypipe.core.checked import commit_checked, read_checked, shaped
 from easypipe.core.errors import EasypipeError
 from easypipe.core.threads import Threads
-from easypipe.core.values import JsonValue
 
 CHECKPOINTS = "checkpoints"  # of a run, in its output_dir
 CHECKSUMS = "checksums.json"  # {"files": {path in the checkpoint: [bytes, XXH3-128 in hex]}}
@@ -102,6 +101,13 @@ class Checked:
     sealed: bool = True
 
 
+@dataclass(frozen=True)
+class _Sums:
+    """What CHECKSUMS holds."""
+
+    files: dict[str, tuple[int, str]]
+
+
 def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) -> Checked:
     """Compares the files of a checkpoint, or of a `part` of it, with what was committed.
 
@@ -120,11 +126,13 @@ def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) 
             sealed=False,
         )
     try:
-        expected: dict[str, list[JsonValue]] = dict(read_checked(checkpoint / CHECKSUMS)["files"])
+        expected = shaped(_Sums, read_checked(checkpoint / CHECKSUMS)).files
     except EasypipeError as error:
         return Checked(problems={CHECKSUMS: error.problem})
-    except (KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
         return Checked(problems={CHECKSUMS: f"damaged: {error}"})
+    if outside := [name for name in expected if not storage.is_inside(name)]:
+        return Checked(problems={CHECKSUMS: f"{outside[0]!r} is not a file of this checkpoint"})
     of_part = (
         name for name in expected if not part or name.partition("/")[0] == part or "/" not in name
     )
@@ -133,7 +141,7 @@ def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) 
     there = [name for name in names if name not in problems]
     found = dict(zip(there, _stamps(checkpoint / name for name in there), strict=True))
     for name, stamp in found.items():
-        if stamp != expected[name]:
+        if stamp != list(expected[name]):
             same = stamp[0] == expected[name][0]
             problems[name] = (
                 "its bytes are not those that were written"

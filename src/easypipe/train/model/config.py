@@ -17,6 +17,8 @@ AttentionBackend = Literal["xla", "splash", "triton"]
 TRITON_WIDTHS = (16, 32, 64, 128, 256)
 
 
+# beyond these the compiler gives up without an error, or describing the layers takes hours
+_LARGEST = {"vocab_size": 1 << 31, "num_layers": 10_000}  # of others 2^20
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -121,6 +123,14 @@ class ModelConfig:
     def check(self) -> None:
         values = asdict(self)
         check_at_least(self, 1, *_SIZES)
+        for field in _SIZES:
+            most = _LARGEST.get(field, 1 << 20)
+            require(
+                (values[field] or 0) <= most,
+                field,
+                f"{values[field]} is too large",
+                f"Give at most {most:,}.",
+            )
         self._check_heads()
         usual = "10000.0 and 1e-6 are usual."
         check_number(self, usual, "rope_theta", "norm_epsilon", "local_rope_theta")

@@ -49,6 +49,7 @@ from easypipe.core.protocols import (
 )
 from easypipe.core.schema import (
     ROW_NUMBER,
+    cast_array,
     data_columns,
     row_numbers,
     typed_array,
@@ -494,7 +495,7 @@ def as_array(values: Any, kind: pa.DataType) -> pa.Array:
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
     if isinstance(values, pa.Array):
-        return values if values.type.equals(kind) else values.cast(kind)
+        return values if values.type.equals(kind) else cast_array(values, kind)
     return typed_array(values, kind)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.checked import recall_checked, remember_checked
+from easypipe.core.checked import recall_checked, remember_checked, shaped
 from easypipe.core.config import digest
 from easypipe.core.random import fold, permute
 from easypipe.transforms.tokenizer import fast
@@ -109,7 +109,7 @@ def recall(folder: Path | None, fingerprint: str) -> Verdict | None:
         return None
     return recall_checked(
         _memo(folder, fingerprint),
-        lambda kept: Verdict(**kept),
+        lambda kept: shaped(Verdict, kept),
         what="the proof of a fast tokenizer",
         older=_OLDER,
     )
