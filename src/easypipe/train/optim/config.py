@@ -159,7 +159,16 @@ class OptimizerConfig:
             for name in names:
                 value = values[name]
                 require(value is None or fits(value), name, f"{value} {problem}", fix)
-        check_number(self, "Give one, or leave it out.", "learning_rate", "epsilon", "clip_norm", "gamma", "alpha", "power")
+        check_number(
+            self,
+            "Give one, or leave it out.",
+            "learning_rate",
+            "epsilon",
+            "clip_norm",
+            "gamma",
+            "alpha",
+            "power",
+        )
         check_number(self, "0.0 turns it off.", "weight_decay", zero=True)
         check_at_least(self, 0, "warmup_steps", "cooldown_steps")
         check_at_least(self, 1, "update_interval", "newton_schulz_steps")
