@@ -50,6 +50,7 @@ PART = Part(
 COUNTS = Counts(
     rows=30, rejects={"null": 7, "blank": 5}, docs=20, tokens=500, encoded=480, added=40,
     truncated=20, special=2, escaped=4, lost=5, lengths={"split": 1, "pieces": 2}, trained=77,
+    equal_pairs=1,
     aligned={"value": 500},
 )  # fmt: skip
 REJECTS = (
