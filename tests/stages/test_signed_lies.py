@@ -102,8 +102,8 @@ def wrong_answers(
     assert paths
     for path in paths:
         values = read_checked(path)
-        for way in ways(values):
-            for lie in LIES:
+        for n, way in enumerate(ways(values)):
+            for lie in LIES[n % 7 :: 7]:  # two of them: all take minutes
                 commit_checked(path, lied(values, way, lie))
                 if forget:
                     shutil.rmtree(folder / forget)
