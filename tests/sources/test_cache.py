@@ -244,7 +244,7 @@ def test_a_token_file_with_another_number_of_documents_is_refused(cache: TokenCa
     """
     parts = read_checked(cache.path)["parts"]
     edit(cache.path, parts=[parts[0] | {"docs": parts[0]["docs"] + 1}, *parts[1:]])
-    with pytest.raises(CacheError, match=r"holds \d+ rows of .*, not \d+"):
+    with pytest.raises(CacheError, match=r"its parts hold \d+ documents of .*, its counts say \d+"):
         TokenCache(cache.path).tokens(0)
 
 
