@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from easypipe.cache.manifest import manifest_json
+from easypipe.cache.manifest import fingerprint_of, manifest_json
 from easypipe.cache.reader import TokenCache
 from easypipe.sources.external.memory import InMemoryShardedSource
 from token_support import prepare, small_tokenizer
@@ -48,12 +48,18 @@ def test_the_limit_is_named(tmp_path: Path) -> None:
         InMemoryShardedSource(rows, name="d"), small_tokenizer(), dataset="d", cache_dir=tmp_path
     )
     manifest = tmp_path / "manifests" / f"{cache.manifest.key}.json"
-    parts = [
-        dataclasses.replace(cache.manifest.parts[0], start=n, stop=n + 1) for n in range(FILES)
-    ]
-    manifest.write_bytes(
-        manifest_json(dataclasses.replace(cache.manifest, parts=tuple(parts), shard_rows=(FILES,)))
+    one = cache.manifest
+    parts = tuple(dataclasses.replace(one.parts[0], start=n, stop=n + 1) for n in range(FILES))
+    sizes = ("rows", "docs", "tokens", "encoded", "added")
+    counts = {name: FILES * getattr(one.counts, name) for name in sizes}
+    many = dataclasses.replace(
+        one,
+        parts=parts,
+        shard_rows=(FILES,),
+        counts=dataclasses.replace(one.counts, **counts),
+        fingerprint=fingerprint_of(one.tokenizer, parts),
     )
+    manifest.write_bytes(manifest_json(many))
     assert TokenCache(manifest).num_docs == FILES
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(manifest)],
