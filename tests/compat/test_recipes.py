@@ -21,6 +21,8 @@ from easypipe.compat.registry import LanguageModelingDataCollator
 from easypipe.compat.vision import MultimodalCollator, create_vision_collate
 from easypipe.core.schema import OutputSchema
 from easypipe.loader.rows.items import describe_collator
+from easypipe.transforms.tokenizer.config import TokenizerConfig
+from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 from pipelines import tokenizer
 
 
@@ -84,6 +86,11 @@ COLLATORS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] 
         LanguageModelingDataCollator,
         {"tokenizer": tokenizer()},
         {"tokenizer": tokenizer(330), "max_length": 9, "pad_token_id": 1},
+    ),
+    "encoding as long as its tokenizer says": (
+        LanguageModelingDataCollator,
+        {"tokenizer": load_tokenizer(TokenizerConfig(name_or_path=tokenizer(), max_length=8))},
+        {"tokenizer": load_tokenizer(TokenizerConfig(name_or_path=tokenizer(), max_length=9))},
     ),
     "encoding and masking": (
         LanguageModelingDataCollator,

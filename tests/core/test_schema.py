@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
-from easypipe.core.schema import typed_array
+from easypipe.core.schema import token_dtype, typed_array
 
 INT = pa.int64()
 NUMBER = pa.struct([("n", INT)])
@@ -67,3 +68,9 @@ def test_a_number_that_is_too_large_is_not_made_infinite(
 )
 def test_other_values_are_as_arrow_has_them(values: list[Any], kind: pa.DataType) -> None:
     assert typed_array(values, kind).equals(pa.array(values, kind))
+
+
+@pytest.mark.parametrize("words", [255, 256, 257, 65535, 65536, 65537, 1 << 32])
+def test_every_id_of_a_vocabulary_fits(words: int) -> None:
+    assert token_dtype(words).itemsize == (2 if words <= 65536 else 4)
+    assert np.array([words - 1]).astype(token_dtype(words)).tolist() == [words - 1]

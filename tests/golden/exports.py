@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def modules(folder: Path) -> Any:
 
 @golden()
 def commands(folder: Path) -> Any:
-    """Every command with its arguments and options."""
+    """Every command with its arguments and options: their types, limits and defaults."""
     import typer.main
 
     from easypipe.cli.app import app
@@ -59,13 +60,28 @@ def commands(folder: Path) -> Any:
         inner = getattr(command, "commands", None)
         if inner:
             return {name: of(one) for name, one in sorted(inner.items())}
-        return sorted(
-            [*parameter.opts, *parameter.secondary_opts][0]
-            for parameter in command.params
-            if parameter.name != "help"
-        )
+        function = inspect.unwrap(command.callback)
+        hints = typing.get_type_hints(function, include_extras=True)
+        defaults = inspect.signature(function).parameters
+        return {
+            [*one.opts, *one.secondary_opts][0]: _option(hints[one.name], defaults[one.name])
+            for one in sorted(command.params, key=lambda one: one.opts)
+            if one.name in hints
+        }
 
     return of(typer.main.get_command(app))
+
+
+def _option(hint: Any, parameter: inspect.Parameter) -> str:
+    """Type, limits and default of what a command takes."""
+    kind, *more = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else [hint]
+    limits = ("min", "max", "clamp", "exists", "file_okay", "dir_okay", "case_sensitive")
+    said = [f"{name}={getattr(one, name)}" for one in more for name in limits]
+    usual = ("=None", "file_okay=True", "dir_okay=True", "exists=False", "clamp=False", "ive=True")
+    default = parameter.default
+    given = [] if default is inspect.Parameter.empty else [f"= {plain(default)}"]
+    name = inspect.formatannotation(kind).replace("pathlib.", "")
+    return " ".join([name, *(one for one in said if not one.endswith(usual)), *given])
 
 
 def _described(value: Any) -> Any:

@@ -281,6 +281,8 @@ def test_what_cannot_be_known_is_refused(copied: Path, capsys: Any) -> None:
             line["num_tokens"] for line in metrics(copied)[6:]
         )
         assert any(note.startswith("steps 1 to 6 are not counted: ") for note in plan["notes"])
+        nothing = refused(capsys, ["plan", *given(2, copied, "train.steps=6")])
+        assert re.search(r"out: steps 1 to 6 are not counted: .* Bring back the files", nothing)
     (copied / "out" / "changes.json").write_text("[3]")
     assert "changes.json: damaged: it does not hold what a run" in refused(
         capsys, ["explain", *given(2, copied), "--step", "5"]

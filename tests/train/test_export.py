@@ -32,7 +32,7 @@ from easypipe import (
     train_bpe,
 )
 from easypipe.cli import main
-from easypipe.core.errors import SourceError, StorageError
+from easypipe.core.errors import ConfigError, SourceError, StorageError
 from easypipe.train import save_pretrained
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.finished import load_trained
@@ -215,6 +215,18 @@ def test_an_answer_is_kept_as_it_is_and_shown_without_what_steers_a_terminal(
     assert "assistant\na\x1b[2Jb<|im_end|>" in asked[1]
 
 
+def test_a_published_model_without_a_tokenizer_is_asked_for_one(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_pretrained(Decoder(SHAPE, nnx.Rngs(0)), tmp_path / "m")
+    ask = ["generate", str(tmp_path / "m"), "say", "--max-new-tokens", "1"]
+    assert main(ask) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "m names no tokenizer. Give the one that made its tokens." in said
+    assert main([*ask, "--tokenizer", str(tokenizer)]) == 0
+    assert capsys.readouterr().out.startswith("say")
+
+
 @pytest.mark.parametrize(
     ("arguments", "text", "message"),
     [
@@ -323,6 +335,21 @@ def test_a_model_of_text_ends_with_its_tokenizer_and_a_published_one_keeps_what_
     assert read(tuned, "config.json")["max_position_embeddings"] == 4096
     bare = save_pretrained(Decoder(SHAPE, nnx.Rngs(0)), tmp_path / "bare")
     assert read(bare, "generation_config.json") == {}
+
+
+def test_a_model_goes_into_a_new_folder_or_an_empty_one(tmp_path: Path) -> None:
+    decoder = Decoder(SHAPE, nnx.Rngs(0))
+    (tmp_path / "empty").mkdir()
+    for name in ("new", "empty"):
+        saved = save_pretrained(decoder, tmp_path / name)
+        assert (saved / "model.safetensors").is_file()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / ".hidden").touch()
+    (tmp_path / "file").touch()
+    for name in ("used", "file", "new"):
+        with pytest.raises(ConfigError, match=f"{name}: is there already. Give a new folder"):
+            save_pretrained(decoder, tmp_path / name)
+    assert [path.name for path in (tmp_path / "used").iterdir()] == [".hidden"]
 
 
 def test_configs_name_every_special_token_of_the_tokenizer(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def measure(folder: Path) -> dict:
     from flax import nnx
 
     from easypipe.core.errors import EasypipeError
-    from easypipe.run import RunConfig, prepare
+    from easypipe.run import RunConfig, inputs_of, prepare
     from easypipe.train import state as states
     from easypipe.train.config import CheckpointConfig
     from easypipe.train.losses.loss import loss_sums
@@ -234,6 +234,12 @@ def measure(folder: Path) -> dict:
         train=settings(folder / "x", mesh={"sequence": 8}),
     )
     refusal("rows of a config", lambda: prepare(rows))
+    # 3 rows are not divided by the 8 devices of the config's mesh
+    three = config(folder, pack={"seq_length": 36}, load={"batch_size": 3}, cache_dir=folder / "c")
+    alone = RunConfig(data=three, train=settings(folder / "x", mesh="dp"))
+    refusal("batch of a config", lambda: inputs_of(alone))
+    one = make_mesh({"data": 1}, devices=jax.devices()[:1])
+    saw["own mesh"] = len(next(iter(inputs_of(alone, mesh=one).train))["input_ids"])
     # 2 heads of 8 numbers: their columns would divide, they do not
     few = ModelConfig(vocab_size=32, hidden_size=16, num_heads=2)
     refusal("heads", lambda: Trainer(few, settings(folder / "x", mesh="tp"), Arithmetic()))
@@ -325,6 +331,11 @@ def test_a_decoder_of_packed_rows_has_the_loss_and_gradients_of_one_device(saw, 
     assert ours == pytest.approx(loss, rel=1e-6)
     for name, values in grads.items():
         assert parts[name] == pytest.approx(values, rel=1e-4, abs=1e-4), name
+
+
+def test_a_mesh_of_ones_own_goes_before_that_of_the_config(saw):
+    assert "data.load.batch_size: 3" in saw["refused"]["batch of a config"]
+    assert saw["own mesh"] == 3
 
 
 def test_rows_lie_in_parts_and_parameters_where_the_rules_say(saw):

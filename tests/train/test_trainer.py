@@ -26,7 +26,7 @@ from easypipe.train.model.config import LoraConfig
 from easypipe.train.model.decoder import Decoder, ModelConfig
 from easypipe.train.model.pretrained import origin
 from easypipe.train.parallel.mesh import make_mesh
-from easypipe.train.signals import Interrupted
+from easypipe.train.signals import Interrupted, StopSignals
 from easypipe.train.trainer import Trainer
 from train.runs import LENGTH, ROWS, Arithmetic, Tiny, numbers, settings
 
@@ -238,6 +238,16 @@ def test_dropout_and_micro_batches_resume_bit_for_bit(tmp_path):
         numbers(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("whole", "cut")
     )
     assert whole == cut
+
+
+def test_handlers_of_signals_are_a_run_s_while_it_runs():
+    def handlers():
+        return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    before = handlers()
+    with StopSignals() as stop:
+        assert all(one == stop._receive for one in handlers())
+    assert (handlers(), stop.received) == (before, None)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

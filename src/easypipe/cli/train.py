@@ -114,9 +114,7 @@ def sample(run: RunConfig, result: TrainResult, count: int, prompt: str = "") ->
     """Short texts by the model, each begun with `prompt`; without one with the end-of-text token,
     behind which documents begin. A model of conversations answers the prompt.
     """
-    from easypipe.train.model.generate import generate
     from easypipe.train.model.writing import Loaded, Writer
-    from easypipe.transforms.tokenizer.tokenizer import load_tokenizer
 
     name = result.tokenizer
     if name is None:
@@ -126,19 +124,8 @@ def sample(run: RunConfig, result: TrainResult, count: int, prompt: str = "") ->
             fix="Set it, or --samples 0.",
         )
     options = {"max_new_tokens": 40, "temperature": 0.8, "top_k": 50, "seed": run.train.seed}
+    writer = Writer(Loaded(result.model, name, result.seen), {**options, "stop": ()})
     if result.seen.chat_template is not None:
-        writer = Writer(Loaded(result.model, name, result.seen), {**options, "stop": ()})
         asked = {"messages": [{"role": "user", "content": prompt}]}
         return writer.written(writer.opened([("--prompt", asked)] * count), whole=False)
-    tokenizer = load_tokenizer(name)
-    start = tokenizer.reference_encode(prompt) if prompt else []
-    end = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    start = start or [0 if end is None else end]
-    prompts = [start] * count
-    lines = generate(
-        result.model,
-        prompts,
-        eos_token_id=tokenizer.eos_token_id,
-        **options,
-    )
-    return [tokenizer.decode([*start, *line]) for line in lines]
+    return writer.written([prompt] * count, whole=True)

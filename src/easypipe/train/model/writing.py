@@ -37,12 +37,13 @@ class Writer:
 
     def __init__(self, loaded: Loaded, options: dict[str, Any]) -> None:
         tokenizer, ends = load_tokenizer(loaded.tokenizer), loaded.seen.stop_token_ids
-        own = tokenizer.eos_token_id
+        begin, own = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.decoder: Decoder | None = loaded.decoder
         self._tokenizer, self._options = tokenizer, options
         self._ends = ends if own is None else (*ends, own)
         self._given = loaded.seen.chat_template  # None: the tokenizer's own
-        self._begin = [] if own is None else [own]  # in the place of an empty prompt
+        # in the place of an empty prompt: what documents begin with, or what stands before them
+        self._begin = [next((one for one in (begin, own) if one is not None), 0)]
 
     def written(self, prompts: Sequence[str], *, whole: bool) -> list[str]:
         """What the model writes behind each prompt, behind the prompt itself where `whole`."""
