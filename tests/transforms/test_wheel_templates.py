@@ -139,9 +139,10 @@ def page() -> Iterator[str]:
     names = stock()
     yield "# Masks of well-known templates\n"
     yield (
-        "What [`easypipe masks`](conversations.md#masks-without-the-rest) proves of the chat templates in the wheels of trl 1.16.0 and "
-        "axolotl 0.19.0, without markers or a tokenizer. `nox -s masks` writes this page. A reason stands where nothing is "
-        "proven; then the row is refused, never trained by guess.\n"
+        "This table shows for which chat templates [`easypipe masks`](conversations.md#masks-without-the-rest) can prove the "
+        "tokens to train, without generation markers or a tokenizer. The templates are those in the wheels of trl 1.16.0 and "
+        "axolotl 0.19.0. A cell says `yes`, or the form that messages must have, or why the mask is not proven. A row whose "
+        "mask is not proven is refused; nothing is guessed. `nox -s masks` writes this page.\n"
     )
     yield "| template | " + " | ".join(SAMPLES) + " |\n|" + " --- |" * (len(SAMPLES) + 1)
     yield "| proven of {} | {} |".format(
