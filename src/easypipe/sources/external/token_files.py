@@ -136,7 +136,7 @@ class TokenShardedSource(RecordSource):
                 "document_tokens.",
             )
         separator = self._layout.separator_id
-        if separator > np.iinfo(dtype).max:
+        if separator > np.iinfo(dtype.str).max:
             raise file.error(f"no token of {dtype} is {separator}", "Check dtype and separator_id.")
         layout = Layout(
             key=["tokens", dtype.str, separator, start],
