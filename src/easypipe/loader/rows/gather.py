@@ -101,9 +101,11 @@ def find(tables, dataset, doc, todo, unchecked):
 def touch(tables, part, span, todo, unchecked):
     """Notes in `todo` the blocks of tokens, and of their flags, that have to be checked first.
     span: the first token, how many, and the bytes of one. Returns how many are noted by now.
+
+    Called only where `todo` has room: to hand all tables over takes time.
     """
     checked, file = tables.checked[part], tables.file[part]
-    if todo.shape[1] > 0 and checked != 0:
+    if checked != 0:
         begin, count, width = span
         here = np.int64(tables.ids[part]) + begin * width
         unchecked = note(checked, file, here, count * width, part, todo, unchecked)
@@ -201,7 +203,7 @@ def _find_pieces(view, rows, done, tables, eos, num_slots, todo):
         if not done[r] and rows[r] >= 0 and 0 <= row < last_row:
             count += view.first_piece[row + 1] - view.first_piece[row]
     found = np.empty((5, count + 1), np.int64)
-    at, touched = 0, np.int64(0)
+    at, touched, checks = 0, np.int64(0), todo.shape[1] > 0
     for r in range(rows.shape[0]):
         row = rows[r] - view.first_row
         if done[r] or rows[r] < 0 or row < 0 or row >= last_row:
@@ -224,10 +226,10 @@ def _find_pieces(view, rows, done, tables, eos, num_slots, todo):
                     or length - copied > (eos[d] >= 0)
                 ):
                     return found, n, unchecked
-                unchecked = touch(tables, part, (begin, copied, width), todo, unchecked)
-                masked = tables.mask[part] != 0
-                if masked and start > 0:  # its flag says whether the piece is held
-                    unchecked = touch(tables, part, (first, 1, 0), todo, unchecked)
+                if checks:
+                    unchecked = touch(tables, part, (begin, copied, width), todo, unchecked)
+                    if tables.mask[part] != 0 and start > 0:  # its flag says whether it is held
+                        unchecked = touch(tables, part, (first, 1, 0), todo, unchecked)
                 found[0, at], found[1, at], found[2, at] = part, begin, copied
                 found[3, at] = start + copied
                 found[4, at] = goes_on_masked(tables.mask[part], first, start)
@@ -269,7 +271,8 @@ def _last_labels(view, rows, tables, rule, out, todo, unchecked):
         stored = place < end  # else it is the EOS that was added
         token = place if stored else end - 1
         if end > first:
-            unchecked = touch(tables, part, (token, 1, width), todo, unchecked)
+            if todo.shape[1] > 0:
+                unchecked = touch(tables, part, (token, 1, width), todo, unchecked)
             if tables.mask[part] != 0 and uint8_at(tables.mask[part])[token] == 0:
                 continue
         if not stored:
