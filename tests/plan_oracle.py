@@ -268,9 +268,9 @@ def closed_windows(
     """Every document stands in the window that drew it."""
     while True:
         if spec.schedule is None and spec.unit == "rows":
-            documents = take(
-                datasets, spec, epoch, itertools.islice(chosen, spec.window_docs), drawn
-            )
+            some = itertools.islice(chosen, spec.window_docs)
+            some = until_one_leaves(datasets, spec, drawn, some)
+            documents = take(datasets, spec, epoch, some, drawn)
             if not documents:
                 return
         elif mixing.ended:
@@ -299,15 +299,20 @@ def stream_windows(
     assert spec.pack is not None
     size, kept, start = spec.pack.seq_length, list[Document](), 0
     while True:
-        asked = estimate(datasets, spec, row, mixing)
+        asked, again = estimate(datasets, spec, row, mixing), False
         while True:
             chosen, ahead = itertools.tee(chosen)
             twin = Mixing([*mixing.deficits], [*mixing.left], [*mixing.active])
             if spec.schedule is None and spec.unit == "rows":
-                new = take(datasets, spec, epoch, itertools.islice(ahead, asked), [*drawn])
-                over = len(new) < asked or next(ahead, None) is None
+                some = itertools.islice(ahead, asked)
+                if not again:
+                    some = until_one_leaves(datasets, spec, drawn, some)
+                new = take(datasets, spec, epoch, some, [*drawn])
+                over = next(ahead, None) is None
             else:
-                new = take_owed_most(datasets, spec, epoch, stop, row, asked, twin, [*drawn])
+                new = take_owed_most(
+                    datasets, spec, epoch, stop, row, asked, twin, [*drawn], leave=not again
+                )
                 over = twin.ended
             documents = kept + new
             rows = stream([length for _, _, length in documents], size, start)
@@ -320,7 +325,7 @@ def stream_windows(
             full = len(rows) if over else max(0, len(tokens) - 1) // size
             if over or full:
                 break
-            asked *= 2
+            asked, again = 2 * asked, True
         left = spec.stage(row).rows
         if left is not None and left < full:
             over, full = False, left
@@ -334,7 +339,9 @@ def stream_windows(
         if spec.schedule is None and spec.unit == "rows":
             take(datasets, spec, epoch, itertools.islice(chosen, count), drawn)
         else:
-            take_owed_most(datasets, spec, epoch, stop, row - full, count, mixing, drawn)
+            take_owed_most(
+                datasets, spec, epoch, stop, row - full, count, mixing, drawn, leave=False
+            )
 
 
 def look(
@@ -380,8 +387,13 @@ def take_owed_most(
     size: int,
     mixing: Mixing,
     drawn: list[int],
+    *,
+    leave: bool = True,
 ) -> list[Document]:
-    """At most `size` documents of a window that begins at `row`; moves `mixing` and `drawn` on."""
+    """At most `size` documents of a window that begins at `row`; moves `mixing` and `drawn` on.
+
+    leave: it ends where a dataset leaves.
+    """
     total = ROWS_TOTAL if spec.unit == "rows" else TOKENS_TOTAL
 
     def tokens(i: int) -> int:
@@ -401,7 +413,25 @@ def take_owed_most(
     chosen = owed_most(
         mixing, lambda active: weights_of(shares, active, total, spec.block), stop, by_size
     )
-    return take(datasets, spec, epoch, itertools.islice(chosen, size), drawn)
+    some: Iterator[int] = itertools.islice(chosen, size)
+    if leave:
+        some = until_one_leaves(datasets, spec, drawn, some)
+    return take(datasets, spec, epoch, some, drawn)
+
+
+def until_one_leaves(
+    datasets: Sequence[PlanDataset], spec: PlanSpec, drawn: list[int], chosen: Iterator[int]
+) -> Iterator[int]:
+    """`chosen` up to the last document of a dataset that does not come again."""
+    left: list[float] = [
+        math.inf if cap is None or spec.has_epochs else cap * dataset.num_docs - done
+        for cap, dataset, done in zip(spec.caps, datasets, drawn, strict=True)
+    ]
+    for i in chosen:
+        left[i] -= 1
+        yield i
+        if left[i] == 0:
+            return
 
 
 def estimate(datasets: Sequence[PlanDataset], spec: PlanSpec, row: int, mixing: Mixing) -> int:

@@ -315,6 +315,29 @@ def test_the_stats_conserves(made: tuple[list[PlanDataset], PlanSpec], data: st.
                 assert part.tokens_drawn == passes * each.total_tokens
 
 
+@pytest.mark.parametrize("unit", ["rows", "tokens"])
+@pytest.mark.parametrize("strategy", [None, *STRATEGIES])
+def test_a_dataset_has_its_share_until_it_leaves(strategy: str | None, unit: str) -> None:
+    """A window ends with its last document: its rows are permuted, and what the others give later
+    would come before it.
+    """
+    datasets = [dataset("small", [20] * 50), dataset("large", [20] * 5000)]
+    spec = PlanSpec(
+        seed=3,
+        weights=(7, 3),
+        stop="restart",
+        num_epochs=None,
+        unit=unit,
+        max_epochs=(4, None),
+        pack=None if strategy is None else PackSpec(seq_length=64, strategy=strategy),
+    )
+    plan = Plan(datasets, spec)
+    placed = plan.stats(plan.window_at(0).after.first_row).datasets
+    # "stream": what fills no row belongs to the next window
+    assert 4 * 50 * 20 - 64 < placed["small"].tokens_placed <= 4 * 50 * 20
+    assert placed["large"].tokens_placed == pytest.approx(4 * 50 * 20 * 3 / 7, abs=160)
+
+
 def test_the_stats_counts_what_oversize_does() -> None:
     lengths = [5, 10, 23, 8, 0]
     expected = {

@@ -194,7 +194,7 @@ def choices(spec: PlanSpec) -> JsonObject:
     }
     if spec.pack is not None and spec.pack.strategy != "pool":
         del found["pack"]["num_packers"]
-    return found | stages_choice(spec.schedule, spec.pack)
+    return found | ends_choice(spec)
 
 
 LATER_CHOICES = {
@@ -206,12 +206,18 @@ LATER_CHOICES = {
 }
 
 
-def stages_choice(schedule: Schedule | None, pack: PackSpec | None) -> dict[str, str]:
-    """What names packed plans whose windows end by an estimate of where weights change: before, a
-    search for that row decided.
+def ends_choice(spec: PlanSpec) -> dict[str, str]:
+    """What names plans of which some windows end elsewhere than those of earlier versions did.
+
+    Packed ones where weights change: by an estimate of that row, which a search had found. Those
+    in which a dataset leaves for good: they held what the others gave later, too.
     """
-    by_estimate = schedule is not None and pack is not None and not pack.concat
-    return {"stages_end": "estimated"} if by_estimate else {}
+    found, pack = dict[str, str](), spec.pack
+    if spec.schedule is not None and pack is not None and not pack.concat:
+        found["stages_end"] = "estimated"
+    if not spec.has_epochs and any(spec.caps):
+        found["windows_end"] = "where one leaves"
+    return found
 
 
 def in_words(choices: Json, prefix: str = "plan.") -> JsonObject:

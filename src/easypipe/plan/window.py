@@ -106,7 +106,7 @@ class Planner(Generic[At]):
         mixing, stage = _Mixing(self, state, rule), rule.stage
         if pack is not None and pack.concat:
             return self._concat(state, mixing, rule, pack)
-        draws = mixing.draw(rule.docs, rule.tokens)
+        draws = mixing.until_one_leaves(mixing.draw(rule.docs, rule.tokens))
         while True:
             dataset, doc, length = mixing.documents(draws)
             _permute(rule, state.cut, None, dataset, doc, length)
@@ -134,6 +134,8 @@ class Planner(Generic[At]):
         stage, limit, enough = rule.stage, rule.docs, rule.tokens
         while True:
             draws = mixing.draw(limit, enough)
+            if limit == rule.docs:  # else what stands before a dataset leaves fills no row
+                draws = mixing.until_one_leaves(draws)
             dataset, doc, length = mixing.documents(draws)
             # tokens behind the start of the window, up to the end of each document
             ends = np.cumsum(length, dtype=np.int64) - start
@@ -189,7 +191,8 @@ class Planner(Generic[At]):
     def after_draws(self, state: WindowState[At]) -> WindowState[At]:
         """The state behind the next window of a plan without packing, whose rows are its draws."""
         rule = self.feed.rule(state)
-        draws = _Mixing(self, state, rule).draw(rule.docs, rule.tokens)
+        mixing = _Mixing(self, state, rule)
+        draws = mixing.until_one_leaves(mixing.draw(rule.docs, rule.tokens))
         return self._after(state, draws, draws.dataset.size)
 
     def epoch_start(self, index: int, epoch: int, first_row: int) -> WindowState[At]:
@@ -281,6 +284,17 @@ class _Mixing(Generic[At]):
             never_came = short & (there == 0)
             if by_weight and self._stop != "first_exhausted" and never_came.any():
                 active, deficits = active & ~never_came, np.zeros_like(deficits)
+
+    def until_one_leaves(self, draws: mix.Draws) -> mix.Draws:
+        """`draws` up to the last document that max_epochs allow of a dataset: a window ends there,
+        as its rows are permuted, and would bring what the others give later among what they give
+        beside that dataset.
+        """
+        if self._spec.has_epochs:
+            return draws
+        left = np.flatnonzero(~draws.active & np.array(self._state.active) & (draws.counts > 0))
+        ends = [int(np.flatnonzero(draws.dataset == dataset)[-1]) + 1 for dataset in left]
+        return self.first(draws, min(ends, default=draws.dataset.size))
 
     def first(self, draws: mix.Draws, count: int) -> mix.Draws:
         """The first `count` of `draws`, as if no more had been asked for."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from easypipe.core.config import digest, to_dict
 from easypipe.core.values import JsonObject
 from easypipe.plan.pack import PackSpec
-from easypipe.plan.spec import LATER_CHOICES, PlanSpec, stages_choice
+from easypipe.plan.spec import LATER_CHOICES, PlanSpec, ends_choice
 
 STREAM_VERSION = 2  # raise it with every change that moves a document to another row
 
@@ -57,7 +57,7 @@ class StreamSpec:
         # streams without the later choices keep the fingerprints that they had before these existed
         defaults = LATER_CHOICES | {"joined": False, "train_continued": False}
         kept = {k: v for k, v in choices.items() if k not in defaults or v != defaults[k]}
-        return kept | stages_choice(self.plan.schedule, self.plan.pack)
+        return kept | ends_choice(self.plan)
 
     def fingerprint(self) -> str:
         return digest("streams", STREAM_VERSION, self.choices())
