@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,12 @@ def test_answers_stand_under_the_next_prompt_of_their_row() -> None:
             wanted.append(packed(turned, slots))
         wanted[2]["labels"][:] = -100  # an answer alone has no other prompt
         batch = {name: jnp.asarray(np.stack([row[name] for row in rows])) for name in rows[0]}
-        found = jax.jit(answers_elsewhere)(batch)
-        for name in rows[0]:
-            np.testing.assert_array_equal(found[name], np.stack([row[name] for row in wanted]))
+        for wide in (False, True):
+            # jax warns of the first scatter of int64 into int32, and will refuse it
+            with jax.enable_x64(wide), warnings.catch_warnings(action="error"):
+                found = jax.jit(answers_elsewhere)(batch)
+            for name in rows[0]:
+                np.testing.assert_array_equal(found[name], np.stack([row[name] for row in wanted]))
 
 
 def config(folder: Path, preference: Any, **dataset: Any) -> RunConfig:

@@ -89,7 +89,7 @@ def answers_elsewhere(batch: Batch) -> dict[str, Array]:
 def _turned(row: dict[str, Array]) -> dict[str, Array]:
     """`answers_elsewhere` of one row."""
     segments, positions = row["segment_ids"], row["position_ids"]
-    slots = jnp.arange(len(segments))
+    slots = jnp.arange(len(segments), dtype=jnp.int32)  # int64 does not go into these sums
     # the label of a slot is the next token: an answer begins behind the first slot with a label
     labelled = (row["labels"] != IGNORE) & (segments > 0)
     sizes = jnp.zeros(len(segments) + 2, jnp.int32).at[segments].add(1)
