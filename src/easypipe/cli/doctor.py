@@ -21,17 +21,19 @@ if TYPE_CHECKING:
 
 STYLES = {"ok": "green", "FAILED": "red", "skipped": "dim"}
 
+Config = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[CONFIG.YAML]",
+        help="A run config or a pipeline config.",
+        autocompletion=complete_config,
+        show_default=False,
+    ),
+]
+
 
 def doctor(
-    config: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[CONFIG.YAML]",
-            help="A run config or a pipeline config.",
-            autocompletion=complete_config,
-            show_default=False,
-        ),
-    ] = None,
+    config: Config = None,
     machine: Annotated[
         bool,
         typer.Option(

@@ -33,15 +33,17 @@ Check = Annotated[
     ),
 ]
 
+Out = Annotated[
+    Path,
+    typer.Argument(
+        metavar="OUT", help="The folder to write; with --gguf, the file.", show_default=False
+    ),
+]
+
 
 def export(
     run: Run,
-    out: Annotated[
-        Path,
-        typer.Argument(
-            metavar="OUT", help="The folder to write; with --gguf, the file.", show_default=False
-        ),
-    ],
+    out: Out,
     step: Step = None,
     adapters: Annotated[
         bool,

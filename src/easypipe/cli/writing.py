@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -41,7 +41,12 @@ def talk(writer: Writer, system: str | None) -> None:
         show_text(answer)
 
 
-def load(name: str, tokenizer: str | None, step: int | None, dtype: Any) -> Loaded:
+def load(
+    name: str,
+    tokenizer: str | None,
+    step: int | None,
+    dtype: Literal["float32", "bfloat16"],
+) -> Loaded:
     """The model of a run, or a published one."""
     from easypipe.train import load_pretrained
     from easypipe.train.checkpoint.files import CHECKPOINTS

@@ -185,19 +185,11 @@ def retrying(
         stalls += cut
         wait = 0.0 if cut else _wait(policy, attempt, failure)
         unknown = _nobody_there(failure) and _host(url) not in _answered
-        if (
-            attempt >= (min(policy.attempts, TO_BEGIN) if unknown else policy.attempts)
-            or time.monotonic() + wait >= deadline
-        ):
+        tries = min(policy.attempts, TO_BEGIN) if unknown else policy.attempts
+        if attempt >= tries or time.monotonic() + wait >= deadline:
             break
-        log.info(
-            "%s: %s; attempt %d of %d in %.1f s",
-            public_url(url),
-            tell(failure, url, options),
-            attempt + 1,
-            policy.attempts,
-            wait,
-        )
+        said = f"{public_url(url)}: {tell(failure, url, options)}"
+        log.info("%s; attempt %d of %d in %.1f s", said, attempt + 1, tries, wait)
         time.sleep(wait)
     # Raised here, outside of the except block: the library's own error has the whole URL in it, and
     # a traceback would print it.

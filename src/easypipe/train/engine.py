@@ -35,7 +35,7 @@ from easypipe.train.checks import (
     resolve_steps,
     sources_of,
 )
-from easypipe.train.config import UNPAIRED, TrainingConfig
+from easypipe.train.config import UNPAIRED, PreferenceConfig, TrainingConfig
 from easypipe.train.events import (
     Callback,
     Control,
@@ -234,22 +234,9 @@ class Engine:
                 abstract, self.mesh, self.origin.trained, spread=self.spread
             )
         schedule = self._choose_optimizer(optimizer)
-        self.reference = None
+        self.own_loss, self.reference = loss, None
         if config.preference is not None:
-            require(
-                loss is None,
-                "train.preference",
-                "given, and so is a loss from Python",
-                "Leave one of them out.",
-            )
-            unpaired = config.preference.loss in UNPAIRED
-            loss = (unpaired_loss if unpaired else preference_loss)(config.preference)
-            if config.preference.reference == "cached" and config.preference.compares:
-                self.reference = CachedReference(self.layout)
-            elif config.preference.compares:
-                elsewhere = answers_elsewhere if config.preference.loss == "kto" else None
-                self.reference = Reference(self.layout, elsewhere)
-        self.own_loss = loss if config.preference is None else None
+            loss = self._compare(config.preference)
         self.told = functools.partial(self._told, abstract)
         self.noise = self._noise(abstract, own_loss=self.own_loss is not None)
         twice = loss  # what can be differentiated twice
@@ -286,6 +273,19 @@ class Engine:
             windows=windows(self.origin.config) if self.origin.config else (None,),
         )
         self.eval_step = make_eval_step(self.layout, loss)
+
+    def _compare(self, config: PreferenceConfig) -> LossFn:
+        """The loss of preferences, and the model that it compares with, if it does."""
+        fix = "Leave one of them out."
+        require(
+            self.own_loss is None, "train.preference", "given, and so is a loss from Python", fix
+        )
+        if config.reference == "cached" and config.compares:
+            self.reference = CachedReference(self.layout)
+        elif config.compares:
+            elsewhere = answers_elsewhere if config.loss == "kto" else None
+            self.reference = Reference(self.layout, elsewhere)
+        return (unpaired_loss if config.loss in UNPAIRED else preference_loss)(config)
 
     def _choose_optimizer(
         self, given: optax.GradientTransformation | None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import jax
 
@@ -47,7 +47,7 @@ class StopSignals:
         self.received: int | None = None
         self._came = 0  # the signal that this process has had
         self._largest = Largest() if jax.process_count() > 1 else None
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():

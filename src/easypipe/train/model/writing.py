@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from easypipe.core.errors import SourceError
+from easypipe.core.values import Arguments
 from easypipe.train.model.decoder import Decoder
 from easypipe.train.model.generate import generate
 from easypipe.train.model.pretrained.save import Seen
@@ -35,7 +36,7 @@ class Writer:
     decoder: may be taken away and put in again, while another one is in training.
     """
 
-    def __init__(self, loaded: Loaded, options: dict[str, Any]) -> None:
+    def __init__(self, loaded: Loaded, options: Arguments) -> None:
         tokenizer, ends = load_tokenizer(loaded.tokenizer), loaded.seen.stop_token_ids
         begin, own = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.decoder: Decoder | None = loaded.decoder
