@@ -25,12 +25,12 @@ from easypipe import DatasetConfig, Pipeline
 from easypipe.cache.reader import TokenCache
 from easypipe.cli import main
 from easypipe.core import storage
-from easypipe.core.schema import LABELS, POSITION_IDS, SEGMENT_IDS
+from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.doctor import devices, machine, processes
 from easypipe.doctor.check import Check, Failed, Finding, examine
 from easypipe.doctor.data import Sample, compare, data_checks, resume, rows_are_well_formed
 from easypipe.doctor.devices import device_checks
-from easypipe.doctor.model import model_checks
+from easypipe.doctor.model import SLOTS, _packed_row, model_checks
 from easypipe.doctor.processes import process_checks
 from easypipe.loader.loader import Loader
 from easypipe.loader.placement import Placement
@@ -193,6 +193,16 @@ def test_accumulation_that_averages(project: Path, monkeypatch: pytest.MonkeyPat
     finding = of_model(project, "accumulation equals the whole batch")
     assert finding.state == "FAILED"
     assert "in two micro-batches" in finding.says
+
+
+def test_a_row_that_is_cut_has_no_label_behind_its_end() -> None:
+    slots = np.arange(SLOTS + 8, dtype=np.int32)
+    segments = np.where(slots < 9, 1, 2)
+    columns = {INPUT_IDS: slots, LABELS: slots + 1, SEGMENT_IDS: segments, POSITION_IDS: slots}
+    sample: Any = SimpleNamespace(batches=[{name: one[None] for name, one in columns.items()}])
+    row = _packed_row(sample)
+    assert row[LABELS][0].tolist() == [*range(1, SLOTS), IGNORE]
+    assert {values.shape for values in row.values()} == {(1, SLOTS)}
 
 
 def test_a_lost_row(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

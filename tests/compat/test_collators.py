@@ -192,6 +192,17 @@ def test_masked_lm_hides_by_berts_shares_and_leaves_the_rest():
     assert len({row.tobytes() for row in chosen}) == 50  # every row has draws of its own
 
 
+def test_masked_lm_hides_nothing_that_is_not_attended_to():
+    attended = [1] * 15 + [0] * 5
+    rows = [{"input_ids": list(range(5, 25)), "attention_mask": attended} for _ in range(20)]
+    batch = create_masked_lm_collate(mask_token_id=3, vocab_size=30, probability=0.9)(
+        rows, keys=range(20)
+    )
+    assert (batch["labels"][:, 15:] == -100).all()
+    assert (batch["input_ids"][:, 15:] == np.arange(20, 25)).all()
+    assert (batch["labels"][:, :15] != -100).any(axis=0).all()
+
+
 def test_masked_lm_depends_on_the_row_and_its_key_alone():
     rows = [{"input_ids": list(range(5, 25))}, {"input_ids": list(range(9, 20))}]
     collate = create_masked_lm_collate(mask_token_id=3, vocab_size=30)

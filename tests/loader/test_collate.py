@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from easypipe.core.aligned import LOSS_WEIGHTS
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.schema import (
@@ -167,3 +170,15 @@ def test_bad_collate_configs():
         CollateConfig(max_length=0)
     with pytest.raises(ConfigError, match="padding"):
         from_dict(CollateConfig, {"padding": "shortest"})
+
+
+def test_loss_weights_stand_where_labels_do() -> None:
+    rows: Any = {
+        INPUT_IDS: np.array([[1, 2, 3, 4]]),
+        SEGMENT_IDS: np.array([[1, 1, 2, 2]]),
+        LOSS_MASK: np.array([[1, 1, 1, 0]]),
+        LOSS_WEIGHTS: np.array([[0.5, 2.0, 3.0, 4.0]], np.float32),
+    }
+    batch = collate(rows)
+    assert batch[LABELS].tolist() == [[2, -100, -100, -100]]
+    assert batch[LOSS_WEIGHTS].tolist() == [[2.0, 0.0, 0.0, 0.0]]

@@ -5,6 +5,8 @@ import itertools
 import logging
 import threading
 import time
+import weakref
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -181,3 +183,26 @@ def test_waiting_costs_no_processor_time():
     time.sleep(0.5)
     assert time.process_time() - before < 0.1
     items.close()
+
+
+def test_a_thread_keeps_no_item_that_was_taken() -> None:
+    class Item:
+        pass
+
+    goes_on = threading.Event()
+
+    def make(index: int, enter: Any) -> Item:
+        if index:
+            goes_on.wait(20)
+        return Item()
+
+    items = Prefetcher(make, 0, workers=1, ahead=1, stall_timeout_s=20)
+    try:
+        taken = weakref.ref(next(items))
+        until = time.monotonic() + 10
+        while taken() is not None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert taken() is None  # while the next one is made
+    finally:
+        goes_on.set()
+        items.close()

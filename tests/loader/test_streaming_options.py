@@ -25,6 +25,7 @@ from easypipe import (
     LengthPolicy,
     LoadStageConfig,
     MixStageConfig,
+    OrderConfig,
     PackStageConfig,
     Pipeline,
     TokenizerConfig,
@@ -408,6 +409,19 @@ def test_max_bad_rows_counts_on_after_a_resume(tmp_path: Path) -> None:
                 run(most)
             found.append((reached, str(raised.value)))
         assert found[0] == found[1]
+
+
+def test_the_bad_row_that_is_one_too_many_is_named(tmp_path: Path) -> None:
+    good = '{"text": "good words"}\n'
+    (tmp_path / "a.jsonl").write_text(("bad\n" + good) * 3)
+    for most in (0, 1, 2):
+        dataset = DatasetConfig(
+            name="a", data_files=str(tmp_path / "a.jsonl"), on_error="skip", max_bad_rows=most
+        )
+        at = most * (len(good) + 4)
+        one: Any = {"datasets": (dataset,), "num_streams": 1, "order": OrderConfig(shuffle=False)}
+        with pytest.raises(BudgetError, match=rf"byte {at}: bad row number {most + 1} of"):
+            list(build(tmp_path, {}, {"num_epochs": 1}, **one))
 
 
 def test_bad_rows_beyond_those_that_are_named_count(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pyarrow import feather
 
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.sources.files import _identity, resolve
+from easypipe.sources.files import _identity, read_range, resolve
 from easypipe.sources.open import open_files
 from easypipe.sources.refs import format_of, natural
 from laws import assert_stateless_reads
@@ -379,3 +379,13 @@ def test_an_object_is_known_by_the_best_that_its_store_tells(key: str) -> None:
     assert _identity(info) != _identity(info | {key: 2})
     assert (_identity(info) == _identity(info | {"accessed": 2})) == (key != "whatever")
     assert (_identity(info) == _identity(info | {"mtime": 2})) == (key in CONTENT)
+
+
+def test_a_short_read_is_asked_for_again_and_gives_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(range(100)))
+    (file,) = resolve(tmp_path / "a.txt")
+    whole = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: whole(fd, min(size, 7), at))
+    assert read_range(file, 3, 20) == bytes(range(3, 20))

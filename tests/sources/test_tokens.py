@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.errors import ConfigError, SourceError
+from easypipe.sources.external import megatron
 from easypipe.sources.external.megatron import write_megatron
 from easypipe.sources.external.memory import InMemoryShardedSource
 from easypipe.sources.external.token_files import TokenFilesConfig
@@ -124,6 +125,15 @@ def test_megatron(tmp_path: Path, docs: list, cuts: list[int], dtype: Any) -> No
     ).tobytes()
 
 
+def test_a_megatron_index_goes_on_behind_its_first_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron, "CHUNK_DOCS", 2)
+    docs = [[1, 2], [3], [], [4, 5, 6], [7]]
+    write_megatron(tmp_path / "m", docs)
+    assert docs_of(open_files(tmp_path / "m.bin")) == docs
+
+
 def test_megatron_documents_of_several_sequences(tmp_path: Path) -> None:
     """Sequences need not lie in order, and a document may have several or none."""
     np.array([5, 6, 1, 2, 3, 4], "<u2").tofile(tmp_path / "m.bin")
@@ -162,12 +172,14 @@ def test_fingerprints_follow_files_and_layout(tmp_path: Path) -> None:
     write_megatron(tmp_path / "m", [[1, 2], [3]])
     made.append(open_files(tmp_path / "m.bin"))
     index = (tmp_path / "m.idx").read_bytes()
+    identity = open_files(tmp_path / "m.bin").shard_identity(0)
     (tmp_path / "m.idx").write_bytes(
         index[:34] + struct.pack("<2i", 1, 2) + struct.pack("<2q", 0, 2) + index[-24:]
     )
     made.append(open_files(tmp_path / "m.bin"))
     assert docs_of(made[-1]) == [[1], [2, 3]]
     assert len({source.fingerprint for source in made}) == 4
+    assert made[-1].shard_identity(0) != identity
     assert (
         len({source.shard_identity(0) for source in made if "a.bin" in source.files[0].path}) == 2
     )

@@ -143,6 +143,20 @@ def test_clear_by_name_and_age(tmp_path: Path) -> None:
     assert list_cache(tmp_path).leftover_bytes == 0
 
 
+def test_manifests_go_before_what_they_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, "a")
+    removed: list[str] = []
+    monkeypatch.setattr(
+        cache_admin.storage, "remove", lambda path, options: removed.append(Path(path).parent.name)
+    )
+    clear_cache(tmp_path)
+    assert "manifests" in removed
+    assert removed == sorted(removed, key=lambda folder: folder != "manifests")
+    assert removed[-1] != "manifests"
+
+
 def test_tokens_that_two_datasets_share_stay_until_both_go(tmp_path: Path) -> None:
     rows = [texts(20), texts(20, seed=1)]
     prepare(WithIdentity(*rows), small_tokenizer(), dataset="both", cache_dir=tmp_path)

@@ -9,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +41,7 @@ from token_support import (
     ShardedTexts,
     WithIdentity,
     prepare,
+    prepare_part,
     small_tokenizer,
     small_tokenizer_folder,
     texts,
@@ -578,6 +580,14 @@ def test_the_budget_is_charged_in_shard_order(tmp_path: Path, workers: int) -> N
         )
     with pytest.raises(ConfigError, match="max_bad_rows: has no effect while on_error is 'error'"):
         prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path, max_bad_rows=4)
+
+
+def test_a_part_is_not_charged_what_the_whole_may_have(tmp_path: Path) -> None:
+    source, how = ShardedTexts([None, None, *texts(9)]), {"dataset": "d", "cache_dir": tmp_path}
+    skipping: dict[str, Any] = {**how, "on_error": "skip", "max_bad_rows": 1}
+    assert prepare_part(source, small_tokenizer(), part=[0], **skipping) > 0
+    with pytest.raises(BudgetError, match="bad row number 2 "):
+        prepare(source, small_tokenizer(), **skipping)
 
 
 def test_missing_and_wrong_columns(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import datetime
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,10 @@ from easypipe import (
     load_tokenizer,
 )
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
+from easypipe.core.protocols import SourceInfo, Turns
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_IDS
-from easypipe.stages.tokenize.documents import TokenizedShardedSource
+from easypipe.sources.external.memory import InMemoryShardedSource
+from easypipe.stages.tokenize.documents import TokenizedShardedSource, trained_turns
 from easypipe.transforms.chat.render import ChatTemplate, HostileTemplateError
 from pipelines import jsonl
 from strategies import examples
@@ -687,3 +690,20 @@ def test_a_cut_conversation_ends_where_it_is_cut(
     assert ledger.find("tokenize", "chat", "tokens").out["truncated"] > 0
     # the other document ends with its own
     assert "EOS" not in ledger.find("pack", "chat", "tokens").into
+
+
+def test_what_ends_a_turn_of_any_dataset_ends_an_answer() -> None:
+    class Told(InMemoryShardedSource):
+        turns: Turns | None = None
+
+        @property
+        def info(self) -> SourceInfo:
+            return SourceInfo(turns=self.turns)
+
+    parts: dict[str, Told] = {}
+    for name, turns in (("a", Turns("A", (3, 4))), ("b", None), ("c", Turns("C", (4, 7)))):
+        parts[name] = Told({"input_ids": [[1]]})
+        parts[name].turns = turns
+    mixed: Any = SimpleNamespace(mixture=SimpleNamespace(parts=parts))
+    assert trained_turns(mixed) == Turns("A", (3, 4, 7))
+    assert trained_turns(parts["b"]) is None

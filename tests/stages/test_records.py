@@ -126,6 +126,8 @@ def test_a_manifest_names_no_file_elsewhere(file: str) -> None:
     parts = (PART, dataclasses.replace(PART, file=file))
     with pytest.raises(CacheError, match="is not a file of this cache"):
         parse_manifest(manifest_json(dataclasses.replace(MANIFEST, parts=parts)), "key.json")
+    with pytest.raises(CacheError, match="is not a file of this cache"):
+        parse_manifest(manifest_json(dataclasses.replace(MANIFEST, quarantine=file)), "key.json")
 
 
 def test_every_field_that_decides_tokens_changes_their_fingerprint() -> None:

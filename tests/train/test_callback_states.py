@@ -15,6 +15,7 @@ import pytest
 
 import easypipe.train
 from easypipe.core.config import from_dict
+from easypipe.train.callbacks import trackers
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.callbacks.named import Known, make_callbacks
 from easypipe.train.events import Callback, Control, TrainEvent
@@ -162,3 +163,26 @@ def test_every_callback_is_tried() -> None:
     }
     kept = {one.__name__: one for one in Callback.__subclasses__()}
     assert all(kept[name].state is Callback.state for name in STATELESS.values())
+
+
+@pytest.mark.parametrize(("kind", "failed"), [("end", False), ("exception", True)])
+def test_a_service_is_told_how_a_run_ended_once(
+    kind: Any, failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+
+    class Service(trackers.Tracker[Any]):
+        name = "service"
+
+        def on_init(self, event: TrainEvent) -> None:
+            self._run = self
+
+        def finish(self, *, failed: bool) -> None:
+            told.append(failed)
+
+    monkeypatch.setattr(trackers, "installed", lambda name, package: None)
+    service = Service(None, Path(), {})
+    service(TrainEvent(kind=kind, step=0, steps=9))  # before it has begun
+    for each in ("start", kind, kind):
+        service(TrainEvent(kind=each, step=1, steps=9))
+    assert told == [failed]

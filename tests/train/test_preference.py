@@ -62,6 +62,7 @@ from easypipe.train.model.pretrained.peft import save_adapters
 from easypipe.train.parallel.mesh import make_mesh
 from easypipe.train.state import TrainState, layout_of
 from easypipe.train.trainer import Trainer
+from train.runs import Tiny
 
 SLOTS, VOCAB = 16, 40
 PAIRS: Any = {"format_type": "prompt_completion", "input_columns": ("prompt",)}
@@ -148,6 +149,23 @@ def reference_of(module: Decoder, given: dict[str, jax.Array]) -> jax.Array:
     params, rest = layout.split(module)
     kept.keep(params)
     return kept.added(rest, given)[REFERENCE]
+
+
+def test_a_reference_has_no_dropout():
+    found = []
+    for dropout in (0.0, 0.5):
+        with_dropout = Tiny(nnx.Rngs(3), dropout)
+        layout = layout_of(with_dropout, make_mesh(devices=jax.devices()[:1]))
+        asked = Reference(layout)
+        params, rest = layout.split(with_dropout)
+        asked.keep(params)
+        given = {
+            name: column % 8 if name == INPUT_IDS else column
+            for name, column in on_device().items()
+        }
+        given[LABELS] = jnp.where(given[LABELS] >= 0, given[LABELS] % 8, IGNORE)
+        found.append(asked.added(rest, given)[REFERENCE])
+    np.testing.assert_array_equal(*found)
 
 
 def test_answers_packed_are_as_likely_as_alone():

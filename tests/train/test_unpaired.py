@@ -22,6 +22,7 @@ from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.run import train
 from easypipe.train.checkpoint.checkpoint import Checkpoints
 from easypipe.train.config import PreferenceConfig
+from easypipe.train.losses import unpaired
 from easypipe.train.losses.loss import RECORDED
 from easypipe.train.losses.unpaired import answer_losses, answers_elsewhere
 from easypipe.train.metrics.log import read_metrics
@@ -87,6 +88,25 @@ def test_answers_stand_under_the_next_prompt_of_their_row() -> None:
                 found = jax.jit(answers_elsewhere)(batch)
             for name in rows[0]:
                 np.testing.assert_array_equal(found[name], np.stack([row[name] for row in wanted]))
+
+
+def test_the_mean_of_answers_elsewhere_is_no_part_of_the_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ratios(model: Any, batch: Any, reference: str) -> Any:
+        here = model["here" if reference == unpaired.REFERENCE else "elsewhere"]
+        return jnp.full((1, 2), here), jnp.ones((1, 2), jnp.bool_)
+
+    monkeypatch.setattr(unpaired, "_ratios", ratios)
+    names = ("input_ids", "labels", "segment_ids", "position_ids")
+    batch = dict(zip(names, jnp.array([[[1, 2]], [[1, 2]], [[1, 2]], [[0, 0]]]), strict=True))
+    batch[unpaired.DESIRABLE.name] = jnp.array([[1, 0]])
+    loss = unpaired.unpaired_loss(PreferenceConfig(loss="kto", desirable_weight=2.0))
+    model: Any = {"here": jnp.float32(0.3), "elsewhere": jnp.float32(0.7)}
+    assert float(loss(model, batch).ratios["kl"][0]) == pytest.approx(2 * 0.7)
+    found: Any = jax.grad(lambda model: loss(model, batch).loss_sum)(model)
+    assert float(found["here"]) < 0
+    assert float(found["elsewhere"]) == 0
 
 
 def config(folder: Path, preference: Any, **dataset: Any) -> RunConfig:

@@ -418,3 +418,13 @@ def test_a_checkpoint_of_another_format_is_refused_by_its_number(tmp_path, monke
         pytest.raises(StateError, match=rf"format {checkpoint.FORMAT + 1}, this version reads"),
     ):
         ours.run(1)
+
+
+@pytest.mark.parametrize(("saved", "good"), [((4, 6, 8), 4), ((6, 8), 8)])
+def test_a_run_goes_back_to_no_checkpoint_that_is_gone(saved: tuple[int, ...], good: int) -> None:
+    config = TrainingConfig(output_dir="x", spikes=SPIKES)
+    before = SpikeGuard(config)
+    before.good = 4
+    guard = SpikeGuard(config)
+    guard.restore(json.loads(json.dumps(before.state())), 8, saved)
+    assert guard.good == good

@@ -183,3 +183,12 @@ def test_types_that_cannot_be_it() -> None:
         [("text", pa.int64()), ("body", pa.large_string()), ("input_ids", pa.large_string())]
     )
     assert mapped(guess_kind(schema)) == {"text": "body"}
+
+
+@pytest.mark.parametrize(("other", "tied"), [("passages", True), ("textt", False)])
+def test_names_that_are_nearly_as_alike_are_for_the_user_to_choose_among(
+    other: str, tied: bool
+) -> None:
+    found = texts("documents", other, kind="text")
+    assert [set(tie.columns) for tie in found.ties] == ([{"documents", other}] if tied else [])
+    assert found.column("text") == (None if tied else "documents")

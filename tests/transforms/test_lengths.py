@@ -310,6 +310,16 @@ def test_boundary_says_where_a_cut_may_be(
     assert start.lstrip().startswith(("One", "Two", "Do", "They"))
 
 
+def test_a_token_in_front_makes_no_overlap_shorter(tmp_path: Path) -> None:
+    rows, tokenizer = [{"text": SENTENCES * 4}], with_specials(tmp_path / "t")
+    policy = LengthPolicy(policy="split", overlap=4)
+    pieces = documents(tokenized(tmp_path, rows, policy, 32, tokenizer=tokenizer))[0]
+    assert len(pieces) > 2
+    assert [mask[:6] for _, mask in pieces[1:-1]] == [[0] * 5 + [1]] * (len(pieces) - 2)
+    for (before, _), (after, _) in itertools.pairwise(pieces):
+        assert before[-5:-1] == after[1:5]
+
+
 def test_split_gives_several_documents_of_a_row_and_trains_each_token_once(tmp_path: Path) -> None:
     rows = [{"text": SENTENCES * 4}, {"text": "One fox."}]
     source = tokenized(tmp_path, rows, LengthPolicy(policy="split", overlap=4), 32)
