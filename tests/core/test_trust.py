@@ -268,3 +268,10 @@ def test_a_server_is_known_by_scheme_host_and_port_however_they_are_written(
         else:
             with pytest.raises(ConfigError, match="credentials of this machine"):
                 trust.require_trusted_storage(options, "storage_options")
+
+
+@pytest.mark.parametrize("host", ["evil-localhost", "notlocalhost", "localhost.evil.example"])
+def test_a_host_that_looks_like_this_machine_is_another(host: str) -> None:
+    with pytest.raises(ConfigError, match="over plain http"):
+        trust.require_private(f"http://{host}:9000", "endpoint")
+    trust.require_private("http://localhost:9000", "endpoint")

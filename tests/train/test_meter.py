@@ -15,6 +15,7 @@ from flax import nnx
 
 from easypipe.train import engine as engines
 from easypipe.train.losses.loss import loss_sums
+from easypipe.train.metrics import devices
 from easypipe.train.metrics import meter as meters
 from easypipe.train.metrics.log import read_metrics
 from easypipe.train.metrics.meter import WINDOW_STEPS, Meter, peak_memory
@@ -228,3 +229,9 @@ def test_the_time_of_an_evaluation_is_none_of_training(tmp_path, monkeypatch):
     ]
     assert waited, "no rate was told behind the evaluation"
     assert max(waited) < 0.4
+
+
+@pytest.mark.parametrize("known", sorted(devices._DEVICES))
+def test_a_device_is_known_by_the_longest_name_that_fits(known: str) -> None:
+    for kind in (known, f"{known} 80GB HBM3"):
+        assert devices.known_device(kind) is devices._DEVICES[known]

@@ -581,5 +581,25 @@ def test_warm_up_and_cool_down_leave_a_step_between_them():
         make_schedule(OptimizerConfig(schedule="wsd", warmup_steps=5, cooldown_steps=5), 10)
 
 
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_every_optimizer_sees_clipped_gradients(name: str) -> None:
+    config = OptimizerConfig(name=name, learning_rate=0.1, clip_norm=1.0)  # type: ignore[arg-type]
+    optimizer = make_optimizer(config, 10, {"w": True})
+    draw = np.random.default_rng(0)
+    large, small = (
+        jnp.asarray(scale * draw.standard_normal((4, 4)), jnp.float32) for scale in (1e3, 1e-2)
+    )
+    extra = {"obj_fn": lambda params: (params["w"] ** 2).sum()} if optimizer.needs_objective else {}
+    found = []
+    for first in (large, large / jnp.linalg.norm(large)):
+        params = {"w": jnp.full((4, 4), 0.5)}
+        state = optimizer.init(params)
+        for gradient in (first, small):
+            updates, state = optimizer.update({"w": gradient}, state, params, **extra)
+            params = optax.apply_updates(params, updates)
+        found.append(params["w"])
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
+
+
 if __name__ == "__main__":
     print_what_devices_hold()
