@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ def altered(draw: st.DrawFn, good: Any) -> Any:
             key = draw(st.sampled_from(keys[:30]))
             if not isinstance(node[key], dict | list) or draw(st.booleans()):
                 if draw(st.integers(0, 3)):
-                    node[key] = draw(st.sampled_from(VALUES))
+                    # the next turn may alter it
+                    node[key] = deepcopy(draw(st.sampled_from(VALUES)))
                 else:
                     del node[key]
                 break
