@@ -349,6 +349,7 @@ def test_wandb_offline_keeps_the_run_and_no_key(tmp_path, monkeypatch):
     options = {"project": "tests", "entity": "us", "name": "one", "mode": "offline"}
     trainer(tmp_path / "run", {"wandb": options}, steps=3, listener=listener).run()
     assert seen[0][:4] == ("tests", "us", "one", True)
+    wandb.teardown()  # `finish` does not wait until its service has written the file
     (kept,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
     written = kept.read_bytes()
     assert b"grad_norm" in written
