@@ -338,7 +338,6 @@ UNTOLD = {
     "cache/writer.py: tokenizing was stopped": "ends other workers' ranges after the error of one",
     "core/locks.py: Try again when it has ended.": "the words before it stand in tests",
     "core/locks.py: this file system has no locks:": "disasters: ENOLCK",
-    "core/remote.py: the server packed it (": "retried, then told with the words of the last try",
     "core/remote.py: bytes came": "retried, then told with the words of the last try",
     "core/storage.py: bytes came": "test_storage.py -k range: retried",
     "core/storage.py: not all of": "test_remote_writes.py: retried",

@@ -97,8 +97,8 @@ _NO_SECRETS = ("anon", "cloud", "cache", "google_default", "browser")
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
     """How long remote storage is given; a host that nobody ever had an answer from, and that takes
-    no connection, has TO_BEGIN attempts. Waits double from first_wait_s to longest_wait_s, each
-    shortened at random by up to half.
+    no connection, has FEW attempts, and so has a server that packs its answers. Waits double from
+    first_wait_s to longest_wait_s, each shortened at random by up to half.
 
     attempt_timeout_s: one attempt, plus the time that its bytes take at 256 KiB/s. deadline_s: all
     attempts and waits together, likewise.
@@ -111,7 +111,7 @@ class RetryPolicy:
     deadline_s: float = 180.0
 
 
-TO_BEGIN = 5
+FEW = 5
 
 _policy = RetryPolicy()
 
@@ -128,6 +128,10 @@ class ShortReadError(OSError):
 
 class OtherAnswerError(OSError):
     """Something else came than the bytes of the file, as gateways and portals send it."""
+
+
+class PackedError(OtherAnswerError):
+    """A server, or a cache before it, packs what it sends: few of them stop doing so."""
 
 
 class WrongRangeError(OSError):
@@ -185,7 +189,8 @@ def retrying(
         stalls += cut
         wait = 0.0 if cut else _wait(policy, attempt, failure)
         unknown = _nobody_there(failure) and _host(url) not in _answered
-        tries = min(policy.attempts, TO_BEGIN) if unknown else policy.attempts
+        few = unknown or any(isinstance(link, PackedError) for link in causes_of(failure))
+        tries = min(policy.attempts, FEW) if few else policy.attempts
         if attempt >= tries or time.monotonic() + wait >= deadline:
             break
         said = f"{public_url(url)}: {tell(failure, url, options)}"
@@ -437,7 +442,7 @@ async def _http_range(
             raise ChangedError("the server says that the file is another now")
         if packed := _packed(answer.headers):
             answer.close()  # before it is unpacked: it may be of any size
-            raise OtherAnswerError(f"the server packed it ({packed}), which nobody asked for")
+            raise PackedError(f"the server packed it ({packed}), which nobody asked for")
         skipped = start  # the server sends the whole file whatever is asked for: take the part
         if answer.status == 206:
             skipped = 0
