@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""The tree of errors, each with place, cause, choices and fix; and what was perhaps meant instead.
+"""The tree of exceptions, each with place, cause, choices and fix; suggestions for wrong names.
 
 EasypipeError
 ├── ConfigError        (ValueError)
@@ -39,10 +39,20 @@ E = TypeVar("E", bound="EasypipeError")
 
 
 class EasypipeError(Exception):
-    """`at: problem (have: a, b). fix`; every part is also an attribute."""
+    """The base of all errors; its text is `at: problem (have: a, b). fix`.
 
-    exit_code = 2  # of the command line: something for the user to correct; 1: a failure
-    in_all = False  # whether all processes of a run come to it, after the same step
+    Attributes:
+        at: Where it happened: a key path, a file with its row, a URL.
+        problem: What is wrong.
+        have: The values that would have been accepted, if there are few.
+        fix: What to do about it.
+        exit_code: The exit code of the command line: 2 for something that the user corrects, 1 for
+            a failure.
+        in_all: Whether all processes of a run raise it, after the same step.
+    """
+
+    exit_code = 2
+    in_all = False
 
     def __init__(
         self, *, at: str, problem: str, have: Iterable[object] | None = None, fix: str | None = None
@@ -53,9 +63,9 @@ class EasypipeError(Exception):
         self.fix = fix
         super().__init__(at, problem)
 
-    def __reduce__(self) -> tuple[object, ...]:  # errors cross processes whole, notes included
+    def __reduce__(self) -> tuple[object, ...]:  # errors cross processes with their notes
         parts = {"at": self.at, "problem": self.problem, "have": self.have, "fix": self.fix}
-        # notes and traces stand in __dict__, which the constructor does not take
+        # notes and traces are in __dict__, which the constructor does not take
         return functools.partial(type(self), **parts), (), self.__dict__
 
     def __str__(self) -> str:
@@ -67,21 +77,21 @@ class EasypipeError(Exception):
 
 
 def _shortened(text: str, most: int = 4000) -> str:
-    """A part of a message: a hostile name may have millions of characters."""
+    """Returns a part of a message cut to `most` characters: a hostile name may have millions."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 class ConfigError(EasypipeError, ValueError):
-    """A configuration value that is wrong; `at` is its key path."""
+    """A wrong configuration value; `at` is its key path."""
 
     def under(self, parent: str) -> ConfigError:
-        """The same error, seen from one level further up the configuration tree."""
+        """Returns the same error with `parent` in front of its key path."""
         joint = "" if not self.at or self.at.startswith("[") else "."
         return moved(self, f"{parent}{joint}{self.at}")
 
 
 def moved(error: E, at: str) -> E:
-    """The same error at another place."""
+    """Returns the same error with another `at`."""
     return type(error)(at=at, problem=error.problem, have=error.have, fix=error.fix)
 
 
@@ -92,7 +102,18 @@ def require(
     fix: str | None = None,
     have: Iterable[object] | None = None,
 ) -> None:
-    """Raises ConfigError unless `holds`."""
+    """Checks that a condition holds.
+
+    Args:
+        holds: The condition; any true value passes.
+        at: As in EasypipeError.
+        problem: As in EasypipeError.
+        fix: As in EasypipeError.
+        have: As in EasypipeError.
+
+    Raises:
+        ConfigError: The condition does not hold.
+    """
     if not holds:
         raise ConfigError(at=at, problem=problem, have=have, fix=fix)
 
@@ -105,7 +126,15 @@ def raising(
     fix: str | None = None,
     on: type[Exception] | tuple[type[Exception], ...] = OSError,
 ) -> Generator[None]:
-    """Raises `kind` in place of an error of the types `on`, which stands behind the problem."""
+    """Raises an error of ours in place of one of the types `on`.
+
+    Args:
+        kind: The class of the error to raise.
+        at: As in EasypipeError.
+        problem: What failed; the text of the original error is added behind it.
+        fix: As in EasypipeError.
+        on: The types of errors to replace.
+    """
     try:
         yield
     except on as error:
@@ -151,7 +180,7 @@ class MissingFileError(SourceError, FileNotFoundError):
 
 
 class SchemaError(SourceError):
-    """Columns that are not there, or cannot be read together."""
+    """Columns that do not exist, or that cannot be read together."""
 
 
 class BudgetError(SourceError):
@@ -171,13 +200,13 @@ class CacheError(EasypipeError, ValueError):
 
 
 class StorageError(EasypipeError, OSError):
-    """Reading or committing bytes failed."""
+    """Bytes that could not be read or committed."""
 
     __str__ = EasypipeError.__str__
 
 
 class DamagedFileError(StorageError):
-    """A file that easypipe wrote is not as it was written."""
+    """A file of easypipe whose bytes are not those that were written."""
 
 
 class StateError(EasypipeError, ValueError):
@@ -202,14 +231,15 @@ class StallError(EasypipeError, TimeoutError):
 
 
 class TrainError(EasypipeError, RuntimeError):
-    """The trainer cannot continue."""
+    """A reason why the trainer cannot continue."""
 
 
 def place(
     file: str, *, row: int | None = None, line: int | None = None, column: str | None = None
 ) -> str:
-    """`file, row 3, column 'text'`. Rows count from 0, as in `read(a, b)`; lines count from 1, as
-    in an editor.
+    """Returns a place such as `file, row 3, column 'text'`.
+
+    Rows count from 0, as in `read(a, b)`; lines count from 1, as in an editor.
     """
     parts = [file]
     if row is not None:
@@ -222,12 +252,12 @@ def place(
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:
-    """`Did you mean 'code'?`, or None where nothing is near.
+    """Returns `Did you mean 'code'?`, or None if no known name is near.
 
-    First come names that differ in a letter or two. Names of several words (`chat_template`) are
-    near those that have all of their words or are among them, first of these the ones that end in
-    the same word; next to these are names of which it is the first letters (`lr`); else names are
-    near that are spelled alike.
+    Names that differ in a letter or two come first. A name of several words (`chat_template`) is
+    near those that have all of its words or whose words it has all of; of these, the ones with the
+    same last word come first. Then come names whose initials it is (`lr`). Other names are near if
+    they are spelled alike.
     """
 
     def nearness(other: str) -> tuple[bool, bool, bool, float]:
@@ -249,33 +279,36 @@ def did_you_mean(name: str, known: Iterable[str]) -> str | None:
 
 
 def nearest_folder(path: str) -> str:
-    """The nearest folder above an absolute path that exists; itself where it is one."""
+    """Returns the nearest existing folder at or above an absolute path."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     return path
 
 
 def names_in(folder: str) -> list[str]:
-    """All that do not begin with a dot, in order."""
-    with contextlib.suppress(OSError):  # one that may not be read has none to choose from
+    """Returns the names in a folder that do not begin with a dot, sorted; [] if it cannot be read."""
+    with contextlib.suppress(OSError):
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     return []
 
 
 def near_path(path: str | Path) -> tuple[list[str], str | None]:
-    """Of a path that leads nowhere: a few names of the last folder on its way that exists, and
-    which of all was perhaps meant by the first name that is missing there.
+    """Finds what a path that does not exist was perhaps meant to be.
+
+    Returns:
+        (a few names of the last folder on its way that exists, `Did you mean ...?` for the first
+        name of the path that is missing there, or None).
     """
     whole = os.path.abspath(os.path.expanduser(path))
     folder = nearest_folder(os.path.dirname(whole))
     missing = os.path.relpath(whole, folder).partition(os.sep)[0]
     names = names_in(folder)
-    # a folder of very many names is not compared for minutes
+    # comparing all names of a very large folder would take minutes
     return few(names), None if missing in names else did_you_mean(missing, names[:2000])
 
 
 def few(names: Sequence[str], most: int = 8) -> list[str]:
-    """The first of them, for a message."""
+    """Returns the first names for a message, with "..." behind them if there are more."""
     return [*names[:most], *(["..."] if len(names) > most else [])]
 
 
@@ -287,24 +320,37 @@ def require_known(
     fix: str | None = None,
     kind: type[EasypipeError] = ConfigError,
 ) -> None:
-    """Raises `kind` for a name that is none of `have`, with what was perhaps meant, else `fix`."""
+    """Checks that `name` is one of `have`.
+
+    Args:
+        name: The name to check.
+        have: The names that are known.
+        at: As in EasypipeError.
+        problem: As in EasypipeError.
+        fix: What to do if no known name is near.
+        kind: The class of the error.
+
+    Raises:
+        EasypipeError: The name is unknown; an error of class `kind` with a similar name, else
+            `fix`.
+    """
     if name not in have:
         raise kind(at=at, problem=problem, have=have, fix=did_you_mean(str(name), have) or fix)
 
 
 def require_option(value: str, options: Iterable[str], at: str) -> None:
-    """Raises ConfigError for a value that is none of `options`."""
+    """Raises ConfigError if a value is none of `options`."""
     require_known(value, tuple(options), at, f"{value!r} is not an option")
 
 
 def require_columns(names: Iterable[str], have: Sequence[str], at: str) -> None:
-    """Raises SourceError for the first name that is no column."""
+    """Raises SourceError for the first name that is not one of the columns `have`."""
     for name in names:
         require_known(name, have, at, f"no column {name!r}", kind=SourceError)
 
 
 def require_rows(start: int, stop: int, num_rows: int | None, at: str) -> None:
-    """Raises SourceError for a range that is not in a shard of `num_rows` rows (None: any)."""
+    """Raises SourceError for a range outside a shard of `num_rows` rows (None: any number)."""
     if not 0 <= start <= stop or (num_rows is not None and stop > num_rows):
         raise SourceError(
             at=at,

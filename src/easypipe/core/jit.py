@@ -1,7 +1,7 @@
-"""How numba kernels are compiled: at the first call, without the GIL, kept on disk where possible.
+"""How numba kernels are compiled: at the first call, without the GIL, cached on disk if possible.
 
-Numba is imported by the first kernel that is called: whoever tokenizes, or only looks at a config,
-does not wait for it.
+Numba is imported by the first kernel that is called, so that tokenizing or looking at a config does
+not wait for it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ logger = logging.getLogger("easypipe")
 
 
 def jit(function: F) -> F:
-    """`numba.njit(nogil=True)` with a disk cache. What it calls by a global name may be a kernel,
-    or `later` made, itself.
+    """Compiles a function with `numba.njit(nogil=True)` and a disk cache when it is first called.
+
+    A function that it calls by a global name may be a kernel, or made by `later`.
 
     Numba keeps compiled code beside the source, else in the user's cache folder, and raises
     RuntimeError where neither can be written (a read-only image without a home). There the kernels
@@ -29,22 +30,27 @@ def jit(function: F) -> F:
 
 
 def later(make: Callable[[], Any]) -> Any:
-    """Stands for `make()`, called once, in the globals of kernels: for what cannot be made without
-    Numba.
+    """Returns a placeholder for `make()` in the globals of kernels.
+
+    It serves values that cannot be made without importing Numba; `make` is called once.
     """
     return _Later(make)
 
 
 class _Later:
+    """A value that is made when it is first needed."""
+
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._value: Any = None
 
     def made(self) -> Any:
-        """Numba's tables of types are not for several threads: while one compiles, no other may
-        add to them, so both hold Numba's own lock. Extensions of other packages add to them too:
-        else the first thread to compile would load those without the lock, and a second one would
-        not wait for them.
+        """Returns the value, making it under Numba's own lock at the first call.
+
+        Numba's tables of types are not thread safe: while one thread compiles, no other may add to
+        them, so both hold Numba's lock. Extensions of other packages add to them too, so they are
+        loaded here first: else the first thread to compile would load them without the lock, and a
+        second one would not wait for them.
         """
         from numba.core.compiler_lock import global_compiler_lock
         from numba.core.entrypoints import init_all
@@ -57,8 +63,9 @@ class _Later:
 
 
 class _Kernel(_Later):
-    """A kernel before its first call. From then on its module, and each kernel that calls it, knows
-    it as Numba made it.
+    """A kernel before its first call.
+
+    From then on its module, and each kernel that calls it, refers to what Numba made of it.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -89,10 +96,12 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 
 def _drop_foreign_index(kernel: Any) -> None:
-    """Numba unpickles what it kept before it looks whether that belongs to this source, and fails
-    where a class in it is gone, as after an upgrade of easypipe: such an index is deleted.
+    """Deletes a cache index of Numba's that it could not read.
+
+    Numba unpickles its index before it looks whether that belongs to this source, and fails if a
+    class in it no longer exists, as after an upgrade of easypipe.
     """
-    # inner names of numba, which another version may not have
+    # private names of numba, which another version may not have
     kept = getattr(getattr(kernel, "_cache", None), "_cache_file", None)
     if kept is None:
         return

@@ -1,4 +1,7 @@
-"""Pages of HTML: runs, plans, discoveries, previews, masks and the doctor share base.html.jinja."""
+"""HTML pages from jinja2 templates: all reports of easypipe extend base.html.jinja.
+
+These are runs, plans, discoveries, previews, masks and the doctor.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,15 @@ from easypipe.core.visible import visible
 
 
 class Section(NamedTuple):
-    """A part of the page: a table with notes behind it, text as it stands, or why there is
-    none.
+    """One part of a page: a table with notes behind it, plain text, or why there is nothing.
+
+    Attributes:
+        heading: The heading of the part.
+        head: The column heads of the table.
+        lines: The lines of the table, one value for each head.
+        notes: Sentences behind the table.
+        text: Preformatted text.
+        none: The sentence that says why there is nothing to show.
     """
 
     heading: str
@@ -23,15 +33,20 @@ class Section(NamedTuple):
 
 
 def page_of(title: str, sections: Sequence[Section]) -> str:
-    """A page of HTML without a script: tables and texts, one below the other."""
+    """Returns an HTML page without a script: the sections, one below the other."""
     return render("easypipe.core", {"title": title, "sections": sections, "shown": shown})
 
 
 def render(package: str, values: Json) -> str:
-    """The page.html.jinja of a package, which extends base.html.jinja. Every text is escaped, and
-    what would not be seen in it is spelled out.
+    """Renders the page.html.jinja of a package, which extends base.html.jinja.
+
+    Every text is escaped, and characters that would not be seen in it are spelled out.
+
+    Args:
+        package: The package that holds the template.
+        values: The variables of the template.
     """
-    import jinja2  # only where a page is made
+    import jinja2  # imported here, as few processes make a page
     from markupsafe import Markup
 
     def seen(value: object) -> object:
@@ -49,7 +64,7 @@ def render(package: str, values: Json) -> str:
 
 
 def shown(value: JsonValue) -> str:
-    """A value as tables show it."""
+    """Returns a value as tables show it."""
     if value is None:
         return "not known"
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Rates and remaining times from progress events, logged every half minute by default."""
+"""Progress lines from progress events: rates and remaining times, on a terminal or in the log."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("easypipe")
 
-# the rate is that of so many seconds back: ranges that were found finished do not count for long
+# the rate covers the last so many seconds, so that ranges found finished do not count for long
 WINDOW_S = 20.0
 LINE_S = 0.2
 LOG_S = 30.0
 
 
 class Pace:
-    """Rate and time to go of each stage and dataset, from its events. Thread safe."""
+    """The rate and remaining time of each stage and dataset, from its events. It is thread safe."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], deque[tuple[float, int, int]]] = {}
         self._lock = threading.Lock()
 
     def text(self, event: ProgressEvent, now: float | None = None) -> str:
-        """`12,345 rows/s, 101.2 MB/s, 0:35 to go`; "" before a second event. MB are 10^6 bytes of
-        what is read or written, uncompressed.
+        """Returns `12,345 rows/s, 101.2 MB/s, 0:35 to go`; "" before a second event.
 
-        now: seconds on any clock that only goes forward; None takes time.monotonic().
+        MB are 10^6 bytes of what is read or written, uncompressed.
+
+        Args:
+            event: The newest event of its stage and dataset.
+            now: Seconds on any clock that only goes forward; None takes time.monotonic().
         """
         now = time.monotonic() if now is None else now
         with self._lock:
@@ -43,7 +46,7 @@ class Pace:
                 seen.popleft()
             first = seen[0]
         seconds, rows, num_bytes = now - first[0], event.done - first[1], event.num_bytes - first[2]
-        if seconds < 0.001 or rows <= 0:  # of two events at once
+        if seconds < 0.001 or rows <= 0:  # two events at the same time
             return ""
         rate = rows / seconds
         parts = [f"{rate:,.0f} {event.unit}/s" if rate >= 10 else f"{rate:.2g} {event.unit}/s"]
@@ -55,12 +58,13 @@ class Pace:
 
 
 class ProgressLine:
-    """A listener that keeps one line on a terminal up to date, and logs one every half minute
-    where there is none.
+    """A listener that keeps one line on a terminal up to date.
+
+    Where there is no terminal it logs a line every half minute.
     """
 
     def __init__(self, stream: IO[str] | None = None) -> None:
-        """stream: None takes sys.stderr."""
+        """Writes to `stream`; None takes sys.stderr."""
         self._stream = stream or sys.stderr
         self._pace = Pace()
         self._said: dict[tuple[str, str], float] = {}
@@ -89,7 +93,7 @@ class ProgressLine:
 
 
 def clock(seconds: float) -> str:
-    """`0:35`, `12:05`, `3:02:11`."""
+    """Returns a duration as `0:35`, `12:05` or `3:02:11`."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

@@ -1,9 +1,9 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""The protocols that everything is made of: sources, stages, rows, tokenizers.
+"""The protocols of sources, transforms, stages and loaders, with the laws that each must keep.
 
-Laws stand in the docstrings; tests/laws.py checks every implementation.
+The laws stand in the docstrings; tests/laws.py checks every implementation against them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Shard:
     """A part of a source that can be read on its own, usually one file.
 
     Args:
+        name: The name of the shard, unique in its source.
         num_rows: Physical records before any filter; None if they cannot be counted.
         cuts: Ascending row numbers (0 first) at which reading may start cheaply; a reader may start
             anywhere, at a cost.
@@ -43,24 +44,39 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reject:
-    """A row that was read and not passed on. `benign` rows (a blank line, what a filter leaves out)
-    are counted, never charged.
+    """A record that was read and not passed on (docs/glossary.md: "rejected record").
 
-    count: how many rows of the range went the same way, of which `row` is the first; above 1 only
-    where they are benign or, in the record of a range, follow each other.
+    Args:
+        row: The record's physical number in its shard.
+        reason: A short fixed word, which is the ledger's key: "null", "empty", "not_a_string",
+            "unparsable", ...
+        detail: What was wrong with this very record, for people.
+        benign: Whether the record is counted but not charged to the error budget, as a blank line
+            or what a filter leaves out.
+        count: How many records of the range were rejected in the same way, of which `row` is the
+            first. It is above 1 only if they are benign or, in the stored record of a range,
+            consecutive.
     """
 
     row: int
-    # a short fixed word, the ledger's key: "null", "empty", "not_a_string", "unparsable", ...
     reason: str
-    detail: str = ""  # for people: what was wrong with this very row
+    detail: str = ""
     benign: bool = False
     count: int = 1
 
 
 def left_out(rows: Sequence[int] | Int64, reason: str, detail: str = "") -> tuple[Reject, ...]:
-    """Benign `rows` of one range, ascending, that went the same way: counted, not kept, since there
-    may be millions.
+    """Returns one benign Reject that stands for all of `rows`.
+
+    They are counted and not kept one by one, since there may be millions.
+
+    Args:
+        rows: Ascending record numbers of one range, all rejected in the same way.
+        reason: As in Reject.
+        detail: As in Reject.
+
+    Returns:
+        One Reject with the first row and their count; () if there are no rows.
     """
     return (
         (Reject(row=int(rows[0]), reason=reason, detail=detail, benign=True, count=len(rows)),)
@@ -70,18 +86,23 @@ def left_out(rows: Sequence[int] | Int64, reason: str, detail: str = "") -> tupl
 
 
 def bad_of(rejects: Iterable[Reject]) -> Iterator[Reject]:
-    """Those that are charged: all that are not benign."""
+    """Yields the rejects that are charged to the error budget: those that are not benign."""
     for reject in rejects:
         if not reject.benign:
             yield reject
 
 
 def by_row(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
+    """Returns the rejects in ascending order of their rows."""
     return tuple(sorted(rejects, key=lambda reject: reject.row))
 
 
 def counted(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
-    """Those of one range by row, benign ones of one reason and detail as one."""
+    """Merges the benign rejects of one range that have the same reason and detail.
+
+    Returns:
+        The rejects by ascending row, each merged one at its first row with the sum of the counts.
+    """
     kept: list[Reject] = []
     first: dict[tuple[str, str], Reject] = {}
     counts = Counter[tuple[str, str]]()
@@ -96,8 +117,12 @@ def counted(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
 
 
 class Scan(NamedTuple):
-    """Rows read, and rows refused. `batch` carries ROW_NUMBER when it may hold fewer rows than were
-    asked for.
+    """What reading a range gives: the records that were read, and those that were rejected.
+
+    Attributes:
+        batch: The records; it has the column ROW_NUMBER if it may hold fewer rows than were asked
+            for.
+        rejects: The rejected records of the range.
     """
 
     batch: pa.RecordBatch
@@ -106,7 +131,7 @@ class Scan(NamedTuple):
 
 @runtime_checkable
 class ShardedSource(Protocol):
-    """Rows in independently readable shards.
+    """A dataset as rows in shards that can be read independently of each other.
 
     Law (stateless reads): for a ≤ b ≤ c, `read(s, a, b)` followed by `read(s, b, c)` holds the same
     rows as `read(s, a, c)`, on any thread and in any order. Row numbers are physical records: a
@@ -120,35 +145,44 @@ class ShardedSource(Protocol):
     def shards(self) -> Sequence[Shard]: ...
     @property
     def fingerprint(self) -> str:
-        """Hex digest of everything that decides what `read` returns."""
+        """A hex digest of everything that decides what `read` returns."""
         ...
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        """Rows `start` to `stop` of one shard. Raises SourceError naming the file, and the row
-        where one is to blame.
+        """Reads a range of rows of one shard.
+
+        Args:
+            shard: Index into `shards`.
+            start: The first row.
+            stop: The row behind the last one.
+
+        Raises:
+            SourceError: The rows cannot be read; it names the file, and the row where one is to
+                blame.
         """
         ...
 
 
-Sources = dict[str, ShardedSource]  # what stages hand on: datasets by name
+Sources = dict[str, ShardedSource]  # what stages pass on: datasets by name
 
 
 class ShardedDataSource:
-    """Shards by name, to read rows one at a time; the base of a source of your own.
+    """The base class of users' own sources: shards by name, whose rows are read one at a time.
 
     Every source of easypipe has these methods. A source of your own defines `shard_names` and
-    `open_shard`, which must yield the same rows whenever a shard is opened. With
-    `open_shard_at_row` too, or instead, its rows are read from anywhere and none are kept beside
-    the tokens. `shards` instead of `shard_names` says how many rows there are, if that is known.
-    `version`, a text or number, identifies the rows: change it when they change. A class with
-    `schema`, `shards`, `fingerprint` and `read` is a ShardedSource, and inherits the rest.
+    `open_shard`, which must yield the same rows whenever a shard is opened. If it also defines
+    `open_shard_at_row`, or defines that alone, its rows are read from anywhere and none are kept
+    beside the tokens. A source that defines `shards` instead of `shard_names` says how many rows
+    there are, if that is known. `version`, a text or number, identifies the rows: change it when
+    they change. A class with `schema`, `shards`, `fingerprint` and `read` is a ShardedSource, and
+    inherits the rest.
     """
 
-    # `self` is Any: a user gives `open_shard`, `open_shard_at_row` or `read`, one of the three
+    # `self` is Any: a user's class defines one of `open_shard`, `open_shard_at_row` and `read`
 
     @property
     def shard_names(self: Any) -> Sequence[str]:
-        # a property of that name would hide what a user's subclass sets in its constructor
+        # kept in __dict__: this property would hide what a user's subclass sets in its constructor
         return self.__dict__.get("shard_names") or tuple(shard.name for shard in self.shards)
 
     @shard_names.setter
@@ -156,16 +190,22 @@ class ShardedDataSource:
         self.__dict__["shard_names"] = tuple(names)
 
     def open_shard(self: Any, shard_name: str) -> Iterator[Record]:
-        """The rows of a shard as dicts, in order. Raises SourceError for a name that no shard
-        has.
+        """Yields the rows of a shard as dicts, in order.
+
+        Raises:
+            SourceError: No shard has this name.
         """
         return self.open_shard_at_row(shard_name, 0)
 
     def open_shard_at_row(self: Any, shard_name: str, row: int) -> Iterator[Record]:
-        """The same from physical row `row` on, without reading those in front of it, unless only
-        `open_shard` is given.
+        """Yields the rows of a shard as dicts, from physical row `row` on.
+
+        The rows in front of it are not read, unless the source defines only `open_shard`.
+
+        Raises:
+            SourceError: No shard has this name, its rows are not counted, or it has no such row.
         """
-        # a user's subclass has `read`, or only `open_shard`
+        # a user's subclass defines `read`, or only `open_shard`
         if not hasattr(self, "read"):
             return itertools.islice(self.open_shard(shard_name), row, None)
         names = list(self.shard_names)
@@ -186,7 +226,7 @@ class ShardedDataSource:
         return self._rows_of(number, row, total)
 
     def _rows_of(self: Any, number: int, row: int, total: int | None) -> Iterator[Record]:
-        """total: None where the rows never end."""
+        """Yields the rows `row` to `total` of a shard; `total` is None if the rows never end."""
         for start in itertools.count(row, ROWS_AT_A_TIME):
             stop = start + ROWS_AT_A_TIME if total is None else min(total, start + ROWS_AT_A_TIME)
             if stop <= start:
@@ -200,8 +240,15 @@ ROWS_AT_A_TIME = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class TokenInfo:
-    """What is known of the tokens in a folder. seq_length: slots of a packed row, None where rows
-    are documents.
+    """What is known about the tokens in a folder.
+
+    Args:
+        tokenizer: The name of the tokenizer.
+        tokenizer_fingerprint: A digest of what the tokenizer does.
+        vocab_size: All token ids are below it.
+        eos_token_id: The id of the token that ends a document; None if there is none.
+        pad_token_id: The id of the token that fills rows; None if there is none.
+        seq_length: The slots of a packed row; None if rows are documents.
     """
 
     tokenizer: str
@@ -214,30 +261,36 @@ class TokenInfo:
 
 @dataclass(frozen=True)
 class Turns:
-    """How conversations were written for training. template: its text, as `transformers` takes
-    it.
+    """How conversations were written for training.
+
+    Args:
+        template: The text of the chat template, as `transformers` takes it.
+        stop_token_ids: What a model that was trained on it writes when its turn is over; () if that
+            is unknown.
     """
 
     template: str
-    # what a model that was trained on it writes when its turn is over; none where nobody can tell
     stop_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceInfo:
-    """What a source declares of itself; a source over another passes on what holds for it too.
+    """What a source declares about itself; a source over another one passes on what holds for it
+    too.
 
-    tokens: whose tokens its rows hold; None where they hold none, or nobody knows.
-    turns: how the conversations were written whose tokens these are.
-    pairs: every row is a pair of answers, which must stay in one row of a batch.
-    cacheable: the next process knows these rows by the same fingerprint.
-    uncounted: it takes `num_rows` itself, and `at_end` says where a shard ends that has none.
-    checks_text: every string that it returns is UTF-8.
-    bytes_per_row: of a row's values, where all rows have the same.
-    num_tokens: of all its rows, where they were counted.
-    aligned: names of columns with values for every token, which travel with the tokens.
-    extra_columns: of the rows that its documents come from, kept beside the tokens where they are
-    saved.
+    Args:
+        tokens: The tokenizer of the tokens in its rows; None if they hold none, or if it is
+            unknown.
+        turns: How the conversations were written whose tokens these are.
+        pairs: Whether every row is a preference pair, which must stay in one row of a batch.
+        cacheable: Whether the next process knows these rows by the same fingerprint.
+        uncounted: Whether it accepts shards without `num_rows`, whose end `at_end` tells.
+        checks_text: Whether every string that it returns has been checked to be UTF-8.
+        bytes_per_row: The bytes of a row's values, if all rows have the same number.
+        num_tokens: The tokens of all its rows, if they were counted.
+        extra_columns: Columns of the rows that its documents come from, which are saved beside the
+            tokens.
+        aligned: Names of columns with values for every token, which travel with the tokens.
     """
 
     tokens: TokenInfo | None = None
@@ -253,64 +306,76 @@ class SourceInfo:
 
 
 class Source(ShardedDataSource):
-    """What easypipe's own sources have beside `read`. The defaults are those of a source that can
-    do nothing more; a source of users' own stands behind one that has it all (OwnSource).
+    """The base class of easypipe's own sources: ShardedSource with optional capabilities.
+
+    The defaults are those of a source that can do nothing more. A source of users' own is wrapped
+    in one that has them all (OwnSource).
     """
 
-    # what positions in a shard count; with "bytes", those at which its rows begin, a row's number
-    # is one of these, and `num_rows` is the size
+    # What positions in a shard count. With "bytes", a row's number is the byte at which it begins,
+    # and `num_rows` is the size of the shard.
     unit: ClassVar[Literal["records", "bytes"]] = "records"
 
     @property
     def below(self) -> ShardedSource | None:
-        """The source whose rows these are made of."""
+        """The source that this one is made from; None for one that reads files itself."""
         return None
 
     @property
     def info(self) -> SourceInfo:
-        """By default what the source below declares."""
+        """What this source declares about itself; by default, what the source below declares."""
         return SourceInfo() if self.below is None else info_of(self.below)
 
     @property
     def files_cut(self) -> int:
-        """Files that stop without the mark of their end."""
+        """How many files stop without the mark of their end."""
         return 0
 
     def shard_identity(self: ShardedSource, shard: int) -> str:
-        """Digest of all that decides the rows of one shard, whichever shards stand beside it."""
+        """Returns a digest of all that decides the rows of one shard, whatever shards stand beside
+        it.
+        """
         return digest(self.fingerprint, self.shards[shard].name)
 
     def select(self: ShardedSource, columns: Sequence[str]) -> ShardedSource:
-        """The same rows with at least `columns`; others are left out where that saves work."""
+        """Returns a source of the same rows with at least `columns`; it leaves out others to save
+        work.
+        """
         return self
 
     def exactly(self: ShardedSource, columns: Sequence[str]) -> ShardedSource:
-        """The same rows, in which lists and objects of `columns` are JSON text where they hold
-        nulls that an Arrow type would lose.
+        """Returns a source of the same rows that loses no null within lists and objects.
+
+        Args:
+            columns: The columns whose lists and objects become JSON text where they hold nulls that
+                an Arrow type would lose.
         """
         return self
 
     def head(self: ShardedSource, num_bytes: int, files: int | None = None) -> ShardedSource:
-        """The source for a first look: of the first `files` of its files, where they are records,
-        those that end within so many bytes.
+        """Returns a smaller source for a first look at the data.
+
+        Args:
+            num_bytes: Only records that end within so many bytes of their file are read.
+            files: Only the first so many files are read; None reads all.
         """
         return self
 
     def at_end(self: Any, shard: int, position: int) -> bool:
-        """Whether no row stands at `position` or behind it."""
+        """Returns whether the shard has no row at `position` or behind it."""
         rows = self.shards[shard].num_rows
         return self.below.at_end(shard, position) if rows is None else position >= rows
 
     def raw(self, shard: int, row: int) -> str | None:
-        """A row as it stands in its file; None where that is no text."""
+        """Returns a row as it stands in its file; None if the file is not text."""
         return None
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        """A source has this or `scan`."""
+        """Reads rows `start` to `stop` of one shard; a subclass defines this or `scan`."""
         return self.scan(shard, start, stop).batch
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        """What `read` gives, with the rows that were refused.
+        """Reads rows as `read` does, and says which records were rejected.
 
         Law: `scan(...).batch` equals `read(...)` wherever `read` does not raise.
         """
@@ -318,48 +383,50 @@ class Source(ShardedDataSource):
 
 
 def info_of(source: ShardedSource) -> SourceInfo:
-    """What a source declares; of one that declares nothing, the defaults."""
+    """Returns what a source declares about itself, or the defaults if it declares nothing."""
     return source.info if isinstance(source, Source) else SourceInfo()
 
 
 def identity_of(source: ShardedSource, shard: int) -> str:
-    """Digest of all that decides the rows of a shard."""
+    """Returns a digest of all that decides the rows of one shard."""
     if isinstance(source, Source):
         return source.shard_identity(shard)
     return digest(source.fingerprint, source.shards[shard].name)
 
 
 def select(source: ShardedSource, columns: Sequence[str]) -> ShardedSource:
-    """The source with `columns` alone, where it can leave out the others, else as it is."""
+    """Returns the source with `columns` alone, if it can leave out the others, else the source
+    itself.
+    """
     return source.select(columns) if isinstance(source, Source) else source
 
 
 def raw_of(source: ShardedSource, shard: int, row: int) -> str | None:
-    """A row as it stands in its file; None where nobody can tell."""
+    """Returns a row as it stands in its file; None if that cannot be told."""
     return source.raw(shard, row) if isinstance(source, Source) else None
 
 
 def innermost(source: ShardedSource) -> ShardedSource:
-    """The source that reads the files, under whatever was put around it."""
+    """Returns the source that reads the files, below all that wrap it."""
     while isinstance(source, Source) and source.below is not None:
         source = source.below
     return source
 
 
 def unit_of(source: ShardedSource) -> Literal["records", "bytes"]:
-    """What positions in the shards of a source count, see Source."""
+    """Returns what positions in the shards of a source count, as `Source.unit` says."""
     inner = innermost(source)
     return inner.unit if isinstance(inner, Source) else "records"
 
 
 def place_of(source: ShardedSource, shard: int, row: int) -> str:
-    """Where a row stands, for messages."""
+    """Returns where a row stands, for messages."""
     name = source.shards[shard].name
     return f"{name}, line at byte {row}" if unit_of(source) == "bytes" else place(name, row=row)
 
 
 def scan(source: ShardedSource, shard: int, start: int, stop: int) -> Scan:
-    """`source.scan` where there is one, else `read` with nothing refused."""
+    """Calls `source.scan` if there is one, else `read` with nothing rejected."""
     if isinstance(source, Source):
         return source.scan(shard, start, stop)
     return Scan(source.read(shard, start, stop), ())
@@ -367,26 +434,29 @@ def scan(source: ShardedSource, shard: int, start: int, stop: int) -> Scan:
 
 @runtime_checkable
 class Transform(Protocol):
-    """RecordBatch → RecordBatch, row by row. easypipe.transforms.columns.base.ColumnTransform is
-    the base of those that compose with `>>`.
+    """A function from RecordBatch to RecordBatch that works row by row.
+
+    easypipe.transforms.columns.base.ColumnTransform is the base of those that compose with `>>`.
 
     Law: `t(a ++ b) == t(a) ++ t(b)` for any two batches of one schema. ROW_NUMBER, where a batch
-    has it, stays with its row: what drops rows keeps the numbers of the others. Law: every batch
-    has exactly `schema(before)`, which is known without reading rows.
+    has it, stays with its row: a transform that drops rows keeps the numbers of the others. Law:
+    every batch has exactly `schema(before)`, which is known without reading rows.
 
-    Where it has them, two methods and three attributes say more:
-    scan(batch) -> Scan: the batch and the rows on which it failed, by ROW_NUMBER, else by position;
-    `__call__` raises for those. narrow(columns, before) -> (Transform, columns): what gives only
-    `columns`, and what that reads (None: everything).
-    drops: whether it may give fewer rows than it is given (True where it does not say).
-    fan_out: most rows that come of one (1). Above 1 the i-th row of row r has number `r * fan_out +
-    i`.
-    cacheable: whether `fingerprint` will be the same in the next process (True).
+    A transform may also have two methods and three attributes:
+
+    - `scan(batch) -> Scan`: the batch and the rows on which it failed, by ROW_NUMBER, else by
+      position; `__call__` raises for those.
+    - `narrow(columns, before) -> (Transform, columns)`: a transform that gives only `columns`, and
+      the columns that it reads (None: all).
+    - `drops`: whether it may give fewer rows than it is given (True if it does not say).
+    - `fan_out`: the most rows that come of one (1). Above 1 the i-th row of row r has number `r *
+      fan_out + i`.
+    - `cacheable`: whether `fingerprint` will be the same in the next process (True).
     """
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of everything that decides what comes out."""
+        """A hex digest of everything that decides what comes out."""
         ...
 
     def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch: ...
@@ -400,7 +470,11 @@ class ProgressEvent:
     `done` and `total` count `unit`s.
 
     Args:
-        total: None if it is unknown.
+        stage: The kind of work, as "tokenize".
+        dataset: The name of the dataset.
+        done: How many units are done.
+        total: How many units there are; None if that is unknown.
+        unit: What is counted, as "rows".
         num_bytes: Bytes read or written so far, uncompressed; 0 if they are not counted.
     """
 
@@ -417,11 +491,11 @@ class ProgressListener(Protocol):
 
 
 def silent(event: ProgressEvent) -> None:
-    """The listener of those who do not listen."""
+    """Ignores the event: the listener of those who do not listen."""
 
 
 class PipelineSettings(Protocol):
-    """What every stage may know of its pipeline's config, which a PipelineConfig is."""
+    """What every stage may know about its pipeline's config; a PipelineConfig satisfies it."""
 
     @property
     def seed(self) -> int | None: ...
@@ -442,22 +516,30 @@ class PipelineSettings(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineContext:
-    """What every stage may know. Frozen: a stage that needs to remember something returns a source
-    that does.
+    """What every stage is given.
+
+    It is frozen: a stage that needs to remember something returns a source that does.
+
+    Args:
+        config: The config of the pipeline.
+        seed: The seed of the run.
+        cache_dir: The folder of this machine for plans, indexes and, unless `cache` says otherwise,
+            tokens.
+        progress: Is called with every ProgressEvent.
+        cache: The CacheFolder of the tokens; None if they are in `cache_dir`.
     """
 
     config: PipelineSettings
     seed: int
-    # of this machine: what is kept of plans and indexes, and tokens unless `cache` says otherwise
     cache_dir: Path
     progress: ProgressListener = field(default=silent, compare=False)
-    # the CacheFolder that keeps tokens; None: cache_dir
     cache: Any = field(default=None, compare=False)
 
 
 class BaseStage(ABC):
-    """One step of a pipeline. Subclass it, give it a `name` and a `process`, and add it with
-    `Pipeline.add_stage(stage)`.
+    """One step of a pipeline.
+
+    Subclass it, define `name` and `process`, and add it with `Pipeline.add_stage(stage)`.
     """
 
     def __init__(self, config: Any = None) -> None:
@@ -469,23 +551,30 @@ class BaseStage(ABC):
 
     @abstractmethod
     def process(self, data: Sources, context: PipelineContext) -> Sources:
-        """Pure: reads no rows, so that schemas and errors are known before data moves."""
+        """Returns the datasets as this stage changes them.
+
+        It reads no rows, so that schemas and errors are known before data moves.
+        """
 
 
 @runtime_checkable
 class BatchLoader(Protocol):
-    """What a trainer needs of a loader.
+    """What a trainer needs from a loader.
 
     Law (exact resume): after `restore(state)` with the state taken after batch n, iteration yields
-    batch n + 1 onward. Batches are `(dict of arrays)`; `state()` is the state after the batch that
-    was last yielded.
+    batch n + 1 onward. A batch is a dict of arrays; `state()` is the state after the batch that was
+    last yielded.
     """
 
     batch_size: int
 
     def __iter__(self) -> Iterator[Batch]: ...
     def __len__(self) -> int:
-        """Batches from the start to the end. Raises TypeError where the data never ends."""
+        """Returns the number of batches from the start to the end.
+
+        Raises:
+            TypeError: The data never ends.
+        """
         ...
 
     def state(self) -> Any: ...

@@ -1,5 +1,5 @@
 # pyright: strict
-"""Pools of threads, which say in words of ours when the machine gives no more threads."""
+"""A pool of threads that raises EasypipeError when the machine gives no more threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Threads(ThreadPoolExecutor):
-    """A `ThreadPoolExecutor` whose `submit` and `map` raise EasypipeError where none starts."""
+    """A `ThreadPoolExecutor` whose `submit` and `map` raise EasypipeError if no thread starts."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         fix = "Raise the limits of memory and threads (ulimit -v, ulimit -u, the container's)."

@@ -1,5 +1,5 @@
 # pyright: strict
-"""Text of others as it is shown to people: nothing in it steers a terminal or hides."""
+"""Makes foreign text safe to show: nothing in it steers a terminal or stays hidden."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """The text with every character spelled out (`\\u{1b}`) that is not seen, that would steer a
-    terminal, or that would turn the order of the rest. keep: characters that stay."""
+    """Returns the text with every character spelled out (`\\u{1b}`) that could mislead a reader.
+
+    Those are characters that are not seen, that steer a terminal, or that turn the order of others.
+
+    Args:
+        text: Any text.
+        keep: Characters that stay as they are.
+    """
     if text.isprintable():
         return text
     return "".join(
@@ -22,7 +28,7 @@ def visible(text: str, *, keep: str = "") -> str:
 
 
 def bytes_text(count: float) -> str:
-    """`312 MB`: three digits, in units of 1000."""
+    """Returns a size such as `312 MB`: three digits, in units of 1000."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -31,6 +37,12 @@ def bytes_text(count: float) -> str:
 
 
 def first_of(names: Sequence[str], most: int = 8, between: str = ", ") -> str:
-    """The first few in one line, and how many there are besides."""
+    """Joins the first few names, and says how many more there are.
+
+    Args:
+        names: Any number of names.
+        most: How many of them are shown.
+        between: What stands between two names.
+    """
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return between.join(names[:most]) + more
