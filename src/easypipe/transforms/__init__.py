@@ -1,1 +1,1 @@
-"""Records to text, and text to tokens."""
+"""Turns records into text (columns, prompts, chat templates), and text into token ids."""

@@ -1,4 +1,4 @@
-"""Why a row becomes no document: the words of the ledger for it, and what helps."""
+"""The reasons for which a row becomes no document, as the ledger names them, and what helps."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import NamedTuple
 from easypipe.core.protocols import Reject
 
 NOTHING_TO_TRAIN = "nothing_to_train"
-EMPTY = "empty"  # no text, or white space alone
+EMPTY = "empty"  # the text has no characters, or white space alone
 TOO_LONG = "too_long"
-BEYOND_LIMITS = "beyond_limits"  # of time, memory or characters that a template may take for a row
-# a template never prints what `reasoning` of a prompt says something of
+# the template took more time, memory or characters than a row may take
+BEYOND_LIMITS = "beyond_limits"
+# the prompt's options mention `reasoning`, and the chat template never prints it
 UNPRINTED_REASONING = "unprinted_reasoning"
-BENIGN = (NOTHING_TO_TRAIN, EMPTY, TOO_LONG)  # dropped and counted, not an error of the row
+# such rows are dropped and counted; they are no errors
+BENIGN = (NOTHING_TO_TRAIN, EMPTY, TOO_LONG)
 
 _ADVICE = {
     "unproven_spans": "Give a chat_template with {% generation %} markers (the built-in ones have "
@@ -26,19 +28,26 @@ _ADVICE = {
 
 
 class Refused(NamedTuple):
-    """What a row is written as that is no sample."""
+    """The reason why a row becomes no document, returned in place of its text.
 
-    reason: str  # a word for the ledger
+    Attributes:
+        reason: The word under which the ledger counts the row.
+        detail: What the error message or the quarantine says about this row.
+    """
+
+    reason: str
     detail: str
 
     @property
     def benign(self) -> bool:
+        """Whether the row is dropped and counted, and is not a bad row."""
         return self.reason in BENIGN
 
     def of_row(self, row: int) -> Reject:
+        """Returns the `Reject` that a source reports for row number `row`."""
         return Reject(row=row, reason=self.reason, detail=self.detail, benign=self.benign)
 
 
 def advice(reason: str, otherwise: str = "Correct the row") -> str:
-    """What helps rows that are refused for `reason`, as the beginning of a sentence."""
+    """Returns what helps rows that are refused for `reason`, as the beginning of a sentence."""
     return _ADVICE.get(reason, otherwise)

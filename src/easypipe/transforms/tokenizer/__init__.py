@@ -1,1 +1,1 @@
-"""Text to token ids."""
+"""The tokenizer: finds and loads it, encodes text to token ids, and cuts documents to max_length."""

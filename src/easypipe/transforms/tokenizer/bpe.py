@@ -1,4 +1,4 @@
-"""Training a byte-level BPE tokenizer on one's own text, by `tokenizers`."""
+"""Trains a byte-level BPE tokenizer on one's own text, with `tokenizers`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ def train_bpe(
     *,
     named: Mapping[str, str] | None = None,
 ) -> Path:
-    """Trains a byte-level BPE and writes it into the folder `path`, which it returns.
+    """Trains a byte-level BPE into the folder `path`; the same texts in order give the same files.
 
-    The files are `tokenizer.json` and `tokenizer_config.json` (eos and bos "<|endoftext|>").
+    Args:
+        vocab_size: Counts the 256 bytes and the special tokens too; little text gives fewer tokens.
+        special_tokens: Never split; "<|endoftext|>", which is eos and bos, comes before them.
+        named: What tokenizer_config.json calls some of them, such as {"pad_token": "[PAD]"}.
 
-    special_tokens: further tokens that are never split; "<|endoftext|>" is always the first.
-    vocab_size counts them and the 256 bytes; with little text fewer tokens come out. named: what
-    tokenizer_config.json calls some of them, such as {"pad_token": "[PAD]"}. The same texts in the
-    same order give the same files. Raises ConfigError where vocab_size is too small, TokenizerError
-    where there is no text.
+    Raises:
+        ConfigError: vocab_size is too small.
+        TokenizerError: There is no text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 

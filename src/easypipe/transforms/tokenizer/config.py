@@ -1,4 +1,4 @@
-"""The options of a tokenizer, and those that a dataset sets for itself."""
+"""TokenizerConfig: the options of a tokenizer, and which of them a dataset sets for itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PaddingSide = Literal["left", "right"]
 
 
 class Padding(Protocol):
-    """What says how rows of several lengths become a rectangle."""
+    """The options that say how rows of several lengths become a rectangle."""
 
     @property
     def padding(self) -> Literal["longest", "max_length"] | bool: ...
@@ -32,7 +32,11 @@ class Padding(Protocol):
 
 
 def check_padding(rule: Padding) -> None:
-    """Raises ConfigError for what is no width, and for options that contradict each other."""
+    """Checks that widths are valid and that the options do not contradict each other.
+
+    Raises:
+        ConfigError: They do.
+    """
     multiple, buckets = rule.pad_to_multiple_of, rule.length_buckets
     require(
         multiple is None or multiple >= 1,
@@ -75,7 +79,7 @@ def check_padding(rule: Padding) -> None:
 
 
 def length_limit(config: TokenizerConfig) -> int | None:
-    """Most tokens of a document, special tokens included; None cuts none."""
+    """Returns the most tokens of a document, special tokens included; None cuts none."""
     return config.max_length if config.truncation else None
 
 
@@ -149,18 +153,21 @@ class TokenizerConfig:
         )
 
 
-# Options of a tokenizer that a dataset sets for itself, in our words or those of transformers.
+# These options of a tokenizer may be set by a dataset, in our words or those of transformers.
 
 
-USE_FAST = "use_fast"  # transformers' word
+USE_FAST = "use_fast"  # the option of transformers
 
 
 def with_options(tokenizer: TokenizerConfig | str, options: Settings | None) -> TokenizerConfig:
-    """`tokenizer` with `options` in place of what it says itself.
+    """Returns the config of `tokenizer` with `options` in place of its own.
 
-    use_fast: False encodes with the reference, as backend="tokenizers" does; True changes nothing,
-    as no slow tokenizer exists here. Raises ConfigError for an unknown key, a wrong value, and for
-    `name_or_path`, which would be another tokenizer.
+    use_fast=False encodes with the reference, as backend="tokenizers" does; True changes nothing,
+    as there is no slow tokenizer here.
+
+    Raises:
+        ConfigError: A key is unknown, a value is wrong, or `name_or_path` is given, which would be
+            another tokenizer.
     """
     config = TokenizerConfig(name_or_path=tokenizer) if isinstance(tokenizer, str) else tokenizer
     if not options:

@@ -1,4 +1,4 @@
-"""gigatoken, the fast tokenizer, behind Arrow columns; proof.py decides whether it may be used."""
+"""FastEngine: gigatoken, the fast tokenizer, behind Arrow columns; proof.py decides on its use."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from easypipe.core.text import bytes_of
 from easypipe.core.values import Int64
 
-# gigatoken remembers every word it meets: random text costs six times its size. A new tokenizer
-# (0.1 s) gives the memory back.
-GROWN_BYTES = 48 << 20  # of this process's anonymous memory, whoever took it ...
-# ... and after so much time beyond what words met before take: new words are slow, and it is they
-# that are remembered
+# gigatoken remembers every word it meets: random text costs six times its size in memory. A new
+# tokenizer (0.1 s) gives the memory back; one is made when both limits are passed.
+GROWN_BYTES = 48 << 20  # growth of this process's anonymous memory, whatever caused it
+# processor time beyond what known words take: new words are slow, and it is they that are
+# remembered
 SLOW_S = 0.2
 KNOWN_S_PER_BYTE = 10e-9  # text of known words takes 3 to 10 ns a byte, random text 40
 BLIND_BYTES = 128 << 20  # of text, where the system does not tell how much memory a process has
@@ -36,7 +36,7 @@ def version() -> str:
 
 @dataclass
 class _Engine:
-    """One gigatoken tokenizer, and what it has done."""
+    """One gigatoken tokenizer, how much it has encoded, and how long it was slow."""
 
     tokenizer: Any
     num_bytes: int = 0
@@ -44,30 +44,30 @@ class _Engine:
 
 
 class FastEngine:
-    """Token ids of whole columns, without special tokens.
+    """The encoder of whole columns by gigatoken, without special tokens.
 
-    Thread safe; the GIL is released while it works.
+    Thread-safe; the GIL is released while it works. Each caller at work has a tokenizer of its own:
+    calls to one wait for each other, and two threads on it are no faster than one.
 
-    Each caller at work has a tokenizer of its own: calls to one wait for each other, two threads on
-    it are no faster than one. Raises RuntimeError or ValueError where gigatoken does not support
-    the tokenizer.
+    Raises:
+        RuntimeError, ValueError: gigatoken does not support the tokenizer.
     """
 
     def __init__(self, definition: str) -> None:
         self._definition = definition
         self._lock = threading.Lock()
-        self._least = anonymous_bytes()  # seen since a tokenizer was last renewed
+        self._least = anonymous_bytes()  # the least memory since a tokenizer was last renewed
         self._free = [self._load()]
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[Int64, NDArray[np.uint32]]:
-        """Int64[n+1] offsets from 0, UInt32[total] ids."""
+        """Returns (Int64[n+1] offsets from 0, UInt32[total] ids) of a column without nulls."""
         import awkward
 
         if len(texts) == 0:
             return np.zeros(1, np.int64), np.zeros(0, np.uint32)
         offsets, data = bytes_of(texts)
-        # Built by hand: awkward's own reading of Arrow adds an option layer, which gigatoken does
-        # not take.
+        # The array is built by hand: awkward's own reading of Arrow adds an option layer, which
+        # gigatoken does not take.
         characters = awkward.contents.NumpyArray(cast(Any, data), parameters={"__array__": "char"})
         layout = awkward.contents.ListOffsetArray(
             awkward.index.Index64(offsets), characters, parameters={"__array__": "string"}
@@ -75,7 +75,7 @@ class FastEngine:
         engine = self._take()
         try:
             started = time.thread_time()
-            # One thread per call: the callers are threads themselves.
+            # One thread per call, since the callers are threads themselves.
             encoded: Any = engine.tokenizer.encode_batch(
                 awkward.Array(layout), parallel=False
             ).layout
@@ -92,7 +92,7 @@ class FastEngine:
         )
 
     def _take(self) -> _Engine:
-        """A tokenizer that nobody else uses, renewed when its caches have grown."""
+        """Returns a tokenizer that no other caller uses, a new one when its memory has grown."""
         with self._lock:
             now = anonymous_bytes()
             self._least = min(self._least, now)
@@ -101,7 +101,7 @@ class FastEngine:
         if engine is None:
             return self._load()
         if (grown and engine.slow_s > SLOW_S) or (not now and engine.num_bytes > BLIND_BYTES):
-            del engine  # the old memory goes before the new comes
+            del engine  # the old memory is freed before the new is taken
             _trim()
             engine = self._load()
             with self._lock:
@@ -109,7 +109,8 @@ class FastEngine:
         return engine
 
     def _load(self) -> _Engine:
-        import gigatoken  # with awkward a quarter of a second, for those who encode
+        # with awkward it takes a quarter of a second to import: only those who encode pay it
+        import gigatoken
 
         return _Engine(gigatoken.Tokenizer.from_json(self._definition))
 
@@ -119,7 +120,7 @@ _keeping = threading.Lock()
 
 
 def engine_of(definition: str) -> FastEngine:
-    """The engine of a tokenizer.json.
+    """Returns the engine of a tokenizer.json.
 
     The last one is kept: a run loads its tokenizer for every dataset and every held-out set.
     """
@@ -132,8 +133,9 @@ def engine_of(definition: str) -> FastEngine:
 
 
 def _trim() -> None:
-    """Hands freed memory back to the system where its C library (glibc) keeps it for itself: a
-    fifth of a gigabyte here.
+    """Hands freed memory back to the system where its C library (glibc) keeps it.
+
+    It is a fifth of a gigabyte here.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
@@ -141,9 +143,9 @@ def _trim() -> None:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs.
+    """Returns how much memory of this process no file backs.
 
-    0 where the system does not tell (then only the amount of text counts).
+    0 where the system does not tell; then only the amount of text counts.
     """
     try:
         with open("/proc/self/statm", "rb") as file:

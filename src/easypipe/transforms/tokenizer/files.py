@@ -1,4 +1,4 @@
-"""Where a tokenizer's files are: a tokenizer.json, a folder with one, or a Hub repository.
+"""Finds a tokenizer's files: a tokenizer.json, a folder with one, or a Hub repository.
 
 A name that looks like a path is a path: it is never looked up on the Hub, and a missing one is an
 error.
@@ -37,14 +37,18 @@ _FURTHER = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
-Json = Any  # what tokenizer_config.json may hold: it is looked into before it is used
+Json = Any  # what tokenizer_config.json may hold; it is checked before it is used
 Options = Mapping[str, Json]
 
 
 class DeclaredToken(NamedTuple):
-    """A token that tokenizer_config.json knows.
+    """A token that tokenizer_config.json declares.
 
-    number: its id, where that is said. flags: of `tokenizers.AddedToken`.
+    Attributes:
+        content: Its string.
+        number: Its id, where the file says it.
+        special: Whether it is a special token.
+        flags: Options of `tokenizers.AddedToken`.
     """
 
     content: str
@@ -54,7 +58,13 @@ class DeclaredToken(NamedTuple):
 
 
 class TokenizerFiles(NamedTuple):
-    """The definition as it was read, the named special tokens beside it, and where both were."""
+    """The contents of a tokenizer's files.
+
+    Attributes:
+        definition: The text of tokenizer.json.
+        options: What tokenizer_config.json holds, such as the named special tokens.
+        origin: Where the files were found.
+    """
 
     definition: str
     options: Options
@@ -62,7 +72,11 @@ class TokenizerFiles(NamedTuple):
 
 
 def find_tokenizer(name_or_path: str) -> TokenizerFiles:
-    """Raises TokenizerError where nothing is found, or what is found is not a tokenizer.json."""
+    """Reads the files of a tokenizer from a path or the Hub.
+
+    Raises:
+        TokenizerError: Nothing is found, or what is found is not a tokenizer.json.
+    """
     path = Path(os.path.expanduser(name_or_path))
     if os.path.isdir(path):
         return _from_folder(path)
@@ -81,12 +95,14 @@ def find_tokenizer(name_or_path: str) -> TokenizerFiles:
 
 
 def content_of(token: Json) -> Json:
-    """The string of a token, which stands in an object of its own in some files."""
+    """Returns the string of a token, which some files put into an object of its own."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def declared_tokens(options: Options) -> tuple[DeclaredToken, ...]:
-    """Those of `added_tokens_decoder` in the order of their ids, then the named special ones."""
+    """Returns the tokens of `added_tokens_decoder` in the order of ids, then the named special
+    ones.
+    """
     given = options.get("added_tokens_decoder")
     numbered: Options = given if isinstance(given, dict) else {}
     numbers = sorted(int(key) for key in numbered if key.isdecimal())
@@ -117,11 +133,13 @@ def _declared(token: Json, number: int | None) -> DeclaredToken | None:
 
 
 def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
-    """(template, another one for rows with tools or None, where it was found).
+    """Reads a tokenizer's chat template: chat_template.jinja, else from tokenizer_config.json.
 
-    It is chat_template.jinja, else what tokenizer_config.json holds.
+    Returns:
+        (template, another one for rows with tools or None, where it was found).
 
-    Raises TokenizerError where the tokenizer has none.
+    Raises:
+        TokenizerError: The tokenizer has no chat template.
     """
     path = Path(os.path.expanduser(name_or_path))
     names = ("chat_template.jinja", "tokenizer_config.json")
@@ -141,7 +159,7 @@ def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
         ):
             return own.read_text(encoding="utf-8"), None, str(own)
     template = options.get("chat_template")
-    if isinstance(template, list):  # several, each with a name
+    if isinstance(template, list):  # several templates, each with a name
         template = {
             item.get("name"): item.get("template") for item in template if isinstance(item, dict)
         }
@@ -200,7 +218,7 @@ def _read(path: Path, folder: Path) -> TokenizerFiles:
         "Give a tokenizer.json in UTF-8.",
         (OSError, UnicodeDecodeError),
     ):
-        # megabytes; reading as text would look for line ends
+        # The file has megabytes, and reading it as text would look for line ends.
         definition = _decoded(path.read_bytes())
     return TokenizerFiles(definition, _options(folder / "tokenizer_config.json"), str(path))
 
@@ -209,8 +227,9 @@ _kept: tuple[bytes, str] = b"", ""
 
 
 def _decoded(raw: bytes) -> str:
-    """The last text is kept: the same object again spares whoever knows it by its content
-    milliseconds of hashing.
+    """Decodes the bytes of a file, and keeps the last text.
+
+    Returning the same object again saves milliseconds of hashing in caches that are keyed by it.
     """
     global _kept
     kept = _kept
@@ -220,7 +239,7 @@ def _decoded(raw: bytes) -> str:
 
 
 def _options(path: Path | None) -> Options:
-    """What names eos, bos and pad. Not every tokenizer has it."""
+    """Reads tokenizer_config.json, which names eos, bos and pad; {} where there is none."""
     if path is None or not os.path.isfile(path):
         return {}
     with raising(
@@ -247,7 +266,7 @@ def _from_hub(name: str) -> TokenizerFiles:
         RepositoryNotFoundError,
     )
 
-    told = {  # the most special first: some are kinds of others
+    told = {  # the most specific first, since some are subclasses of others
         GatedRepoError: (
             "the Hub repository is gated",
             f"Accept its terms on https://huggingface.co/{name}, then set HF_TOKEN to a token that "
@@ -294,7 +313,7 @@ def _from_hub(name: str) -> TokenizerFiles:
 
 
 def _optional_from_hub(name: str, file: str) -> Path | None:
-    """None where the repository does not have the file."""
+    """Downloads a file of a repository; returns None where the repository does not have it."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -305,7 +324,7 @@ def _optional_from_hub(name: str, file: str) -> Path | None:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None
         known = try_to_load_from_cache(name, file)
-        # offline, and the Hub said earlier that there is none
+        # offline, and the Hub said earlier that the file does not exist
         if known is not None and not isinstance(known, str):
             return None
         raise TokenizerError(
@@ -316,7 +335,7 @@ def _optional_from_hub(name: str, file: str) -> Path | None:
 
 
 def _root(error: BaseException) -> str:
-    """The first cause, without any access token that a message might carry."""
+    """Returns the first cause of an error, without any access token that its message might carry."""
     from huggingface_hub import get_token
 
     while (below := error.__cause__ or error.__context__) is not None:

@@ -1,10 +1,12 @@
-"""LengthPolicy: what becomes of samples with more than max_length tokens, and where they are cut.
+"""LengthPolicy: what happens to documents with more than max_length tokens, and where they are cut.
 
-Masks are made of whole texts; they are cut with their tokens.
+Masks are made of whole texts and are cut with their tokens.
 
-content   a sample without the special tokens in front of it (BOS) and behind it, which stay
-whatever is cut room      most tokens of content: max_length less those special tokens
-edge      a place between two tokens at which a sentence, a clause or a word ends
+In this file:
+    content: A document without the special tokens before it (BOS) and behind it, which stay
+        whatever is cut.
+    room: The most tokens of content: max_length less those special tokens.
+    edge: A place between two tokens at which a sentence, a clause or a word ends.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 Boundary = Literal["sentence", "clause", "word"]
 
-# From the end of what ends to where the next one begins; each kind of edge counts for the weaker
-# kinds too.
+# Each pattern matches from the end of a sentence, clause or word to the beginning of the next. An
+# edge of one kind counts for the weaker kinds too.
 _ENDS: dict[str, re.Pattern[str]] = {
-    # of Latin, Arabic, Urdu, Hindi, Armenian, Amharic, Burmese and Khmer script; of Chinese
+    # The first part: Latin, Arabic, Urdu, Hindi, Armenian, Amharic, Burmese, Khmer; the second:
+    # Chinese.
     "sentence": re.compile(
         r"(?<=[.!?؟۔।॥։።။។])[\"'”’)\]»]*(\s+|\Z)|(?<=[。！？])[”’）」』]*(\s*)|\n+"
     ),
@@ -93,9 +96,10 @@ class LengthPolicy:
 
 
 class Lengths:
-    """A LengthPolicy with the tokenizer whose tokens it counts.
+    """A LengthPolicy together with the tokenizer whose tokens it counts.
 
-    Raises ConfigError where max_length is missing or too small for it.
+    Raises:
+        ConfigError: max_length is missing, or too small for the policy.
     """
 
     def __init__(self, policy: LengthPolicy, tokenizer: Tokenizer) -> None:
@@ -121,10 +125,10 @@ class Lengths:
 
     @property
     def masks(self) -> bool:
-        """Whether texts of which all is trained get a mask.
+        """Whether texts whose tokens are all targets need a mask nevertheless.
 
-        They do for an overlap, and for the tokenizer's own EOS, which stands behind pieces
-        whose text goes on too.
+        They do for an overlap, and for the tokenizer's own EOS, which also stands behind pieces
+        whose text goes on.
         """
         return self.policy.overlap > 0 or (
             self.policy.policy == "split" and bool(self.tokenizer.surrounding[1])
@@ -132,8 +136,9 @@ class Lengths:
 
     @property
     def identity(self) -> Identity:
-        # 2: packing ends no document inside a text; a boundary leaves at least one token. 3: nor
-        # does the tokenizer's own EOS
+        # Version 2: packing ends no document inside a text, and a boundary leaves at least one
+        # token. Version 3: nor does the tokenizer's own EOS end one there.
+        """The part of the encoding key that stands for the policy, with a version of what it does."""
         masked = self.masks and not self.policy.overlap
         return [
             "lengths",
@@ -142,7 +147,11 @@ class Lengths:
         ]
 
     def within(self, text: str, budget: int) -> tuple[str, int]:
-        """The text, of which at most `budget` tokens stay, and how many tokens it lost."""
+        """Cuts a text to at most `budget` tokens.
+
+        Returns:
+            (the text that stays, how many tokens it lost).
+        """
         ((ids, _, stops),) = self.tokenizer.encode_with_characters([text])
         if len(ids) <= budget:
             return text, 0
@@ -154,21 +163,28 @@ class Lengths:
             )
             > budget
         ):
-            keep -= 1  # the tokens of a part may be other ones than those of the whole
+            keep -= 1  # the tokens of a part may differ from those of the whole text
         return (text[: int(stops[keep - 1])], len(ids) - keep) if keep else ("", len(ids))
 
 
 class Shaped(NamedTuple):
-    """m documents made of n.
+    """m documents that were made of n encoded texts.
 
-    origin Int64[m]: of which each is. refused: those of n that are too long. untrained: those
-    of which nothing is left to train; a piece without a target is no document.
-
-    added Int64[m]: special tokens of each. continued Bool[m]: pieces behind which their text goes
-    on in the next one, and documents with a mask of their own that have lost their end. truncated:
-    tokens of texts that are in no document. counts: for the ledger; documents over max_length by
-    policy, `pieces`: documents more than texts, `overlap`: tokens of texts that are in a second
-    document.
+    Attributes:
+        offsets: Int64[m+1].
+        ids: The tokens of all documents.
+        mask: The targets; None if every token is one.
+        origin: Int64[m], the number of the text that each document is made of.
+        added: Int64[m], the special tokens of each document.
+        continued: Bool[m], the documents whose text goes on in the next one, and those with a mask
+            of their own that have lost their end.
+        truncated: How many tokens of texts are in no document.
+        refused: The numbers of the texts that are too long.
+        untrained: The numbers of the texts of which nothing is left to train; a piece without a
+            target is no document.
+        counts: For the ledger: texts over max_length under the name of the policy; `pieces`, how
+            many more documents than texts there are; `overlap`, tokens of texts that are in a
+            second document.
     """
 
     offsets: Int64
@@ -184,9 +200,14 @@ class Shaped(NamedTuple):
 
 
 class _Document(NamedTuple):
-    """One of those that are made of a text. tokens Int64[m]: which it has. known: how many at its
-    start an earlier one has. ended: it stops where its text does. continued: its text goes on in
-    another one, or has lost its end."""
+    """One of the documents that are made of a text.
+
+    Attributes:
+        tokens: Int64[m], the positions of its tokens.
+        known: How many tokens at its start an earlier document has.
+        ended: Whether it stops where its text does.
+        continued: Whether its text goes on in another document, or has lost its end.
+    """
 
     tokens: Int64
     known: int
@@ -197,10 +218,13 @@ class _Document(NamedTuple):
 def shape(
     made: EncodedTexts, text_of: Callable[[int], str], lengths: Lengths, *, raw: bool
 ) -> Shaped:
-    """Documents of at most max_length tokens.
+    """Makes documents of at most max_length tokens.
 
-    made: the texts, of which nothing was cut. text_of: what each was made of, for boundaries. raw:
-    the tokenizer's own special tokens stand around the texts.
+    Args:
+        made: The encoded texts, of which nothing was cut.
+        text_of: Returns the text that a document was made of, for boundaries.
+        lengths: The policy and the tokenizer.
+        raw: Whether the tokenizer's own special tokens stand around the texts.
     """
     offsets, ids, mask = made.offsets, made.ids, made.mask
     sizes, count = np.diff(offsets), len(offsets) - 1
@@ -251,7 +275,10 @@ def shape(
 
 
 def _taken(offsets: Int64, cut: Mapping[int, Sequence[_Document] | None]) -> tuple[Int64, Int64]:
-    """(of which text each document is made, which tokens they have): all of texts not in `cut`."""
+    """Returns (the text that each document is made of, the positions of all their tokens).
+
+    Texts that are not in `cut` are taken whole.
+    """
     taken: list[Int64] = []
     times, begin = np.ones(len(offsets) - 1, np.int64), 0
     for i, documents in cut.items():
@@ -263,7 +290,7 @@ def _taken(offsets: Int64, cut: Mapping[int, Sequence[_Document] | None]) -> tup
 
 
 def _special(made: EncodedTexts) -> Bools:
-    """Bool[total]: the special tokens around texts."""
+    """Returns Bool[total]: which tokens are special tokens around texts."""
     special = np.zeros(len(made.ids), np.bool_)
     for i in np.flatnonzero(made.added).tolist():
         first, stop, before = made.offsets[i], made.offsets[i + 1], made.before[i]
@@ -280,20 +307,22 @@ def _cut_to_length(
     i: int,
     tail: int,
 ) -> list[_Document] | None:
-    """What becomes of text i, which is too long: its documents with a target; None where it is
-    refused.
+    """Cuts text i, which is too long.
+
+    Returns:
+        Its documents that have a target; None where the text is refused.
     """
     assert lengths.limit is not None
     first, stop = int(made.offsets[i]), int(made.offsets[i + 1])
     tokenizer = lengths.tokenizer
-    # a template may have written that one
+    # a chat template may have written the BOS
     bos = made.ids[first] == tokenizer.bos_token_id and lengths.limit - tail > 1
     head = int(made.before[i]) or int(bos)
     pieces = _pieces(made, text_of, lengths, i, head, tail)
     if not pieces:
         return None
     found: list[_Document] = []
-    end = first  # of what documents have of it
+    end = first  # the position up to which documents have the text
     for number, keep in enumerate(pieces):
         around = [(first, first + head), *keep, (stop - tail, stop)]
         tokens = np.concatenate([np.arange(a, b) for a, b in around])
@@ -302,7 +331,7 @@ def _cut_to_length(
             end = keep[-1][1]
             found.append(_Document(tokens, known, ended=end == stop - tail))
     if found and made.ids[end : pieces[-1][-1][1]].tolist() in ([], [tokenizer.eos_token_id]):
-        found[-1] = found[-1]._replace(continued=False)  # else the rest has no target
+        found[-1] = found[-1]._replace(continued=False)  # the rest of the text has no target
     if made.mask is not None and lengths.policy.policy != "split":
         found = [one._replace(continued=one.continued or not one.ended) for one in found]
     return found
@@ -316,8 +345,9 @@ def _pieces(
     head: int,
     tail: int,
 ) -> list[list[tuple[int, int]]]:
-    """Of text i, which is too long, what each document that is made of it has of the content, as
-    ranges of tokens.
+    """Returns, for each document that is made of text i, its ranges of content tokens.
+
+    Text i is too long. The list is empty where the policy refuses it.
     """
     assert lengths.limit is not None
     policy = lengths.policy
@@ -350,7 +380,7 @@ def _pieces(
 
 
 def _edges(made: EncodedTexts, text_of: Callable[[int], str], lengths: Lengths, i: int) -> _Edges:
-    """Of text i, in positions of all tokens."""
+    """Returns the edges of text i, as positions among the tokens of all texts."""
     kind = lengths.policy.boundary
     if kind is None:
         return _Edges(())
@@ -365,8 +395,10 @@ def _edges(made: EncodedTexts, text_of: Callable[[int], str], lengths: Lengths, 
 
 
 class _Edges:
-    """Places between tokens at which a text may be cut, of each kind of boundary ascending, the
-    wanted kind first.
+    """The places between tokens at which a text may be cut.
+
+    Args:
+        kinds: Ascending places for each kind of boundary, the wanted kind first.
     """
 
     def __init__(self, kinds: Sequence[Int64]) -> None:
@@ -374,8 +406,13 @@ class _Edges:
 
     @classmethod
     def of(cls, text: str, stops: Int64, kind: Boundary | None, start: int = 0) -> _Edges:
-        """stops Int64[tokens]: the character behind each token. start: the number of the first
-        token.
+        """Finds the edges of a text.
+
+        Args:
+            text: The text.
+            stops: Int64[tokens], the character behind each token.
+            kind: The wanted boundary; None finds no edges.
+            start: The position of the first token.
         """
         found: list[Int64] = []
         for pattern in _ENDS.values() if kind is not None else ():
@@ -384,14 +421,14 @@ class _Edges:
             at = np.searchsorted(stops, spans[:, 0])  # the first token that reaches so far ...
             inside = at < len(stops)
             at, spans = at[inside], spans[inside]
-            # ... and not beyond; all of it, where several make one character
+            # ... and not beyond; all tokens of a character, where several make one
             at = at[stops[at] <= spans[:, 1]]
             edges = np.searchsorted(stops, stops[at], side="right") + start
             found.append(np.union1d(found[-1], edges) if found else np.unique(edges))
         return cls(found[list(_ENDS).index(kind) :] if kind is not None else ())
 
     def before(self, most: int, least: int) -> int:
-        """The last edge in [least, most], of the first kind that has one; else `most`."""
+        """Returns the last edge in [least, most], of the first kind that has one; else `most`."""
         for edges in self._kinds:
             at = int(np.searchsorted(edges, most, side="right")) - 1
             if at >= 0 and edges[at] >= least:
@@ -399,7 +436,7 @@ class _Edges:
         return most
 
     def after(self, least: int, most: int) -> int:
-        """The first edge in [least, most], of the first kind that has one; else `least`."""
+        """Returns the first edge in [least, most], of the first kind that has one; else `least`."""
         for edges in self._kinds:
             at = int(np.searchsorted(edges, least))
             if at < len(edges) and edges[at] <= most:

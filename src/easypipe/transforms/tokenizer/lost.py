@@ -1,6 +1,6 @@
-"""Characters that a tokenizer drops without a word, which are counted and warned of.
+"""Counts the characters that a tokenizer silently drops, and warns of them.
 
-Those are the characters for which its model has no piece, no unknown token and no bytes.
+They are the characters for which its model has no piece, no unknown token and no bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("easypipe")
 
-# A text with every byte that UTF-8 has; vocabularies may lack the others.
+# A text with every byte that occurs in UTF-8; vocabularies may lack the other bytes.
 _EVERY_BYTE = "".join(
     map(
         chr,
@@ -30,9 +30,9 @@ _EVERY_BYTE = "".join(
 
 
 class LostCharacters:
-    """Counts them, and warns at the first.
+    """A counter of the characters that a tokenizer drops, which warns at the first one.
 
-    Thread safe: what two threads find out twice is the same.
+    Thread-safe: two threads may find out the same thing twice.
 
     Only BPE drops characters; the other models of `tokenizers` raise. A character is lost if what
     the normalizer and the pre-tokenizer make of it holds one that the vocabulary lacks.
@@ -60,7 +60,7 @@ class LostCharacters:
             self._around = model.continuing_subword_prefix or "", model.end_of_word_suffix or ""
 
     def count(self, texts: Iterable[str]) -> int:
-        """How many characters of the texts become no token."""
+        """Returns how many characters of the texts become no token."""
         lost = 0
         for text in texts if self.possible else ():
             for character in set(text):
@@ -93,7 +93,7 @@ class LostCharacters:
         ) and not self._in_bytes("".join(pieces))
 
     def _in_bytes(self, text: str) -> bool:
-        """Whether the model falls back to the bytes of a text, and has them all."""
+        """Whether the model falls back to the bytes of a text, and has tokens for them all."""
         known = (
             self._reference.token_to_id(f"<0x{byte:02X}>") is not None
             for byte in text.encode("utf-8", "surrogatepass")

@@ -1,8 +1,8 @@
-"""Texts of which only some characters are trained, encoded to tokens with a loss mask.
+"""Encodes texts of which only some characters are trained, to tokens with a loss mask.
 
 A token is a target where one of the characters it stands for is trained; between the first and the
-last token of a trained range every token is. Which characters those are, `tokenizers` says, or the
-bytes of gigatoken's tokens (token_bytes.py) where these are the text.
+last token of a trained range every token is one. Which characters a token stands for is known from
+`tokenizers`, or from the bytes of gigatoken's tokens (token_bytes.py) where these are the text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from easypipe.transforms.tokenizer.config import length_limit
 from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Mask, Tokens
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
-# what follows a text: nothing, EOS unseen by the loss, EOS as a target
+# what follows a text: nothing, an EOS that the loss does not see, an EOS as a target
 NO_END, MASKED_END, TRAINED_END = 0, 1, 2
 
 
@@ -35,15 +35,18 @@ def encode_masked(
     reference: bool = False,
     whole: bool = False,
 ) -> EncodedTexts:
-    """texts: without nulls.
+    """Encodes texts with a loss mask, which is made of the whole text and cut with it.
 
-    spans: of each, ascending character ranges that are trained. ends: of each, NO_END,
-    MASKED_END or TRAINED_END.
+    A text that was cut gets no EOS.
 
-    raw: no template wrote the texts: the tokenizer's own special tokens are put around each, where
-    they do not stand there already, and its special_strings is obeyed. Masks are made of the whole
-    text and cut with it; a text that was cut gets no EOS.
-    reference: ask `tokenizers`, whatever backend runs. whole: max_length cuts nothing.
+    Args:
+        texts: A column without nulls.
+        spans: The ascending character ranges of each text that are trained.
+        ends: What follows each text: NO_END, MASKED_END or TRAINED_END.
+        raw: Whether no template wrote the texts. Then the tokenizer's own special tokens are put
+            around each, where they do not stand there already, and its special_strings is obeyed.
+        reference: Whether `tokenizers` encodes, whatever backend runs.
+        whole: Whether max_length cuts nothing.
     """
     before, after = tokenizer.surrounding if raw else ((), ())
     limit = None if whole else length_limit(tokenizer.config)
@@ -89,7 +92,7 @@ def _none(texts: pa.LargeStringArray) -> Int64:
 
 
 def _needs_end(tokenizer: Tokenizer, tokens: Tokens, asked: Int64) -> Bools:
-    """Bool[n]: whether an end is asked for that does not stand there."""
+    """Returns Bool[n]: whether an end is asked for that does not stand there yet."""
     eos = tokenizer.eos_token_id
     if eos is None:
         return asked != NO_END
@@ -97,7 +100,7 @@ def _needs_end(tokenizer: Tokenizer, tokens: Tokens, asked: Int64) -> Bools:
 
 
 def _stands(tokens: Sequence[int], at: Int64, ids: Ids, sizes: Int64) -> Bools:
-    """Bool[n]: whether `tokens` stand at these places of documents with these sizes."""
+    """Returns Bool[n]: whether `tokens` stand at the places `at` of documents of these sizes."""
     found = sizes >= len(tokens)
     for k, token in enumerate(tokens):
         found[found] = ids[at[found] + k] == token
@@ -118,7 +121,7 @@ def _encoded(
     *,
     reference: bool,
 ) -> Tokens:
-    """The tokens of the texts alone."""
+    """Returns the tokens and masks of the texts alone, without special tokens around them."""
     fast = None if reference else tokenizer.encode_fast(texts)
     if fast is None:
         ids, masks = [np.zeros(0, np.uint32)], [np.zeros(0, np.uint8)]
@@ -133,7 +136,7 @@ def _encoded(
     sizes, counts = (
         pc.call_function(name, [texts]).to_numpy() for name in ("binary_length", "utf8_length")
     )
-    plain = ((sizes == counts) | ~ranges.known).tolist()  # every character is a byte
+    plain = ((sizes == counts) | ~ranges.known).tolist()  # every character is one byte
     edges = [one if plain[i] else _in_bytes(texts[i].as_py(), one) for i, one in enumerate(spans)]
     owner = np.repeat(np.arange(len(edges)), [len(one) for one in edges])
     flat = (
@@ -149,7 +152,7 @@ def _encoded(
 
 
 def _in_bytes(text: str, spans: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Ascending ranges of characters as ranges of UTF-8 bytes."""
+    """Returns ascending ranges of characters as ranges of UTF-8 bytes."""
     edges = [edge for span in spans for edge in span]
     pieces = (text[a:b].encode() for a, b in itertools.pairwise([0, *edges]))
     ends = list(itertools.accumulate(map(len, pieces)))
@@ -157,9 +160,9 @@ def _in_bytes(text: str, spans: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def has_target(mask: Mask, offsets: Int64) -> Bools:
-    """Bool[n]: whether a document has a token to train on.
+    """Returns Bool[n]: whether a document has a token to train on.
 
-    Its first one is nobody's next token: it alone is none.
+    The first token of a document is no token's successor, so it alone is no target.
     """
     starts, found = offsets[:-1], np.zeros(len(offsets) - 1, np.bool_)
     filled = offsets[1:] > starts
@@ -171,10 +174,13 @@ def has_target(mask: Mask, offsets: Int64) -> Bools:
 
 
 def token_mask(starts: Int64, stops: Int64, spans: Sequence[Sequence[int]]) -> Mask:
-    """UInt8[tokens]: 1 from the first token that reaches into a range to the last one that does.
+    """Returns UInt8[tokens]: 1 from the first token that reaches into a range to the last that
+    does.
 
-    starts, stops: Int64[tokens], the first character of each token and the one behind its last,
-    ascending.
+    Args:
+        starts: Int64[tokens], the first character of each token, ascending.
+        stops: Int64[tokens], the character behind each token, ascending.
+        spans: The trained ranges of characters.
     """
     return _marked(starts, stops, np.asarray(spans, np.int64).reshape(-1, 2), 0, len(starts))
 
@@ -186,8 +192,14 @@ def _marked(
     first: Int64 | int,
     last: Int64 | int,
 ) -> Mask:
-    """`token_mask` of many texts, one after the other. edges Int64[m, 2]: ranges, each for the
-    tokens from `first` to `last`, Int64[m].
+    """Computes `token_mask` for many texts, one after the other.
+
+    Args:
+        starts: As in `token_mask`.
+        stops: As in `token_mask`.
+        edges: Int64[m, 2], the trained ranges.
+        first: Int64[m], the first token to which each range applies.
+        last: Int64[m], the token behind the last one to which each range applies.
     """
     mask = np.zeros(len(starts), np.uint8)
     begin = np.clip(stops.searchsorted(edges[:, 0], side="right"), first, last)

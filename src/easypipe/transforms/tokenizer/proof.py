@@ -1,7 +1,7 @@
-"""The check that gigatoken gives the ids of `tokenizers`, on hostile texts and on the data itself.
+"""Checks that gigatoken gives the ids of `tokenizers`, on hostile texts and on the data itself.
 
-A verdict is remembered per tokenizer and versions. One that was refuted stays refuted: see
-Tokenizer.refute.
+A verdict is remembered for a tokenizer and the versions of both packages. A refuted one stays
+refuted: see Tokenizer.refute.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from easypipe.core.config import digest
 from easypipe.core.random import fold, permute
 from easypipe.transforms.tokenizer import fast
 
-PROOF_FORMAT = 1  # counts up when TORTURE changes: older verdicts are then forgotten
+PROOF_FORMAT = 1  # counts up when the texts of `torture` change: older verdicts are then forgotten
 
-# what was refuted stays refuted, though its file was written without a checksum
+# These fields are read from files without a checksum too, so that a refuted verdict stays refuted.
 _OLDER = ("equal", "why", "after_use")
 
 _PIECES = (
@@ -43,10 +43,13 @@ _PIECES = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether gigatoken was seen equal to the reference, and on what.
+    """Whether gigatoken was found equal to the reference, and why.
 
-    after_use: gigatoken had already written tokens of this tokenizer when it was found to be
-    wrong.
+    Attributes:
+        equal: Whether it may be used.
+        why: What it was compared on, or where it differs.
+        after_use: Whether gigatoken had already written tokens of this tokenizer when it was found
+            wrong.
     """
 
     equal: bool
@@ -55,10 +58,10 @@ class Verdict:
 
 
 def torture(special_strings: Sequence[str]) -> pa.LargeStringArray:
-    """Texts that have broken tokenizers before.
+    """Returns texts that have broken tokenizers before.
 
-    Every piece alone, pieces side by side in an order that never changes, and the tokenizer's
-    own special strings in running text.
+    They are every piece alone, pieces side by side in an order that never changes, and the
+    tokenizer's own special strings in running text.
     """
     texts = list(_PIECES)
     count = len(_PIECES)
@@ -89,7 +92,14 @@ def prove(
     texts: pa.LargeStringArray,
     kind: str,
 ) -> Verdict:
-    """`kind` says what `texts` are: "hostile texts", "texts of dataset x"."""
+    """Compares gigatoken with the reference on some texts.
+
+    Args:
+        engine: gigatoken.
+        reference: Returns the ids of texts by `tokenizers`.
+        texts: The texts.
+        kind: What the texts are, for the message: "hostile texts", "texts of dataset x".
+    """
     offsets, ids = engine.encode(texts)
     plain: list[str] = texts.to_pylist()
     for i, (text, expected) in enumerate(zip(plain, reference(plain), strict=True)):
@@ -104,7 +114,7 @@ def prove(
 
 
 def recall(folder: Path | None, fingerprint: str) -> Verdict | None:
-    """What `remember` kept; None where there is nothing, or where it is damaged."""
+    """Returns the verdict that `remember` kept; None where there is none or its file is damaged."""
     if folder is None:
         return None
     return recall_checked(
@@ -116,6 +126,7 @@ def recall(folder: Path | None, fingerprint: str) -> Verdict | None:
 
 
 def remember(folder: Path | None, fingerprint: str, verdict: Verdict) -> None:
+    """Keeps a verdict in the cache folder; None keeps nothing."""
     if folder is not None:
         remember_checked(_memo(folder, fingerprint), asdict(verdict))
 

@@ -12,13 +12,16 @@ from easypipe.core.schema import offsets_of
 from easypipe.core.values import Bools, Int64, UInt8
 
 Ids = NDArray[np.unsignedinteger]
-Mask = UInt8  # 1 is a target
+Mask = UInt8  # 1 marks a target
 
 
 class Tokens(NamedTuple):
-    """n documents: `ids[offsets[i] : offsets[i + 1]]`, offsets Int64[n+1] from 0.
+    """n documents, of which document i is `ids[offsets[i] : offsets[i + 1]]`.
 
-    mask UInt8[total]; None: every token is a target.
+    Attributes:
+        offsets: Int64[n+1] from 0.
+        ids: The tokens of all documents.
+        mask: UInt8[total]; None: every token is a target.
     """
 
     offsets: Int64
@@ -27,13 +30,14 @@ class Tokens(NamedTuple):
 
     @property
     def sizes(self) -> Int64:
+        """Int64[n]: the number of tokens of each document."""
         return np.diff(self.offsets)
 
     def shortened(self, cut: Int64) -> Tokens:
-        """Without the last `cut` (Int64[n]) tokens of each."""
+        """Returns the documents without the last `cut` (Int64[n]) tokens of each."""
         if not cut.any():
             return self
-        # +1 where a cut begins, -1 where the next document does
+        # +1 where a cut begins, -1 where the next document begins
         step = np.zeros(len(self.ids) + 1, np.int8)
         step[(self.offsets[1:] - cut)[cut > 0]] += 1
         step[self.offsets[1:][cut > 0]] -= 1
@@ -49,10 +53,14 @@ class Tokens(NamedTuple):
         behind: Bools,
         trained: Bools | None = None,
     ) -> Tokens:
-        """With `prefix` in front of some documents and `suffix` behind some.
+        """Returns the documents with `prefix` before some of them and `suffix` behind some.
 
-        front, behind Bool[n]: of which. trained Bool[n]: whether the suffix is a target,
-        where there is a mask.
+        Args:
+            prefix: Token ids.
+            suffix: Token ids.
+            front: Bool[n], which documents get the prefix.
+            behind: Bool[n], which documents get the suffix.
+            trained: Bool[n], whether the suffix is a target, where there is a mask.
         """
         added = front * len(prefix) + behind * len(suffix)
         if not added.any():
@@ -74,14 +82,14 @@ class Tokens(NamedTuple):
         return Tokens(offsets, ids, mask)
 
     def replaced(self, others: Mapping[int, tuple[Sequence[int], Mask | None]]) -> Tokens:
-        """With other tokens and masks for some documents, by number."""
+        """Returns the documents with other tokens and masks for some, given by their numbers."""
         if not others:
             return self
         sizes = self.sizes
         ids: list[Ids] = []
         masks: list[Mask] = []
         at = 0
-        for i, (new, flags) in sorted(others.items()):  # few
+        for i, (new, flags) in sorted(others.items()):  # few documents
             sizes[i], here = len(new), int(self.offsets[i])
             ids += [self.ids[at:here], np.asarray(new, self.ids.dtype)]
             if self.mask is not None and flags is not None:
@@ -92,12 +100,17 @@ class Tokens(NamedTuple):
 
 
 class EncodedTexts(NamedTuple):
-    """n documents: `ids[offsets[i] : offsets[i + 1]]`, special tokens included.
+    """n documents, of which document i is `ids[offsets[i] : offsets[i + 1]]`, special tokens
+    included.
 
-    offsets Int64[n+1] from 0 · ids unsigned[total] · mask UInt8[total]: 1 is a target; None: every
-    token is · before, added Int64[n]: special tokens that were put in front of each document, and
-    in all · truncated Int64[n]: content tokens cut off each · special Int64[n]: special strings in
-    each text, where they were looked for
+    Attributes:
+        offsets: Int64[n+1] from 0.
+        ids: unsigned[total].
+        mask: UInt8[total], 1 for a target; None: every token is one.
+        before: Int64[n], how many special tokens were put before each document.
+        added: Int64[n], how many special tokens were added to each document in all.
+        truncated: Int64[n], how many content tokens were cut off each document.
+        special: Int64[n], how many special strings are in each text, where they were looked for.
     """
 
     offsets: Int64
@@ -110,7 +123,7 @@ class EncodedTexts(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[EncodedTexts], dtype: np.dtype[np.unsignedinteger]) -> Self:
-        """The documents of all parts, of which there is one at least."""
+        """Concatenates the documents of all parts, of which there is at least one."""
         offsets, ids, masks, *others = zip(*parts, strict=True)
         known = [mask for mask in masks if mask is not None]
         return cls(
@@ -121,7 +134,7 @@ class EncodedTexts(NamedTuple):
         )
 
     def where(self, kept: Bools) -> EncodedTexts:
-        """Those for which `kept` (Bool[n]) is set."""
+        """Returns the documents for which `kept` (Bool[n]) is set."""
         if kept.all():
             return self
         sizes = np.diff(self.offsets)

@@ -1,8 +1,11 @@
-"""What becomes of strings of special tokens, such as "<|endoftext|>", in raw text.
+"""SpecialStrings: what happens to strings of special tokens, such as "<|endoftext|>", in raw text.
 
-special    a token that tokenizer.json marks so. Its string in a text becomes its id, which then ends documents or separates turns
-unknown    the special token that the model itself writes for text that it has no piece for: its id alone tells nothing about the text
-doubtful   a text that may hold such a string: a special id stands among its tokens
+In this file:
+    special: A token that tokenizer.json marks as special. Its string in a text becomes its id,
+        which then ends documents or separates turns.
+    unknown: The special token that the model itself writes for text that it has no piece for; its
+        id alone tells nothing about the text.
+    doubtful: A text that may hold a special string, as a special id stands among its tokens.
 """
 
 from __future__ import annotations
@@ -23,25 +26,26 @@ if TYPE_CHECKING:
 
 SpecialPolicy = Literal["allow", "escape", "error"]
 
-MOST_RUNS = 8  # of neighbouring ids that are compared with; more of them are looked up in a table
+MOST_RUNS = 8  # the most runs of neighbouring ids to compare with; more are looked up in a table
 _UNKNOWN = "\U000f0000\U0010fffd"  # for private use: hardly a vocabulary has a piece for it
 
 
-# tokens of a text as ordinary text, and its mask; None: all of it is trained
+# returns the tokens of text number i as ordinary text, and its mask (None: every token is a target)
 Encode = Callable[[str, int], tuple[Sequence[int], Mask | None]]
 
 
 class SpecialStrings:
-    """What becomes of special strings in raw text. Thread safe.
+    """The policy for special strings in raw text. Thread-safe.
 
-    allow: they are special tokens, and counted; where a text holds the string of the unknown token,
-    that is not.
-    escape: they are ordinary text, as `tokenizers` encodes with encode_special_tokens=True; no
-    special id comes of them.
-    error: a text that holds one is refused by whoever knows its row.
+    - allow: They become special tokens, and are counted; the string of the unknown token is not
+      counted.
+    - escape: They are ordinary text, as `tokenizers` encodes with encode_special_tokens=True; no
+      special id comes of them.
+    - error: A text that holds one is refused by the caller, who knows its row.
 
-    Raises TokenizerError where the policy is "escape" and the model makes a special token of its
-    string by itself.
+    Raises:
+        TokenizerError: The policy is "escape", and the model itself makes a special token of its
+            string.
     """
 
     def __init__(
@@ -78,11 +82,14 @@ class SpecialStrings:
 
     @property
     def recipe(self) -> tuple[str, ...]:
-        """What of it decides tokens, for digests; nothing where it is as it always was."""
+        """The part of the encoding key that stands for the policy; empty for "allow", the oldest
+        one.
+        """
         return () if self.policy == "allow" else (self.policy,)
 
     @property
     def strings(self) -> tuple[str, ...]:
+        """The strings of all special tokens."""
         return tuple(self._strings.values())
 
     @property
@@ -93,16 +100,21 @@ class SpecialStrings:
     def settle(
         self, texts: pa.LargeStringArray, tokens: Tokens, encode: Encode
     ) -> tuple[Tokens, Int64]:
-        """(tokens under the policy, Int64[n] special strings in each text).
+        """Applies the policy to encoded texts.
 
-        tokens: of the texts as they come, without what surrounds them. encode: of a text, and its
-        number, the tokens that it has as ordinary text.
+        Args:
+            texts: The texts.
+            tokens: Their tokens as the encoder gives them, without special tokens around them.
+            encode: Encodes a text, given with its number, as ordinary text.
+
+        Returns:
+            (the tokens under the policy, Int64[n] how many special strings are in each text).
         """
         found, doubtful = self.look(tokens.offsets, tokens.ids)
         if self.policy == "allow":
             return tokens, found
         others: dict[int, tuple[Sequence[int], Mask | None]] = {}
-        for i in np.flatnonzero(doubtful).tolist():  # few
+        for i in np.flatnonzero(doubtful).tolist():  # few texts
             text = texts[i].as_py()
             if self.policy == "error":
                 found[i] = found[i] or self.first_in(text) is not None
@@ -113,13 +125,15 @@ class SpecialStrings:
         return tokens.replaced(others), found
 
     def encode_escaped(self, text: str) -> list[int]:
-        """The tokens of a text in which special strings are ordinary text."""
+        """Returns the tokens of a text in which special strings are ordinary text."""
         return self.escaped.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def look(self, offsets: Int64, ids: Ids) -> tuple[Int64, Bools]:
-        """(Int64[n] special tokens, Bool[n] doubtful) of texts.
+        """Looks for special ids among the tokens of texts.
 
-        What the model writes for unknown text is doubtful and not counted.
+        Returns:
+            (Int64[n] special tokens, Bool[n] doubtful texts). What the model writes for unknown
+            text is doubtful and is not counted.
         """
         found = _in_each(offsets, _places(ids, self._runs, self._table))
         if self.policy == "allow" or not self._unknown:
@@ -132,12 +146,13 @@ class SpecialStrings:
         return int(np.isin(ids, list(self._unknown)).sum())
 
     def first_in(self, text: str) -> str | None:
-        """A special string that stands in `text`."""
+        """Returns a special string that stands in `text`, or None."""
         return next((one for one in self._strings.values() if one in text), None)
 
 
 @functools.lru_cache(maxsize=1)
 def _escaping(definition: str) -> Reference:
+    """Loads the tokenizer so that it takes special strings for ordinary text."""
     import tokenizers
 
     reference = tokenizers.Tokenizer.from_str(definition)
@@ -148,7 +163,7 @@ def _escaping(definition: str) -> Reference:
 
 
 def _runs(ids: list[int]) -> tuple[list[tuple[int, int]], Bools | None]:
-    """Ranges of neighbouring ids; a table of all ids where there are many."""
+    """Returns ranges of neighbouring ids, and a table over all ids if there are many ranges."""
     table = np.zeros(ids[-1] + 1 if ids else 0, np.bool_)
     table[ids] = True
     edges = (
@@ -158,12 +173,13 @@ def _runs(ids: list[int]) -> tuple[list[tuple[int, int]], Bools | None]:
 
 
 def _places(ids: Ids, runs: list[tuple[int, int]], table: Bools | None) -> Int64:
-    """Where ids lie in one of the ranges."""
+    """Returns the positions at which ids lie in one of the ranges."""
     if not ids.size or not runs:
         return np.zeros(0, np.int64)
     if table is not None:
         return np.flatnonzero(table[np.minimum(ids, len(table) - 1)] & (ids < len(table)))
-    # special tokens are mostly the first or the last of a vocabulary: one look, or two, tell
+    # Special tokens are mostly the first or the last of a vocabulary: one or two comparisons are
+    # enough.
     most = int(ids.max())
     runs = [(a, b) for a, b in runs if a <= most]
     least = int(ids.min()) if runs else 0
@@ -172,6 +188,7 @@ def _places(ids: Ids, runs: list[tuple[int, int]], table: Bools | None) -> Int64
 
 
 def _in_each(offsets: Int64, places: Int64) -> Int64:
+    """Returns Int64[n]: how many of the positions lie in each document."""
     if not places.size:
         return np.zeros(len(offsets) - 1, np.int64)
     return np.bincount(

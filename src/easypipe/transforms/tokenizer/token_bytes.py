@@ -1,8 +1,8 @@
-"""Which bytes of a text each token of a byte-level BPE stands for, told by the tokens themselves.
+"""Finds which bytes of a text each token of a byte-level BPE stands for, from the tokens alone.
 
 gigatoken gives ids only. Where the bytes of a text's tokens, one after the other, are that text,
-their lengths tell where each stands. Spaces at the ends of a token are left out where `tokenizers`
-leaves them out (trim_offsets), so that masks are the same as its own.
+their lengths tell where each token stands. Spaces at the ends of a token are left out where
+`tokenizers` leaves them out (trim_offsets), so that masks are the same as its own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from easypipe.core.schema import offsets_of
 from easypipe.core.text import bytes_of
 from easypipe.core.values import Bools, Int32, Int64
 
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes it
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes a space
 
 
 class Ranges(NamedTuple):
-    """Where the tokens of some texts stand in them, as if the texts were one.
+    """Where the tokens of some texts stand in them, counted as if the texts were one.
 
-    starts, stops Int64[total]: the first byte of each token and the one behind its last. known:
-    Bool[n] texts. bases: Int64[n+1], where each text begins, and the last one's end.
+    Attributes:
+        starts: Int64[total], the first byte of each token.
+        stops: Int64[total], the byte behind each token.
+        known: Bool[n], the texts whose tokens are their bytes; others' ranges mean nothing.
+        bases: Int64[n+1], where each text begins, and the end of the last one.
     """
 
     starts: Int64
@@ -38,7 +41,12 @@ class Ranges(NamedTuple):
 
 
 class TokenBytes:
-    """The bytes of every token of a byte-level BPE."""
+    """The bytes of every token of a byte-level BPE.
+
+    Args:
+        pieces: The bytes of each token, by id.
+        trims: Whether spaces at the ends of a token do not belong to its range.
+    """
 
     def __init__(self, pieces: Sequence[bytes], trims: bool) -> None:
         self._pieces = pa.array(pieces, pa.large_binary())
@@ -52,10 +60,12 @@ class TokenBytes:
         )
 
     def ranges(self, texts: pa.LargeStringArray, offsets: Int64, ids: NDArray[np.uint32]) -> Ranges:
-        """Where the tokens of texts stand in them.
+        """Finds where the tokens of texts stand in them.
 
-        texts: without nulls; token ids `ids[offsets[i] : offsets[i + 1]]` are those of text
-        i.
+        Args:
+            texts: A column without nulls.
+            offsets: Int64[n+1].
+            ids: The tokens: `ids[offsets[i] : offsets[i + 1]]` are those of text i.
         """
         lengths = self.lengths[ids]
         ends = offsets_of(lengths)
@@ -83,7 +93,7 @@ class TokenBytes:
 
 @functools.lru_cache(maxsize=2)
 def token_bytes(definition: str) -> TokenBytes | None:
-    """Of a tokenizer.json; None where its tokens are not bytes."""
+    """Returns the bytes of a tokenizer.json's tokens; None where its tokens are not bytes."""
     parts = json.loads(definition)
     if (parts.get("model") or {}).get("type", "BPE") != "BPE" or "ByteLevel" not in _kinds(
         parts.get("decoder")
@@ -107,8 +117,10 @@ def token_bytes(definition: str) -> TokenBytes | None:
 
 
 def text_bytes(definition: str) -> Int32 | None:
-    """Of every token of a tokenizer.json, how many bytes of text it is; 0 of special tokens, which
-    are no text. None where tokens are neither bytes nor, as SentencePiece's are, pieces of text.
+    """Returns Int32[vocabulary]: how many bytes of text each token of a tokenizer.json is.
+
+    Special tokens have 0, as they are not text. None where tokens are neither bytes nor, as
+    SentencePiece's are, pieces of text.
     """
     parts = json.loads(definition)
     added = parts.get("added_tokens") or ()
@@ -129,6 +141,7 @@ def text_bytes(definition: str) -> Int32 | None:
 
 
 def _kinds(part: Any) -> set[str]:
+    """Returns the types of a decoder (or other part of a tokenizer.json) and of those nested in it."""
     if not isinstance(part, dict):
         return set()
     inner = part.get("decoders") or part.get("processors") or part.get("pretokenizers") or []
@@ -136,6 +149,7 @@ def _kinds(part: Any) -> set[str]:
 
 
 def _trims(part: Any) -> bool:
+    """Whether a post-processor leaves spaces at the ends of tokens out of their offsets."""
     if not isinstance(part, dict):
         return False
     if part.get("type") == "ByteLevel":
@@ -144,8 +158,9 @@ def _trims(part: Any) -> bool:
 
 
 def _alphabet() -> dict[int, str]:
-    """The character by which byte-level tokenizers write each byte (GPT-2's): itself where it can
-    be printed, else one from 256 up.
+    """Returns the character by which byte-level tokenizers (GPT-2's) write each byte.
+
+    It is the byte's own character where that can be printed, else one from 256 up.
     """
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]

@@ -1,7 +1,11 @@
-"""Tokenizer: text columns to token ids, by `tokenizers` or by gigatoken where both were seen equal.
+"""Tokenizer: encodes text columns, with gigatoken if a check found it equal, else with
+`tokenizers`.
 
-content   the tokens of the text itself
-special   the tokens that the tokenizer's own post-processor puts before and after a text
+In this file:
+    reference: The tokenizer of the `tokenizers` package, which decides what is right.
+    fast: gigatoken, a faster encoder for the same tokenizer.json.
+    content: The tokens of the text itself.
+    special: The tokens that the tokenizer's own post-processor puts before and after a text.
 """
 
 from __future__ import annotations
@@ -56,17 +60,17 @@ logger = logging.getLogger("easypipe")
 GOLDEN = "The quick brown fox, 1234 × naïve 日本語 😀\n\tdef f(x): return '  '  # end"
 _PROBES = ("a", "Hello world", "1 2", "x\ny")
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-MOST_IDS = 1 << 24  # of a vocabulary: tables over it take 16 bytes an id and more
+MOST_IDS = 1 << 24  # The largest vocabulary: tables over it take 16 bytes an id and more.
 _ADDED = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 _ADDED_IDS = re.compile(r'"id"\s*:\s*(\d{8,})')
-# Of texts. A call of gigatoken costs 0.4 to 4 ms, by its vocabulary, and the reference 0.4 to 0.7
-# for a thousand bytes.
+# Texts of at most so many bytes go to the reference: a call of gigatoken costs 0.4 to 4 ms,
+# depending on its vocabulary, and the reference takes 0.4 to 0.7 ms for a thousand bytes.
 _FEW_BYTES = 1000
 _REFERENCE_BYTES = 2 << 20  # `tokenizers` keeps about 100 bytes per token until a batch is done
 
 
 class Backend(NamedTuple):
-    """What encodes, and why it was chosen."""
+    """The encoder that was chosen, and why."""
 
     name: Literal["gigatoken", "tokenizers"]
     version: str
@@ -77,7 +81,12 @@ class Backend(NamedTuple):
 
 
 def load_tokenizer(config: TokenizerConfig | str | Path) -> Tokenizer:
-    """Raises TokenizerError naming what was looked for, what was found, and what helps."""
+    """Finds a tokenizer's files and loads them.
+
+    Raises:
+        TokenizerError: The files are not found or cannot be used; the message says what was looked
+            for, what was found, and what helps.
+    """
     if isinstance(config, str | Path):
         config = TokenizerConfig(name_or_path=str(config))
     elif not isinstance(config, TokenizerConfig):
@@ -90,7 +99,7 @@ def load_tokenizer(config: TokenizerConfig | str | Path) -> Tokenizer:
 
 @contextlib.contextmanager
 def _failing(at: str, problem: str) -> Generator[None]:
-    """Raises TokenizerError in place of what the library raises; a panic is no Exception."""
+    """Turns what the libraries raise into a TokenizerError; a Rust panic is not an Exception."""
     try:
         yield
     except (EasypipeError, KeyboardInterrupt, SystemExit, MemoryError):
@@ -104,7 +113,7 @@ def _failing(at: str, problem: str) -> Generator[None]:
 
 
 class Tokenizer:
-    """A loaded tokenizer. Thread safe.
+    """A loaded tokenizer. Thread-safe.
 
     Law: `encode_column(texts)` is row-wise, and row i equals `reference_encode(texts[i])`, whatever
     backend runs.
@@ -130,7 +139,7 @@ class Tokenizer:
         )
         self.specials_per_text = len(self._prefix) + len(self._suffix)
         limit = length_limit(config)
-        # most tokens that are kept of a text itself; None keeps all
+        # The most content tokens that are kept of a text; None keeps all.
         self.content_limit = None if limit is None else limit - self.specials_per_text
         if self.content_limit is not None and self.content_limit <= 0:
             raise TokenizerError(
@@ -155,21 +164,25 @@ class Tokenizer:
 
     @property
     def backend(self) -> Backend:
-        """What encodes, and why. Decided when first asked for, or by `prove`."""
+        """The encoder and why it was chosen; decided at the first access, or by `prove`."""
         return self._decide()[0]
 
     def remember_in(self, memo: Path | None) -> None:
-        """Verdicts on gigatoken are looked up and kept in this cache folder from now on."""
+        """Sets the cache folder for results of the check of gigatoken; None changes nothing."""
         with self._lock:
             self._memo = memo or self._memo
 
     def prove(self, sample: pa.Array, *, of: str, memo: Path | None) -> Backend:
-        """Decides on a backend: gigatoken where it agrees with the reference on hostile text and
-        on `sample`.
+        """Decides on the backend: gigatoken if it agrees with the reference on hostile text and
+        `sample`.
 
-        of: what the sample is from, for the message. memo: the cache folder where verdicts are
-        remembered. Raises TokenizerError where backend="gigatoken" was asked for and it does not
-        agree.
+        Args:
+            sample: Texts of the data that will be encoded.
+            of: What the sample is from, for the message.
+            memo: The cache folder in which results of the check are kept.
+
+        Raises:
+            TokenizerError: The config asks for backend="gigatoken", and it does not agree.
         """
         self.remember_in(memo)
         _, engine = self._decide()
@@ -183,14 +196,15 @@ class Tokenizer:
         return self._decide()[0]
 
     def by_reference(self, texts: pa.LargeStringArray) -> bool:
-        """Whether texts are so few that the reference encodes them sooner than gigatoken, which
-        then needs no proof.
+        """Whether `texts` are so few that the reference encodes them sooner than gigatoken.
+
+        No check of gigatoken is needed then.
         """
         ends, _ = bytes_of(texts)
         return self.config.backend == "auto" and int(ends[-1] - ends[0]) <= _FEW_BYTES
 
     def encodes_fast(self, texts: pa.LargeStringArray) -> bool:
-        """Whether there are any, and gigatoken encodes them."""
+        """Whether there are texts and gigatoken encodes them."""
         return len(texts) > 0 and not self.by_reference(texts) and self._decide()[1] is not None
 
     def refute(self, why: str) -> None:
@@ -207,15 +221,20 @@ class Tokenizer:
         return verdict is not None and verdict.after_use
 
     def with_length(self, max_length: int | None) -> Tokenizer:
-        """The same tokenizer with another max_length; None knows no limit."""
+        """Returns the same tokenizer with another max_length; None sets no limit."""
         return Tokenizer(
             dataclasses.replace(self.config, max_length=max_length, truncation=True), self._files
         )
 
     def encode_column(self, texts: pa.Array, *, whole: bool = False) -> EncodedTexts:
-        """Token ids of a string column without nulls; all of each text is trained.
+        """Encodes a string column without nulls; every token of a text is a target.
 
-        whole: max_length cuts nothing. Raises TokenizerError where there are nulls.
+        Args:
+            texts: The column.
+            whole: Whether max_length cuts nothing.
+
+        Raises:
+            TokenizerError: The column has nulls.
         """
         column = texts.cast(pa.large_string())
         if column.null_count:
@@ -228,7 +247,7 @@ class Tokenizer:
         offsets, wide = (
             engine.encode(column) if engine is not None else self._encode_reference(column)
         )
-        # at once: what follows reads half the bytes
+        # narrowed at once, since what follows then reads half the bytes
         ids = wide.astype(token_dtype(self.vocab_size), copy=False)
         del wide
         tokens, special = self.special.settle(
@@ -243,12 +262,14 @@ class Tokenizer:
         return EncodedTexts(*tokens, before, before + len(self._suffix), cut, special)
 
     def reference_encode(self, text: str, *, whole: bool = False) -> list[int]:
-        """One text by `tokenizers` and its own post-processor, whatever backend runs.
+        """Encodes one text with `tokenizers` and its own post-processor, whatever backend runs.
 
-        whole: max_length cuts nothing.
+        Args:
+            text: The text.
+            whole: Whether max_length cuts nothing.
         """
         reference = self.special.escaped if self.special.policy == "escape" else self._reference
-        # asks for no offsets
+        # encode_batch_fast computes no offsets
         ids = reference.encode_batch_fast(
             [text], add_special_tokens=self.config.add_special_tokens
         )[0].ids
@@ -261,11 +282,16 @@ class Tokenizer:
     def encode_with_characters(
         self, texts: Sequence[str], *, escaped: bool = False
     ) -> Iterator[tuple[list[int], Int64, Int64]]:
-        """(ids, first characters, ends of the characters) of each text by `tokenizers`.
+        """Encodes texts with `tokenizers`, without special tokens, and locates each token's
+        characters.
 
-        No special tokens are added; characters ascend.
+        Args:
+            texts: The texts.
+            escaped: Whether special strings are taken for ordinary text.
 
-        escaped: take special strings for ordinary text.
+        Yields:
+            For each text (ids, Int64[tokens] first characters, Int64[tokens] ends of the
+            characters); both arrays ascend.
         """
         for encoding in self._reference_batch(list(texts), escaped=escaped, offsets=True):
             edges = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
@@ -278,28 +304,30 @@ class Tokenizer:
     def encode_fast(
         self, column: pa.LargeStringArray
     ) -> tuple[Int64, NDArray[np.uint32], TokenBytes] | None:
-        """(offsets, ids, the bytes of tokens) without special tokens.
+        """Encodes a column with gigatoken, without special tokens.
 
-        None where gigatoken, or the bytes, are not to be had.
+        Returns:
+            (Int64[n+1] offsets, UInt32[total] ids, the bytes of the vocabulary's tokens); None
+            where gigatoken is not used or the bytes of its tokens are not known.
         """
         engine = None if self.by_reference(column) else self._decide()[1]
         pieces = None if engine is None else token_bytes(self._definition)
         return None if engine is None or pieces is None else (*engine.encode(column), pieces)
 
     def text_bytes(self) -> Int32 | None:
-        """Of every token, how many bytes of text it is, 0 of special ones; None where tokens are
-        not bytes of the text.
+        """Returns Int32[vocabulary], the bytes of each token (special ones: 0); None if they are
+        not bytes.
         """
         return text_bytes(self._definition)
 
     @property
     def surrounding(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(before, after): the special tokens around each text."""
+        """(before, after): the special tokens that are put around each text."""
         return self._prefix, self._suffix
 
     @property
     def special_strings(self) -> dict[str, str]:
-        """Named special tokens as chat templates know them: `bos_token`, `eos_token`, ..."""
+        """The named special tokens as chat templates know them: `bos_token`, `eos_token`, ..."""
         return {
             kind: token for kind in SPECIAL_NAMES if (token := content_of(self._options.get(kind)))
         }
@@ -311,13 +339,13 @@ class Tokenizer:
         return tuple(added[i].content for i in sorted(added) if added[i].special)
 
     def token(self, number: int) -> str | None:
-        """A token as the vocabulary spells it."""
+        """Returns the token with this id as the vocabulary spells it, or None."""
         return self._reference.id_to_token(number)
 
     def definition_with(self, tokens: Sequence[str]) -> str:
-        """The text of a tokenizer.json that has further tokens, with the ids behind its own.
+        """Returns the text of a tokenizer.json that has further tokens, with ids behind its own.
 
-        Raises TokenizerError for a token that there is already.
+        Raises TokenizerError for a token that it has already, or where its ids have gaps.
         """
         import tokenizers
 
@@ -333,6 +361,7 @@ class Tokenizer:
         return grown.to_str()
 
     def decode(self, ids: Sequence[int] | Integers, *, skip_special_tokens: bool = False) -> str:
+        """Returns the text of token ids, as `tokenizers` decodes them."""
         return self._reference.decode(
             [int(i) for i in ids], skip_special_tokens=skip_special_tokens
         )
@@ -350,6 +379,7 @@ class Tokenizer:
             return self._chosen
 
     def _choose(self) -> tuple[Backend, FastEngine | None]:
+        """Picks the backend by the config, the remembered verdict, or a new check on hostile text."""
         if self.config.backend == "tokenizers":
             return self._without_fast("asked for by backend='tokenizers'", logging.INFO)
         verdict, engine = proof.recall(self._memo, self.fingerprint), None
@@ -374,7 +404,7 @@ class Tokenizer:
         return backend, engine
 
     def _without_fast(self, why: str, level: int = logging.WARNING) -> tuple[Backend, None]:
-        """The reference, which raises where gigatoken alone was asked for."""
+        """Returns the reference as the backend, or raises where the config allows gigatoken alone."""
         import tokenizers
 
         if self.config.backend == "gigatoken":
@@ -400,6 +430,7 @@ class Tokenizer:
             return encode(texts, add_special_tokens=False)
 
     def _encode_reference(self, column: pa.LargeStringArray) -> tuple[Int64, NDArray[np.uint32]]:
+        """Encodes a column with the reference, some MB at a time: (offsets, ids)."""
         starts, _ = bytes_of(column)
         lengths, pieces, row = np.zeros(len(column), np.int64), [], 0
         while row < len(column):
@@ -407,12 +438,13 @@ class Tokenizer:
             stop = max(row + 1, full)
             encoded = self._plain(column.slice(row, stop - row).to_pylist())
             lengths[row:stop] = [len(ids) for ids in encoded]
-            # a third faster than NumPy takes lists in
+            # a third faster than NumPy reads lists
             pieces += [np.frombuffer(array("I", ids), np.uint32) for ids in encoded]
             row = stop
         return offsets_of(lengths), np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
 
     def _named(self, kind: str) -> int | None:
+        """Returns the id of a named special token; warns where the vocabulary lacks it."""
         token = content_of(self._options.get(kind))
         if not token:
             return None
@@ -427,8 +459,10 @@ class Tokenizer:
         return found
 
     def _likely_eos(self) -> int | None:
-        """A tokenizer.json does not say which token ends a document; where exactly one bears a name
-        that always means it, take that.
+        """Returns the id of the token that ends documents, where no file names it.
+
+        A tokenizer.json does not say which token that is. Where exactly one token bears a name that
+        always means it, that token is taken, with a warning.
         """
         if self._options.get("eos_token"):
             return None
@@ -451,13 +485,18 @@ def _sha256(definition: str) -> str:
     return hashlib.sha256(definition.encode()).hexdigest()
 
 
-# a run loads its tokenizer for every dataset and every held-out set; nothing changes it
+# A run loads its tokenizer for every dataset and every held-out set, and nothing changes it.
 @functools.lru_cache(maxsize=1)
 def _load_reference(
     definition: str, origin: str, declared: tuple[DeclaredToken, ...]
 ) -> tuple[Reference, str, int]:
-    """The tokenizer with the tokens that are declared beside it, its definition with them, and its
-    highest id + 1.
+    """Loads the reference, with the tokens that are declared beside tokenizer.json.
+
+    Returns:
+        (tokenizer, its definition with the declared tokens, its highest id + 1).
+
+    Raises:
+        TokenizerError: The definition is no tokenizer, or one that cannot be used.
     """
     import tokenizers
 
@@ -479,7 +518,7 @@ def _load_reference(
     _check_added(reference, definition, origin)
     if _declare(reference, declared, origin):
         definition = reference.to_str()
-    # a tokenizer.json may carry both; length and padding are this project's own options
+    # A tokenizer.json may carry both; length and padding are options of easypipe instead.
     reference.no_truncation()
     reference.no_padding()
     if attribute_of(reference.model, "dropout"):
@@ -512,7 +551,7 @@ def _check_added(reference: Reference, definition: str, origin: str) -> None:
 
 
 def _vocab_size(reference: Reference, definition: str, origin: str) -> int:
-    """The highest id + 1; warns of ids that several tokens have: they cannot be told apart."""
+    """Returns the highest id + 1; warns of ids that several tokens share."""
     vocabulary: dict[str, int] = reference.get_vocab(with_added_tokens=True)
     vocab_size = max(vocabulary.values(), default=-1) + 1
     if twins := [i for i, count in Counter(vocabulary.values()).items() if count > 1]:
@@ -523,7 +562,8 @@ def _vocab_size(reference: Reference, definition: str, origin: str) -> int:
             sorted(token for token, i in vocabulary.items() if i == first),
             len(twins),
         )
-    # `tokenizers` gives added tokens other ids than such; the fast encoder takes these.
+    # `tokenizers` gives added tokens with such ids other ones; the fast encoder takes them as they
+    # are.
     highest = (
         max(map(int, _ADDED_IDS.findall(definition)), default=0)
         if vocab_size <= MOST_IDS
@@ -551,8 +591,12 @@ def _vocab_size(reference: Reference, definition: str, origin: str) -> int:
 
 
 def _declare(reference: Reference, declared: Sequence[DeclaredToken], origin: str) -> bool:
-    """Adds those that tokenizer.json lacks, as transformers does: their strings would be text
-    otherwise. Whether there were any.
+    """Adds the declared tokens that tokenizer.json lacks, as transformers does.
+
+    Their strings would be ordinary text otherwise.
+
+    Returns:
+        Whether any token was added.
     """
     import tokenizers
 
@@ -563,7 +607,7 @@ def _declare(reference: Reference, declared: Sequence[DeclaredToken], origin: st
         own = reference.token_to_id(token.content)
         number = reference.get_vocab_size(with_added_tokens=True) if own is None else own
         if token.number is None and own is None:
-            continue  # a named one that no vocabulary has, which is told where it is asked for
+            continue  # no vocabulary has this named token; `_named` warns where it is asked for
         if token.number not in (None, number):
             problem = (
                 "tokenizer %s: tokenizer_config.json says that %r is token %d, and it would "
@@ -578,7 +622,9 @@ def _declare(reference: Reference, declared: Sequence[DeclaredToken], origin: st
 
 
 def _specials(reference: Reference, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(before, after): what the post-processor puts around every text."""
+    """Returns (before, after): what the post-processor puts around every text, if it does only
+    that.
+    """
     found: set[tuple[tuple[int, ...], tuple[int, ...]]] | None = None
     for probe in _PROBES:
         content = reference.encode(probe, add_special_tokens=False).ids
