@@ -1,6 +1,6 @@
-"""Options of a training run: steps, loss, preferences, checkpoints, spike guard. No jax here.
+"""Options of a training run: steps, loss, preferences, checkpoints, spike guard.
 
-A configuration is read and checked on machines that only prepare data.
+This file imports no jax: a configuration is read and checked on machines that only prepare data.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class LossConfig:
         check_at_least(self, 1, "chunk_size")
 
 
-# what a run can measure beside its loss
+# What a run can measure beside its loss.
 Measure = Literal["sources", "bits_per_byte", "token_accuracy", "entropy"]
 
-# losses of pairs, by their names in TRL, whose formulas they have
+# Losses of pairs, with the names and formulas of TRL.
 PreferenceLoss = Literal[
     "sigmoid",
     "hinge",
@@ -84,7 +84,7 @@ PreferenceLoss = Literal[
     "kto",
     "apo_zero_unpaired",
 ]
-UNPAIRED = ("kto", "apo_zero_unpaired")  # of answers that are judged each for itself
+UNPAIRED = ("kto", "apo_zero_unpaired")  # losses of answers that are judged one by one
 WITHOUT_REFERENCE = ("orpo", "simpo", "reward")
 _SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo")
 
@@ -117,12 +117,14 @@ class PreferenceConfig:
 
     @property
     def compares(self) -> bool:
-        """Whether the loss needs what answers are to the model before training."""
+        """Whether the loss needs the log-probabilities of answers under the model before
+        training.
+        """
         return self.reference != "none" and self.loss not in WITHOUT_REFERENCE
 
     @property
     def tells(self) -> tuple[str, ...]:
-        """Names of what the loss tells of a step or an evaluation beside its value."""
+        """The names of what the loss reports of a step or an evaluation beside its value."""
         if self.loss not in UNPAIRED:
             return "reward_margin", "reward_accuracy"
         return "reward_desirable", "reward_undesirable", *(("kl",) if self.loss == "kto" else ())
@@ -168,7 +170,7 @@ class PreferenceConfig:
 
 @config
 class CheckpointConfig:
-    """Model, optimizer, loader state and configuration, committed together.
+    """What is committed together at a step: model, optimizer, loader state and configuration.
 
     The last step is always saved.
     """
@@ -334,10 +336,15 @@ class TrainingConfig:
 
 
 def told(data: Any, config: TrainingConfig, at: str) -> dict[str, int]:
-    """What `batch_size` and `epochs` change of a config of the data, which has batch_size and
-    num_epochs.
+    """Returns the fields of a data config that the `batch_size` and `epochs` of `config` change.
 
-    Raises ConfigError where it was given others. at: its key path.
+    Args:
+        data: A config that has batch_size and num_epochs.
+        config: The options of the run.
+        at: The key path of `data`, for error messages.
+
+    Raises:
+        ConfigError: `data` was given another number.
     """
     changes = {}
     for key, value, name in (
@@ -357,8 +364,14 @@ def told(data: Any, config: TrainingConfig, at: str) -> dict[str, int]:
 
 
 def accumulating(config: TrainingConfig, pieces: int) -> TrainingConfig:
-    """The config with as many micro-batches as data.load.accumulation_steps says, the one key of
-    both. Raises ConfigError where accumulate_steps says another number.
+    """Returns the config with data.load.accumulation_steps as its number of micro-batches.
+
+    Args:
+        config: The options of the run.
+        pieces: data.load.accumulation_steps, of which accumulate_steps is another name.
+
+    Raises:
+        ConfigError: accumulate_steps gives another number.
     """
     own = config.accumulate_steps
     require(

@@ -1,6 +1,6 @@
-"""What a training run is made of: mesh, loaders, callbacks, optimizer, loss and compiled steps.
+"""Assembles a training run: mesh, loaders, callbacks, optimizer, loss and compiled steps.
 
-No file is touched here; trainer.py runs it.
+Nothing here touches a file of the run; trainer.py runs what this file assembles.
 """
 
 from __future__ import annotations
@@ -78,51 +78,51 @@ Batch = Mapping[str, jax.Array]
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A loader of held-out data, which every evaluation reads from where it stood when the trainer
-    was made.
+    """A held-out loader. Every evaluation reads it from the position it had when the trainer was
+    made.
     """
 
     name: str
     loader: BatchLoader
-    start: Any  # the state of `loader` there
-    sources: Sequence[str] = ()  # the datasets that are told apart
+    start: Any  # the loader's state at that position
+    sources: Sequence[str] = ()  # the datasets that are measured separately
 
 
 class Engine:
-    """What `easypipe.Trainer`, which takes all of this and data besides, is made of; the rest of
-    this package trains with it.
+    """The parts of a training run, from which `easypipe.Trainer` (which also takes data) is built.
+
+    The rest of this package trains with an Engine.
 
     Args:
-        model: A ModelConfig or ClassifierConfig; a published model, by its folder or Hub name (more
-            in a PretrainedConfig), whose files are read onto the mesh when the run begins; a
-            function of nnx.Rngs that builds an nnx.Module; such a module, whose arrays are copied;
-            or a Flax Linen module, through nnx.bridge.
-        config: How to train it.
-        train: Anything that is a BatchLoader; batches have input_ids and labels, Int32[B, S], and
-            segment_ids and position_ids where rows are packed. A batch is the batch of one
-            optimizer step.
+        model: A ModelConfig or ClassifierConfig; a published model, by its folder or Hub name (with
+            options, as a PretrainedConfig), whose files are read onto the mesh when the run begins;
+            a function of nnx.Rngs that builds an nnx.Module; an nnx.Module, whose arrays are
+            copied; or a Flax Linen module, which is used through nnx.bridge.
+        config: The options of the run.
+        train: Any BatchLoader. Its batches have input_ids and labels, Int32[B, S], and segment_ids
+            and position_ids where rows are packed. One batch is the batch of one optimizer step.
         evals: Held-out loaders by name.
-        loss: A function of (module, batch) that gives a mean over the batch's targets, such a mean
-            and further ones by name, or a LossOutput of sums (see
-            easypipe.train.losses.loss.AsSums); default: `loss_sums`, for modules that have
-            Decoder's `hidden` and `lm_head`; for others, which give logits when they are called,
-            `logits_loss_sums`.
-        run_config: The resolved configuration of the whole run, kept in every checkpoint for
-            whoever reads it later.
-        listener: Hears how the run goes; see easypipe.train.events.
-        callbacks: Hear it too, and may stop the run or keep a state.
-        mesh: Default: `make_mesh(config.mesh)`, whose axes any other has too; give the loader the
-            same one, and its batches are used where they lie.
+        loss: A function of (module, batch) that returns a mean over the batch's targets, or such a
+            mean and further means by name, or a LossOutput of sums (see
+            easypipe.train.losses.loss.AsSums). Default: `loss_sums`, for modules that have
+            Decoder's `hidden` and `lm_head`; `logits_loss_sums` for others, which return logits
+            when they are called.
+        run_config: The resolved configuration of the whole run, which every checkpoint keeps for
+            later readers.
+        listener: A function that receives every event of the run; see easypipe.train.events.
+        callbacks: Listeners that may also stop the run or keep a state.
+        mesh: The device mesh; default: `make_mesh(config.mesh)`. Any other mesh has the same axes.
+            If the loader has the same mesh, its batches are used where they lie.
         optimizer: Any optax transformation over a flat dict of parameters by dotted name, schedule
             and clipping included, in place of `config.optimizer`.
-        tokenizer: Name or path of the one that made the tokens; recorded, so that it can be saved
-            with the model.
-        turns: How the conversations of the data are written; recorded for the same reason.
+        tokenizer: The name or path of the tokenizer that made the tokens. It is recorded, so that
+            it can be saved with the model.
+        turns: How the conversations of the data are written; it is recorded for the same reason.
 
     Raises:
-        ConfigError: Something cannot run; as PlacementError where rows do not fit the mesh. What
-            load_pretrained raises for a published model, of which config.json is read; no other
-            file is touched, and no array made.
+        ConfigError: Something cannot run; PlacementError if rows do not fit the mesh. For a
+            published model the errors of load_pretrained: its config.json is read, but no other
+            file is touched and no array is made.
     """
 
     def __init__(
@@ -147,15 +147,15 @@ class Engine:
         self.tokenizer = None if tokenizer is None else from_anywhere(tokenizer)
         self.seen = Seen.of(turns)
         self.run_config = to_dict(run_config or {})
-        self.passes: Passes | None = None  # over all data, for whoever has to read it before a step
+        self.passes: Passes | None = None  # over all data, before any step
         self.emitted = 0  # the step of the newest event
-        self.frozen: dict[str, int] = {}  # fingerprints of what is not trained
+        self.frozen: dict[str, int] = {}  # fingerprints of the frozen parameters
         self._lay_out(mesh)
         self._check_loaders(evals or {})
         scores = config.preference is not None and config.preference.scores
         self.origin = origin_of(model, config.seed, config.lora, scores=scores)
         self._compile(loss, optimizer)
-        self.made_of: str | None = None  # what the first state follows from, where that is known
+        self.made_of: str | None = None  # a digest of what makes the first state, if known
         if self.origin.shape is not None and optimizer is None:
             options = (config.optimizer.resolved(), self.steps, config.lora, config.seed, scores)
             shape = self.origin.shape
@@ -171,12 +171,16 @@ class Engine:
         check_changes(config.resume_changes, self.identity)
 
     def _lay_out(self, mesh: Mesh | None) -> None:
+        """Sets the mesh, the sharding rules, and the axes that also divide optimizer state."""
         laid_out = mesh_config(self.config.mesh, "train.mesh")
         self.rules = laid_out.rules
         self.spread = ("data",) if laid_out.preset == "zero1" else ()
         self.mesh = make_mesh(laid_out, at="train.mesh") if mesh is None else checked_mesh(mesh)
 
     def _check_loaders(self, evals: Mapping[str, BatchLoader]) -> None:
+        """Checks the loaders, and sets the number of steps, the datasets and the held-out
+        loaders.
+        """
         config, pieces = self.config, self.config.accumulate_steps
         check_loader(self.train, "train")
         for name, loader in evals.items():
@@ -202,6 +206,7 @@ class Engine:
             micro_batches(f"eval.{name}.load.accumulation_steps", loader, 1)
 
     def _make_callbacks(self, given: Sequence[Callback]) -> None:
+        """Sets the callbacks, after checking that the metrics they watch will exist."""
         config, told = self.config, self.told
         self.known = Known(
             {one.name: (*NLL, *told(one.sources)) for one in self.evals},
@@ -223,10 +228,10 @@ class Engine:
         self.callbacks = (*self.given_callbacks, *self.named_callbacks.values())
 
     def _compile(self, loss: LossFn | None, optimizer: optax.GradientTransformation | None) -> None:
-        """Finds the layout, the optimizer and the steps; compiled when they are first called."""
+        """Sets the layout, the optimizer and the steps, which are compiled at their first call."""
         config = self.config
-        # Shapes of any other module are asked for on one device: the mesh itself would refuse a
-        # size without naming the parameter.
+        # The shapes of a module from elsewhere are found on one device: the mesh itself would
+        # refuse a size without naming the parameter.
         apart = self.mesh if self.origin.config else make_mesh(devices=[self.mesh.devices.flat[0]])
         with states.on(apart, self.rules):
             abstract = nnx.eval_shape(self.origin.build)
@@ -239,7 +244,7 @@ class Engine:
             loss = self._compare(config.preference)
         self.told = functools.partial(self._told, abstract)
         self.noise = self._noise(abstract, own_loss=self.own_loss is not None)
-        twice = loss  # what can be differentiated twice
+        twice = loss  # a loss that can be differentiated twice
         if loss is None:
             platform = self.mesh.devices.flat[0].platform
             loss, twice = default_loss(
@@ -275,7 +280,9 @@ class Engine:
         self.eval_step = make_eval_step(self.layout, loss)
 
     def _compare(self, config: PreferenceConfig) -> LossFn:
-        """The loss of preferences, and the model that it compares with, if it does."""
+        """Returns the preference loss, and sets the reference model if the loss compares with
+        one.
+        """
         fix = "Leave one of them out."
         require(
             self.own_loss is None, "train.preference", "given, and so is a loss from Python", fix
@@ -290,7 +297,7 @@ class Engine:
     def _choose_optimizer(
         self, given: optax.GradientTransformation | None
     ) -> optax.Schedule | None:
-        """Sets the optimizer: that of the config, whose schedule it returns, or one from Python."""
+        """Sets the optimizer: the given one, or that of the config, whose schedule it returns."""
         named = self.config.optimizer
         if given is None:
             self.optimizer = make_optimizer(
@@ -307,7 +314,7 @@ class Engine:
         return None
 
     def _noise(self, model: nnx.Module, *, own_loss: bool) -> NoiseOfStep | None:
-        """What makes the columns of noise of a step; None without noise."""
+        """Returns the function that makes the noise columns of a step; None without noise."""
         alpha, at = self.config.neftune_alpha, "train.neftune_alpha"
         if alpha is None:
             return None
@@ -327,8 +334,10 @@ class Engine:
         return noise_columns(alpha, self.config.seed)
 
     def _told(self, model: nnx.Module, sources: Sequence[str]) -> Sequence[str]:
-        """What the loss tells beside NLL, of data of these datasets; of one from Python nothing is
-        known.
+        """Returns the names of what the loss reports beside NLL, for data of the datasets
+        `sources`.
+
+        A loss from Python is not known here: see `check_metrics`.
         """
         if self.config.preference is not None:
             return self.config.preference.tells
@@ -337,14 +346,17 @@ class Engine:
         return Measures(self.config.measure).told(sources)
 
     def check_metrics(self, state: states.TrainState, batch: Batch) -> None:
-        """Asks a loss from Python which names it tells, by tracing it: nothing is computed.
+        """Traces a loss from Python for the names it reports, and checks the callbacks against
+        them.
+
+        Nothing is computed.
 
         Args:
-            state: Before the first step.
-            batch: The first, on the mesh.
+            state: The state before the first step.
+            batch: The first batch, on the mesh.
 
         Raises:
-            ConfigError: A callback watches a name that is none of them.
+            ConfigError: A callback watches a name that the loss does not report.
         """
         callbacks, loss = self.config.callbacks, self.own_loss
         named = [one.metric for one in (callbacks.early_stopping, callbacks.best) if one]
@@ -372,8 +384,10 @@ class Engine:
         self.known.check(callbacks)
 
     def _num_tokens(self) -> int | None:
-        """How many the tokenizer of the data has; None where it cannot be read any more, which
-        training does not need.
+        """Returns the vocabulary size of the data's tokenizer.
+
+        It is None if the tokenizer is unknown or can no longer be read, which training does not
+        need.
         """
         try:
             return None if self.tokenizer is None else load_tokenizer(self.tokenizer).vocab_size
@@ -381,7 +395,11 @@ class Engine:
             return None
 
     def _measures(self) -> Measures:
-        """What is measured of targets, as `train.measure` names it."""
+        """Returns the measures of targets that `train.measure` names.
+
+        Raises:
+            ConfigError: bits_per_byte is asked for, and the bytes of the tokens are not known.
+        """
         names, sizes = self.config.measure, None
         if "bits_per_byte" in names:
             name = self.tokenizer
@@ -404,7 +422,14 @@ class Engine:
         record: Json | None = None,
         state: states.TrainState | None = None,
     ) -> None:
-        """Passes an event to the listener and the callbacks, with the model of a state."""
+        """Sends an event to the listener and the callbacks.
+
+        Args:
+            kind: The kind of event. The listener does not receive "dispatch".
+            step: The step that the event is about.
+            record: The numbers or names of the event; see TrainEvent.
+            state: The state whose model the event offers, if any.
+        """
         self.emitted = step
         event = TrainEvent(
             kind=kind,
@@ -414,24 +439,33 @@ class Engine:
             control=self.control,
             model=None if state is None else functools.partial(self.model, state),
         )
-        if kind != "dispatch":  # as often as steps, and with nothing to show
+        if kind != "dispatch":  # one for every step, with nothing to show
             self.listener(event)
         for callback in self.callbacks:
             callback(event)
 
     def model(self, state: states.TrainState) -> Any:
-        """The module of a state, averaged where the optimizer averages."""
+        """Returns the module of a state, with averaged parameters if the optimizer averages."""
         params = self.optimizer.eval_params(state.optimizer, state.params)
         return self.layout.merge(params, state.rest)
 
     def fresh(self) -> states.TrainState:
-        """The state before the first step."""
+        """Returns the state before the first step, and notes the fingerprints of frozen
+        parameters.
+        """
         state = self.origin.state(self.layout, self.optimizer, self.made_of)
         self.frozen = fingerprint({name: state.rest[name] for name in sorted(self.layout.frozen)})
         return state
 
     def ask_reference(self, first: states.TrainState) -> None:
-        """Asks a cached reference of all answers of the data."""
+        """Fills a cached reference with the log-probabilities of all answers of the data.
+
+        Args:
+            first: The state before the first step, whose model is the reference.
+
+        Raises:
+            ConfigError: The data is a loader, of which it is not known how to read all data once.
+        """
         if isinstance(self.reference, CachedReference):
             if self.passes is None:
                 raise ConfigError(
@@ -442,46 +476,47 @@ class Engine:
             self.reference.fill(first, self.passes, self.mesh, to_dict(self.origin.shape))
 
     def saved(self, state: states.TrainState) -> Arguments:
-        """What a checkpoint has of a state, or of an abstract one."""
+        """Returns the named arrays that a checkpoint holds of a state, or of an abstract one."""
         return self.layout.without_frozen(states.flatten(state))
 
     def completed(self, rest: Batch, batch: Batch) -> Batch:
-        """A batch on the mesh with what its loss needs besides.
+        """Adds to a batch the columns of the reference model, if the loss needs them.
 
         Args:
-            rest: Of the model, what is not trained.
-            batch: On the mesh.
+            rest: The untrained arrays of the model.
+            batch: The batch, on the mesh.
         """
         return batch if self.reference is None else self.reference.added(rest, batch)
 
     def evaluate(self, step: int, state: states.TrainState) -> dict[str, Record]:
-        """What every held-out loader comes to, by name, after `step`.
+        """Evaluates the state after `step` on every held-out loader.
 
         Returns:
-            loss and nll (nats a token, over all targets of all batches, the short last one
-            included), ppl, what the loss gives besides, and num_targets. nll and ppl are None of a
-            loss that gives no nll.
+            For each loader, by name: loss and nll (nats a token, over all targets of all batches,
+            the short last one included), ppl, what the loss reports besides, and num_targets. nll
+            and ppl are None if the loss reports no nll.
 
         Raises:
-            TrainError: Nothing is a target, or the loss is not finite.
+            TrainError: A loader has no target, or its loss is not finite.
         """
         params = self.optimizer.eval_params(state.optimizer, state.params)
         return {one.name: self._evaluate(one, step, params, state.rest) for one in self.evals}
 
     def _placed(self, held_out: HeldOut, batch: Json) -> Batch:
-        """A batch of held-out data on the mesh, filled up to whole rows of it."""
+        """Puts a held-out batch on the mesh, padded to a number of rows that the mesh divides."""
         shards = batch_shards(self.mesh)
         rows = -(-held_out.loader.batch_size // shards) * shards
         return place_batch(batch, self.mesh, rows=rows)
 
     def _evaluate(self, held_out: HeldOut, step: int, params: Batch, rest: Batch) -> Record:
+        """Evaluates the parameters on one held-out loader; see `evaluate`."""
         loader, name, sums = held_out.loader, held_out.name, []
         loader.restore(held_out.start)
         for batch in itertools.islice(iter(loader), self.config.eval_batches):
             placed = self.completed(rest, self._placed(held_out, batch))
             sums.append(self.eval_step(params, rest, placed))
             if len(sums) > 2:
-                # batches in flight hold memory: two are enough to keep the device busy
+                # Batches in flight hold memory, and two are enough to keep the device busy.
                 jax.block_until_ready(sums[-3])
             self.emit("eval", step, {"name": name, "batches": len(sums)})
         outs = jax.device_get(sums)
@@ -507,7 +542,7 @@ class Engine:
             )
         more = {key: mean(out.more[key] for out in outs) for key in outs[0].more}
         sums = functools.partial(jax.tree.map, lambda *parts: np.sum(parts, axis=0, dtype=float))
-        with np.errstate(invalid="ignore"):  # of a dataset that has no target
+        with np.errstate(invalid="ignore"):  # a dataset may have no target
             quotients = {
                 key: (top / below).tolist()
                 for key, (top, below) in sums(*(out.ratios for out in outs)).items()
@@ -521,7 +556,7 @@ class Engine:
         return record | more | {"num_targets": num_targets}
 
     def meter(self) -> Meter:
-        """What reads this run's steps."""
+        """Returns the meter that turns measurements of the steps into records and rates."""
         config, devices = self.origin.config, self.mesh.devices.flat
         peak = peak_flops(devices[0])
         local = [one for one in devices if one.process_index == jax.process_index()]
@@ -542,6 +577,8 @@ class Engine:
 
 
 def _sources(name: str, held_out: BatchLoader) -> tuple[str, ...]:
-    """The datasets of held-out data; rows held out of a dataset have its name."""
+    """Returns the dataset names of a held-out loader, without the prefix of rows held out for
+    it.
+    """
     names = sources_of(held_out, f"evals.{name}")
     return tuple(one.removeprefix(f"eval.{name}.") for one in names)

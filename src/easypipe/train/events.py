@@ -1,10 +1,10 @@
-"""Events of a training run: what listeners and callbacks hear, and what they may ask of the run.
+"""Events of a training run: what listeners and callbacks receive, and what they may ask of the run.
 
-The command line draws them, tests stop on them, the trainer knows neither.
+The command line draws the events and tests stop on them; the trainer knows neither.
 
 A listener is any function of a TrainEvent. A Callback is a listener with a method for each kind of
-event, which may also ask the run to stop, and keep a state in its checkpoints. Records hold
-Python numbers, read when the device had them ready; a model is made where it is asked for.
+event, which may also ask the run to stop, and keep a state in its checkpoints. Records hold Python
+numbers, read when the device had them ready; a model is made only where it is asked for.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ EventKind = Literal[
 
 @dataclass
 class Control:
-    """What listeners ask of the run.
+    """The requests of listeners to the run.
 
-    reason: why it shall stop after the step it is at, saved, as if that were its last. ended: the
-    same, where that is the end of the run: run again, it stays there, unless train.resume_changes
-    has "ended". saving: whether the step that was just evaluated shall be saved.
-    kept: steps whose checkpoints are kept whatever their age. looking: whether the model shall be
-    shown behind the step that is about to be taken.
+    Attributes:
+        reason: Why the run shall stop after its current step, which is then saved as if it were the
+            last; None: it goes on.
+        ended: The same, if that is the final end of the run: started again, it stays there, unless
+            train.resume_changes has "ended".
+        saving: Whether the step that was just evaluated shall be saved.
+        kept: Steps whose checkpoints are kept whatever their age.
+        looking: Whether an event "look" with the model shall follow the step that is about to be
+            taken.
     """
 
     reason: str | None = None
@@ -47,37 +51,59 @@ class Control:
     looking: bool = False
 
     def stop(self, reason: str, *, for_good: bool = False) -> None:
-        """for_good: run again, the run is found at its end; else it goes on from here."""
+        """Stops the run after its current step.
+
+        Args:
+            reason: Why; the first reason that is given counts.
+            for_good: Whether the run counts as ended when it is started again; otherwise it goes on
+                from here.
+        """
         self.reason = self.reason or reason
         if for_good:
             self.ended = self.ended or reason
 
     def save(self) -> None:
-        """Asked from on_eval, or on_step of a step that was evaluated: of any other step the next
-        one is under way.
+        """Asks for a checkpoint of the step that was evaluated.
+
+        Call it from on_eval, or from on_step of an evaluated step: after any other step, the next
+        one is already under way.
         """
         self.saving = True
 
     def look(self) -> None:
-        """Asked from on_dispatch: on_look of that step comes with its model, before it is saved."""
+        """Asks for an on_look event of this step with its model, before the step is saved.
+
+        Call it from on_dispatch.
+        """
         self.looking = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainEvent:
-    """Where the run stands after `step` of `steps`.
+    """An event of the run after `step` of `steps`.
 
-    start: the state is ready (step > 0: it was restored); the first step will compile.
-    dispatch: `step` is about to be handed to the device (heard by callbacks only).
-    step: a line went to metrics.jsonl, `record`.
-    eval: batches of a held-out loader were seen; record has name, batches.
-    evaluated: all were; record has what each came to, by name.
-    look: a callback asked for the model of this step, which was read and is sound.
-    checkpoint: a save of this step began.
-    rollback: the state is again that of the step record["to"]; what came behind it is skipped.
-    end: the last step is done and saved.
-    exception: the run ends with the error record["error"] (its text), after the last step that was
-    read.
+    The kinds of events:
+
+    - start: the state is ready (step > 0: it was restored); the first step will compile.
+    - dispatch: `step` is about to be handed to the device (only callbacks receive this).
+    - step: a line was written to metrics.jsonl; `record` is that line.
+    - eval: some batches of a held-out loader were evaluated; `record` has name and batches.
+    - evaluated: all were evaluated; `record` has the results by loader name.
+    - look: a callback asked for the model of this step, which was read and is sound.
+    - checkpoint: a save of this step began.
+    - rollback: the state is again that of step record["to"]; the batches after it are skipped.
+    - end: the last step is done and saved.
+    - exception: the run ends with the error record["error"] (its text), after the last step that
+      was read.
+
+    Attributes:
+        kind: The kind of event.
+        step: The step that the event is about.
+        steps: The number of steps of the run.
+        record: The numbers or names of the event.
+        control: Takes requests to the run.
+        model: For start, look and checkpoint: returns the current model, which is valid until the
+            listener returns.
     """
 
     kind: EventKind
@@ -85,35 +111,39 @@ class TrainEvent:
     steps: int
     record: Json = field(default_factory=dict)
     control: Control = field(default_factory=Control, compare=False)
-    # of start, look and checkpoint: the model as it is now, for as long as the event is heard
     model: Callable[[], Any] | None = field(default=None, compare=False)
 
 
 class TrainListener(Protocol):
-    """Called on the training thread: quick, or training waits. What it raises ends the run."""
+    """A function that receives the events of a run, on the training thread.
+
+    It must be quick, because training waits for it. An exception from it ends the run.
+    """
 
     def __call__(self, event: TrainEvent) -> None: ...
 
 
 def null_listener(event: TrainEvent) -> None:
-    """The listener of those who do not listen."""
+    """Ignores the event: the default listener."""
 
 
 @runtime_checkable
 class StatefulListener(TrainListener, Protocol):
-    """What a run takes for a callback: a listener with a state. A Callback is one."""
+    """The protocol of callbacks: a listener with a state that checkpoints keep. A Callback is
+    one.
+    """
 
     def state(self) -> Json: ...
     def restore(self, state: Json) -> None: ...
 
 
 class Callback:
-    """A listener to subclass: override what you want to hear.
+    """A base class of listeners, to subclass: override the methods of the events you want.
 
     `Trainer(..., callbacks=[MyCallback()])`.
 
-    Called in every process of a run: what writes files does so in one of them (`jax.process_index()
-    == 0`).
+    It is called in every process of a run: write files in one of them only (`jax.process_index() ==
+    0`).
     """
 
     def __call__(self, event: TrainEvent) -> None:
@@ -142,8 +172,10 @@ class Callback:
     def on_exception(self, event: TrainEvent) -> None: ...
 
     def state(self) -> Json:
-        """Plain JSON, saved with every checkpoint."""
+        """Returns plain JSON, which is saved with every checkpoint."""
         return {}
 
     def restore(self, state: Json) -> None:
-        """Goes on from `state`, called before on_init where a checkpoint has one."""
+        """Restores `state`; called before on_init if the checkpoint has a state of this
+        callback.
+        """

@@ -1,4 +1,4 @@
-"""A run's folder, opened again: the model of one of its checkpoints."""
+"""Opens a run's folder again, and loads the model of one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -39,29 +39,38 @@ from easypipe.train.record import found_beside
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a run had at a step.
+    """The model of a run at a step.
 
-    tokenizer: the name of the one that made its tokens, None where it is not known.
+    Attributes:
+        model: The model, with its adapters.
+        step: The step of the checkpoint.
+        tokenizer: The name or path of the tokenizer that made the tokens; None if it is not known.
+        seen: What the run saw of its data, for save_pretrained.
+        base: The folder or Hub name of the published model that the run started from, if any.
     """
 
     model: Any
     step: int
     tokenizer: str | None
-    seen: Seen  # what its data was, for save_pretrained
-    base: str | None  # folder or Hub name of the published model that it began with
+    seen: Seen
+    base: str | None
 
 
 def load_trained(
     run: str | Path, step: int | None = None, *, base: Model | None = None, mesh: Mesh | None = None
 ) -> Trained:
-    """The model of a run's folder at `step`, None for the newest; with its adapters, and averaged
-    where the optimizer averages.
+    """Loads the model of a run's folder, with its adapters, and averaged if the optimizer averages.
 
-    base: the model that the run began with, where that was a module or a function from Python.
-    mesh: where the arrays lie; None: whole on the first device. Raises MissingFileError for a
-    folder without checkpoints; ConfigError for a step that has none, and for a model that is not
-    known here; StateError for damage, and for a base that is not the one the adapters were trained
-    on.
+    Args:
+        run: The output_dir of the run.
+        step: The step of the checkpoint; None: the newest.
+        base: The model that the run started from, if that was a module or a function from Python.
+        mesh: The mesh on which the arrays are to lie; None: whole on the first device.
+
+    Raises:
+        MissingFileError: The folder has no checkpoints.
+        ConfigError: The step has no checkpoint, or the model is not known here.
+        StateError: The checkpoint is damaged, or its adapters were trained on another base.
     """
     folder = Path(os.path.expanduser(run)) / CHECKPOINTS
     if not folder.is_dir():
@@ -101,7 +110,9 @@ def load_trained(
 
 
 def _tokenizer(saved: Json, run: Path) -> str | None:
-    """The tokenizer of a run; one with new tokens that is gone with its cache is made again."""
+    """Returns the tokenizer of a run; one with new tokens that is gone with its cache is made
+    again.
+    """
     name = saved.get("tokenizer")
     found = name and found_beside(name, run)
     if found and not Path(found).exists() and (origin := saved.get("origin")) is not None:
@@ -112,7 +123,7 @@ def _tokenizer(saved: Json, run: Path) -> str | None:
 
 
 def _named(origin: Json, run: Path) -> PretrainedConfig:
-    """The published model that a run began with, as its checkpoint names it."""
+    """Returns the published model that a run started from, as its checkpoint names it."""
     named = from_dict(PretrainedConfig, origin["config"])
     return replace(named, pretrained=found_beside(str(named.pretrained), run))
 
@@ -120,7 +131,11 @@ def _named(origin: Json, run: Path) -> PretrainedConfig:
 def _model(
     checkpoints: Checkpoints, step: int, saved: Json, base: Model | None, mesh: Mesh
 ) -> nnx.Module:
-    """The model of a checkpoint. Call inside `state.on(mesh)`."""
+    """Loads the model of a checkpoint. Call it inside `state.on(mesh)`.
+
+    Raises:
+        StateError: The adapters were trained on other weights.
+    """
     at, identity = str(checkpoints.folder / str(step)), saved["identity"]["train"]
     config = from_dict(TrainingConfig, saved["train"])
     origin = _origin(saved, config, base, at)
@@ -150,7 +165,11 @@ def _model(
 
 
 def _origin(saved: Json, config: TrainingConfig, base: Model | None, at: str) -> Origin:
-    """What the run began with, as its checkpoint describes it."""
+    """Returns what the run started from, as its checkpoint describes it.
+
+    Raises:
+        ConfigError: It was a module or a function from Python, and `base` was not given.
+    """
     described, published = saved["identity"]["model"], saved.get("origin")
     scores = config.preference is not None and config.preference.scores
     if base is not None:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first asks the loop to save and leave, a second does as it always did."""
+"""Handles SIGINT and SIGTERM: the first asks the loop to save and leave, a second acts as usual."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from easypipe.train.parallel.distributed import Largest
 
 
 class Interrupted(TrainError):
-    """Training was stopped by a signal, and saved at `step`.
+    """The error of a run that a signal stopped, after it was saved at `step`.
 
-    `exit_code` is what a shell expects: 128 + the signal's number.
+    Attributes:
+        signum: The number of the signal.
+        step: The step that was saved.
+        exit_code: What a shell expects: 128 + the signal's number.
     """
 
     in_all = True
@@ -33,19 +36,21 @@ class Interrupted(TrainError):
 
 
 class StopSignals:
-    """`with StopSignals() as stop:` — `stop.received` is the number of the signal that came before
-    the last `stop.agree()`, or None.
+    """A context manager that notes a stop signal instead of letting it end the process.
 
-    In a run of several processes `received` is the same in all of them, whichever the signal came
-    to: they leave after the same step. Outside the main thread Python lets nobody handle signals:
-    there nothing is received, and signals act as before.
+    In a run of several processes `received` is the same in all of them, whichever process the
+    signal came to, so that they leave after the same step. Python lets only the main thread handle
+    signals: in another thread nothing is received, and signals act as before.
+
+    Attributes:
+        received: The number of the signal that came before the last `agree()`, or None.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._came = 0  # the signal that this process has had
+        self._came = 0  # the signal that this process received, or 0
         self._largest = Largest() if jax.process_count() > 1 else None
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
@@ -58,18 +63,20 @@ class StopSignals:
         self._give_back()
 
     def agree(self) -> None:
-        """Called once a step, after the step was dispatched: takes note of what came, in another
-        process one step later.
+        """Takes note of a signal; called once a step, after the step was dispatched.
+
+        A signal to another process is noted one step later.
         """
         came = self._came if self._largest is None else self._largest(self._came)
         self.received = self.received or came or None
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
+        """Notes the signal, and restores the handlers, so that a second signal acts as usual."""
         self._came = signum
         self._give_back()
 
     def _give_back(self) -> None:
         for number, handler in self._before.items():
-            # None: the handler was not installed from Python and cannot be put back by it
+            # None means that the handler was not installed from Python, which cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}

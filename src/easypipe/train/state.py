@@ -1,4 +1,4 @@
-"""What a run trains, as one pytree with a place on the mesh for every array.
+"""The training state as one pytree, with a sharding on the mesh for every array.
 
 The model's arrays are held flat, by dotted name ("layers.gate.kernel"), so that the optimizer, the
 checkpoint and error messages all speak of the same names. A ModelLayout knows shapes, dtypes and
@@ -32,12 +32,13 @@ Path = tuple[Hashable, ...]
 
 
 class TrainState(NamedTuple):
-    """params: Arrays, what the optimizer moves.
+    """What a run trains. The same structure also holds abstract arrays, or shardings.
 
-    rest: Arrays, what else the model has (dropout keys, ..., parameters that are frozen).
-    step: Int32[], steps taken.
-
-    The same shape holds abstract arrays and shardings.
+    Attributes:
+        params: Arrays that the optimizer updates, by name.
+        rest: The other arrays of the model, by name (dropout keys, frozen parameters, ...).
+        optimizer: The state of the optimizer.
+        step: Int32[], the number of steps taken.
     """
 
     params: PyTree
@@ -48,25 +49,37 @@ class TrainState(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """How a model comes apart into named arrays and together again, and where each lies."""
+    """The split of a model into named arrays, with shape, dtype and sharding of each.
+
+    Attributes:
+        graph: The model without its arrays.
+        paths: Where each named array stands in the model.
+        params: The abstract arrays that are trained, by name.
+        rest: The other abstract arrays, by name.
+        key_impls: For each random key in `rest` its implementation, as jax.random.key_impl names
+            it. Keys are held as their uint32 data, which every checkpoint format takes.
+        decays: For each parameter whether weight decay applies to it: True for matrices.
+        hidden: For each parameter whether it is a matrix that is neither an embedding nor the head.
+        frozen: Names in `rest` of parameters that are not trained. Checkpoints leave them out.
+        trained: The type of nnx.Variable that `params` holds.
+        mesh: The mesh on which the arrays lie.
+        spread: Mesh axes that also divide the optimizer state (ZeRO-1: Rajbhandari et al., 2020).
+    """
 
     graph: nnx.GraphDef
     paths: Mapping[str, Path]
     params: Abstract
     rest: Abstract
-    # random keys are held as their uint32 data, which every checkpoint format takes
-    key_impls: Mapping[str, Any]  # as jax.random.key_impl names them
+    key_impls: Mapping[str, Any]
     decays: Mapping[str, bool]  # True for matrices
-    hidden: Mapping[str, bool]  # True for matrices that are neither an embedding nor the head
-    # of `rest`: parameters that are not trained, which checkpoints leave out
+    hidden: Mapping[str, bool]
     frozen: frozenset[str]
-    trained: type[nnx.Variable]  # params are the variables of this type
+    trained: type[nnx.Variable]
     mesh: Mesh
-    # mesh axes over which optimizer state is divided besides (ZeRO-1: Rajbhandari et al., 2020)
     spread: tuple[str, ...] = ()
 
     def merge(self, params: Mapping[str, jax.Array], rest: Mapping[str, jax.Array]) -> nnx.Module:
-        """The module these arrays make up."""
+        """Returns the module that consists of these arrays."""
         arrays = {**params, **rest}
         for name, impl in self.key_impls.items():
             arrays[name] = jax.random.wrap_key_data(arrays[name], impl=impl)
@@ -74,12 +87,12 @@ class ModelLayout:
         return nnx.merge(self.graph, traverse_util.unflatten_dict(by_path))
 
     def split(self, model: nnx.Module) -> tuple[Arrays, Arrays]:
-        """(params, rest) of a module of this layout."""
+        """Returns (params, rest), the named arrays of a module of this layout."""
         _, params, rest = nnx.split(model, self.trained, ...)
         return _arrays(params), _arrays(rest)
 
     def without_frozen(self, named: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """What `flatten` gave, as a checkpoint holds it."""
+        """Drops frozen parameters from the names that `flatten` gave, as checkpoints do."""
         left_out = {f"rest/{name}" for name in self.frozen}
         return {name: value for name, value in named.items() if name not in left_out}
 
@@ -91,11 +104,16 @@ def layout_of(
     *,
     spread: tuple[str, ...] = (),
 ) -> ModelLayout:
-    """The layout of `model`, whose arrays may be abstract (nnx.eval_shape).
+    """Returns the layout of `model`, whose arrays may be abstract (nnx.eval_shape).
 
-    Raises ConfigError for a sharding that cannot be.
+    Args:
+        model: The model.
+        mesh: The mesh on which its arrays are to lie.
+        trained: The type of variable that is trained; nnx.LoRAParam if only adapters are.
+        spread: Mesh axes that also divide the optimizer state; see ModelLayout.
 
-    trained: nnx.LoRAParam where only adapters move. spread: see ModelLayout.
+    Raises:
+        ConfigError: A dimension has an unknown label, or does not divide by its mesh axes.
     """
     graph, *parts = nnx.split(model, trained, ...)
     params, rest = ({}, {})
@@ -134,19 +152,22 @@ def layout_of(
 
 @contextlib.contextmanager
 def on(mesh: Mesh, rules: Mapping[str, Axes] | None = None) -> Iterator[None]:
-    """Where models are built and steps are traced: PartitionSpecs and the names of `rules` mean
-    this mesh; None: the rules that hold.
+    """Sets the mesh, and the meaning of the dimension labels, for code that builds or traces
+    models.
+
+    Args:
+        mesh: The mesh that PartitionSpecs mean.
+        rules: Mesh axes by dimension label; None: the rules that already hold.
     """
     with jax.set_mesh(mesh), under(rules):
         yield
 
 
 def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> TrainState:
-    """Shape, dtype and sharding of every array of the state: what to compile against and what to
-    restore into.
+    """Returns shape, dtype and sharding of every array of the state, to compile or restore against.
 
-    A moment lies where its parameter lies; a factored one keeps the axes of the dimensions that it
-    has; all are divided over `layout.spread` besides, where a dimension can be; counters are on
+    A moment has the sharding of its parameter; a factored moment keeps the axes of the dimensions
+    that it has. All are divided over `layout.spread` too, where a dimension can be. Counters are on
     every device.
     """
     params = dict(layout.params)
@@ -166,7 +187,10 @@ def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> TrainState:
 
 
 def gradient_places(layout: ModelLayout) -> dict[str, NamedSharding]:
-    """Where gradients are summed: as moments lie, so that each device sums what it updates."""
+    """Returns the shardings of the summed gradients, by parameter.
+
+    They are those of the moments, so that each device sums what it updates.
+    """
     return {
         name: NamedSharding(layout.mesh, _spread(_spec_of(leaf), leaf.shape, layout))
         for name, leaf in layout.params.items()
@@ -175,19 +199,25 @@ def gradient_places(layout: ModelLayout) -> dict[str, NamedSharding]:
 
 @dataclass(frozen=True)
 class Beginning:
-    """How a new state is made. Two that are equal make the same one, by one compiled program.
+    """How a new state is made. Equal objects make the same state with the same compiled program.
 
-    made_of: all that `build` and `optimizer` follow from; None where that is not known.
+    Attributes:
+        build: A function that builds the model.
+        layout: The layout of the model.
+        optimizer: The optimizer whose state is to be initialized.
+        made_of: A digest of all that `build` and `optimizer` follow from; None if that is not
+            known.
+        places: The shardings of the state's arrays, in their order.
     """
 
     build: Callable[[], nnx.Module] = field(compare=False)
     layout: ModelLayout = field(compare=False)
     optimizer: Optimizer = field(compare=False)
     made_of: str | None = None
-    places: tuple[jax.sharding.Sharding, ...] = ()  # of its arrays, in their order
+    places: tuple[jax.sharding.Sharding, ...] = ()
 
     def program(self) -> Callable[[], TrainState]:
-        """What computes the state."""
+        """Returns the compiled program that computes the state."""
         layout, optimizer = self.layout, self.optimizer
 
         def born() -> TrainState:
@@ -197,7 +227,7 @@ class Beginning:
         return jax.jit(born, out_shardings=shardings(abstract_state(layout, optimizer)))
 
 
-# holds programs, never arrays
+# This cache holds programs, never arrays.
 _known_program = functools.lru_cache(maxsize=8)(Beginning.program)
 
 
@@ -207,9 +237,16 @@ def init_state(
     optimizer: Optimizer,
     made_of: str | None = None,
 ) -> TrainState:
-    """A new state, every array born where it belongs: no device ever holds more than its part.
+    """Makes a new state, each array directly with its sharding: no device ever holds more than its
+    part.
 
-    made_of: see Beginning. Call inside `on(mesh)`.
+    Call it inside `on(mesh)`.
+
+    Args:
+        build: A function that builds the model.
+        layout: The layout of the model.
+        optimizer: The optimizer whose state is initialized.
+        made_of: See Beginning; with it, the program is compiled only once in a process.
     """
     begins = Beginning(build, layout, optimizer)
     if made_of is None:
@@ -219,8 +256,9 @@ def init_state(
 
 
 def state_from(model: nnx.Module, layout: ModelLayout, optimizer: Optimizer) -> TrainState:
-    """A new state around the arrays that `model` has; they are copied, because steps consume what
-    they are given.
+    """Makes a new state from copies of the arrays of `model`.
+
+    They are copied because a step consumes the arrays that it is given.
     """
     copies = jax.tree.map(jnp.copy, layout.split(model))
     places = shardings((dict(layout.params), dict(layout.rest)))
@@ -231,7 +269,7 @@ def state_from(model: nnx.Module, layout: ModelLayout, optimizer: Optimizer) -> 
 def state_around(
     params: Arrays, rest: Arrays, layout: ModelLayout, optimizer: Optimizer
 ) -> TrainState:
-    """A new state of these arrays, which lie as `layout` says; it owns them."""
+    """Makes a new state that owns these arrays, which have the shardings of `layout`."""
     fresh = jax.jit(
         lambda params: (optimizer.init(params), jnp.int32(0)),
         out_shardings=shardings(abstract_state(layout, optimizer)[2:]),
@@ -240,14 +278,15 @@ def state_around(
 
 
 def shardings(abstract: PyTree) -> PyTree:
-    """The same tree with the sharding in place of each array."""
+    """Returns the same tree with its sharding in place of each abstract array."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
 def flatten(tree: PyTree) -> dict[str, PyTree]:
-    """name → leaf.
+    """Returns the leaves of a tree by name, with "/" between the keys of a path.
 
-    Of a TrainState `params/...`, `rest/...`, `optimizer/...`, `step`: what checkpoints hold.
+    A TrainState has the names `params/...`, `rest/...`, `optimizer/...` and `step`, as checkpoints
+    do.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {_keys(path): leaf for path, leaf in leaves}
@@ -270,11 +309,16 @@ def _spec_of(leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
 def _moment_spec(
     shape: tuple[int, ...], of: jax.ShapeDtypeStruct, *, from_the_right: bool
 ) -> PartitionSpec:
-    """Where a moment of the parameter `of` lies: each of its dimensions as the first dimension of
-    that size which is not yet taken.
+    """Returns the PartitionSpec of a moment of the parameter `of`.
 
-    A moment may lack dimensions (Adafactor's rows and columns) or repeat one (SOAP's m x m). Of a
-    square parameter either fits.
+    Each dimension of the moment takes the axes of the first dimension of the same size that is not
+    yet taken. A moment may lack dimensions (Adafactor's rows and columns) or repeat one (SOAP's m x
+    m). For a square parameter either dimension fits.
+
+    Args:
+        shape: The shape of the moment.
+        of: The parameter.
+        from_the_right: Whether dimensions are matched from the last one to the first.
     """
     turn, spec = -1 if from_the_right else 1, _spec_of(of)
     sizes = of.shape[::turn]
@@ -288,8 +332,9 @@ def _moment_spec(
 
 
 def _spread(spec: PartitionSpec, shape: tuple[int, ...], layout: ModelLayout) -> PartitionSpec:
-    """`spec`, and over `layout.spread` along the largest part of a dimension that divides by it;
-    where none does, `spec`.
+    """Adds `layout.spread` to `spec`, for the dimension with the largest part that divides by it.
+
+    Returns `spec` unchanged if no dimension does.
     """
 
     def ways(axes: tuple[str, ...]) -> int:
@@ -318,36 +363,44 @@ def _arrays(state: nnx.State) -> Arrays:
 
 
 def _key_impl(key: PyTree) -> Any:
+    """Returns the implementation of a random key, which may be abstract."""
     found: list[Any] = []
-    # takes no abstract keys, but tracers
+    # key_impl takes no abstract keys, but it takes tracers.
     jax.eval_shape(lambda traced: found.append(jax.random.key_impl(traced)), key)
     return found[0]
 
 
 def _labels(variable: nnx.Variable) -> tuple[Axes, ...]:
+    """Returns the label of each dimension of a variable; () if it has none."""
     metadata = variable.get_metadata()
     keys = ("out_sharding", "sharding_names", "sharding")
     return tuple(next(filter(None, map(metadata.get, keys)), ()))
 
 
 def _is_matrix(name: str, variable: nnx.Variable, shape: tuple[int, ...]) -> bool:
-    """Two dimensions or more, not counting the one along which layers are stacked; by name, where
-    nothing says which that is.
+    """Whether a parameter has at least two dimensions, not counting one along which layers are
+    stacked.
+
+    Scales and biases are told by name, for models without labels.
     """
     stacked = _labels(variable).count("layers")
     return len(shape) - stacked >= 2 and name.rpartition(".")[2] not in ("scale", "bias")
 
 
 def _is_vocabulary(name: str, variable: nnx.Variable) -> bool:
-    """An embedding or a head: labelled so, or, where nothing is labelled, called so."""
+    """Whether a parameter is an embedding or a head, by its labels or else by its name."""
     labels = _labels(variable)
     named = "embed" in name.lower() or "lm_head" in name.lower()
     return "vocab" in labels if any(labels) else named
 
 
 def _spec(name: str, variable: nnx.Variable, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """The labels of the parameter's dimensions, as mesh axes; a parameter without labels lies whole
-    on every device.
+    """Returns the PartitionSpec that the labels of a parameter's dimensions mean.
+
+    A parameter without labels is replicated on every device.
+
+    Raises:
+        ConfigError: A label is unknown, or a dimension does not divide by its mesh axes.
     """
     chosen = {meaning: over for meaning, over in rules_here().items() if over != RULES.get(meaning)}
     rules = dict(variable.get_metadata().get("sharding_rules") or RULES) | chosen

@@ -1,4 +1,4 @@
-"""The loop of training: step, evaluate, save, roll back, resume where a run was killed.
+"""The training loop: takes steps, evaluates, saves, rolls back and resumes a run that was killed.
 
 Law (exact resume): kill the process at any moment and run again; the loss of every step in
 metrics.jsonl is bit for bit what one uninterrupted run writes (same devices, same versions of
@@ -58,28 +58,42 @@ logger = logging.getLogger("easypipe")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """A finished run.
+    """The outcome of a finished run.
 
-    `first` and `last` are records of metrics.jsonl; `last["eval"]` has the held-out losses.
+    Attributes:
+        steps: The last step of the run.
+        resumed_from: The step of the checkpoint that this process went on from; None for a new run.
+        first: The first record of metrics.jsonl.
+        last: The last record of metrics.jsonl; `last["eval"]` holds the held-out losses.
+        output_dir: The folder of the run.
+        metrics: The path of metrics.jsonl.
+        plot: The path of loss.png.
+        checkpoint: The folder of the last checkpoint.
+        model: The trained nnx.Module, on the mesh.
+        tokenizer: The name or path of the tokenizer of the data, if it is known.
+        seen: What the run saw of its data, which `save` passes to save_pretrained.
     """
 
     steps: int
-    resumed_from: int | None  # the step of the checkpoint it went on from
+    resumed_from: int | None
     first: Record
     last: Record
     output_dir: Path
     metrics: Path
     plot: Path
     checkpoint: Path
-    model: Any  # the trained nnx.Module, on the mesh
-    tokenizer: str | None  # of the data, where it is known
-    seen: Seen  # what the data was, for `save`
+    model: Any
+    tokenizer: str | None
+    seen: Seen
 
     def save(self, path: str | Path, *, tokenizer: Any = None) -> Path:
         """Writes the model and its tokenizer to the new folder `path`, for `transformers`.
 
-        Adapters are merged. tokenizer: as save_pretrained takes it; None: the one of the data.
-        Raises what save_pretrained raises.
+        Adapters are merged into the weights. Errors are those of save_pretrained.
+
+        Args:
+            path: The folder to create.
+            tokenizer: A tokenizer, as save_pretrained takes it; None: the tokenizer of the data.
         """
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         return save_pretrained(self.model, path, tokenizer=tokenizer, **self.seen.options())
@@ -88,7 +102,8 @@ class TrainResult:
 def run_training(trainer: Engine) -> TrainResult:
     """Trains from the newest checkpoint in the output folder, or from the start, to the last step.
 
-    Raises what `easypipe.Trainer.run` raises.
+    An error is passed to the callbacks before it is raised. Errors are those of
+    `easypipe.Trainer.run`.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -117,12 +132,16 @@ def run_training(trainer: Engine) -> TrainResult:
 
 
 class _Run:
-    """One run: begin or go on, step, judge, evaluate, save, and go back where a
-    loss left its range.
+    """One run of the loop: starts or resumes, then steps, judges each loss, evaluates and saves.
+
+    Where the spike guard finds that the loss left its range, the run rolls back to the last good
+    checkpoint.
     """
 
     def __init__(self, trainer: Engine, stack: contextlib.ExitStack) -> None:
-        """Opens what the run needs, on `stack`, and finds the state to go on from."""
+        """Opens the run's files, locks and signal handlers on `stack`, and finds the state to start
+        from.
+        """
         self.trainer, self.config, folder = trainer, trainer.config, trainer.output_dir
         if trainer.writes:
             stack.enter_context(locks.training(folder))
@@ -134,8 +153,8 @@ class _Run:
         self.guard, self.control = SpikeGuard(self.config), Control()
         trainer.control = self.control
         self.checkpoints.protected["listeners"] = self.control.kept
-        self.change: Json | None = None  # what the run goes on with that was another before
-        self.lines: Mapping[str, str | None] = {}  # digests of the files of lines when it was saved
+        self.change: Json | None = None  # what differs from the run before the resume
+        self.lines: Mapping[str, str | None] = {}  # digests of the .jsonl files at the save
         self.state, self.resumed_from = self._begin()
         self.step = self.resumed_from or 0
         if trainer.reference is not None:
@@ -157,7 +176,13 @@ class _Run:
         )
 
     def finish(self) -> TrainResult:
-        """Runs to the last step, or to an earlier end that a callback asked for."""
+        """Runs to the last step, or to the earlier end that a callback asked for, and returns the
+        result.
+
+        Raises:
+            TrainError: metrics.jsonl holds no step, because a callback stopped the run before the
+                first step or because the file of a finished run is empty.
+        """
         trainer, control, folder = self.trainer, self.control, self.trainer.output_dir
         if control.ended is not None:
             where = f"step {self.step} of {trainer.steps}: {control.ended}"
@@ -201,14 +226,14 @@ class _Run:
     # the loop
 
     def _loop(self) -> None:
-        """Steps to the last one, which is saved.
+        """Takes the steps up to the last one, and saves the last one.
 
         Raises:
-            Interrupted: After a signal.
+            Interrupted: A signal stopped the run, after the step was saved.
         """
         trainer, control, checkpoints = self.trainer, self.control, self.checkpoints
         self.meter = trainer.meter()
-        unread = None  # the newest step and its metrics: the device may still be at work on it
+        unread = None  # the newest step and its metrics: the device may still be computing it
         if self.config.checkpoint.every is not None:
             abstract = states.abstract_state(trainer.layout, trainer.optimizer)
             checkpoints.expect(trainer.saved(abstract))
@@ -223,7 +248,7 @@ class _Run:
                 if unread is not None:
                     record, bad = self._read(*unread)
                     self._write(record)
-                    if bad:  # this step began where it must not have: taken again from a good state
+                    if bad:  # this step started from a bad state: it is repeated from a good one
                         self._roll_back(self.step - 1)
                         self.state, measured = trainer.train_step(self.state, placed)
                 unread = (self.step, measured)
@@ -233,7 +258,9 @@ class _Run:
                     unread = None
 
     def _next_batch(self, batches: Iterator[Json]) -> Batch:
-        """The next batch, on the mesh, complete."""
+        """Returns the next batch on the mesh, with the columns of the reference model and of noise
+        added.
+        """
         trainer = self.trainer
         batch = self.meter.next_batch(batches)
         if batch is None:
@@ -251,10 +278,13 @@ class _Run:
         return {**placed, **trainer.noise(self.step + 1, placed)}
 
     def _settle(self, step: int, measured: Metrics) -> bool:
-        """Evaluates and saves where `step`, the newest, is due; whether it was read for that.
+        """Evaluates, shows and saves `step`, the newest one, where that is due.
+
+        Returns:
+            Whether the metrics of `step` were read for that purpose.
 
         Raises:
-            Interrupted: A signal came, and the step is saved.
+            Interrupted: A signal came; the step is saved.
         """
         last, stopped = step == self.trainer.steps, self.stop.received is not None
         leaving = stopped or self.control.reason is not None
@@ -262,7 +292,7 @@ class _Run:
         save = calendar or self.guard.owes or leaving or self.control.saving
         evaluate = last or leaving or _due(step, self.config.eval_every)
         look, self.control.looking = self.control.looking, False
-        if settled := save or evaluate or look:  # all need to know that this step was sound
+        if settled := save or evaluate or look:  # each of these needs a sound step
             record, bad = self._read(step, measured)
             if bad:
                 self._roll_back(step)
@@ -273,7 +303,7 @@ class _Run:
                 self.trainer.emit("look", step, state=self.state)
                 self.meter.restart()
             self._write(record)
-        # now: an evaluation may have asked
+        # Read only now, because a callback may have asked during the evaluation.
         asked = self.control.reason is not None or self.control.saving
         if save or asked:
             self._save(step, calendar=calendar or self.guard.owes, asked=asked)
@@ -284,12 +314,12 @@ class _Run:
         return settled
 
     def _read(self, step: int, measured: Metrics) -> tuple[Record, bool]:
-        """What `step` measured, with the rates, and whether the run has to go back."""
+        """Returns the record of `step` with the rates, and whether the run has to roll back."""
         record = self.meter.read(step, measured)
         return record | self.meter.rates(), self.guard.judge(record)
 
     def _write(self, record: Record) -> None:
-        """The line of a step, if one is due."""
+        """Appends the record of a step to metrics.jsonl and emits it, if a line is due."""
         step, emit = record["step"], self.trainer.emit
         if "eval" in record or step == self.trainer.steps or _due(step, self.config.log_every):
             self.metrics.append(record)
@@ -298,19 +328,21 @@ class _Run:
             emit("step", step, record)
 
     def _save(self, step: int, *, calendar: bool, asked: bool) -> None:
-        """Begins to save the state after `step`, unless it is in doubt.
+        """Starts to save the state after `step`, unless the spike guard doubts that step.
 
         Args:
-            step: The newest, which was read.
-            calendar: It was due anyway, whatever signals came, so that a run which was stopped and
-                one which was not go back to the same.
-            asked: A callback wants it, in doubt or not.
+            step: The newest step, whose metrics were read.
+            calendar: Whether the save was due by the configured interval. Only such checkpoints
+                count as good ones, so that a run which was stopped and one which was not roll back
+                to the same step.
+            asked: Whether a callback asked for the save, which then happens in doubt or not.
         """
         trainer, guard, control = self.trainer, self.guard, self.control
         control.saving = False
         guard.owes = calendar and guard.in_doubt and step < trainer.steps
         if guard.owes and self.stop.received is None and not asked:
-            # what may have to be undone is no good checkpoint: saved once a sound step follows
+            # A step that may be rolled back is no good checkpoint: the next sound step is saved
+            # instead.
             return
         if calendar and not guard.in_doubt:
             guard.good = step
@@ -338,7 +370,10 @@ class _Run:
         trainer.emit("checkpoint", step, state=self.state)
 
     def _roll_back(self, step: int) -> None:
-        """Takes the state of the last good checkpoint in place of that after `step`."""
+        """Replaces the state after `step` by the state of the last good checkpoint.
+
+        The skipped batches and their documents are written to rollbacks.jsonl.
+        """
         good = self.guard.good
         logger.warning(
             "step %d: back to the state of step %d; the batches of steps %d to %d are skipped",
@@ -358,7 +393,14 @@ class _Run:
     # going on from a checkpoint
 
     def _begin(self) -> tuple[states.TrainState, int | None]:
-        """The state to go on from, and the step it was saved at (None: a new run)."""
+        """Returns the state to start from and the step it was saved at (None for a new run).
+
+        A damaged checkpoint is set aside and the next older one is used.
+
+        Raises:
+            DamagedCheckpoint: Every checkpoint is damaged. Starting anew over an existing run is a
+                decision for its owner.
+        """
         steps = self.checkpoints.steps()
         if not steps:
             return self.trainer.fresh(), None
@@ -374,12 +416,16 @@ class _Run:
                 where = self.checkpoints.set_aside(lost)
                 logger.warning("%s; moved to %s, going on from step %d", error, where, step)
             return state, step
-        raise damaged[
-            steps[-1]
-        ]  # to begin anew over a run that is there is for its owner to decide
+        raise damaged[steps[-1]]  # only its owner may decide to start anew
 
     def _restore(self, step: int) -> states.TrainState:
-        """The state after `step`; brings loader, guard and callbacks to where they stood then."""
+        """Returns the state after `step`, and restores loader, spike guard and callbacks to that
+        step.
+
+        Raises:
+            StateError: The run differs from the checkpoint in something that `resume_changes` does
+                not allow, or its adapters belong to other weights.
+        """
         trainer, config, checkpoints = self.trainer, self.config, self.checkpoints
         saved, at = checkpoints.run(step), checkpoints.folder / str(step)
         data = trainer.run_config.get("data", {})
@@ -407,7 +453,7 @@ class _Run:
         ]
         for callback, kept in (*given, *both):
             callback.restore(kept)
-        if own:  # of the others the loader tells
+        if own:  # the loader itself reports changes of the data
             logger.warning(
                 "%s: resumed at step %d with changes: %s", trainer.output_dir, step, listed(own)
             )
@@ -429,6 +475,9 @@ class _Run:
         return state
 
     def _restore_loader(self, saved: Json, at: Path, changed: Sequence[str]) -> None:
+        """Restores the loader from the checkpoint, where the data components in `changed` may
+        differ.
+        """
         train = self.trainer.train
         allowed: Arguments = {"allow_changed": changed} if changed else {}
         try:
@@ -439,20 +488,20 @@ class _Run:
             raise StateError(at=str(at), problem=problem, fix=fix) from error
 
     def _load(self, step: int) -> states.TrainState:
-        """The state after `step`, from its checkpoint; 0: before the first."""
+        """Loads the state after `step` from its checkpoint; for step 0, makes the initial state."""
         trainer, layout = self.trainer, self.trainer.layout
         if step == 0:
             return trainer.fresh()
         self.checkpoints.wait()
         abstract = states.abstract_state(layout, trainer.optimizer)
         loaded = self.checkpoints.load(step, trainer.saved(abstract))
-        if layout.frozen:  # what is not trained is where the run began
+        if layout.frozen:  # checkpoints leave out frozen parameters
             first = trainer.fresh().rest
             loaded |= {f"rest/{name}": first[name] for name in layout.frozen}
         return states.unflatten(loaded, abstract)
 
     def _record(self, folder: Path) -> None:
-        """Writes into the run's folder what it is made of, and what changed since it began."""
+        """Writes the run's configuration, versions, changes and data fingerprints to its folder."""
         trainer, now = self.trainer, self.trainer.train.state()
         made_of = {"model": trainer.origin.shape, "train": self.config}
         write_config(folder, trainer.run_config or made_of)
@@ -466,6 +515,11 @@ class _Run:
 
 
 def _state_of(callback: StatefulListener) -> Json:
+    """Returns the state of a callback.
+
+    Raises:
+        TrainError: The state cannot be written as JSON.
+    """
     state = callback.state()
     try:
         json.dumps(state)
@@ -479,9 +533,13 @@ def _state_of(callback: StatefulListener) -> Json:
 
 
 def _batches(loader: BatchLoader) -> Generator[Json]:
-    """The batches of a loader; of all passes, one behind the other, where it has such."""
+    """Yields the batches of a loader, pass after pass if the loader is an EpochStyle.
+
+    It ends after two successive passes without a batch.
+    """
     empty = 0
-    # where the loader was restored behind the last batch of a pass, what is left of it is none
+    # A loader that was restored after the last batch of a pass has an empty rest of that pass
+    # first.
     while empty < 2:
         empty += 1
         batches = iter(loader)
@@ -496,12 +554,12 @@ def _batches(loader: BatchLoader) -> Generator[Json]:
 
 
 def _documents(loader: BatchLoader, batch: int) -> Record:
-    """Which documents a batch holds, where the loader knows."""
+    """Returns which documents a batch holds, or {} if the loader does not know."""
     if not isinstance(loader, Explaining):
         return {}
     try:
         rows = loader.explain(batch).rows
-    except EasypipeError as error:  # the run goes on: what it trains does not depend on it
+    except EasypipeError as error:  # only information: the run goes on
         return {"problem": str(error)}
     documents = [
         {
@@ -523,6 +581,6 @@ def _due(step: int, every: int | None) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Trainer":  # under the name that it has always had here; it stands on a higher floor
+    if name == "Trainer":  # an old name of easypipe.Trainer
         return easypipe.Trainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
