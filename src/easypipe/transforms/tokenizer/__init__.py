@@ -1,1 +1,3 @@
-"""The tokenizer: finds and loads it, encodes text to token ids, and cuts documents to max_length."""
+"""The tokenizer: is found and loaded, encodes text to token ids, and cuts documents to
+max_length.
+"""

@@ -335,7 +335,9 @@ def _optional_from_hub(name: str, file: str) -> Path | None:
 
 
 def _root(error: BaseException) -> str:
-    """Returns the first cause of an error, without any access token that its message might carry."""
+    """Returns the first cause of an error, without any access token that its message might
+    have.
+    """
     from huggingface_hub import get_token
 
     while (below := error.__cause__ or error.__context__) is not None:

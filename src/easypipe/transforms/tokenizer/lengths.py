@@ -136,9 +136,9 @@ class Lengths:
 
     @property
     def identity(self) -> Identity:
+        """The part of the encoding key that stands for the policy, with a version."""
         # Version 2: packing ends no document inside a text, and a boundary leaves at least one
         # token. Version 3: nor does the tokenizer's own EOS end one there.
-        """The part of the encoding key that stands for the policy, with a version of what it does."""
         masked = self.masks and not self.policy.overlap
         return [
             "lengths",

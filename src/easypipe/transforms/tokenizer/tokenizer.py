@@ -379,7 +379,9 @@ class Tokenizer:
             return self._chosen
 
     def _choose(self) -> tuple[Backend, FastEngine | None]:
-        """Picks the backend by the config, the remembered verdict, or a new check on hostile text."""
+        """Picks the backend by the config, the remembered verdict, or a check on hostile
+        text.
+        """
         if self.config.backend == "tokenizers":
             return self._without_fast("asked for by backend='tokenizers'", logging.INFO)
         verdict, engine = proof.recall(self._memo, self.fingerprint), None
@@ -404,7 +406,9 @@ class Tokenizer:
         return backend, engine
 
     def _without_fast(self, why: str, level: int = logging.WARNING) -> tuple[Backend, None]:
-        """Returns the reference as the backend, or raises where the config allows gigatoken alone."""
+        """Returns the reference as the backend, or raises if the config allows gigatoken
+        alone.
+        """
         import tokenizers
 
         if self.config.backend == "gigatoken":
