@@ -1,6 +1,6 @@
-"""Aligned columns: lists beside `input_ids` with a value, or some, for every token.
+"""Aligned columns: lists beside `input_ids` with a number, or some numbers, for every token.
 
-The loss mask is one too; it has a place of its own, because it decides the labels.
+The loss mask is one too; it is handled elsewhere, because it decides the labels.
 """
 
 from __future__ import annotations
@@ -16,18 +16,25 @@ from easypipe.core.errors import SourceError, place
 from easypipe.core.schema import INPUT_IDS, is_list
 from easypipe.core.values import Array, Int64
 
-LOSS_WEIGHTS = "loss_weights"  # of tokens as targets; in batches, beside `labels`, of labels
+# weights of tokens as targets; in batches, beside `labels`, weights of the labels
+LOSS_WEIGHTS = "loss_weights"
 # rows of strategy "concat" only, one number a row: the weight of `look_ahead`
 LOOK_AHEAD_WEIGHT = "look_ahead_weight"
-# in batches that are asked for it: the number of the dataset that each token is of
+# in batches, if requested: the number of the dataset that each token came from
 SOURCE_IDS = "source_ids"
-# what tokens have of those columns where a dataset has no such column, and an EOS that is added
+# the values of tokens in datasets without such a column, and of an EOS that is added
 NEUTRAL = {LOSS_WEIGHTS: 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedColumn:
-    """A column with `width` numbers of `dtype` (NumPy's name) for every token; 0: one number."""
+    """A column with numbers for every token.
+
+    Args:
+        name: The name of the column.
+        dtype: NumPy's name of their type.
+        width: How many numbers each token has; 0 means one number that is not in a list.
+    """
 
     name: str
     dtype: str
@@ -39,42 +46,47 @@ class AlignedColumn:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what a token has."""
+        """The shape of one token's value."""
         return (self.width,) if self.width else ()
 
     @property
     def num_bytes(self) -> int:
-        """Of what a token has."""
+        """The bytes of one token's value."""
         return self.kind.itemsize * max(1, self.width)
 
     @property
     def field(self) -> pa.Field:
-        """As it stands at rest."""
+        """The Arrow field of the column at rest."""
         value = pa.from_numpy_dtype(self.kind)
         one = pa.list_(value, self.width) if self.width else value
         return pa.field(self.name, pa.large_list(one), nullable=False)
 
     def empty(self, num_rows: int, num_slots: int) -> Array:
-        """Zeros for the slots of rows: new memory, contiguous."""
+        """Returns zeros for the slots of rows, in new contiguous memory."""
         return np.zeros((num_rows, num_slots, *self.shape), self.kind)
 
     def lists(self, offsets: Int64, values: Array) -> pa.LargeListArray:
-        """`values[offsets[i] : offsets[i + 1]]` as lists of `field`."""
+        """Returns `values[offsets[i] : offsets[i + 1]]` as lists of `field`."""
         inner = pa.array(np.ascontiguousarray(values).reshape(-1))
         if self.width:
             inner = pa.FixedSizeListArray.from_arrays(inner, self.width)
         return pa.LargeListArray.from_arrays(pa.array(offsets), inner)
 
 
-# of answers that were judged each for itself: 1 for one that is desirable (train.preference: kto)
+# for answers that were judged one by one: 1 if the answer is desirable (train.preference: kto)
 DESIRABLE = AlignedColumn(name="desirable", dtype="uint8")
 
 
 def column_of(field: pa.Field, width: int | None, at: str) -> AlignedColumn:
-    """What a column of lists becomes at rest. width: numbers of every token that the config names;
-    None: as the type says.
+    """Returns what a column of lists becomes at rest.
 
-    Raises SourceError where tokens cannot have such values.
+    Args:
+        field: The Arrow field of the column.
+        width: The numbers of every token that the config names; None goes by the type.
+        at: Where the column is, for errors.
+
+    Raises:
+        SourceError: The type does not hold numbers for every token.
     """
     inner, own = field.type.value_type if is_list(field.type) else pa.null(), 0
     if is_list(inner):
@@ -96,13 +108,13 @@ def column_of(field: pa.Field, width: int | None, at: str) -> AlignedColumn:
 
 
 def numbers_of(lists: pa.LargeListArray) -> pa.Array:
-    """The numbers in lists, and in lists of a fixed length in lists, where they lie."""
+    """Returns the numbers within lists, or within fixed-size lists in lists, without a copy."""
     values = lists.values
     return values.values if isinstance(values, pa.FixedSizeListArray) else values
 
 
 def values_of(lists: pa.LargeListArray) -> Array:
-    """The values of a column at rest, from its first list's on: [tokens] or [tokens, width]."""
+    """Returns the values of a column at rest, from its first list on: [tokens(, width)]."""
     values, flat = lists.values, numbers_of(lists).to_numpy()
     inner = isinstance(values, pa.FixedSizeListArray)
     return flat.reshape(-1, values.type.list_size) if inner else flat
@@ -111,11 +123,17 @@ def values_of(lists: pa.LargeListArray) -> Array:
 def flat_values(
     column: AlignedColumn, lists: pa.Array, offsets: Int64, at: Callable[[int], str]
 ) -> Array:
-    """The values of all rows of a column: [tokens], or [tokens, width].
+    """Returns the values of all rows of a column: [tokens] or [tokens, width].
 
-    offsets: Int64[n + 1], of the tokens. at: where row i stands, for errors.
+    Args:
+        column: The column as it is to be.
+        lists: Its lists, one for each row.
+        offsets: Int64[n + 1], where the tokens of each row begin.
+        at: Returns where row i is, for errors.
 
-    Raises SourceError naming the first row that has another number of values than tokens.
+    Raises:
+        SourceError: A row has another number of values than tokens, or a value that is not valid;
+            the error names the first such row.
     """
 
     def check(right: Array, said: Callable[[int], str]) -> None:
@@ -128,7 +146,7 @@ def flat_values(
             )
 
     def each(right: Array) -> Array:
-        """Of every row, whether all of its tokens are right."""
+        """Returns for every row whether all of its tokens are right."""
         wrong = np.concatenate([[0], np.cumsum(~right)])
         return wrong[offsets[1:]] == wrong[offsets[:-1]]
 
@@ -149,7 +167,7 @@ def flat_values(
 
 
 def _lengths(lists: pa.Array) -> Int64:
-    """Of every list; -1 of a null."""
+    """Returns the length of every list; -1 for null."""
     if isinstance(lists, pa.FixedSizeListArray):
         sizes = np.full(len(lists), lists.type.list_size, np.int64)
     else:

@@ -1,9 +1,9 @@
 # pyright: strict
-"""JSON files that carry a checksum of themselves, written and read back by easypipe.
+"""JSON files of easypipe's own that carry a checksum of themselves: written and read back here.
 
 `commit_checked` writes one and `read_checked` reads it; `remember_checked` and `recall_checked` are
-for files that can be made again. No other code should parse JSON that easypipe wrote for itself: a
-changed digit is JSON too, and would be believed.
+for files that can be made again. No other code should parse JSON that easypipe wrote for itself:
+JSON with a changed digit is JSON too, and would be believed.
 
 The file is plain JSON whose first key is `xxh3_128`, alone on its line: XXH3-128, in hex, of the
 file's bytes with zeros in the place of those 32 digits. Earlier versions wrote a line for each
@@ -29,22 +29,24 @@ from easypipe.core.values import Json, JsonObject
 
 T = TypeVar("T")
 KEY = "xxh3_128"
-NAME = "written_as"  # the file's own name, where that says what it is about
+NAME = "written_as"  # key of the file's own name, for files whose name says what they are about
 
 _BLANK = b"0" * 32
-# what stands behind is one line; earlier versions indented the keys of nested objects further
+# The rest is one line. Earlier versions indented, but the keys of nested objects further than this.
 _MARK = f'\n "{KEY}": "'.encode()
 
 log = logging.getLogger("easypipe")
-_told: set[str] = set()  # what was warned of: a file may be asked for often before it is made again
+_told: set[str] = (
+    set()
+)  # paths that were warned of: a file may be read often before it is made again
 
 
 def checked_json(value: Json) -> bytes:
-    """The bytes of such a file."""
-    text = json.dumps({**value}, sort_keys=True)  # with indent it takes ten times as long
+    """Returns the bytes of such a file."""
+    text = json.dumps({**value}, sort_keys=True)  # indenting takes ten times as long
     rest = b'",\n ' + text[1:].encode() if value else b'"}'
     data = bytearray(b"".join((b"{", _MARK, _BLANK, rest, b"\n")))
-    start = 1 + len(_MARK)  # in place: the record of a bad file may be large
+    start = 1 + len(_MARK)  # filled in place, as the record of a bad file may be large
     data[start : start + len(_BLANK)] = xxh3_128_hexdigest(data).encode()
     return bytes(data)
 
@@ -69,15 +71,17 @@ def read_checked(
     *,
     older: Collection[str] | None = None,
 ) -> JsonObject:
-    """What `commit_checked` wrote.
+    """Returns what `commit_checked` wrote.
 
     Args:
-        older: take a JSON object without a checksum too, as earlier versions wrote it, if it has no
-            keys but these.
+        path: The file.
+        storage_options: Passed to fsspec.
+        older: Accepts a JSON object without a checksum too, as earlier versions wrote it, if it has
+            no keys but these.
 
     Raises:
         MissingFileError: There is no file.
-        DamagedFileError: It is not as it was written.
+        DamagedFileError: Its bytes are not those that were written.
         StorageError: It cannot be read.
     """
     return parse_checked(storage.read_bytes(path, storage_options), path, older=older)
@@ -86,7 +90,7 @@ def read_checked(
 def parse_checked(
     data: bytes, path: str | Path, *, older: Collection[str] | None = None
 ) -> JsonObject:
-    """`read_checked` of the bytes `data` that stand at `path`."""
+    """Does what `read_checked` does, with the bytes `data` of the file at `path`."""
     before, mark, after = data.partition(_MARK)
     blanked = b"".join((before, mark, _BLANK, after[len(_BLANK) :]))
     if mark and after[: len(_BLANK)] != xxh3_128_hexdigest(blanked).encode():
@@ -115,15 +119,19 @@ def recall_checked(
     storage_options: StorageOptions = None,
     older: Collection[str] | None = None,
 ) -> T | None:
-    """`parse` of what `remember_checked` wrote; None where it is not there or, with a warning,
-    damaged.
-
-    The caller then makes it again.
+    """Returns `parse` of what `remember_checked` wrote; the caller makes the file again if that is
+    None.
 
     Args:
-        parse: may raise LookupError, OverflowError, TypeError, ValueError or AttributeError.
-        what: the file in a few words, for the warning: "the plan".
-        older: as in `read_checked`.
+        path: The file.
+        parse: Makes the result of the JSON object; may raise LookupError, OverflowError, TypeError,
+            ValueError or AttributeError.
+        what: The file in a few words, for the warning: "the plan".
+        storage_options: Passed to fsspec.
+        older: As in `read_checked`.
+
+    Returns:
+        None if the file is not there or, with a warning, if it is damaged.
 
     Raises:
         StorageError: The file cannot be read, which says nothing about its content.
@@ -147,15 +155,23 @@ def recall_checked(
 
 
 def whole(value: object) -> int:
-    """A whole number of a file. Raises TypeError for what is none: int() would make it one."""
+    """Returns a whole number of a file as it is.
+
+    Raises:
+        TypeError: It is none; int() would convert it.
+    """
     if type(value) is not int:
         raise TypeError(f"{value!r} is no whole number")
     return value
 
 
 def shaped(cls: type[T], values: Json) -> T:
-    """`values` as a dataclass `cls`. Raises ValueError for the first that has another type than its
-    field: a file that is whole may have been written by somebody else.
+    """Returns `values` as a dataclass `cls`, checked against the types of its fields.
+
+    A file that is intact may still have been written by somebody else.
+
+    Raises:
+        ValueError: A value has another type than its field; it names the first.
     """
     try:
         return _shape(cls).validate_python(values)

@@ -1,4 +1,4 @@
-"""Closeable: the base of what `with` closes at its end."""
+"""Closeable: the base class of objects that `with` closes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Closeable(ABC):
-    """What holds something that `close` lets go; `with` calls it at its end."""
+    """An object that holds something until `close`, which `with` calls at its end."""
 
     @abstractmethod
     def close(self) -> None: ...

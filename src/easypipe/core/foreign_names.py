@@ -1,5 +1,5 @@
 # pyright: strict
-"""Keys of other tools' configs by ours, for those who write one of theirs into a config of ours."""
+"""Which key of ours does what a key of another tool's config does, for suggestions."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ OURS: Mapping[str, str] = {name: path for path, names in _OF.items() for name in
 
 
 def ours(key: str) -> str | None:
-    """What a key of another tool is called here, in a sentence; None for others."""
+    """Returns a sentence that says what another tool's key is called here; None for other keys."""
     path = OURS.get(key)
     return None if path is None else f"What other tools call {key!r} is {path} here."

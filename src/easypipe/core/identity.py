@@ -1,8 +1,8 @@
-"""Functions and objects of the user's: where they are found, and what they are known by.
+"""Users' functions and objects: finding `module:function`, and fingerprints for the token cache.
 
 Code cannot be fingerprinted (what it calls may change without it), so a function is known by its
-name, by what it holds, and by a version that its author gives it. One without a version has a
-fingerprint of this process alone, and what it makes is not kept.
+name, by the values that it holds, and by a version that its author gives it. A function without a
+version has a fingerprint of this process alone, and tokens made by it are not kept.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ logger = logging.getLogger("easypipe")
 
 
 def dotted_name(function: object, otherwise: str) -> str:
-    """Module and name of a function of somebody else's; otherwise: what has no name."""
+    """Returns module and name of a foreign function, with `otherwise` for one that has no name."""
     name = attribute_of(function, "__qualname__") or otherwise
     return f"{attribute_of(function, '__module__') or ''}.{name}"
 
 
 def warn_unversioned(of: str, name: str) -> None:
-    """Says of something of the user's that no token made by it is kept. of: what it is given as."""
+    """Warns that no token made by an object of the user's is kept, as it has no version.
+
+    Args:
+        of: The option that it is given as.
+        name: Its name.
+    """
     logger.warning(
         "%s: %s has no version, so nothing that it makes is kept in the token cache. Give it one "
         "(version=..., or its attribute `version`), and another one whenever it changes.",
@@ -41,10 +46,15 @@ def warn_unversioned(of: str, name: str) -> None:
 
 
 class UserFunction:
-    """A callable, or what `module:function` names. Raises ConfigError where that is not there,
-    importing the module to see.
+    """A callable of the user's with a name and a fingerprint.
 
-    version: a text or number; else the function's own attribute `version`; else there is none.
+    Args:
+        function: A callable, or the text `module:function`, whose module is imported.
+        version: A text or number; None takes the function's own attribute `version`, if it has one.
+        of: The option that it is given as, for messages.
+
+    Raises:
+        ConfigError: It cannot be found, or is no function.
     """
 
     def __init__(
@@ -71,8 +81,10 @@ class UserFunction:
 
 
 def find_function(name: str, at: str) -> Callable[[Any], Any]:
-    """The function that `module:function` names. Raises ConfigError saying which part of it is not
-    there.
+    """Returns the function that `module:function` names.
+
+    Raises:
+        ConfigError: It cannot be found; the error says which part of the name does not exist.
     """
     module_name, colon, path = name.partition(":")
     require(
@@ -90,7 +102,7 @@ def find_function(name: str, at: str) -> Callable[[Any], Any]:
     ):
         found: Any = importlib.import_module(module_name)
     for part in path.split("."):
-        # a name that a config gives: `module:Class.method`
+        # the name comes from a config and may have several parts: `module:Class.method`
         if not hasattr(found, part):
             have = [key for key in dir(found) if not key.startswith("_")]
             raise ConfigError(
@@ -110,24 +122,31 @@ def find_function(name: str, at: str) -> Callable[[Any], Any]:
 
 
 def why(name: str, error: BaseException) -> str:
-    """What a function raised and where, in one line."""
+    """Returns what a function raised and where, in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f", line {frames[-1].lineno} of {frames[-1].filename}" if len(frames) > 2 else ""
     return f"{name} raised {type(error).__name__}: {' '.join(str(error).split())}{where}"
 
 
 def name_of(function: Any) -> str:
+    """Returns `module:name` of a function, or of the class of a callable object."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
-    # an object that can be called has its class's name
+    # a callable object is known by its class's name
     kind = function if hasattr(function, "__qualname__") else type(function)
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def held_by(function: Any, above: tuple[int, ...] = ()) -> Any:
-    """What tells apart functions of one name: the code of lambdas and inner functions, and the
-    values that partials, closures and objects hold; None where the name is enough. above: what
-    holds this one, as a function may hold itself."""
+    """Returns what tells apart functions of one name; None if the name is enough.
+
+    That is the code of lambdas and inner functions, and the values that partials, closures and
+    objects hold.
+
+    Args:
+        function: Any callable.
+        above: The ids of the objects that hold this one, as a function may hold itself.
+    """
     if id(function) in above:
         return "above"
     above = (*above, id(function))
@@ -147,7 +166,7 @@ def held_by(function: Any, above: tuple[int, ...] = ()) -> Any:
             if isinstance(function, BuiltinFunctionType | type)
             else ["object", _value(attribute_of(function, "__dict__") or {}, above)]
         )
-    # every script is called that
+    # the module of every script is called __main__, so its name is not enough
     if "<" not in function.__qualname__ and function.__module__ != "__main__":
         return None
     cells = [
@@ -163,8 +182,9 @@ def held_by(function: Any, above: tuple[int, ...] = ()) -> Any:
 
 
 def _value(value: Any, above: tuple[int, ...]) -> Any:
-    """Plain values as they are; of others only the type, as nothing else of them is the same in
-    every process.
+    """Returns plain values as they are, and of others only the type.
+
+    Nothing else about them is the same in every process.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes | PurePath):
         return [type(value).__name__, repr(value)]

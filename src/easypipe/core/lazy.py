@@ -1,5 +1,7 @@
 # pyright: strict
-"""Packages whose names are loaded when first used: their stubs (`__init__.pyi`) list them, once."""
+"""Packages whose names are imported on first use; their stubs (`__init__.pyi`) list the names,
+once.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 
 
 def homes(package_file: str) -> dict[str, str]:
-    """Exported name → the module that defines it, as the stub beside `package_file` imports it."""
+    """Returns the module of each exported name, as the stub beside `package_file` imports it."""
     stub = ast.parse(Path(package_file).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]
     return {alias.name: str(node.module) for node in imports for alias in node.names}
@@ -20,11 +22,14 @@ def homes(package_file: str) -> dict[str, str]:
 def lazy_exports(
     package: str, package_file: str, *others: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package: call it with `__name__` and `__file__`.
-
-    others: names that the package defines itself.
+    """Returns `__getattr__`, `__dir__` and `__all__` of a package.
 
     Importing such a package imports nothing else of easypipe but this module.
+
+    Args:
+        package: The package's `__name__`.
+        package_file: The package's `__file__`.
+        *others: Names that the package defines itself.
     """
     found = homes(package_file)
 

@@ -1,10 +1,10 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Conservation: every row and token that came in went somewhere, and the books say where.
+"""The ledger: an account of every row and token, which shows that none was lost.
 
 An entry is one balance: what came `into` a step on the left, where it went on the right;
-`Ledger.check()` raises where the sums differ.
+`Ledger.check()` raises if the sums differ.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ from easypipe.core.values import JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One balance: `sum(into) == sum(out)`. `unit` is rows, documents, tokens or slots; keys of
-    `out` are outcomes or reasons.
+    """One balance: `sum(into) == sum(out)`.
+
+    Args:
+        stage: The step that counted.
+        dataset: The name of the dataset.
+        unit: What is counted: rows, documents, tokens or slots.
+        into: Counts by where they came from.
+        out: Counts by outcome or reason.
     """
 
     stage: str
@@ -30,11 +36,14 @@ class Entry:
 
     @property
     def leak(self) -> int:
+        """How many units came in and did not go out; negative if too many went out."""
         return sum(self.into.values()) - sum(self.out.values())
 
 
 @dataclass(kw_only=True)
 class Ledger:
+    """The balances of all steps, and figures that were measured beside them."""
+
     entries: list[Entry] = field(default_factory=list)
     # seconds, bytes, fill: measured, not balanced
     facts: JsonObject = field(default_factory=dict)
@@ -63,13 +72,22 @@ class Ledger:
         self.facts |= other.facts
 
     def find(self, stage: str, dataset: str, unit: str) -> Entry:
+        """Returns the entry of a step.
+
+        Raises:
+            KeyError: There is none.
+        """
         for entry in self.entries:
             if (entry.stage, entry.dataset, entry.unit) == (stage, dataset, unit):
                 return entry
         raise KeyError((stage, dataset, unit))
 
     def check(self) -> None:
-        """Raises LedgerError naming the first balance that does not close."""
+        """Checks that every balance closes.
+
+        Raises:
+            LedgerError: One does not; it names the first.
+        """
         for entry in self.entries:
             if entry.leak:
                 raise LedgerError(
@@ -81,7 +99,7 @@ class Ledger:
                 )
 
     def rows(self) -> Iterator[tuple[str, str, str, int, str]]:
-        """(stage, dataset, unit, in, where it went) for tables."""
+        """Yields (stage, dataset, unit, count that came in, where it went) for tables."""
         for entry in self.entries:
             went = ", ".join(f"{key} {value:,}" for key, value in entry.out.items())
             yield entry.stage, entry.dataset, entry.unit, sum(entry.into.values()), went
@@ -101,6 +119,7 @@ class Ledger:
 
 
 def _without_zeros(counts: Mapping[str, int]) -> dict[str, int]:
+    """Leaves out counts of 0; if all are 0, the first stays."""
     return {key: int(value) for key, value in counts.items() if value} or dict.fromkeys(
         list(counts)[:1], 0
     )

@@ -1,18 +1,19 @@
 # pyright: strict
-"""Locks of the operating system that say who works in a cache folder.
+"""Locks of the operating system that say who prepares, reads or clears a cache folder.
 
-A process that dies, however it dies, lets go of its own.
+A process that dies, however it dies, releases its locks.
 
 cache_dir/locks/
-  work.lock             shared by whoever prepares or repairs; exclusive for whoever clears
-  <key>.reader.lock     shared by every open reader of the manifest <key>; exclusive for whoever removes it
+  work.lock             shared by processes that prepare or repair; exclusive for one that clears
+  <key>.reader.lock     shared by every open reader of the manifest <key>; exclusive for whoever
+  removes it
   <key>.writer.lock     exclusive for the one process that prepares the manifest <key>
 
 A folder that rows are saved into, or that a run trains in, is locked itself: no file is left in it.
 
-flock(2): a lock belongs to an open file, so two readers in one process are two as well. (That of
-fasteners 0.19 is lockf, which belongs to the process: the first reader that closes frees all.) Over
-NFS the server has to support locks.
+The locks are flock(2), which belong to an open file, so two readers in one process are two as well.
+(That of fasteners 0.19 is lockf, which belongs to the process: the first reader that closes frees
+all.) Over NFS the server has to support locks.
 """
 
 from __future__ import annotations
@@ -64,15 +65,22 @@ def writer_lock(cache_dir: Path, key: str) -> Path:
 
 
 def try_hold(path: Path, *, exclusive: bool) -> Hold | None:
-    """None where somebody holds `path` in a way that does not go together. Raises StorageError
-    where the file system has no locks.
+    """Takes the lock `path` if it is free.
+
+    Returns:
+        The lock; None if somebody holds it in a way that excludes this one.
+
+    Raises:
+        StorageError: It cannot be opened, or the file system has no locks.
     """
     while True:
         try:
             make_folder(path.parent)
             descriptor = _open(path)
         except OSError as error:
-            if isinstance(error, FileNotFoundError):  # read-only, and nobody has locked it yet
+            if isinstance(
+                error, FileNotFoundError
+            ):  # the folder is read-only, and nobody has locked it yet
                 error.errno = errno.EROFS
             raise StorageError(
                 at=str(path),
@@ -92,12 +100,23 @@ def try_hold(path: Path, *, exclusive: bool) -> Hold | None:
             ) from error
         if _is(path, descriptor):
             return Hold(descriptor)
-        os.close(descriptor)  # removed, by one who held it alone, between opening and locking
+        os.close(
+            descriptor
+        )  # a process that held it alone removed it between our opening and locking
 
 
 def hold(path: Path, *, exclusive: bool, what: str, timeout_s: float | None = None) -> Hold:
-    """Waits until `path` is free. what: named while waiting, and by the StallError after
-    `timeout_s` (None: for as long as it takes).
+    """Takes the lock `path`, waiting until it is free.
+
+    Args:
+        path: The lock.
+        exclusive: Whether nobody else may hold it at the same time.
+        what: What is waited for, named in the log and in the error.
+        timeout_s: The longest wait in seconds; None waits for as long as it takes.
+
+    Raises:
+        StallError: The timeout passed.
+        StorageError: As in `try_hold`.
     """
     began = reminded = time.monotonic()
     first = True
@@ -117,8 +136,11 @@ def hold(path: Path, *, exclusive: bool, what: str, timeout_s: float | None = No
 
 
 def mark_reader(cache_dir: Path, key: str) -> Hold | None:
-    """What an open reader of `key` holds. None where the folder is read-only and, with a warning,
-    where it knows no locks.
+    """Takes the shared lock of an open reader of the manifest `key`.
+
+    Returns:
+        The lock; None if the folder is read-only or, with a warning, if its file system has no
+        locks.
     """
     try:
         return _hold_against_clearing(reader_lock(cache_dir, key))
@@ -130,20 +152,24 @@ def mark_reader(cache_dir: Path, key: str) -> Hold | None:
                 cache_dir,
                 error.problem,
             )
-        # who may not write here may not clear either; whoever owns it should ask before clearing
+        # Who may not write here may not clear either; its owner should ask before clearing.
         else:
             log.debug("%s is read-only, its reader leaves no mark", cache_dir)
         return None
 
 
 def _hold_against_clearing(path: Path) -> Hold:
+    """Takes a shared lock, waiting at most a minute for a process that clears the cache."""
     what = "another process that clears the cache"
     return hold(path, exclusive=False, what=what, timeout_s=60.0)
 
 
 @contextlib.contextmanager
 def _holding(take: Callable[[], Hold], told: str, where: str | Path) -> Generator[None]:
-    """While what `take` gives is held. Where there are no locks, warns and goes on."""
+    """Holds what `take` returns for the length of the block.
+
+    Where there are no locks it warns with the text `told`, and goes on.
+    """
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(take())
@@ -153,8 +179,9 @@ def _holding(take: Callable[[], Hold], told: str, where: str | Path) -> Generato
 
 
 def working(cache_dir: Path) -> AbstractContextManager[None]:
-    """While something is written that no manifest names yet: nobody clears the folder. Warns, and
-    goes on, where there are no locks.
+    """Returns a context in which nobody clears the cache folder.
+
+    It is for files that no manifest names yet. Where there are no locks it warns, and goes on.
     """
     told = "%s: written without locks, others may clear it at the same time: %s"
     return _holding(lambda: _hold_against_clearing(work_lock(cache_dir)), told, cache_dir)
@@ -162,11 +189,15 @@ def working(cache_dir: Path) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def preparing(cache_dir: Path, key: str, dataset: str) -> Generator[bool]:
-    """While the manifest `key` is prepared: nobody clears the folder, and whoever wants the same
-    waits and then finds it done.
+    """Holds the manifest `key` for preparing, so that no other process prepares it or clears the
+    folder.
 
-    Yields whether there was such a wait. Where the file system has no locks this warns, and goes
-    on: two processes that prepare the same do it twice, each range committed whole.
+    Another process that prepares the same manifest waits, and then finds it done. Where the file
+    system has no locks this warns, and goes on: two processes that prepare the same do it twice,
+    each range committed whole.
+
+    Yields:
+        Whether this process had to wait for another one.
     """
     told = "dataset %s: prepared without locks, others may prepare or clear it at the same time: %s"
     path, waited = writer_lock(cache_dir, key), False
@@ -183,11 +214,13 @@ def preparing(cache_dir: Path, key: str, dataset: str) -> Generator[bool]:
 
 
 def saving(folder: Path) -> AbstractContextManager[None]:
-    """While rows are saved into `folder`, which is made: whoever else wants to waits, and then
-    finds what stands there.
+    """Returns a context in which this process alone saves rows into `folder`, which it makes.
 
-    Raises StorageError where it cannot be made. Warns, and goes on, where the file system has no
-    locks for folders.
+    Others wait, and then find what stands there. Where the file system has no locks for folders it
+    warns, and goes on.
+
+    Raises:
+        StorageError: The folder cannot be made.
     """
     _make(folder)
     told = "%s: written without locks, others may save there at the same time: %s"
@@ -196,8 +229,13 @@ def saving(folder: Path) -> AbstractContextManager[None]:
 
 
 def training(folder: Path) -> AbstractContextManager[None]:
-    """While a run trains into `folder`, which is made. Raises TrainError where another one does;
-    warns, and goes on, where the file system has no locks for folders.
+    """Returns a context in which this run alone trains into `folder`, which it makes.
+
+    Where the file system has no locks for folders it warns, and goes on.
+
+    Raises:
+        TrainError: Another process trains there, when the context is entered.
+        StorageError: The folder cannot be made.
     """
     _make(folder)
 
@@ -220,11 +258,12 @@ def _make(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a lock file; only for whoever holds it alone."""
+    """Removes a lock file; only a process that holds it alone may call this."""
     path.unlink(missing_ok=True)
 
 
 def _open(path: Path) -> int:
+    """Opens a file or folder to lock it; a new file is made if need be."""
     if path.is_dir():
         return os.open(path, os.O_RDONLY)
     try:
@@ -236,6 +275,7 @@ def _open(path: Path) -> int:
 
 
 def _is(path: Path, descriptor: int) -> bool:
+    """Returns whether `path` still names the open file `descriptor`."""
     try:
         there, here = os.stat(path), os.fstat(descriptor)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What is to be published, and what became of it: shared by save and the uploading client."""
+"""Descriptions of a publication on the Hub, shared by `save` and the uploading client."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from easypipe.core.remote import StorageOptions
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedFile:
-    """name: in the repository. content: small text made for it; None where the bytes are those of
-    the file at `path`.
+    """A file that is to be published.
+
+    Args:
+        name: Its path in the repository.
+        num_bytes: Its size.
+        path: The local or remote file that holds its bytes.
+        content: A small text that was made for it; None if its bytes are those of the file at
+            `path`.
     """
 
     name: str
@@ -22,11 +28,16 @@ class PublishedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Publication:
-    """Files that make one state of a repository. The last is what says that all others are there.
+    """The files that make one state of a repository; the last one says that all others are there.
 
-    card: its README.md, which yields to one that people wrote: their own lacks `mark`.
-    stale: a pattern for names that an earlier publication may have left, which go where this one
-    does not name them.
+    Args:
+        files: The files, in order.
+        card: The text of its README.md, which yields to one that people wrote.
+        mark: A text that is in every card of ours, so that a README.md without it was written by
+            people.
+        stale: A pattern for names that an earlier publication may have left; such files are removed
+            unless this one names them.
+        storage_options: How `path`s are read.
     """
 
     files: Sequence[PublishedFile]
@@ -42,13 +53,22 @@ class Publication:
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """A publication that stands on the Hub. up_to_date: it stood there already, nothing was
-    uploaded.
+    """A publication that is on the Hub.
+
+    Args:
+        repo_id: The repository.
+        revision: The branch.
+        commit: The hash of the commit.
+        url: Its page.
+        num_files: Its files.
+        num_bytes: Their bytes.
+        up_to_date: Whether all of it was there already, so that nothing was uploaded.
+        seconds: How long it took.
     """
 
     repo_id: str
     revision: str
-    commit: str  # its hash
+    commit: str
     url: str
     num_files: int
     num_bytes: int

@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Randomness as arithmetic: seeds folded by name, permutations computed one index at a time.
+"""Randomness as arithmetic: seeds derived by name, and permutations computed index by index.
 
 Nothing here depends on jax.random or NumPy's Generator, whose streams may change between versions.
 """
@@ -26,10 +26,10 @@ _WORD = (1 << 64) - 1
 
 
 def fold(seed: int, *names: str | int) -> int:
-    """A 64-bit seed for `names` below `seed`. Sibling names never disturb each other.
+    """Returns a 64-bit seed for `names` below `seed`; sibling names never disturb each other.
 
-    BLAKE2b over the seed and length-prefixed names: `fold(1, "ab", "c")` and `fold(1, "a", "bc")`
-    differ, as do 1 and "1".
+    It is BLAKE2b over the seed and length-prefixed names: `fold(1, "ab", "c")` and `fold(1, "a",
+    "bc")` differ, as do 1 and "1".
     """
     hasher = hashlib.blake2b(digest_size=8)
     for part in (seed, *names):
@@ -39,7 +39,7 @@ def fold(seed: int, *names: str | int) -> int:
 
 
 def draw_seed() -> int:
-    """A fresh seed for a run that was given none; the caller prints and records it."""
+    """Returns a fresh seed for a run that was given none; the caller prints and records it."""
     return secrets.randbits(31)
 
 
@@ -62,28 +62,33 @@ def word_bits(size: int) -> tuple[int, int]:
 
 
 def child(key: int, index: int) -> int:
-    """The 64-bit key number `index` (at least 0) below `key`: output `index` of a SplitMix64
-    generator that starts at `key`.
+    """Returns the 64-bit key number `index` (at least 0) below `key`.
 
-    Arithmetic only, so that compiled code can make a key of its own for every epoch; between names
-    use `fold`.
+    It is output `index` of a SplitMix64 generator that starts at `key`. Being arithmetic only,
+    compiled code can make a key of its own for every epoch; between names use `fold`.
     """
     word = np.array([(key + (index + 1) * _STEP) & _WORD], dtype=np.uint64)
     return int(mix64(word)[0])
 
 
 def round_keys(key: int) -> UInt64:
-    """UInt64[ROUNDS], the keys of the Feistel rounds: the first children of `key`."""
+    """Returns the keys of the Feistel rounds, UInt64[ROUNDS]: the first children of `key`."""
     return np.array([child(key, i) for i in range(ROUNDS)], dtype=np.uint64)
 
 
 def permute(indices: Int64, size: int, key: int) -> Int64:
-    """Where each of `indices` (Int64[n], below `size`) goes under the permutation of `range(size)`
-    that `key` names.
+    """Returns where each index goes under the permutation of `range(size)` that `key` names.
 
     A Feistel network over the words of `word_bits(size)`, walked along its cycle until it lands
-    below `size` (Black, Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002). Raises
-    ValueError where size is 0 or above 2^48, or an index lies outside.
+    below `size` (Black, Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002).
+
+    Args:
+        indices: Int64[n], each below `size`.
+        size: From 1 to 2^48.
+        key: A 64-bit key.
+
+    Raises:
+        ValueError: `size` is 0 or above 2^48, or an index lies outside.
     """
     if not 0 < size <= MAX_ROWS:
         raise ValueError(f"cannot permute {size} rows: between 1 and 2^48 are possible")

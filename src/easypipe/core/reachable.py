@@ -1,5 +1,7 @@
 # pyright: strict
-"""Whether a connection to the Hub comes about, told within seconds."""
+"""Tells within seconds whether the Hub can be reached, so that a machine without network need not
+wait.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,21 @@ from urllib.request import getproxies, proxy_bypass
 from easypipe.core.errors import near_path
 from easypipe.core.remote import causes_of
 
-CONNECT_S = 4.0  # for the Hub to be found at all; what it answers then may take longer
+CONNECT_S = 4.0  # seconds for a connection; the answer may take longer
 
 FAILED_S = 30.0  # after which a host that could not be reached is asked again
 
-# hosts and when they were asked, with why they could not be reached
+# by host and port: when it was asked, and why it could not be reached
 _asked: dict[tuple[str, int], tuple[float, str | None]] = {}
 
 
 def near_here(name: str, fix: str) -> tuple[list[str] | None, str]:
-    """Of a name that the Hub does not give, and that is perhaps a path of this machine: a few names
-    of the folder that it begins with, where there is one; and what helps, else `fix`.
+    """Returns what to try in place of a name that the Hub does not have and that may be a local
+    path.
+
+    Returns:
+        (a few names of the folder that the name begins with, or None; the suggested fix, else
+        `fix`).
     """
     near, meant = near_path(name)
     if os.path.isdir(os.path.dirname(name)):
@@ -34,14 +40,15 @@ def near_here(name: str, fix: str) -> tuple[list[str] | None, str]:
 
 
 def hub_unreachable(endpoint: str | None = None) -> str | None:
-    """Why no connection to the Hub comes about, within CONNECT_S; None where one does: a machine
-    without a network is told at once, and one that does not trust the Hub's certificate.
+    """Returns why no connection to the Hub comes about within CONNECT_S; None if one does.
 
-    Asked once for each host, or proxy before it, and again FAILED_S after a failure: what lies
-    behind a proxy, and where the Hub's client was told to ask nobody, that client says.
+    A machine without a network is told at once, and so is one that does not trust the Hub's
+    certificate. Each host, or the proxy before it, is asked once, and again FAILED_S after a
+    failure. What lies behind a proxy is left to the Hub's client to report, and so is its offline
+    mode.
 
     Args:
-        endpoint: Of the Hub; None takes the one of its client.
+        endpoint: The URL of the Hub; None takes the one of its client.
     """
     from huggingface_hub import constants
 
@@ -67,6 +74,7 @@ def hub_unreachable(endpoint: str | None = None) -> str | None:
 
 
 def _connection_failure(host: str, port: int) -> OSError | None:
+    """Returns why no connection to a host comes about within CONNECT_S, trying again meanwhile."""
     said: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
     began = time.monotonic()
 
@@ -91,7 +99,11 @@ def _connection_failure(host: str, port: int) -> OSError | None:
 
 
 def _certificate_failure(url: str) -> ssl.SSLError | None:
-    """Whom to trust, the Hub's client knows, which would ask six times before it tells."""
+    """Returns the error of a certificate that the Hub's client does not trust, if that is the
+    problem.
+
+    The client alone knows which certificates it trusts; it would ask six times before it reports.
+    """
     from huggingface_hub.utils import get_session
 
     try:

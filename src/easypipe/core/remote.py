@@ -1,14 +1,14 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Talking to remote storage: every call goes through `retrying`, and no secret leaves it.
+"""Retries, time limits and hidden secrets for all calls to remote storage; ranged reads over HTTP.
 
 A call that fails for a passing reason (429, 5xx, a reset, a timeout, fewer bytes than were asked
 for) is made again after a wait that doubles, with jitter, until the policy's attempts or its
 deadline are used up. A request that takes much longer than others of its kind did is given up early
-and made again, with twice the time each time. What is raised in the end names the URL, the attempts
-and the last cause, without credentials: those of the URL (user info, signatures) and those of
-storage_options are hidden.
+and made again, with twice the time each time. The error that is raised in the end names the URL,
+the attempts and the last cause, without credentials: those of the URL (user info, signatures) and
+those of storage_options are hidden.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from easypipe.core.trust import require_private
 from easypipe.core.values import Arguments, attribute_of
 
 T = TypeVar("T")
-# What is passed to fsspec: credentials, an endpoint. Never logged, saved or part of an identity.
+# Options for fsspec: credentials, an endpoint. They are never logged, saved or part of an identity.
 StorageOptions = dict[str, Any] | None
 log = logging.getLogger("easypipe")
 
@@ -63,7 +63,7 @@ _PASSING_ERRNO = frozenset(
         errno.EHOSTUNREACH,
         errno.ENETUNREACH,
     }
-    | {errno.EBUSY}  # what s3fs makes of SlowDown
+    | {errno.EBUSY}  # s3fs raises it for SlowDown
 )
 _PASSING_NAMES = re.compile(
     r"^(ServerDisconnected|ClientPayload|ClientOS|ClientConnector|ServerTimeout|ConnectionClosed|EndpointConnection|ReadTimeout|ConnectTimeout|"
@@ -90,18 +90,21 @@ _SECRET_OPTION = re.compile(
 )
 _RANGE = re.compile(r"bytes (\d+)-", re.IGNORECASE)  # the head of Content-Range
 _FOLLOWING = {"range", "accept", "accept-encoding", "user-agent"}  # headers of every client
-# words that gcsfs takes for a token
+# words that gcsfs accepts in place of a token, which are no secrets
 _NO_SECRETS = ("anon", "cloud", "cache", "google_default", "browser")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How long remote storage is given; a host that nobody ever had an answer from, and that takes
-    no connection, has FEW attempts, and so has a server that packs its answers. Waits double from
-    first_wait_s to longest_wait_s, each shortened at random by up to half.
+    """How often and how long a call to remote storage is tried.
 
-    attempt_timeout_s: one attempt, plus the time that its bytes take at 256 KiB/s. deadline_s: all
-    attempts and waits together, likewise.
+    A host that never answered and takes no connection has FEW attempts, and so has a server that
+    packs its answers. Waits double from `first_wait_s` to `longest_wait_s`, each shortened at
+    random by up to half.
+
+    Args:
+        attempt_timeout_s: Seconds of one attempt, plus the time that its bytes take at 256 KiB/s.
+        deadline_s: Seconds of all attempts and waits together, plus the same time.
     """
 
     attempts: int = 8
@@ -117,7 +120,7 @@ _policy = RetryPolicy()
 
 
 def set_retry_policy(policy: RetryPolicy | None) -> None:
-    """For this process, from now on; None brings the default back."""
+    """Sets the policy of this process from now on; None brings the default back."""
     global _policy
     _policy = policy or RetryPolicy()
 
@@ -131,7 +134,7 @@ class OtherAnswerError(OSError):
 
 
 class PackedError(OtherAnswerError):
-    """A server, or a cache before it, packs what it sends: few of them stop doing so."""
+    """A server, or a cache before it, compresses what it sends; few of them stop doing so."""
 
 
 class WrongRangeError(OSError):
@@ -139,7 +142,7 @@ class WrongRangeError(OSError):
 
 
 class ChangedError(OSError):
-    """What is read now is not what was resolved."""
+    """The file that is read now is not the one that was resolved."""
 
 
 def retrying(
@@ -150,19 +153,19 @@ def retrying(
     num_bytes: int = 0,
     kind: str = "",
 ) -> T:
-    """`call(timeout_s)`, again and again while it fails for passing reasons.
+    """Returns `call(timeout_s)`, called again and again while it fails for passing reasons.
 
     Args:
-        url: What it is about.
+        url: What the call is about.
         call: Makes one attempt.
         options: The storage_options, whose secrets are hidden.
-        num_bytes: That go to and fro.
-        kind: Of requests that take equally long for one host and size, whose stalls are cut; "":
-            nothing is known of them.
+        num_bytes: The bytes that are sent or received.
+        kind: A name for requests that take equally long for one host and size, so that stalled ones
+            are recognised and given up; "": nothing is known about them.
 
     Raises:
         MissingFileError: Nothing is there.
-        StorageError: All else; it names the public URL, the attempts and the last cause.
+        StorageError: Any other failure; it names the public URL, the attempts and the last cause.
     """
     policy, started, attempt, stalls = _policy, time.monotonic(), 0, 0
     extra = num_bytes / SLOWEST_BYTES_PER_S
@@ -202,14 +205,14 @@ def retrying(
 
 
 class _Times:
-    """How long the last requests of one kind took. Thread safe."""
+    """How long the last requests of one kind took. It is thread safe."""
 
     def __init__(self) -> None:
         self._lock, self._last = threading.Lock(), deque[float](maxlen=REMEMBERED)
         self._patience = float("inf")
 
     def patience(self) -> float:
-        """Seconds after which one of them counts as stalled."""
+        """Returns the seconds after which one of them counts as stalled."""
         return self._patience
 
     def add(self, seconds: float) -> None:
@@ -224,12 +227,12 @@ class _Times:
 _times: defaultdict[tuple[str, str, int], _Times] = defaultdict(_Times)
 
 
-# hosts that this process had an answer from: one that is down now is waited for
+# hosts that answered this process: if one of them is down now, it is waited for
 _answered: set[str] = set()
 
 
 def _nobody_there(error: BaseException) -> bool:
-    """Whether no connection was made: the host is not known, or refuses all."""
+    """Returns whether no connection was made: the host is unknown, or refuses all."""
     kinds = ConnectionRefusedError | socket.gaierror
     return any(isinstance(link, kinds) for link in causes_of(error))
 
@@ -239,8 +242,10 @@ def _host(url: str) -> str:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether another attempt may succeed."""
-    if any(map(_lasting, causes_of(error))):  # libraries wrap it in an error of a passing kind
+    """Returns whether another attempt may succeed."""
+    if any(
+        map(_lasting, causes_of(error))
+    ):  # libraries wrap such an error in one of a passing kind
         return False
     for link in causes_of(error):
         if isinstance(link, ConnectionError | TimeoutError | ShortReadError | OtherAnswerError):
@@ -255,7 +260,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def _lasting(error: BaseException) -> bool:
-    """Whether no waiting will cure it."""
+    """Returns whether no waiting will cure the error."""
     return (
         isinstance(error, ChangedError | ssl.SSLCertVerificationError)
         or "Certificate" in type(error).__name__
@@ -264,14 +269,17 @@ def _lasting(error: BaseException) -> bool:
 
 
 def _offline(error: BaseException) -> bool:
-    """The Hub's client was told to ask nobody: a ConnectionError that no waiting will cure."""
+    """Returns whether the Hub's client was told to send no requests.
+
+    It raises a ConnectionError then, which no waiting will cure.
+    """
     return type(error).__name__ == "OfflineModeIsEnabled"
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status behind an error, whatever library made it."""
+    """Returns the HTTP status behind an error, whatever library made it; None if there is none."""
     for link in causes_of(error):
-        # a broken body; the status that it carries is aiohttp's own invention
+        # a broken body; aiohttp itself invented the status that it carries
         if type(link).__module__ == "aiohttp.http_exceptions":
             continue
         response = attribute_of(link, "response")
@@ -295,8 +303,9 @@ def status_of(error: BaseException) -> int | None:
 
 
 def public_url(url: str) -> str:
-    """`url` without credentials: no user info, and no query parameter that signs or authorises.
-    What remains names the same file.
+    """Returns `url` without credentials; what remains names the same file.
+
+    User info and the query parameters that sign or authorise are left out.
     """
     if "://" not in url:
         return url
@@ -319,7 +328,7 @@ def public_url(url: str) -> str:
 
 
 def tell(error: BaseException, url: str, options: StorageOptions) -> str:
-    """The error in words, with every secret of the URL and the options hidden."""
+    """Returns the error as text, with every secret of the URL and the options hidden."""
     status = status_of(error)
     text = str(error).strip()
     if isinstance(error, TimeoutError) and not text:
@@ -335,10 +344,8 @@ def tell(error: BaseException, url: str, options: StorageOptions) -> str:
 def remote_call(
     fs: AbstractFileSystem, name: str, timeout_s: float, *args: Any, **kwargs: Any
 ) -> Any:
-    """`fs.name(*args)` under a time limit where the filesystem is asynchronous inside, else as it
-    is.
-    """
-    # fsspec's asynchronous methods have the names of the others behind an underscore
+    """Calls the method `name` of a filesystem, within `timeout_s` if it is asynchronous inside."""
+    # fsspec names an asynchronous method as the other one, with an underscore in front
     method = getattr(fs, f"_{name}", None) if isinstance(fs, AsyncFileSystem) else None
     if not isinstance(fs, AsyncFileSystem) or method is None:
         return getattr(fs, name)(*args, **kwargs)
@@ -350,8 +357,13 @@ def is_http(url: str) -> bool:
 
 
 def http_options(url: str, options: Arguments) -> Arguments:
-    """`options` for fsspec's client of web servers, which then keeps secrets to the server of
-    `url`. Raises ConfigError where they would go over plain http to another machine.
+    """Returns `options` for fsspec's client of web servers, which then sends secrets to one server
+    only.
+
+    That server is the one of `url`: no secret follows a redirect to another one.
+
+    Raises:
+        ConfigError: Secrets would go over plain http to another machine.
     """
     headers = options.get("headers") or {}
     telling = {name: value for name, value in headers.items() if name.lower() not in _FOLLOWING}
@@ -361,7 +373,7 @@ def http_options(url: str, options: Arguments) -> Arguments:
 
 
 async def _client(**options: Any) -> Any:
-    """fsspec's own client, but headers do not follow a redirect to another origin."""
+    """Returns fsspec's own client; no secret header follows a redirect to another origin."""
     import aiohttp
 
     async def redirected(_session: Any, _context: Any, asked: Any) -> None:
@@ -380,7 +392,13 @@ async def _client(**options: Any) -> Any:
 
 @dataclass(frozen=True)
 class HttpFacts:
-    """What one request for the first byte tells. ranges: the server sends parts of the file."""
+    """What one request for the first byte of a file tells.
+
+    Args:
+        num_bytes: The size of the file; None if the server does not say.
+        identity: "etag:" or "modified:" with the header's value, else "size:" with the size.
+        ranges: Whether the server sends parts of the file.
+    """
 
     num_bytes: int | None
     identity: str
@@ -388,18 +406,27 @@ class HttpFacts:
 
 
 def http_facts(fs: Any, url: str, timeout_s: float) -> HttpFacts:
-    """Size, identity (ETag, else Last-Modified) and whether ranges are served. HEAD is not used:
-    signed URLs often allow GET alone.
+    """Asks a web server for size, identity (ETag, else Last-Modified), and whether it serves
+    ranges.
+
+    HEAD is not used: signed URLs often allow GET alone.
     """
     answer: Any = sync(fs.loop, _http_facts, fs, url, timeout=timeout_s)
     return answer
 
 
 def http_range(fs: Any, url: str, start: int, stop: int, identity: str, timeout_s: float) -> bytes:
-    """Bytes `start` to `stop`.
+    """Returns the bytes `start` to `stop` of a file on a web server.
 
-    Raises ChangedError where the server's ETag is another, WrongRangeError where it sends another
-    part than was asked for, ShortReadError where bytes are missing.
+    Args:
+        identity: As in HttpFacts; "" accepts any.
+
+    Raises:
+        ChangedError: The file is another or a shorter one now.
+        WrongRangeError: The server sent another part than was asked for.
+        PackedError: The server compressed the bytes.
+        OtherAnswerError: Something else came than the file.
+        ShortReadError: Bytes are missing.
     """
     answer: Any = sync(fs.loop, _http_range, fs, url, start, stop, identity, timeout=timeout_s)
     return answer
@@ -417,7 +444,9 @@ async def _http_facts(fs: Any, url: str) -> HttpFacts:
         elif answer.headers.get("Content-Length", "").isdigit() and not _packed(answer.headers):
             total = int(answer.headers["Content-Length"])
         identity = _http_identity(answer.headers)
-        if not identity and answer.content_type == "text/html":  # made anew, so no file
+        if (
+            not identity and answer.content_type == "text/html"
+        ):  # a page made for this request, so no file
             answer.close()
             raise OtherAnswerError(OTHER)
         if answer.status != 206:
@@ -443,7 +472,7 @@ async def _http_range(
         if packed := _packed(answer.headers):
             answer.close()  # before it is unpacked: it may be of any size
             raise PackedError(f"the server packed it ({packed}), which nobody asked for")
-        skipped = start  # the server sends the whole file whatever is asked for: take the part
+        skipped = start  # if the server sends the whole file, the part is cut out of it
         if answer.status == 206:
             skipped = 0
             sent = answer.headers.get("Content-Range", "")
@@ -466,7 +495,7 @@ async def _http_range(
             if at >= skipped + stop - start:
                 break
         if answer.status != 206 or at > stop - start:
-            answer.close()  # hang up: nobody wants the rest
+            answer.close()  # closes the connection, so that the rest is not sent
         if answer.status == 206 and at > stop - start:
             raise OtherAnswerError(f"more than the {stop - start} bytes came that were asked for")
         data = b"".join(pieces)
@@ -476,6 +505,8 @@ async def _http_range(
 
 
 def _get(fs: Any, url: str, byte_range: str) -> Coroutine[Any, Any, Any]:
+    """Starts a GET request for a byte range, without compression."""
+
     async def send() -> Any:
         session = await fs.set_session()
         kwargs = dict(fs.kwargs)
@@ -491,7 +522,7 @@ def _total(content_range: str) -> int | None:
 
 
 def _packed(headers: Mapping[str, str]) -> str:
-    """How the bytes on the way are packed; "" where they are those of the file."""
+    """Returns how the bytes are compressed on the way; "" if they are those of the file."""
     return headers.get("Content-Encoding", "").strip().lower().replace("identity", "")
 
 
@@ -502,6 +533,9 @@ def _http_identity(headers: Mapping[str, str]) -> str:
 
 
 def _wait(policy: RetryPolicy, attempt: int, error: BaseException) -> float:
+    """Returns the seconds until the next attempt: by the policy, or longer if the server asks for
+    it.
+    """
     jitter = random.uniform(0.5, 1.0)  # noqa: S311  (nobody gains by guessing it)
     wait = min(policy.longest_wait_s, policy.first_wait_s * 2 ** (attempt - 1)) * jitter
     for link in causes_of(error):
@@ -515,7 +549,12 @@ def _wait(policy: RetryPolicy, attempt: int, error: BaseException) -> float:
 
 
 def _asked_s(asked: str, now: str) -> float:
-    """Seconds that a server asks to wait: a number, or a time by the clock that says `now`."""
+    """Returns the seconds that a server asks to wait.
+
+    Args:
+        asked: Its header Retry-After: a number, or a time.
+        now: The time by the same clock.
+    """
     if asked.isdecimal():
         return float(asked)
     times: list[float] = []
@@ -528,6 +567,7 @@ def _asked_s(asked: str, now: str) -> float:
 def _told(
     error: BaseException, url: str, options: StorageOptions, attempts: int, seconds: float
 ) -> EasypipeError:
+    """Returns the error of ours that says what went wrong, without credentials."""
     at, text, status = public_url(url), tell(error, url, options), status_of(error)
     if status == 404 or (isinstance(error, FileNotFoundError) and status is None):
         return MissingFileError(at=at, problem="no such file or folder", fix="Check the URL.")
@@ -569,7 +609,7 @@ def _told(
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """The error, and what it was raised because of, one after another."""
+    """Yields the error, then what it was raised because of, one after another."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -579,6 +619,7 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def _secrets_of(options: Any, secret: bool = False) -> Iterator[str]:
+    """Yields the texts within storage_options that are secret, by the names of their keys."""
     if isinstance(options, Mapping):
         for key, value in options.items():
             yield from _secrets_of(value, secret or bool(_SECRET_OPTION.search(str(key))))
@@ -592,6 +633,7 @@ def _secrets_of(options: Any, secret: bool = False) -> Iterator[str]:
 
 
 def _secrets_of_url(url: str) -> Iterator[str]:
+    """Yields user, password and signing query values of a URL."""
     try:
         parts = urlsplit(url)
     except ValueError:

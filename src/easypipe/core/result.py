@@ -1,5 +1,5 @@
 # pyright: strict
-"""A value or an error, for callers who would rather look than catch: `Ok(value)` or `Err(error)`.
+"""`Ok(value)` or `Err(error)`: a result for callers who would rather inspect than catch an error.
 
 `Err` holds what would have been raised otherwise: the same check seen from another side. Bugs stay
 exceptions: `attempt` turns EasypipeError into Err, and nothing else.
@@ -20,7 +20,11 @@ P = ParamSpec("P")
 
 
 class UnwrapError(ValueError):
-    """`unwrap()` of an Err whose error is no exception, but say a text. `value` is that error."""
+    """Raised by `unwrap()` of an Err whose error is not an exception, for example a text.
+
+    Attributes:
+        value: The error of that Err.
+    """
 
     def __init__(self, value: object) -> None:
         super().__init__(value)
@@ -46,7 +50,7 @@ class Ok(Generic[T]):
         return self.value
 
     def unwrap_err(self) -> NoReturn:
-        """Raises TypeError: there is no error to have."""
+        """Raises TypeError, since there is no error."""
         raise TypeError(f"unwrap_err() of {self!r}: ask is_err() first")
 
     def unwrap_or(self, default: object) -> T:
@@ -56,7 +60,7 @@ class Ok(Generic[T]):
         return Ok(function(self.value))
 
     def and_then(self, function: Callable[[T], Result[U, E]]) -> Result[U, E]:
-        """What `function`, which may fail itself, makes of the value."""
+        """Returns what `function`, which may fail itself, makes of the value."""
         return function(self.value)
 
 
@@ -73,9 +77,7 @@ class Err(Generic[E]):
         return True
 
     def unwrap(self) -> NoReturn:
-        """Raises the error; UnwrapError, which holds it, where it is no exception that can be
-        raised.
-        """
+        """Raises the error, or UnwrapError with it if it is not an exception."""
         if isinstance(self.error, BaseException):
             raise self.error
         raise UnwrapError(self.error)
@@ -99,8 +101,10 @@ Result: TypeAlias = Ok[T] | Err[E]
 def attempt(
     function: Callable[P, U], *args: P.args, **kwargs: P.kwargs
 ) -> Result[U, EasypipeError]:
-    """Ok of what the function returns, Err of an EasypipeError that it raises. Any other exception
-    is a bug, and passes through.
+    """Calls a function and returns Ok of what it returns, or Err of an EasypipeError that it
+    raises.
+
+    Any other exception is a bug, and passes through.
     """
     try:
         return Ok(function(*args, **kwargs))

@@ -1,7 +1,7 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""YAML, read safely: no tags, no duplicate keys, nothing that grows; 1e-4 is a number."""
+"""Safe YAML: no tags, no duplicate keys, no aliases that grow; 1e-4 is a number."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from typing import Any
 
 import yaml
 
-# how deep a text may be nested, and how many values its aliases may repeat
+# the deepest nesting of a text, and the most values that its aliases may repeat
 DEEPEST, MOST_REPEATED = 100, 100_000
 
 
 def read_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises yaml.YAMLError."""
+    """Returns the value of a YAML text.
+
+    Raises:
+        yaml.YAMLError: The text is not YAML, or breaks one of the rules above.
+    """
     return yaml.load(text, Loader=_SafeLoader)  # noqa: S506  (what yaml.safe_load does, with duplicate keys refused)
 
 
 def wrong_yaml(error: yaml.YAMLError, text: str) -> tuple[int | None, str]:
-    """The line of a complaint, counted from 1, and its words."""
+    """Returns the line of a YAML error, counted from 1 (None if unknown), and its message."""
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
         return line, f"unacceptable character #x{error.character:04x}: {error.reason}"
@@ -32,12 +36,14 @@ def wrong_yaml(error: yaml.YAMLError, text: str) -> tuple[int | None, str]:
 
 
 class _SafeLoader(yaml.SafeLoader):
-    """Every complaint is a YAMLError that names its line, and no small file grows into a large
-    one."""
+    """A YAML loader that keeps small files from growing into large values.
+
+    Every error is a YAMLError that names its line.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.depth = self.composed = self.repeated = 0  # in nodes
+        self.depth = self.composed = self.repeated = 0  # counted in nodes
         self.sizes: dict[int, int] = {}  # by the id of a node, which the document keeps alive
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -72,7 +78,7 @@ class _SafeLoader(yaml.SafeLoader):
             return made
         except yaml.YAMLError:
             raise
-        except Exception as error:  # noqa: BLE001  (int() and date() raise what they like)
+        except Exception as error:  # noqa: BLE001  (int() and date() raise errors of several types)
             kind = node.tag.rpartition(":")[2]
             raise yaml.MarkedYAMLError(
                 problem=f"no {kind}: {error or type(error).__name__}", problem_mark=node.start_mark
@@ -80,9 +86,10 @@ class _SafeLoader(yaml.SafeLoader):
 
 
 def _mapping(loader: _SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    """Constructs a mapping; refuses duplicate keys and keys that are lists or mappings."""
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        # <<: what it brings in, keys beside it go before
+        # keys beside a merge key (<<) win over those that it brings in
         merges = key_node.tag == "tag:yaml.org,2002:merge"
         key: Any = "<<" if merges else loader.construct_object(key_node)
         mark = key_node.start_mark
@@ -96,8 +103,8 @@ def _mapping(loader: _SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 _SafeLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-# YAML 1.1 reads 1:30 as 90, 010 as 8, and 1e-4 as a text. Nobody means the first two: they are
-# texts here, which an option of numbers refuses. 1e-4 is a number.
+# YAML 1.1 reads 1:30 as 90, 010 as 8, and 1e-4 as a text. The first two are never meant: they are
+# texts here, which an option for a number refuses. 1e-4 is a number.
 _NUMBERS = {
     "int": r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)",
     "float": r"[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+|[-+]?[0-9][0-9_]*\.[0-9_]*"

@@ -1,4 +1,4 @@
-"""Column names and dtypes, and the NumPy array types that signatures name, in one place.
+"""Names and dtypes of all columns, the Arrow types of this package, and `OutputSchema`.
 
 At rest (token cache, saved rows) a row has `input_ids`, `loss_mask`, `segment_ids`, `position_ids`;
 `labels` exist only in batches.
@@ -29,7 +29,7 @@ from easypipe.core.values import Arguments, Batch, Columns, DType, Int64
 
 INPUT_IDS = "input_ids"
 LOSS_MASK = "loss_mask"  # 1: this token is a target; absent: every token is
-# in the loss_mask of a token cache: no target, and the first token of the second half of a pair
+# in the loss_mask of a token cache: the first token of a pair's second answer, which is no target
 SEGMENT_BREAK = 2
 SEGMENT_IDS = "segment_ids"  # 0 is padding, segments of a row count from 1
 POSITION_IDS = "position_ids"  # restart at 0 with each segment
@@ -38,16 +38,16 @@ POSITION_IDS = "position_ids"  # restart at 0 with each segment
 LOOK_AHEAD = "look_ahead"
 LABELS = "labels"  # batches only: the next token of the same segment, or IGNORE
 ATTENTION_MASK = "attention_mask"
-# TRL's names of masks beside tokens that were made before, as loss_mask: 1 is a target
+# TRL's names for such masks in data that is tokenized already; 1 is a target
 COMPLETION_MASK, ASSISTANT_MASKS = "completion_mask", "assistant_masks"
-# the columns that say which tokens are targets: those that all of them name
+# the columns that say which tokens are targets: a token must be one in all that are given
 TARGET_COLUMNS = (LOSS_MASK, LABELS, COMPLETION_MASK, ASSISTANT_MASKS)
-# sequence-to-sequence batches: what the decoder sees where it is to say `labels`
+# sequence-to-sequence batches: the decoder's input, whose next tokens are `labels`
 DECODER_INPUT_IDS = "decoder_input_ids"
 DECODER_ATTENTION_MASK = "decoder_attention_mask"
 PIXEL_VALUES = "pixel_values"
-# token cache only: packing puts no EOS behind it: it ends with one, its text goes on in the next
-# one, or it is a pair
+# token cache only, 1: packing adds no EOS to the document, as it ends with one, its text goes on in
+# the next document, or it is a pair
 HAS_EOS = "has_eos"
 
 SOURCE = "__source__"  # which dataset a row came from
@@ -58,36 +58,37 @@ IGNORE = -100  # label of a slot that is not trained
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest of uint16 and uint32 that holds every id below `vocab_size`."""
+    """Returns the smallest of uint16 and uint32 that holds every id below `vocab_size`."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
 def token_list(vocab_size: int) -> pa.DataType:
-    """Arrow type of a document's tokens: lists with int64 offsets, so that one shard may pass 2^31
-    tokens.
+    """Returns the Arrow type of a document's tokens.
+
+    The lists have int64 offsets, so that one shard may pass 2^31 tokens.
     """
     return pa.large_list(pa.from_numpy_dtype(token_dtype(vocab_size)))
 
 
 def offsets_of(sizes: NDArray[np.integer[Any]] | Sequence[int]) -> Int64:
-    """Where lists of these sizes begin, and where the last of them ends: Int64[n + 1]."""
+    """Returns where lists of these sizes begin, and where the last of them ends: Int64[n + 1]."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(np.asarray(sizes, np.int64), out=offsets[1:])
     return offsets
 
 
 def schema_text(schema: pa.Schema) -> str:
-    """A schema as text that JSON can hold."""
+    """Returns a schema as text that JSON can hold; `schema_of_text` reads it."""
     return base64.b64encode(schema.serialize().to_pybytes()).decode()
 
 
 def schema_of_text(text: str) -> pa.Schema:
-    """The schema that `schema_text` wrote."""
+    """Returns the schema that `schema_text` wrote."""
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
 
 
 def data_columns(schema: pa.Schema) -> list[str]:
-    """The columns of rows, without that of their numbers."""
+    """Returns the names of all columns but ROW_NUMBER."""
     return [name for name in schema.names if name != ROW_NUMBER]
 
 
@@ -100,35 +101,38 @@ def without_row_numbers(schema: pa.Schema) -> pa.Schema:
 
 
 def row_numbers(batch: pa.RecordBatch, start: int) -> Int64:
-    """Int64[rows], of a batch that was read from row `start` on."""
+    """Returns the row numbers Int64[rows] of a batch that was read from row `start` on."""
     if ROW_NUMBER in batch.schema.names:
         return batch.column(ROW_NUMBER).to_numpy()
     return np.arange(start, start + batch.num_rows)
 
 
 def fields_text(schema: pa.Schema) -> str:
-    """Columns and their types, for people."""
+    """Returns columns and their types as text for messages."""
     return ", ".join(f"{field.name}: {field.type}" for field in schema)
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether a column holds lists, long ones and those of a fixed length too."""
+    """Returns whether a column holds lists, large ones and those of a fixed size included."""
     t = pa.types
     return t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
 
 
 def list_sizes(lists: pa.Array) -> Int64:
-    """How many items each list has: Int64[n]; 0 where there is none."""
+    """Returns how many items each list has: Int64[n]; 0 for null."""
     sizes = pc.fill_null(pc.call_function("list_value_length", [lists]), 0)
     return sizes.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
 
 
 def typed_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Values of Python as an array of `kind`.
+    """Returns Python values as an array of `kind`, and refuses those that Arrow would change.
 
-    Raises ArrowInvalid and its kin for values that are none of its, and for what Arrow would
-    change: it cuts a fraction in the place of an integer, and makes a number infinite that is too
+    Arrow cuts off a fraction where an integer is due, and makes a number infinite that is too
     large.
+
+    Raises:
+        ArrowInvalid: Values do not fit the type, or would be changed. Other errors of Arrow are
+            possible.
     """
     made = pa.array(values, kind)
     whole = holds(kind, pa.types.is_integer) and _may_hold_fractions(values, kind)
@@ -141,13 +145,14 @@ def typed_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 
 def cast_array(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """An array as one of `kind`. Raises what `typed_array` raises."""
+    """Casts an array to `kind`; raises what `typed_array` raises."""
     made = values.cast(kind)
     return typed_array(values.to_pylist(), kind) if _holds_infinity(made) else made
 
 
 def _may_hold_fractions(values: Sequence[Any], kind: pa.DataType) -> bool:
-    if holds(kind, pa.types.is_map):  # whose pairs are inferred as texts
+    """Returns whether values for a type with integers may hold fractions."""
+    if holds(kind, pa.types.is_map):  # the pairs of a map are inferred as texts
         return True
     try:
         return holds(pa.infer_type(values), pa.types.is_floating)
@@ -156,7 +161,7 @@ def _may_hold_fractions(values: Sequence[Any], kind: pa.DataType) -> bool:
 
 
 def _holds_infinity(made: pa.Array) -> bool:
-    """Whether there is an infinite number among those of less than 64 bits."""
+    """Returns whether there is an infinite number among those of less than 64 bits."""
     kind = made.type
     if pa.types.is_float32(kind) or pa.types.is_float16(kind):
         return bool(np.isinf(made.to_numpy(zero_copy_only=False)).any())
@@ -168,8 +173,9 @@ def _holds_infinity(made: pa.Array) -> bool:
 
 
 def _changed(value: Any, kind: pa.DataType) -> str | None:
-    """Why a number within `value` is another one in `kind`: it has a fraction in the place of an
-    integer, or is beyond the largest.
+    """Returns why a number within `value` would be changed by the type `kind`; None if none would.
+
+    A number is changed if it has a fraction where an integer is due, or is beyond the largest.
     """
     found: Iterable[str | None] = ()
     if value is None:
@@ -195,20 +201,23 @@ JSON = pa.json_(pa.large_string())
 
 
 def is_json(kind: pa.DataType) -> bool:
-    """Whether values are JSON text by their type: lists or objects that have no common one."""
+    """Returns whether values are JSON text: lists or objects that have no common type."""
     return isinstance(kind, pa.JsonType)
 
 
 def holds(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
-    """Whether a type, or one anywhere within it, is what `test` tells."""
+    """Returns whether `test` is true of a type or of one anywhere within it."""
     return test(kind) or any(holds(kind.field(i).type, test) for i in range(kind.num_fields))
 
 
 def plain_type(
     kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType] | None = None
 ) -> pa.DataType:
-    """The type of a column in this package; idempotent. leaf: what becomes of types with none
-    within.
+    """Returns the type that a column has in this package; applying it again changes nothing.
+
+    Args:
+        kind: Any Arrow type.
+        leaf: What becomes of types that have none within; None keeps them.
     """
     if holds(kind, is_json):
         return JSON
@@ -271,7 +280,11 @@ class OutputSchema:
             )
 
     def cast(self, batch: Columns) -> Batch:
-        """The batch in these dtypes. Raises SourceError for a whole number that does not fit."""
+        """Returns the batch in these dtypes.
+
+        Raises:
+            SourceError: A whole number does not fit.
+        """
         wanted = dict.fromkeys(_TOKEN_COLUMNS, "int32") | {PIXEL_VALUES: "float32"} | self.dtypes
         return {
             name: _cast(name, np.asarray(values), np.dtype(wanted[name]))
@@ -322,10 +335,10 @@ class TaskSpec:
 
     @classmethod
     def lm_tiny(cls) -> TaskSpec:
-        """The next token of texts."""
+        """A task that predicts the next token of texts."""
         return cls(name="lm_tiny", modality="text", task_type="causal_lm")
 
     @classmethod
     def vision_tiny(cls) -> TaskSpec:
-        """The class of images that are all of one size."""
+        """A task that predicts the class of images of one size."""
         return cls(name="vision_tiny", modality="vision", task_type="classification")

@@ -1,13 +1,13 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""The one door to bytes at rest: where files are read from, and how they are committed.
+"""Reads files and commits them atomically, on local disks and object stores (fsspec).
 
 Law (commit or nothing): whoever looks at `path` sees the old bytes or the new ones, whenever this
 process is killed. Locally: a temporary name, fsync, rename, fsync of the folder. On object stores:
 one PUT of the finished file, checked by the store's own checksum of what came (S3, GCS) or its
-size; `create_bytes` makes it conditional on there being none. Every call to a store is tried again
-where it fails for a passing reason (core/remote.py).
+size; `create_bytes` makes it conditional on there being no file yet. Every call to a store is tried
+again if it fails for a passing reason (core/remote.py).
 
 `set_fault_hook` lets tests stop the process at every step.
 """
@@ -51,23 +51,27 @@ from easypipe.core.values import Arguments, JsonValue
 
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 22
-# of a file at a time, into the same memory: what fits a core's own cache is hashed three times as
-# fast
+# bytes that are read and hashed at a time, into the same memory: what fits a core's own cache is
+# hashed three times as fast
 HASHED_BYTES = 1 << 18
 TEMPORARY = ".tmp-"
 
-SWEPT_SELDOM = 20  # times as long as a sweep took passes until the next one of the same folder
-OLD_S = 86_400.0  # a temporary that nobody wrote to for so long has no writer
+# a folder is swept again after this many times the seconds that the last sweep took
+SWEPT_SELDOM = 20
+OLD_S = 86_400.0  # a temporary file that was not written to for so long has no writer
 
 _sweep_again: dict[Path, float] = {}  # when a folder may be swept again, by time.monotonic
-_swept: set[Path] = set()  # folders that this process found rid of what others left
+_swept: set[Path] = set()  # folders from which this process removed what killed ones had left
 
 _fault: Callable[[str, str], None] | None = None
 
 
 def set_fault_hook(hook: Callable[[str, str], None] | None) -> None:
-    """`hook(step, path)` is called before each step of a commit ("write", "sync", "rename",
-    "committed"); tests raise or exit there.
+    """Sets a function for tests that is called before each step of a commit.
+
+    Args:
+        hook: Called as `hook(step, path)`, where step is "write", "sync", "rename" or "committed";
+            it may raise or exit there. None removes it.
     """
     global _fault
     _fault = hook
@@ -80,7 +84,12 @@ def _step(step: str, path: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """What was committed: size in bytes and XXH3-128 of the content, in hex."""
+    """What was committed.
+
+    Args:
+        num_bytes: The size in bytes.
+        checksum: XXH3-128 of the content, in hex.
+    """
 
     num_bytes: int
     checksum: str
@@ -93,8 +102,10 @@ def is_remote(path: str | Path) -> bool:
 def filesystem(
     path: str | Path, storage_options: StorageOptions = None
 ) -> tuple[AbstractFileSystem, str]:
-    """The fsspec filesystem of `path`, and the path as that filesystem spells it. Raises
-    StorageError where the protocol is unknown.
+    """Returns the fsspec filesystem of `path`, and the path as that filesystem spells it.
+
+    Raises:
+        StorageError: The protocol is unknown, or its fsspec package is missing.
     """
     options = dict(storage_options or {})
     if str(path).startswith("hf://"):
@@ -112,12 +123,12 @@ def filesystem(
             else f"Install the fsspec package for {protocol}."
         )
         problem = f"cannot open {protocol}:// paths: {tell(error, str(path), storage_options)}"
-    # not from the library's error, which may show credentials
+    # not raised from the library's error, which may show credentials
     raise StorageError(at=at, problem=problem, fix=fix)
 
 
 def is_inside(name: JsonValue) -> bool:
-    """Whether a file may be called `name` by another of its folder: it is in there, or below."""
+    """Returns whether `name`, read from a file, names a file in or below that file's folder."""
     return (
         isinstance(name, str)
         and "\0" not in name
@@ -127,6 +138,11 @@ def is_inside(name: JsonValue) -> bool:
 
 
 def exists(path: str | Path, storage_options: StorageOptions = None) -> bool:
+    """Returns whether there is a file or folder at `path`.
+
+    Raises:
+        StorageError: It cannot be told.
+    """
     if not is_remote(path):
         with raising(StorageError, path, "cannot be read", "Check the path and permissions."):
             return Path(_local(path)).exists()
@@ -141,6 +157,12 @@ def exists(path: str | Path, storage_options: StorageOptions = None) -> bool:
 
 
 def read_bytes(path: str | Path, storage_options: StorageOptions = None) -> bytes:
+    """Returns all bytes of a file.
+
+    Raises:
+        MissingFileError: There is no file.
+        StorageError: It cannot be read.
+    """
     try:
         if not is_remote(path):
             return Path(_local(path)).read_bytes()
@@ -166,8 +188,11 @@ def read_bytes(path: str | Path, storage_options: StorageOptions = None) -> byte
 def read_range(
     path: str | Path, start: int, stop: int, storage_options: StorageOptions = None
 ) -> bytes:
-    """Bytes `start` to `stop` of a remote file, all of them. Raises StorageError where it is
-    shorter.
+    """Returns the bytes `start` to `stop` of a remote file, all of them.
+
+    Raises:
+        MissingFileError: There is no file.
+        StorageError: The file is shorter, or cannot be read.
     """
 
     def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> bytes:
@@ -192,8 +217,11 @@ def read_range(
 
 
 def chunks(path: str | Path, storage_options: StorageOptions = None) -> Iterator[bytes]:
-    """A file's bytes in order, CHUNK_BYTES at a time. Raises FileNotFoundError where it is not
-    there, OSError where it cannot be read.
+    """Yields the bytes of a file in order, CHUNK_BYTES at a time.
+
+    Raises:
+        FileNotFoundError: There is no file.
+        OSError: It cannot be read.
     """
     if not is_remote(path):
         with open(_local(path), "rb") as file:
@@ -208,7 +236,7 @@ def chunks(path: str | Path, storage_options: StorageOptions = None) -> Iterator
 
 
 def size_of(path: str | Path, storage_options: StorageOptions = None) -> int | None:
-    """Bytes of a file; None where there is none."""
+    """Returns the bytes of a file; None if there is none."""
     if not is_remote(path):
         local = _local(path)
         return local.stat().st_size if local.is_file() else None
@@ -222,7 +250,7 @@ def size_of(path: str | Path, storage_options: StorageOptions = None) -> int | N
 
 
 def names_in(folder: str | Path, storage_options: StorageOptions = None) -> list[str]:
-    """Names of what lies directly in a folder, sorted, temporaries left out; [] where there is no
+    """Returns the names directly in a folder, sorted and without temporaries; [] if there is no
     folder.
     """
 
@@ -243,8 +271,10 @@ def names_in(folder: str | Path, storage_options: StorageOptions = None) -> list
 
 
 def remove(path: str | Path, storage_options: StorageOptions = None) -> None:
-    """Removes a file, or a folder with all that is in it, where it is there. Raises StorageError
-    where that fails.
+    """Removes a file, or a folder with all that is in it; does nothing if there is none.
+
+    Raises:
+        StorageError: It cannot be removed.
     """
 
     def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> None:
@@ -272,8 +302,18 @@ def ask(
     num_bytes: int = 0,
     kind: str = "",
 ) -> T:
-    """`call(filesystem, name, timeout in s)`, tried again where it fails for a passing reason.
-    num_bytes, kind: as `retrying` has them.
+    """Calls a store, again if that fails for a passing reason.
+
+    Args:
+        path: The URL that the call is about.
+        storage_options: Passed to fsspec.
+        call: Called as `call(filesystem, name, timeout in s)`; makes one attempt.
+        num_bytes: As in `retrying`.
+        kind: As in `retrying`.
+
+    Raises:
+        MissingFileError: There is nothing at `path`.
+        StorageError: All attempts failed.
     """
 
     def attempt(timeout_s: float) -> T:
@@ -284,7 +324,12 @@ def ask(
 
 
 def read_json(path: str | Path, storage_options: StorageOptions = None) -> Any:
-    """Raises StorageError where the file is not JSON."""
+    """Returns the value of a JSON file.
+
+    Raises:
+        MissingFileError: There is no file.
+        StorageError: It cannot be read, or is not JSON.
+    """
     data = read_bytes(path, storage_options)
     with raising(StorageError, path, "not JSON", "Delete the file and run again.", ValueError):
         return json.loads(data)
@@ -297,11 +342,13 @@ def commit_bytes(path: str | Path, data: bytes, storage_options: StorageOptions 
 
 
 def create_bytes(path: str | Path, data: bytes, storage_options: StorageOptions = None) -> bool:
-    """Commits `data` at a URL only where there is no file yet; False where there is one that holds
-    other bytes.
+    """Commits `data` at a URL only if there is no file yet.
 
-    On S3 (If-None-Match) and GCS (ifGenerationMatch=0) this is one step, so of several writers one
+    On S3 (If-None-Match) and GCS (ifGenerationMatch=0) this is one step, so one of several writers
     wins. Other stores of fsspec are asked first and then written.
+
+    Returns:
+        False if there is a file that holds other bytes.
     """
     _step("rename", str(path))
     try:
@@ -312,7 +359,7 @@ def create_bytes(path: str | Path, data: bytes, storage_options: StorageOptions 
             lambda fs, name, timeout_s: _create(fs, name, data, timeout_s),
         )
     except FileExistsError:
-        # an attempt whose answer was lost has made it
+        # an earlier attempt, whose answer was lost, may have made it
         return read_bytes(path, storage_options) == data
     _step("committed", str(path))
     return True
@@ -330,11 +377,16 @@ def json_bytes(value: Any) -> bytes:
 def commit_file(
     path: str | Path, storage_options: StorageOptions = None
 ) -> Generator[tuple[Path, Callable[[], Stamp]]]:
-    """`with commit_file(path) as (temporary, stamp):` write `temporary`; leaving the block commits
+    """Commits a file that the caller writes under a temporary name.
+
+    In `with commit_file(path) as (temporary, stamp):` write `temporary`; leaving the block commits
     it, an exception discards it.
 
-    `stamp()` tells size and checksum once the block is left. Raises StorageError where the bytes
-    cannot be written.
+    Yields:
+        The temporary path, and `stamp()`, which returns size and checksum once the block is left.
+
+    Raises:
+        StorageError: The bytes cannot be written.
     """
     done: list[Stamp] = []
     remote = is_remote(path)
@@ -370,13 +422,19 @@ def commit_file(
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            with contextlib.suppress(OSError):  # it has its name by now, or the error is told
+            with contextlib.suppress(
+                OSError
+            ):  # it was renamed, or an error is being raised already
                 temporary.unlink(missing_ok=True)
 
 
 def commit_folder(temporary: Path, target: Path) -> None:
-    """Gives the local folder `temporary` the name `target`, once every file and folder in it is on
-    the disk. `target` is not there, or is an empty folder."""
+    """Renames the local folder `temporary` to `target` when all that is in it is on the disk.
+
+    Args:
+        temporary: A folder on the same file system.
+        target: A name that does not exist, or an empty folder.
+    """
     _step("sync", str(target))
     for folder, _, files in os.walk(temporary):
         for file in files:
@@ -389,6 +447,7 @@ def commit_folder(temporary: Path, target: Path) -> None:
 
 
 def _put(file: Path, target: str, storage_options: StorageOptions) -> None:
+    """Uploads a file whole, and checks what arrived."""
     size = file.stat().st_size
 
     def call(fs: AbstractFileSystem, name: str, timeout_s: float) -> None:
@@ -403,13 +462,15 @@ def _put(file: Path, target: str, storage_options: StorageOptions) -> None:
 
 
 def _create(fs: AbstractFileSystem, name: str, data: bytes, timeout_s: float) -> None:
+    """Uploads bytes if there is no file of that name."""
     fs.invalidate_cache()
     remote_call(fs, "pipe_file", timeout_s, name, data, mode="create", **_checked(fs))
 
 
 def _checks(fs: AbstractFileSystem) -> bool:
-    """Whether its client compares checksums with the store: botocore sends one, gcsfs is asked
-    to.
+    """Returns whether the client compares checksums with the store.
+
+    botocore sends one by itself, gcsfs is asked to by `_checked`.
     """
     return bool({"gs", "s3"} & set([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol))
 
@@ -424,7 +485,12 @@ def _upload(
     num_bytes: int,
     call: Callable[[AbstractFileSystem, str, float], None],
 ) -> None:
-    """Raises FileExistsError as `call` does, StorageError for all else that does not pass."""
+    """Runs an upload with retries.
+
+    Raises:
+        FileExistsError: `call` raised it.
+        StorageError: It failed for any other reason that does not pass.
+    """
 
     def attempt(fs: AbstractFileSystem, name: str, timeout_s: float) -> bool:
         try:
@@ -445,7 +511,11 @@ def _upload(
 
 
 def checksum(path: str | Path, storage_options: StorageOptions = None) -> Stamp:
-    """Size and XXH3-128 of a file. Raises FileNotFoundError."""
+    """Returns size and XXH3-128 of a file.
+
+    Raises:
+        FileNotFoundError: There is no file.
+    """
     hasher, total = xxhash.xxh3_128(), 0
     if is_remote(path):
         for chunk in chunks(path, storage_options):
@@ -461,8 +531,13 @@ def checksum(path: str | Path, storage_options: StorageOptions = None) -> Stamp:
 
 
 def temporary_of(target: Path) -> Path:
-    """A new name beside the local `target`, for what is to take its place. The folder is made, and
-    rid of what killed processes left when this one first writes there. Raises OSError.
+    """Returns a new temporary name beside the local `target`, for the file that will replace it.
+
+    It makes the folder. The first time that this process writes there, it removes what killed
+    processes left.
+
+    Raises:
+        OSError: The folder cannot be made or listed.
     """
     folder = target.parent.absolute()
     make_folder(folder)
@@ -483,11 +558,13 @@ def make_folder(folder: Path) -> None:
 
 
 def sweep(folder: str | Path) -> int:
-    """Removes temporaries that processes of this host left when they were killed, here and in the
-    folders below. Returns how many.
+    """Removes temporaries that killed processes of this host left in a folder and those below it.
 
     A folder that takes long to look through is not looked through again soon, so that this takes
-    little of the time of whoever writes many things there.
+    little of the time of a process that writes much there.
+
+    Returns:
+        How many were removed.
     """
     here, began = Path(folder).absolute(), time.monotonic()
     if began < _sweep_again.get(here, 0.0):
@@ -509,8 +586,10 @@ def _sweep(paths: Iterable[Path]) -> int:
 
 
 def _is_left(temporary: Path) -> bool:
-    """Whether the process that wrote it is gone. Of one of this host whose number says nothing
-    here, as that of another container, it is where a day has passed since.
+    """Returns whether the process that wrote a temporary has ended.
+
+    A process that belongs to this host but is numbered by another counter, as in another container,
+    counts as ended a day after it last wrote.
     """
     owner, _, pid = temporary.name.removeprefix(TEMPORARY).split("-", 2)[0].rpartition("_")
     if owner == _numbered_by():
@@ -522,13 +601,13 @@ def _is_left(temporary: Path) -> bool:
 
 
 def _changed(path: Path) -> float:
-    """When a file, or anything in a folder, was last written to."""
+    """Returns when a file, or anything in a folder, was last written to."""
     inside = path.rglob("*") if path.is_dir() else ()
     return max(one.lstat().st_mtime for one in (path, *inside))
 
 
 def _local(path: str | Path) -> Path:
-    return Path(os.path.expanduser(str(path).removeprefix("file://")))  # that of Path may raise
+    return Path(os.path.expanduser(str(path).removeprefix("file://")))  # Path.expanduser may raise
 
 
 def sync(path: Path) -> None:
@@ -547,7 +626,7 @@ def _host() -> str:
 
 @functools.cache
 def _numbered_by() -> str:
-    """What counts the processes: the host, its boot, and the container where there is one."""
+    """Returns a name for what counts the processes: host, boot, and container if there is one."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         told = f"{boot}{os.readlink('/proc/self/ns/pid')}"
@@ -557,7 +636,7 @@ def _numbered_by() -> str:
 
 
 def owner() -> str:
-    """What temporaries of this process are called by: its machine and number."""
+    """Returns the name of this process in its temporaries: its machine and number."""
     return f"{_numbered_by()}_{os.getpid()}"
 
 

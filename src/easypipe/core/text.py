@@ -1,4 +1,4 @@
-"""Text of others in columns: told from white space, seen as bytes."""
+"""Texts in Arrow columns: which are blank, their bytes without a copy, and which are not UTF-8."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import pyarrow.compute as pc
 
 from easypipe.core.values import Bools, Int64, UInt8
 
-_BLANK = r"\A[\s\x0b\x1c-\x1f\x{85}\pZ]*\z"  # what `str.strip` takes away; RE2's \s is ASCII alone
+_BLANK = r"\A[\s\x0b\x1c-\x1f\x{85}\pZ]*\z"  # all that `str.strip` removes; RE2's \s is ASCII alone
 
 
 def has_text(column: pa.Array) -> Bools:
-    """Whether something is left of each text after `strip()`; False for null.
+    """Returns whether something is left of each text after `strip()`; False for null.
 
     Args:
         column: Texts[n] of any string type.
 
     Returns:
-        Bool[n]; True for what is no UTF-8. It stops at the first character that is no white space,
-        so long texts cost nothing.
+        Bool[n]; True for bytes that are not UTF-8. The search stops at the first character that is
+        not white space, so long texts cost nothing.
     """
     compute: Any = pc
     blank = compute.fill_null(compute.match_substring_regex(column, _BLANK), True)
@@ -29,7 +29,7 @@ def has_text(column: pa.Array) -> Bools:
 
 
 def bytes_of(texts: pa.LargeStringArray) -> tuple[Int64, UInt8]:
-    """The bytes of texts without a copy.
+    """Returns the bytes of texts without a copy.
 
     Args:
         texts: Texts[n].
@@ -45,9 +45,9 @@ def bytes_of(texts: pa.LargeStringArray) -> tuple[Int64, UInt8]:
 
 
 def not_utf8(column: pa.Array) -> list[int]:
-    """The rows in which some string, at any depth, is no UTF-8.
+    """Returns the rows in which some string, at any depth, is not UTF-8.
 
-    Halves are looked at, so that finding a few costs little more than finding none.
+    It searches by halves, so that finding a few costs little more than finding none.
     """
     bad: list[int] = []
     pending = [(0, len(column))]
@@ -55,7 +55,7 @@ def not_utf8(column: pa.Array) -> list[int]:
         first, last = pending.pop()
         try:
             part = column.slice(first, last - first)
-            # children of a slice are checked whole: make them its own
+            # Arrow checks the whole children of a slice, so the slice is copied first
             if last - first < len(column) and column.type.num_fields:
                 part = part.take(pa.array(np.arange(last - first)))
             part.validate(full=True)

@@ -1,4 +1,4 @@
-"""All files of a folder, here or in a bucket, with sizes and times."""
+"""Lists all files of a folder, local or in a bucket, with sizes and times."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from easypipe.core.values import Json, JsonObject
 
 
 class Found(NamedTuple):
-    """A file: its bytes, and when it was written (seconds of Unix time; now where a store does not
-    tell).
+    """A file that was listed.
+
+    Attributes:
+        num_bytes: Its size.
+        modified: When it was written, in seconds of Unix time; now if a store does not say.
     """
 
     num_bytes: int
@@ -26,8 +29,10 @@ class Found(NamedTuple):
 
 
 def files_below(folder: str | Path, storage_options: StorageOptions = None) -> dict[str, Found]:
-    """Every file in a folder and its folders, by its name below it, sorted; {} where there is no
-    folder.
+    """Returns every file in a folder and the folders below it.
+
+    Returns:
+        Sizes and times by the file's name below the folder, sorted; {} if there is no folder.
     """
     if not storage.is_remote(folder):
         local = Path(os.path.expanduser(str(folder).removeprefix("file://")))

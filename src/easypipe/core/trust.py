@@ -1,10 +1,10 @@
 # pyright: strict
-"""Which servers are sent secrets: those that the environment or the command line names, over https.
+"""Decides which servers are sent secrets: those that the environment or the command line names.
 
 A configuration may name any address, so it cannot make one trusted: the machine's own credentials
 (HF_TOKEN, the login of the Hub's client, cloud accounts) go to huggingface.co, to HF_ENDPOINT, and
-to what `--trust-endpoint` or EASYPIPE_TRUST_ENDPOINT names. Secrets that a configuration holds
-itself go to the address beside them, and to no other that it redirects to.
+to what `--trust-endpoint` or EASYPIPE_TRUST_ENDPOINT names, and only over https. Secrets that a
+configuration holds itself go to the address beside them, and to no other that it redirects to.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from easypipe.core.errors import ConfigError, require
 from easypipe.core.values import Settings
 
 HUB = "https://huggingface.co"
-TRUSTED = "EASYPIPE_TRUST_ENDPOINT"  # URLs, separated by blanks; processes that are started see it
-# of services of which storage_options may name another server than the usual one
+TRUSTED = "EASYPIPE_TRUST_ENDPOINT"  # URLs, separated by blanks; child processes inherit it
+# variables that name the server of a service in place of its usual one
 _NAMED_BY = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULATOR_HOST")
-# the machine's own login, or credentials that storage_options hold themselves
+# options of storage_options that may hold credentials of their own
 _OWN = ("key", "secret", "token", "anon", "username", "password", "connection_string")
 _OF_THE_MACHINE = ("cloud", "cache", "google_default", "browser", False, None)
 
@@ -32,8 +32,14 @@ _told: set[str] = set()
 
 
 def trust_endpoint(url: str) -> None:
-    """From now on this process, and those that it starts, send the machine's credentials to the
-    server of `url`. Raises ConfigError where it is no URL."""
+    """Makes this process, and those that it starts, send the machine's credentials to a server.
+
+    Args:
+        url: The URL of the server.
+
+    Raises:
+        ConfigError: It is not a URL of a web server.
+    """
     scheme, host = _origin(url)[:2]
     require(
         scheme in ("http", "https") and host,
@@ -47,13 +53,16 @@ def trust_endpoint(url: str) -> None:
 def hub_token(
     endpoint: str | None = None, own: str | None = None, at: str = "storage_options.endpoint"
 ) -> str | Literal[False] | None:
-    """The `token` for the Hub's client: `own`, else None (it takes the machine's) where `endpoint`
-    is trusted, else False: it sends none, which a warning says once.
+    """Returns the `token` for the Hub's client.
 
     Args:
-        endpoint: where requests go; None takes HF_ENDPOINT, else huggingface.co.
-        own: a token that stands beside the endpoint.
-        at: the key path of the endpoint.
+        endpoint: Where requests go; None takes HF_ENDPOINT, else huggingface.co.
+        own: A token that the configuration gives beside the endpoint.
+        at: The key path of the endpoint.
+
+    Returns:
+        `own`, else None if the endpoint is trusted (the client takes the machine's token), else
+        False: the client sends none, which a warning says once.
 
     Raises:
         ConfigError: `own` would go over plain http to another machine.
@@ -80,7 +89,7 @@ def hub_token(
 
 
 def require_private(url: str, at: str) -> None:
-    """Raises ConfigError where what is sent to `url` can be read on the way."""
+    """Raises ConfigError if what is sent to `url` can be read on the way."""
     require(
         _private(url),
         at,
@@ -90,8 +99,16 @@ def require_private(url: str, at: str) -> None:
 
 
 def require_trusted_storage(options: Settings, at: str) -> None:
-    """Raises ConfigError where storage_options that came as text would send credentials of this
-    machine to a server that nobody but they name."""
+    """Checks that storage_options from a text file send no machine credentials to an untrusted
+    server.
+
+    Args:
+        options: The storage_options.
+        at: Their key path.
+
+    Raises:
+        ConfigError: They name a server that only they name, and give no credentials of their own.
+    """
     if any(options.get(name, None) not in _OF_THE_MACHINE for name in _OWN):
         return
     named = [*_trusted(), *(os.environ.get(name, "") for name in _NAMED_BY)]
@@ -119,6 +136,7 @@ def _trusted() -> list[str]:
 
 
 def _private(url: str) -> bool:
+    """Returns whether what is sent to a URL cannot be read on the way."""
     return url.startswith("https://") or _loopback(url)
 
 
@@ -131,13 +149,13 @@ def _loopback(url: str) -> bool:
 
 
 def _is_one_of(url: str, trusted: Sequence[str]) -> bool:
-    """Whether it names the server of one of these; what is no URL names none."""
+    """Returns whether a URL names the server of one of these; a text that is no URL names none."""
     origin = _origin(url)
     return bool(origin[1]) and origin in map(_origin, trusted)
 
 
 def _origin(url: str) -> tuple[str, str, int]:
-    """Scheme, host, port; of what is no URL the host is ''."""
+    """Returns scheme, host and port; the host of a text that is no URL is ''."""
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -1,7 +1,7 @@
 # pyright: strict
-"""Names for values whose types others decide: JSON, records, batches, settings, arguments.
+"""Type names for values whose types others decide: JSON, records, batches, settings, arguments.
 
-They hold anything by nature, and the name says what it is. Whoever reads one checks what it takes.
+Such values may hold anything, and the name says what they are. Code that reads one checks it first.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Integers = NDArray[np.integer]  # of any width
 Array = NDArray[Any]  # of whatever dtype a file or a user has
 DType = np.dtype[np.generic]
 
-# What users and other libraries bring: it is asked for what it can do where it comes in.
+# Objects of users and other libraries: what they can do is checked where they come in.
 Dataset = Any  # rows by number, or to iterate over: lists, those of `datasets`, of torch, of users
 Item = Any  # one row of a Dataset
 Collate = Callable[..., Any]  # a list of rows to a batch; with `keys` too where it draws
 
 
 def attribute_of(thing: object, *names: str) -> Any:
-    """The first of these attributes that an object of somebody else's has; None where it has none.
+    """Returns the first of these attributes that a foreign object has; None if it has none.
 
-    Objects of users and of other libraries are asked by name here alone: whatever they are, they
-    are not ours.
+    Objects of users and of other libraries are asked by name here alone, as their types are
+    unknown.
     """
     found = (getattr(thing, name, None) for name in names)
     return next((value for value in found if value is not None), None)

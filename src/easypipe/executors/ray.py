@@ -1,8 +1,11 @@
-"""Preparing on a Ray cluster: its workers tokenize ranges into a cache folder that all see.
+"""Preparing on a Ray cluster: its workers tokenize ranges into a cache folder that all share.
 
-A task is some ranges of one dataset. What it commits is what this machine would have committed: the
-token cache is finished here, from the records that the workers left, so its bytes do not tell who
-made it. A task whose worker dies runs again, and finds what was committed.
+The cluster is the one that Ray is connected to, that RAY_ADDRESS names or that runs on this
+machine, else one that is started here for as long as preparing takes.
+
+A task is some ranges of one dataset. It commits the same bytes that this machine would have
+committed. This process then finishes the token cache from the records that the workers left, so its
+bytes do not show who made it. A task whose worker dies runs again, and finds what was committed.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ from typing import Any, Protocol
 from easypipe.core.errors import CacheError, ConfigError, raising, require
 from easypipe.core.protocols import ProgressEvent, ProgressListener, silent
 
-RANGES_PER_TASK = 64  # at most: a task costs some milliseconds, and so does losing one
-# at least, while there are ranges, so that all workers end at about the same time
+# the most: a task costs only some milliseconds, so larger ones would gain nothing
+RANGES_PER_TASK = 64
+# the least, while there are ranges, so that all workers end at about the same time
 TASKS_PER_CPU = 8
-RETRIES = 3  # of a task whose worker or machine died; an error in the data is raised at once
+RETRIES = 3  # for a task whose worker or machine died; an error in the data is raised at once
 
 
 class Preparable(Protocol):
@@ -32,6 +36,8 @@ class Preparable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
+    """Ranges of one dataset, by their numbers, that one worker tokenizes."""
+
     dataset: str
     part: tuple[int, ...]
 
@@ -43,13 +49,12 @@ def prepare_on_ray(
     cpus_per_task: int = 1,
     progress: ProgressListener = silent,
 ) -> None:
-    """Has every pending range of `sources` committed by tasks of cpus_per_task CPUs each.
+    """Commits every pending range by tasks on Ray; `rebuild` makes the same sources in a worker.
 
-    rebuild: makes the same sources in a worker; it travels there, they do not. The cluster is the
-    one that Ray is connected to, that RAY_ADDRESS names or that runs on this machine, else one that
-    is started here for as long as this takes. Raises what the first failing task raised,
-    ConfigError where Ray is missing or the workers wrote into another folder than this machine
-    sees, CacheError where a task's workers died again and again.
+    Raises:
+        ConfigError: Ray is missing, or the workers wrote into another folder than this machine
+            sees.
+        CacheError: The workers of a task died again and again.
     """
     waiting = {name: source.missing() for name, source in sources.items()}
     if not any(numbers for numbers, _ in waiting.values()):
@@ -101,7 +106,7 @@ def prepare_on_ray(
 def _work(
     run: str, rebuild: Callable[[], Mapping[str, Preparable]], dataset: str, part: tuple[int, ...]
 ) -> int:
-    """Runs in a Ray worker, which keeps the sources for its next task of the same run."""
+    """Fills a part in a Ray worker, which keeps the sources for its next task of the same run."""
     global _kept
     if _kept is None or _kept[0] != run:
         _kept = (run, rebuild())
@@ -112,6 +117,7 @@ _kept: tuple[str, Mapping[str, Preparable]] | None = None
 
 
 def _result(ray: Any, ready: Any, task: _Task) -> int:
+    """Returns how many rows a finished task went through, or raises what it raised."""
     try:
         return ray.get(ready)
     except ray.exceptions.RayTaskError as error:
@@ -129,6 +135,7 @@ def _result(ray: Any, ready: Any, task: _Task) -> int:
 
 
 def _cut(dataset: str, numbers: Sequence[int], cpus: int) -> Iterator[_Task]:
+    """Cuts the pending ranges of a dataset into tasks."""
     size = max(1, min(RANGES_PER_TASK, len(numbers) // (TASKS_PER_CPU * cpus)))
     for start in range(0, len(numbers), size):
         yield _Task(dataset, tuple(numbers[start : start + size]))
@@ -143,6 +150,7 @@ def _import_ray() -> Any:
 
 @contextlib.contextmanager
 def _cluster(ray: Any) -> Iterator[None]:
+    """Connects to a Ray cluster, and leaves one that was connected before as it was."""
     if ray.is_initialized():
         yield
         return
