@@ -1,1 +1,1 @@
-"""Pipeline stages, each beside its own config."""
+"""The stages of a pipeline, each in a package with its own config, and what they share."""

@@ -1,9 +1,12 @@
-"""The build record: what a cache or saved folder was made by, kept so that it can be made again.
+"""The build record: the config and stages that made a cache or saved folder, for `verify --repair`.
 
-configs/<name>.json   name: the key of a manifest of that cache, or the fingerprint of a saved
-folder {"config": a PipelineConfig without its stages, "stages": [[name, config], ...] behind
-source(), "folder": that relative paths start from,
- "unknown": why it cannot be made again from this file alone, "" where it can}
+It lies in configs/<name>.json, where name is the key of a manifest of that cache, or the
+fingerprint of a saved folder, and holds:
+
+    config: A PipelineConfig without its stages.
+    stages: [[name, config], ...], the stages behind source().
+    folder: The folder from which relative paths start.
+    unknown: Why the data cannot be made again from this file alone, "" where it can.
 
 It is a convenience beside the data and no part of it: equal rows make equal folders, whoever made
 them from whatever files. Credentials are left out, and so is whatever runs code.
@@ -40,9 +43,13 @@ log = logging.getLogger("easypipe")
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A chain that says what made its datasets. What it says of all of them is put together once.
+    """A chain of stages, which writes the build records of its datasets.
 
-    stages: behind source(). context: of the pipeline.
+    What it says of all of them is put together once.
+
+    Attributes:
+        stages: The stages behind source().
+        context: The context of the pipeline.
     """
 
     stages: Sequence[BaseStage]
@@ -51,12 +58,12 @@ class Chain:
     def remember(
         self, name: str, folder: CacheFolder | None = None, dataset: DatasetConfig | None = None
     ) -> None:
-        """Keeps it, where the folder can be written to.
+        """Writes the build record, where the folder can be written to and none says enough already.
 
         Args:
-            name: Of the file, see above.
-            folder: None takes the pipeline's.
-            dataset: The only one that `name` was made of; None: all are needed.
+            name: The name of the file, see the top of this module.
+            folder: The folder to write into; None takes the pipeline's.
+            dataset: The only dataset that `name` was made of; None: all are needed.
         """
         kept: CacheFolder | None = self.context.cache
         own = CacheFolder(self.context.cache_dir) if kept is None else kept
@@ -68,6 +75,7 @@ class Chain:
             log.info("`easypipe verify --repair` will have to be given the config: %s", error)
 
     def _described(self, dataset: DatasetConfig | None) -> JsonObject:
+        """Returns the build record of one dataset, or of all."""
         config, stages, reasons = self._shared
         own = settings_of(self.context).datasets if dataset is None else (dataset,)
         reasons = reasons or [
@@ -85,8 +93,8 @@ class Chain:
 
     @functools.cached_property
     def _shared(self) -> tuple[JsonObject, list[Any], list[str]]:
-        """The config without its datasets, the stages, and why they do not say it all."""
-        # by which tokenize() cuts conversations
+        """(the config without its datasets, the stages, why these are not enough)."""
+        # `pack` stays in the config: tokenize() cuts conversations by it
         without = {name: None for name in (*STAGES, "load") if name != "pack"}
         config = fields_of(settings_of(self.context), secret=False)
         config |= {**without, "datasets": None, "executor": "local"}
@@ -105,8 +113,11 @@ class Chain:
 
 
 def recall(name: str, folder: CacheFolder) -> Json:
-    """What `Chain.remember` kept. Raises ConfigError where there is nothing, or where it is not
-    enough, saying what to give.
+    """Reads the build record that `Chain.remember` wrote.
+
+    Raises:
+        ConfigError: There is none, or it is not enough to make the data again; the message says
+            what to give.
     """
     fix = "Give the config that made it: easypipe verify PATH CONFIG.YAML --repair."
     kept = _read(folder, name)
@@ -125,12 +136,13 @@ def recall(name: str, folder: CacheFolder) -> Json:
 
 
 def recall_saved(path: str, folder: CacheFolder) -> Json:
-    """`recall` for a saved folder; where its manifest cannot be read, the names of its shards
-    tell.
+    """Reads the build record of a saved folder.
+
+    Where the folder's manifest cannot be read, the names of its shards tell which record it is.
     """
     try:
         fingerprint = saved.read_manifest(path).fingerprint
-    except EasypipeError:  # that is what is broken
+    except EasypipeError:  # the manifest is what is broken
         known = [
             name.removesuffix(".json")
             for name in storage.names_in(folder.at(CONFIGS), folder.options)
@@ -148,6 +160,7 @@ def _path(folder: CacheFolder, name: str) -> Path | str:
 
 
 def _read(folder: CacheFolder, name: str) -> Json:
+    """Returns a build record; {} where there is none or it cannot be read."""
     try:
         kept = recall_checked(
             _path(folder, name),
@@ -156,13 +169,13 @@ def _read(folder: CacheFolder, name: str) -> Json:
             storage_options=folder.options,
             older=KEYS,
         )
-    except StorageError:  # it is written again when the data is made again
+    except StorageError:  # the record is written again when the data is made again
         return {}
     return kept if kept is not None and set(KEYS) <= kept.keys() else {}
 
 
 def _reasons(value: Any, at: str) -> list[str]:
-    """Why plain values do not say it all."""
+    """Returns why plain values cannot stand for everything in `value`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = fields_of(value, secret=False)
     if isinstance(value, Mapping):

@@ -65,13 +65,14 @@ class PipelineConfig:
     load: LoadStageConfig | None = None
 
     def validate(self) -> list[str]:
-        """What is wrong between the parts; each part has checked itself when it was made.
-        `Pipeline.from_config` raises the first.
+        """Returns what is wrong between the parts; each part has checked itself when it was made.
+
+        `Pipeline.from_config` raises the first of these problems.
         """
         return [str(problem) for problem in self.problems()]
 
     def named(self) -> PipelineConfig:
-        """The same with a name for every dataset."""
+        """Returns the same config with a name for every dataset."""
         named = [
             dataset
             if dataset.name is not None
@@ -81,12 +82,12 @@ class PipelineConfig:
         return dataclasses.replace(self, datasets=tuple(named))
 
     def problems(self) -> list[ConfigError]:
-        """The errors that `validate` tells of."""
+        """Returns the errors that `validate` gives as texts."""
         return list(self._problems())
 
     @property
     def endless(self) -> str | None:
-        """The option by which batches of this data never end; None where they end."""
+        """The option because of which batches of this data never end; None where they end."""
         load, mix = self.load or LoadStageConfig(), self.mix
         if mix is None and len(self.datasets) > 1:
             mix = MixStageConfig()
@@ -129,7 +130,7 @@ class PipelineConfig:
 
 
 def _refused(check: Callable[[], None]) -> Iterator[ConfigError]:
-    """The error that a check raises, if it does."""
+    """Yields the error that a check raises, if it raises one."""
     try:
         check()
     except ConfigError as error:
@@ -137,8 +138,9 @@ def _refused(check: Callable[[], None]) -> Iterator[ConfigError]:
 
 
 def _streaming_problems(config: PipelineConfig) -> Iterator[ConfigError]:
-    """What a PipelineConfig asks for that streaming cannot do, and streaming options without
-    streaming.
+    """Yields what the config asks for and streaming cannot do.
+
+    Without streaming, it yields the options that only streaming has.
     """
     if not config.streaming:
         if config.num_streams is not None:
@@ -184,17 +186,19 @@ def _streaming_problems(config: PipelineConfig) -> Iterator[ConfigError]:
 
 
 def settings_of(context: PipelineContext) -> PipelineConfig:
-    """The config of the pipeline in which a stage stands."""
+    """Returns the config of the pipeline that a stage belongs to."""
     assert isinstance(context.config, PipelineConfig)
     return context.config
 
 
 def tokenizer_config_of(name: str, context: PipelineContext) -> TokenizerConfig | str | None:
-    """The tokenizer that the config names for a dataset: its own, else that of all."""
+    """Returns the tokenizer that the config names for a dataset: its own, else
+    default_tokenizer.
+    """
     own = datasets_of(context).get(name)
     return (own and own.tokenizer) or settings_of(context).default_tokenizer
 
 
 def datasets_of(context: PipelineContext) -> dict[str, DatasetConfig]:
-    """The configs of the datasets by name, in their order."""
+    """Returns the configs of the datasets by name, in their order."""
     return {str(dataset.name): dataset for dataset in settings_of(context).datasets}

@@ -1,4 +1,4 @@
-"""Preparing a chain, and repairing what it made: its token caches and saved folders."""
+"""Prepares a chain, and repairs what it made: its token caches and saved folders."""
 
 from __future__ import annotations
 
@@ -23,17 +23,22 @@ from easypipe.stages.tokenize.documents import EncodedSource, cached_of, require
 
 log = logging.getLogger("easypipe")
 
-# of a pipeline: each stage, and what it made
+# the stages of a pipeline, each with what it made
 Steps = Sequence[tuple[BaseStage, Mapping[str, ShardedSource]]]
 
 
 def repair(path: str | Path, steps: Steps, context: PipelineContext) -> tuple[Verification, ...]:
-    """Makes good what is broken in `path` as far as this pipeline makes it; returns what `verify`
-    says afterwards.
+    """Repairs what is broken in `path`, as far as this pipeline makes it.
 
     A token cache is repaired where the pipeline keeps tokens there, a saved folder where one of its
-    save() writes there. What a pipeline does not make stays broken, and is told of. Raises
-    ConfigError where `path` is neither, and what preparing and saving raise.
+    save() stages writes there. What the pipeline does not make stays broken.
+
+    Returns:
+        What `verify` says afterwards, which names what is still broken.
+
+    Raises:
+        ConfigError: `path` is neither a token cache nor a saved folder.
+        EasypipeError: Preparing or saving fails.
     """
     options = _options_for(place_of(path), steps, context)
     broken = [found for found in verify(path, options) if not found.ok]
@@ -49,7 +54,7 @@ def repair(path: str | Path, steps: Steps, context: PipelineContext) -> tuple[Ve
 
 
 def _options_for(place: str, steps: Steps, context: PipelineContext) -> StorageOptions:
-    """The storage_options with which the pipeline writes to a URL."""
+    """Returns the storage_options with which the pipeline writes to a URL."""
     for stage, data in steps:
         if isinstance(stage, SaveStage) and any(
             place_of(target.folder).startswith(place) for target in stage.targets(data, context)
@@ -59,6 +64,9 @@ def _options_for(place: str, steps: Steps, context: PipelineContext) -> StorageO
 
 
 def _repair_saved(found: Verification, steps: Steps, context: PipelineContext) -> None:
+    """Writes the broken files of a saved folder again, if a save() of this pipeline writes
+    there.
+    """
     folder, files = place_of(found.path), broken_files(found)
     manifest = saved.join(folder, saved.MANIFEST)
     for stage, data in steps:
@@ -67,8 +75,8 @@ def _repair_saved(found: Verification, steps: Steps, context: PipelineContext) -
         for target in stage.targets(data, context):
             if place_of(target.folder) != folder:
                 continue
-            # Without a manifest nobody knows which bytes are right, so everything is written again
-            # beside what stands.
+            # Without a manifest it is unknown which bytes are right, so everything is written again
+            # beside what is there.
             options = target.config.storage_options
             lost = manifest in files and storage.exists(manifest, options)
             config = dataclasses.replace(target.config, overwrite=target.config.overwrite or lost)
@@ -80,12 +88,17 @@ def _repair_saved(found: Verification, steps: Steps, context: PipelineContext) -
 def prepare_sources(
     data: Mapping[str, ShardedSource], context: PipelineContext, num_epochs: int | None
 ) -> None:
-    """Fills the token caches and plans `num_epochs` (None: without end), as far as there is a
-    plan.
+    """Fills the token caches, and plans as far as there is a plan.
+
+    Args:
+        data: The sources at the end of the chain.
+        context: The context of the pipeline.
+        num_epochs: How many epochs are planned; None: without end.
     """
     for documents in documents_of(data, context):
         documents.materialize()
-    # where another process wrote what a killed one was writing, nobody else will
+    # Temporary files of a killed process: if another process wrote what it was writing, no one else
+    # cleans them up.
     for name in ("indexes", "manifests", CONFIGS):
         storage.sweep(context.cache_dir / name)
     for name, planned in ((name, planned_of(source)) for name, source in data.items()):
@@ -97,7 +110,7 @@ def prepare_sources(
 def documents_of(
     data: Mapping[str, ShardedSource], context: PipelineContext
 ) -> Iterator[EncodedSource]:
-    """Every dataset behind these sources that has a token cache."""
+    """Yields every dataset behind these sources that has a token cache."""
     for name, source in data.items():
         planned, names = planned_of(source), source.schema.names
         parts: Sequence[ShardedSource] = ()

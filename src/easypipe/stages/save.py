@@ -1,4 +1,4 @@
-"""The save stage: rows of any source into a folder of shards that reads back as what was saved."""
+"""The save stage: writes rows of any source into folders of shards that read back as saved."""
 
 from __future__ import annotations
 
@@ -32,17 +32,22 @@ from easypipe.stages.tokenize.documents import is_documents, trained_turns
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
+    """What `Pipeline.build()` saved: the folders, their ledger, and what went to the Hub."""
+
     folders: tuple[SavedFolder, ...]
     ledger: Ledger = field(repr=False)
     pushed: tuple[Pushed, ...] = ()
 
     @property
     def num_rows(self) -> int:
+        """The number of rows in all folders."""
         return sum(folder.num_rows for folder in self.folders)
 
     @property
     def rejected(self) -> dict[str, dict[str, int]]:
-        """Of each dataset the rows that became nothing, by reason, whichever stage refused them."""
+        """For each dataset the rows that became nothing, by reason, whatever stage refused
+        them.
+        """
         lost: dict[str, Counter[str]] = {}
         for entry in self.ledger.entries:
             if entry.unit == "rows" and entry.stage in ("tokenize", "save"):
@@ -52,7 +57,7 @@ class SaveReport:
         return {dataset: dict(+counts) for dataset, counts in lost.items() if +counts}
 
     def __str__(self) -> str:
-        """What was written, and what was left out."""
+        """Says what was written and what was left out."""
         said = [f"{folder.path}: {folder.num_rows} rows" for folder in self.folders]
         left = [
             f"{name}: left out {sum(why.values())} "
@@ -63,7 +68,7 @@ class SaveReport:
 
 
 class SaveStage(BaseStage):
-    """Passes its data on unchanged; `write` is what `Pipeline.build()` calls."""
+    """The save stage; it passes its data on unchanged, and `Pipeline.build()` calls `write`."""
 
     config: SaveStageConfig
 
@@ -72,6 +77,11 @@ class SaveStage(BaseStage):
         return "save"
 
     def process(self, data: Sources, context: PipelineContext) -> Sources:
+        """Checks that every dataset can be written; writes nothing.
+
+        Raises:
+            ConfigError: A mixture never ends, or its rows do not fit the format.
+        """
         for target in self.targets(data, context):
             planned = planned_of(target.source)
             require(
@@ -85,8 +95,11 @@ class SaveStage(BaseStage):
         return data
 
     def write(self, data: Sources, context: PipelineContext) -> list[SavedFolder]:
-        """Writes every dataset of `data`. Raises ConfigError where a folder holds something else,
-        StorageError where writing fails.
+        """Writes every dataset of `data`.
+
+        Raises:
+            ConfigError: A folder holds something else.
+            StorageError: Writing fails.
         """
         return [
             write_folder(target, rows_of(target, context), context.progress)
@@ -94,7 +107,7 @@ class SaveStage(BaseStage):
         ]
 
     def publication(self, folders: Sequence[SavedFolder]) -> Publication | None:
-        """What of the written folders goes to the Hub; None where nothing is to."""
+        """Returns what is to be pushed of the written folders; None where nothing is."""
         if not (self.config.push_to_hub and folders):
             return None
         assert self.config.hub_repo_id is not None
@@ -102,7 +115,7 @@ class SaveStage(BaseStage):
         return publication(paths, self.config.hub_repo_id, self.config.storage_options)
 
     def targets(self, data: Mapping[str, ShardedSource], context: PipelineContext) -> list[Target]:
-        """The folder of each dataset, and how it is written."""
+        """Returns the folder of each dataset, and how it is written."""
         if not self.config.enabled:
             return []
         datasets = datasets_of(context)
@@ -137,8 +150,9 @@ class SaveStage(BaseStage):
 
 
 def rows_of(target: Target, context: PipelineContext) -> Rows:
-    """What is written of a source, prepared: token documents from their cache, everything else as
-    it is.
+    """Returns what is written of a source, prepared.
+
+    Token documents come from their cache, everything else is written as it is.
     """
     source = rows = target.source
     info, planned = info_of(source), planned_of(source)

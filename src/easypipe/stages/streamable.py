@@ -1,4 +1,4 @@
-"""The options that streaming refuses, and the errors that say so."""
+"""The options of stages that streaming refuses, and the errors that say so."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from easypipe.core.config import fields_of
 from easypipe.core.errors import ConfigError, require
 
-# The options of each stage that streaming knows; every other one is refused where it is not at its
-# default.
+# The options of each stage that streaming knows. Every other option is refused where it is not at
+# its default.
 KNOWN = {
     "tokenize": {"default_tokenizer", "max_length", "batch_size", "num_workers", "cache_tokenized"},
     "mix": {
@@ -64,7 +64,11 @@ WHY = {
 
 
 def require_streamable(at: str, config: Any) -> None:
-    """Raises ConfigError for an option of the stage `at` that has no meaning in streaming."""
+    """Checks that streaming knows every option of the stage `at` that is set.
+
+    Raises:
+        ConfigError: An option has no meaning in streaming.
+    """
     if config is None or at not in (*KNOWN, "save"):
         return
     if at == "save":
@@ -93,6 +97,7 @@ def require_streamable(at: str, config: Any) -> None:
 
 
 def no_plan() -> ConfigError:
+    """Returns the error for questions that need a plan, which streaming does not have."""
     return ConfigError(
         at="streaming",
         problem="nothing is counted or cached before it is read, so there is no plan, no token "

@@ -1,1 +1,1 @@
-"""The load stage: rows become a loader."""
+"""The load stage makes a loader of batches from rows."""

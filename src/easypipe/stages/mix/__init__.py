@@ -1,1 +1,1 @@
-"""The mix stage: several datasets become one."""
+"""The mix stage makes one dataset of several, by weights and weight schedules."""

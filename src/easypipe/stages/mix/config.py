@@ -1,4 +1,4 @@
-"""The options of the mix stage: weights, their schedule, and the checks of both."""
+"""MixStageConfig: weights and their schedule, and the checks of both."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class MixStageConfig:
 def check_weights(
     weights: dict[str, float] | None, names: list[str], at: str = "mix.weights"
 ) -> None:
-    """Raises ConfigError where weights and datasets do not name the same."""
+    """Raises ConfigError where weights and datasets do not have the same names."""
     if weights is None:
         return
     for name in weights:
@@ -203,8 +203,10 @@ def check_weights(
 
 
 def block_weights(weights: dict[str, float], block_size: int) -> tuple[int, ...]:
-    """Whole documents of each dataset in a block, largest remainders first. Raises ConfigError for
-    a share that rounds to none.
+    """Returns the whole documents of each dataset in a block, rounded by largest remainders.
+
+    Raises:
+        ConfigError: The share of a dataset is rounded to nothing.
     """
     exact = dict(zip(weights, integer_weights(weights), strict=True))
     shares = {
@@ -227,9 +229,7 @@ def block_weights(weights: dict[str, float], block_size: int) -> tuple[int, ...]
 
 
 def check_points(points: Sequence[WeightSchedulePoint], at: str) -> None:
-    """Raises ConfigError where points do not follow one another, or do not name the same
-    datasets.
-    """
+    """Raises ConfigError where points do not follow one another, or name different datasets."""
     require(points, at, "there is no point", "Give at least one, or leave it out.")
     first = points[0].weights
     for i, point in enumerate(points):
@@ -258,8 +258,10 @@ def check_points(points: Sequence[WeightSchedulePoint], at: str) -> None:
 
 
 def exact_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[int, ...]:
-    """Integers in the ratio of `weights`, in the order of `names`; 0 stays 0. Raises ConfigError
-    for one too small beside the others.
+    """Returns integers in the ratio of `weights`, in the order of `names`; 0 stays 0.
+
+    Raises:
+        ConfigError: A weight is too small beside the others.
     """
     above = {name: weight for name, weight in weights.items() if weight > 0}
     try:

@@ -1,4 +1,4 @@
-"""What mix, pack and load share: datasets of documents, their weights, and the plans over them.
+"""Mixture and PlannedSource: datasets with weights and the plans over them, for mix, pack and load.
 
 Nothing is tokenized before a plan is asked for.
 """
@@ -48,9 +48,12 @@ from easypipe.stages.tokenize.documents import Documents, aligned_of, token_info
 class Mixture:
     """Datasets and how often each is drawn; a dataset on its own is a mixture of one.
 
-    spec: how they are drawn; each plan says what is packed, in which windows and how often.
-    batch_size: of the steps of its schedule, where mix.batch_size says it. provenance: packed rows
-    tell the dataset of every segment.
+    Attributes:
+        parts: The datasets by name.
+        spec: How they are drawn; each plan adds what is packed, in which windows and how often.
+        context: The context of the pipeline.
+        batch_size: The rows of a step of its schedule, where mix.batch_size gives it.
+        provenance: Whether packed rows tell the dataset of every segment.
     """
 
     parts: Mapping[str, Documents]
@@ -61,21 +64,25 @@ class Mixture:
     _plans: dict[tuple[PackSpec | None, int | None, int | None], Plan] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    # checkpoints of each plan that this process has committed or found
+    # the number of checkpoints of each plan that this process has committed or found
     _remembered: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def restarts(self) -> bool:
-        """Its datasets begin again on their own, so it has no epochs to be drawn several times."""
+        """Whether its datasets begin again on their own; it then has no epochs."""
         return not self.spec.has_epochs
 
     @property
     def endless(self) -> bool:
+        """Whether it restarts, and a dataset has no most number of passes."""
         return self.restarts and None in self.spec.caps
 
     def for_load(self, load: LoadStageConfig) -> Mixture:
-        """Under a schedule, the mixture that knows how many rows a training step has; else itself.
-        Raises ConfigError where mix.batch_size is another.
+        """Returns, under a schedule, the mixture that knows how many rows a training step has; else
+        itself.
+
+        Raises:
+            ConfigError: mix.batch_size is another number.
         """
         if self.spec.schedule is None:
             return self
@@ -92,7 +99,11 @@ class Mixture:
 
     @property
     def steps(self) -> Schedule | None:
-        """The schedule. Raises ConfigError where nobody has said how many rows a step has."""
+        """The schedule.
+
+        Raises:
+            ConfigError: It is unknown how many rows a step has.
+        """
         schedule = self.spec.schedule
         require(
             schedule is None or schedule.batch_sizes,
@@ -104,8 +115,8 @@ class Mixture:
         return schedule
 
     def requested(self, rows: int) -> dict[str, float]:
-        """The share that each dataset is asked to have of the first `rows` rows, in the mixture's
-        unit.
+        """Returns the share of the first `rows` rows that each dataset should have, in the
+        mixture's unit.
         """
         if (schedule := self.steps) is not None:
             return dict(zip(self.parts, map(float, schedule.mean_shares(rows)), strict=True))
@@ -115,12 +126,15 @@ class Mixture:
 
     @property
     def tokens(self) -> TokenInfo | None:
-        """Those of the first dataset, whose others are the same but where that was allowed."""
+        """The tokens of the first dataset; the others' are the same unless different ones are
+        allowed.
+        """
         info = token_info(next(iter(self.parts.values())))
         return info and dataclasses.replace(info, vocab_size=self.vocab_size)
 
     @property
     def vocab_size(self) -> int:
+        """The largest vocabulary of the datasets; 2^32 where one is unknown."""
         return max(
             1 << 32 if (info := token_info(source)) is None else info.vocab_size
             for source in self.parts.values()
@@ -128,44 +142,51 @@ class Mixture:
 
     @property
     def pad_token_id(self) -> int:
-        """What fills up rows that are not packed: the tokenizer's padding, else its EOS, else 0."""
+        """The id that fills up rows that are not packed: the tokenizer's padding, else its EOS,
+        else 0.
+        """
         info = self.tokens
         known = () if info is None else (info.pad_token_id, info.eos_token_id)
         return next((token for token in known if token is not None), 0)
 
     @property
     def has_loss_mask(self) -> bool:
+        """Whether a dataset has a loss mask."""
         return any(LOSS_MASK in source.schema.names for source in self.parts.values())
 
     @property
     def mask_fields(self) -> list[pa.Field]:
-        """The column of loss masks, where there is one."""
+        """The field of the loss mask, where there is one."""
         kind = pa.large_list(pa.uint8())
         return [pa.field(LOSS_MASK, kind, nullable=False)] if self.has_loss_mask else []
 
     @property
     def aligned(self) -> tuple[AlignedColumn, ...]:
-        """Columns whose values travel with the tokens, beside the loss mask. Raises ConfigError
-        where the datasets differ in them.
+        """The columns whose values travel with the tokens, beside the loss mask.
+
+        Raises:
+            ConfigError: The datasets differ in them.
         """
         return joined_columns([(name, aligned_of(part)) for name, part in self.parts.items()])
 
     @property
     def paired(self) -> bool:
-        """Whether every document is a pair: one that was preferred, and one that was not."""
+        """Whether every document is a preference pair."""
         return any(info_of(source).pairs for source in self.parts.values())
 
     @property
     def description(self) -> str:
-        """Digest of what is mixed, and how: known before a text is read."""
+        """A digest of what is mixed and how, known before a text is read."""
         parts = [[name, part.fingerprint] for name, part in self.parts.items()]
         one, weights = self.spec, self.spec.schedule or self.spec.weights
         how = (weights, one.block, one.stop, one.seed, one.unit, one.max_epochs, one.order)
         return digest(parts, *how, self.provenance)
 
     def prepare(self) -> tuple[TokenCache, ...]:
-        """One token cache a dataset; tokenizes what is not tokenized yet. Raises ConfigError in
-        streaming, which keeps no tokens.
+        """Returns the token cache of each dataset; tokenizes what is not tokenized yet.
+
+        Raises:
+            ConfigError: In streaming, which keeps no tokens.
         """
         return self._caches
 
@@ -182,8 +203,9 @@ class Mixture:
         return tuple(source.materialize() for source in self.parts.values())
 
     def without_eos(self) -> tuple[int, ...]:
-        """Documents of each dataset that do not end with their tokenizer's EOS. Prepares where
-        that was not done.
+        """Returns how many documents of each dataset do not end with their tokenizer's EOS.
+
+        Prepares the datasets where that was not done.
         """
         return self._without_eos
 
@@ -194,8 +216,12 @@ class Mixture:
     def plan(
         self, pack: PackSpec | None, *, num_epochs: int | None = 1, eos: int | None = None
     ) -> Plan:
-        """The plan, one object for each choice. eos: ends documents which lack it; None adds none.
-        Mixtures that restart have no epochs.
+        """Returns the plan, one object for each choice of arguments.
+
+        Args:
+            pack: How documents are packed; None: each is a row.
+            num_epochs: How many epochs; None: without end. Mixtures that restart have no epochs.
+            eos: The id that ends documents which lack an EOS; None adds none.
         """
         choice = pack, None if self.restarts else num_epochs, eos
         if choice not in self._plans:
@@ -203,8 +229,11 @@ class Mixture:
         return self._plans[choice]
 
     def gather(self, dataset: Int32, docs: Int64) -> Tokens:
-        """The stored tokens of documents `docs` (Int64[n]) of the datasets numbered `dataset`
-        (Int32[n]).
+        """Returns the stored tokens of some documents.
+
+        Args:
+            dataset: Int32[n], the number of each document's dataset.
+            docs: Int64[n], the number of each document in its dataset.
         """
         return gather_documents(
             self._caches, dataset, docs, with_mask=self.has_loss_mask, aligned=self.aligned
@@ -239,8 +268,9 @@ class Mixture:
         return plan
 
     def _recalled(self, plan: Plan) -> Sequence[WindowState]:
-        """The checkpoints that `remember` committed, from which the plan goes on; none where they
-        are not there, or cannot be those of a plan: then they are found again.
+        """Returns the checkpoints that `remember` committed, from which the plan goes on.
+
+        None where they are missing or cannot be those of this plan: then they are found again.
         """
 
         def states(kept: Json) -> Sequence[WindowState]:
@@ -257,6 +287,9 @@ class Mixture:
         return recall_checked(self._checkpoint_path(plan), states, what="the plan") or ()
 
     def _dataset(self, i: int, name: str, eos: int | None) -> PlanDataset:
+        """Returns a dataset as plans see it; `eos` is counted for every document that lacks
+        one.
+        """
         cache = self._caches[i]
         tokens, fingerprint, lengths = cache.total_tokens, cache.fingerprint, cache.lengths
         if eos is not None:
@@ -269,14 +302,18 @@ class Mixture:
 
 
 class PlannedSource(Source):
-    """Rows that a plan over a mixture's documents gives: the documents as they are drawn, or packed
-    rows. They are counted once they are prepared; without end they have no count.
+    """Rows of a plan over a mixture's documents: documents as they are drawn, or packed rows.
 
-    kind: the first word of its digests, and the name of its shard.
-    packing: how documents are laid into rows; None: each is a row of its own, as it is stored.
-    eos_token_ids: what ends the documents of each dataset that lack it; () where nothing does.
-    joined, train_continued: as PlannedRows has them. shuffle_buffer_factor, include_segment_ids: as
-    PackStageConfig has them.
+    They are counted once they are prepared; an endless mixture has no count.
+
+    Attributes:
+        kind: The first word of its digests, and the name of its shard.
+        packing: How documents are laid into rows; None: each is a row of its own, as it is stored.
+        eos_token_ids: For each dataset the id that ends documents which lack an EOS; () adds none.
+        joined: As in PlannedRows.
+        train_continued: As in PlannedRows.
+        shuffle_buffer_factor: As in PackStageConfig.
+        include_segment_ids: As in PackStageConfig.
     """
 
     kind: str
@@ -308,6 +345,7 @@ class PlannedSource(Source):
 
     @property
     def eos_token_id(self) -> int | None:
+        """The id that ends documents of the first dataset which lack an EOS; None adds none."""
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
     @property
@@ -315,17 +353,17 @@ class PlannedSource(Source):
         return self.mixture.pad_token_id
 
     def over(self, mixture: Mixture) -> Self:
-        """These rows of another mixture of the same datasets."""
+        """Returns these rows of another mixture of the same datasets."""
         twin = copy.copy(self)
         twin.mixture, twin._num_rows, twin._rows = mixture, None, {}
         return twin
 
     def plan(self, num_epochs: int | None = 1) -> Plan:
-        """Tokenizes what is not tokenized yet."""
+        """Returns the plan of the rows; tokenizes what is not tokenized yet."""
         return self.mixture.plan(self.packing, num_epochs=num_epochs, eos=self.eos_token_id)
 
     def rows(self, num_epochs: int | None = 1) -> PlannedRows:
-        """The rows of `num_epochs` epochs (None: of all there ever are) as a loader gathers
+        """Returns the rows of `num_epochs` epochs (None: all there ever are) as a loader gathers
         them.
         """
         if num_epochs not in self._rows:
@@ -340,17 +378,22 @@ class PlannedSource(Source):
         return self._rows[num_epochs]
 
     def content(self) -> str:
-        """Digest of the rows themselves: the same wherever their documents come from. Prepares
-        them.
+        """Returns a digest of the rows themselves, the same wherever their documents come from.
+
+        Prepares the rows.
         """
         return digest(self.kind, self.plan().fingerprint, *self._ends())
 
     def _ends(self) -> list[int | str | None]:
-        """What of a row the plan does not say."""
+        """Returns what a digest needs to know of rows beside the plan."""
         return []
 
     def prepare(self, num_epochs: int | None = 1) -> Self:
-        """Tokenizes and plans what is not. Raises PlanError where no document fits into a row."""
+        """Tokenizes and plans what is not done yet, and returns itself.
+
+        Raises:
+            PlanError: No document fits into a row.
+        """
         plan = self.plan(num_epochs)
         if plan.num_rows == 0 and plan.spec.pack is not None:
             plan.check_that_some_document_fits()
@@ -363,5 +406,5 @@ class PlannedSource(Source):
 
 
 def planned_of(source: ShardedSource) -> PlannedSource | None:
-    """The source, where a plan over a mixture gives its rows."""
+    """Returns the source if a plan over a mixture gives its rows, else None."""
     return source if isinstance(source, PlannedSource) else None

@@ -1,4 +1,4 @@
-"""Reads weight schedules as people write them, by name and step; plan/mix_schedule.py computes."""
+"""WeightScheduler: weight schedules by name and step; plan/mix_schedule.py computes them."""
 
 from __future__ import annotations
 
@@ -56,10 +56,11 @@ class WeightScheduler:
 def exact_points(
     points: Sequence[WeightSchedulePoint], names: Sequence[str]
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Returns (step, integer weights in the order of `names`) of each point."""
     return tuple((point.step, exact_weights(point.weights, names)) for point in points)
 
 
 def batch_sizes_of(load: LoadStageConfig) -> tuple[tuple[int, int], ...]:
-    """(step, rows of a batch from there on), the first from step 0."""
+    """Returns (step, rows of a batch from there on), the first of them from step 0."""
     later = tuple(load.batch_size_schedule)
     return later if later and later[0][0] == 0 else ((0, load.batch_size), *later)

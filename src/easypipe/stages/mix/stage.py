@@ -1,4 +1,4 @@
-"""The mix stage: several datasets become one; their weights, equal ones where none are given."""
+"""The mix stage makes one dataset of several, by their weights or equal ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = logging.getLogger("easypipe")
 
 
 class MixStage(BaseStage):
-    """dict of datasets → {"mixed": MixedShardedSource}."""
+    """The mix stage: a dict of datasets becomes {"mixed": MixedShardedSource}."""
 
     config: MixStageConfig
 
@@ -54,7 +54,7 @@ class MixStage(BaseStage):
         same_tokenizer(parts, allow=self.config.allow_mixed_tokenizers)
         same_kind(parts)
         weights = {name: config.weights[name] if config.weights else 1.0 for name in names}
-        shared = config.stop_strategy != "all_exhausted"  # which reads every document once
+        shared = config.stop_strategy != "all_exhausted"  # all_exhausted reads every document once
         if shared and config.weights is None and config.weight_schedule is None:
             log.info("mix: no weights given, so %s have 1/%d each", ", ".join(names), len(names))
         try:
@@ -84,6 +84,7 @@ class MixStage(BaseStage):
         return {"mixed": MixedShardedSource(mixture if load is None else mixture.for_load(load))}
 
     def _schedule(self, names: list[str]) -> Schedule | None:
+        """Returns the weight schedule in exact integers; None where the config has none."""
         config, points = self.config, self.config.weight_schedule
         if points is None:
             return None
@@ -119,14 +120,17 @@ class MixedShardedSource(PlannedSource):
         shuffle: bool = True,
         tokenizer: TokenizerConfig | str | None = None,
     ) -> MixedShardedSource:
-        """A mixture without a pipeline.
+        """Makes a mixture without a pipeline.
 
         Args:
             sources: Documents of tokens by name, as `Pipeline.tokenize()` makes them, or any source
                 with a column `input_ids`.
+            config: The options of the mixture; None takes the defaults.
             cache_dir: The folder of plans, and of tokens that are in no cache yet; None takes
                 EASYPIPE_CACHE, else the user's cache folder.
-            shuffle: A new permutation of every dataset each pass; False keeps their order.
+            seed: The seed of the order.
+            shuffle: Whether every pass has a new permutation of each dataset; False keeps their
+                order.
             tokenizer: The tokenizer of the tokens, if a source does not say it.
 
         Raises:
@@ -166,7 +170,7 @@ class MixedShardedSource(PlannedSource):
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         assert shard == 0, f"a mixture has one shard, not {shard + 1}"
-        # one for each row
+        # one piece for each row
         pieces = self.mixture.plan(None).pieces(np.arange(start, stop, dtype=np.int64))
         flat = self.mixture.gather(pieces.dataset, pieces.doc)
         offsets = pa.array(flat.offsets)

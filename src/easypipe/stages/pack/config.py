@@ -1,4 +1,4 @@
-"""The options of the pack stage."""
+"""PackStageConfig: how documents are laid into rows."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class PackStageConfig:
 
     @property
     def holds(self) -> bool:
-        """Whether what goes on with a prompt or a conversation in another row has no targets
+        """Whether the pieces of a prompt or conversation that go on in another row have no targets
         there.
         """
         return (
@@ -127,6 +127,7 @@ class PackStageConfig:
         )
 
     def spec(self) -> PackSpec:
+        """Returns the options as the plan takes them."""
         return PackSpec(
             seq_length=self.seq_length,
             strategy="stream" if self.strategy == "concat" else self.strategy,

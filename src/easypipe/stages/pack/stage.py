@@ -1,4 +1,4 @@
-"""The pack stage: documents become rows of a fixed number of tokens; which ids end and pad them."""
+"""The pack stage: lays documents into rows of a fixed length; chooses EOS and padding ids."""
 
 from __future__ import annotations
 
@@ -42,8 +42,12 @@ PROVENANCE = pa.field(SOURCE, pa.large_list(pa.string()), nullable=False)
 
 
 class PackStage(BaseStage):
-    """chosen: False where a face of easypipe sets options that its user cannot, of which no warning
-    tells.
+    """The pack stage: every dataset becomes a PackedShardedSource.
+
+    Args:
+        config: The options.
+        chosen: False where a compat API sets options that its user cannot; no warning speaks of
+            them.
     """
 
     config: PackStageConfig
@@ -82,8 +86,9 @@ class PackStage(BaseStage):
 def mixture_of(
     name: str, source: ShardedSource, context: PipelineContext, *, stage: str
 ) -> Mixture:
-    """The mixture that a source is of, packed or not. A dataset on its own is a mixture of one:
-    every document once an epoch.
+    """Returns the mixture that a source belongs to, packed or not.
+
+    A dataset on its own is a mixture of one: every document comes once an epoch.
     """
     if (planned := planned_of(source)) is not None:
         return planned.mixture
@@ -140,6 +145,7 @@ class PackedShardedSource(PlannedSource):
 
     @property
     def tokens(self) -> TokenInfo | None:
+        """The tokens of the mixture, with the EOS, padding and row length of these rows."""
         info = self.mixture.tokens
         return info and dataclasses.replace(
             info,
@@ -169,8 +175,9 @@ class PackedShardedSource(PlannedSource):
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes of a row's values, the same for all; the names of `__source__` are few, and stored
-        once each.
+        """Bytes of a row's values, the same for all rows.
+
+        The names in `__source__` are not counted: they are few, and stored once each.
         """
         aligned = self.mixture.aligned
         names = [SOURCE, *(column.name for column in aligned)]
@@ -214,7 +221,7 @@ class PackedShardedSource(PlannedSource):
         return pa.record_batch(arrays, schema=self.schema)
 
     def _provenance(self, rows: Int64) -> pa.Array:
-        """For every row the datasets of its segments, the first segment first."""
+        """Returns for every row the datasets of its segments, the first segment first."""
         pieces = self.plan().pieces(rows)
         each = 2 if self.mixture.paired else 1  # segments of a piece
         offsets = offsets_of(np.bincount(pieces.row, minlength=len(rows)) * each)
@@ -226,6 +233,7 @@ class PackedShardedSource(PlannedSource):
 
 
 def _tell_uncut(mixture: Mixture, seq_length: int) -> None:
+    """Logs which conversations are trained in their first row alone."""
     for name, source in mixture.parts.items():
         prompts = prompts_of(source)
         if prompts is not None and prompts.splits and prompts.room != seq_length:
@@ -239,7 +247,11 @@ def _tell_uncut(mixture: Mixture, seq_length: int) -> None:
 
 
 def _check_whole(config: PackStageConfig, what: str) -> None:
-    """Both halves of a pair stand in one row, whole; and so does an answer that was judged."""
+    """Checks that no option cuts what must stay whole in one row: pairs, and answers with verdicts.
+
+    Raises:
+        ConfigError: An option does.
+    """
     require(
         not config.concat,
         "pack.strategy",
@@ -255,11 +267,13 @@ def _check_whole(config: PackStageConfig, what: str) -> None:
 
 
 def _eos(mixture: Mixture, config: PackStageConfig) -> tuple[int, ...]:
-    """The id that ends the documents of each dataset. Raises ConfigError where tokenizer and config
-    disagree, or neither has one.
+    """Returns the id that ends the documents of each dataset.
 
-    (): rows are one segment each, and nothing ends the documents of the only dataset, which a
+    () where rows are one segment each and nothing ends the documents of the only dataset, which a
     warning says.
+
+    Raises:
+        ConfigError: Tokenizer and config disagree, or neither has an EOS.
     """
     given = config.eos_token_id
     found: list[int] = []
@@ -305,6 +319,9 @@ def _eos(mixture: Mixture, config: PackStageConfig) -> tuple[int, ...]:
 
 
 def _pad(mixture: Mixture, config: PackStageConfig, eos: int | None) -> int:
+    """Returns the id that fills the rest of a row: the config's, the tokenizer's, its EOS, or
+    0.
+    """
     if config.pad_token_id is not None:
         _in_vocabulary("pack.pad_token_id", config.pad_token_id, mixture)
         return config.pad_token_id
@@ -313,6 +330,7 @@ def _pad(mixture: Mixture, config: PackStageConfig, eos: int | None) -> int:
 
 
 def _in_vocabulary(at: str, token: int, mixture: Mixture) -> None:
+    """Raises ConfigError for an id that the vocabulary does not have."""
     require(
         0 <= token < mixture.vocab_size,
         at,

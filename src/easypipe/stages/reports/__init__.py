@@ -1,1 +1,1 @@
-"""What a pipeline did and would do: ledger, plan report, shares."""
+"""Reports of what a pipeline did and would do: ledger, plan report, shares by step."""

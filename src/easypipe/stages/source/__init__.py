@@ -1,1 +1,1 @@
-"""The source stage: a dataset's files or rows become a source."""
+"""The source stage opens a dataset's files, or its rows in memory, as a source."""

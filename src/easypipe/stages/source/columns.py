@@ -1,4 +1,4 @@
-"""Columns of a DatasetConfig: renamed, passed through a function, kept beside the tokens."""
+"""Decides which columns a DatasetConfig reads, renames, passes to a function and keeps."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from easypipe.transforms.columns.hold_out import HoldOut
 
 
 def read_columns(dataset: DatasetConfig) -> list[list[str]]:
-    """The columns of the files that a dataset reads, as they are called there; the first list that
-    there is. None for a callback, which may read any.
+    """Returns the columns of the files that a dataset reads, by the names in the files.
+
+    Returns:
+        Lists of columns, of which the first is used whose columns all exist; [] with a callback,
+        which may read any column.
     """
     if dataset.format_callback is not None:
         return []
     if dataset.prompt is not None:
         try:
             new = list(dataset.prompt.columns)
-        except ConfigError as error:  # its template names them
+        except ConfigError as error:  # the template names the columns
             raise error.under(f"datasets.{dataset.name}.prompt") from None
         tools = dataset.prompt.tools_column
     else:
@@ -36,13 +39,13 @@ def read_columns(dataset: DatasetConfig) -> list[list[str]]:
     new += [*dataset.additional_fields, *([tools] if tools is not None else [])]
     old = {name: before for before, name in (dataset.format_fields or {}).items()}
     names = list(dict.fromkeys([*(old.get(name, name) for name in new if name), *old.values()]))
-    # these are read where there are any
+    # these columns are read where they exist
     optional = ["chat_template_kwargs", *(["tools"] if tools is None else [])]
     return [[*names, *optional], *([*names, name] for name in reversed(optional)), names]
 
 
 def answer_fields(dataset: DatasetConfig) -> tuple[str, ...]:
-    """The columns that prompt_field, completion_field and their like name."""
+    """Returns the columns that prompt_field, completion_field and their like name."""
     named = (
         dataset.prompt_field,
         dataset.completion_field,
@@ -53,8 +56,9 @@ def answer_fields(dataset: DatasetConfig) -> tuple[str, ...]:
 
 
 def template_columns(dataset: DatasetConfig) -> list[str]:
-    """The columns of the files that are written by a template or as text, and by nothing else:
-    their values are to be as they stand.
+    """Returns the columns of the files that only a template writes, or that are text.
+
+    Their values must stay exactly as they are in the files.
     """
     every = [name for names in read_columns(dataset)[:1] for name in names]
     old = {name: before for before, name in (dataset.format_fields or {}).items()}
@@ -66,8 +70,9 @@ def template_columns(dataset: DatasetConfig) -> list[str]:
 
 
 def formatted(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
-    """The rows with `format_fields` applied, then `format_callback`. Reads no rows. Errors name the
-    option.
+    """Applies `hold_out`, then `format_fields`, then `format_callback` to a source; reads no rows.
+
+    Errors name the option.
     """
     steps: list[Any] = []
     schema = source.schema
@@ -87,7 +92,7 @@ def formatted(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
         types: Arguments = dict(dataset.format_columns or {})
         own = answer_fields(dataset) or (dataset.content_field,)
         made = own if dataset.prompt is None else dataset.prompt.columns
-        for column in made:  # making the text is what callbacks are for
+        for column in made:  # callbacks mostly make the text column
             if column not in schema.names:
                 types.setdefault(column, pa.large_string())
         try:
@@ -112,10 +117,17 @@ def kept_columns(
     *,
     at: str,
 ) -> tuple[str, ...]:
-    """The columns of a source that stay beside its tokens. remove: all but these; None keeps
-    `additional` alone.
+    """Returns the columns of a source that stay beside its tokens.
 
-    Raises ConfigError for a column that is not there, or is both kept and removed.
+    Args:
+        name: The name of the dataset.
+        source: Its source.
+        additional: The additional_fields, which stay.
+        remove: All columns but these stay; None keeps `additional` alone.
+        at: The key path of the dataset, for errors.
+
+    Raises:
+        ConfigError: A column does not exist, or is both kept and removed.
     """
     have = data_columns(source.schema)
     for column in additional:

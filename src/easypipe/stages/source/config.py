@@ -1,4 +1,4 @@
-"""The options of a dataset: where its rows are and how they are read, and what goes together."""
+"""DatasetConfig: where a dataset's rows are, how they are read, which options go together."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from easypipe.transforms.prompt.config import (
 from easypipe.transforms.tokenizer.config import TokenizerConfig, with_options
 from easypipe.transforms.tokenizer.lengths import LengthPolicy
 
-WHOLE = "train"  # how `datasets` calls all rows of files that name no splits
+WHOLE = "train"  # the name that `datasets` gives to all rows of files that name no splits
 
 TALK_OPTIONS = (
     "message_fields",
@@ -76,7 +76,7 @@ TOKEN_COLUMNS = (
     SOURCE,
     ROW_NUMBER,
 )
-# of batches: nothing of a dataset may stand there
+# Batches get these columns elsewhere, so no dataset may bring one.
 MADE_COLUMNS = (LOOK_AHEAD_WEIGHT, "reference_log_probs", PIXEL_VALUES, DECODER_INPUT_IDS)
 
 
@@ -294,12 +294,13 @@ class DatasetConfig:
 
     @property
     def aligned(self) -> dict[str, int | None]:
-        """The aligned columns, and how many values of each a token has; None: as the type says."""
+        """The aligned columns, with how many values a token has; None: as their type says."""
         named = self.aligned_columns
         return dict(named) if isinstance(named, Mapping) else dict.fromkeys(named)
 
     @property
     def in_memory(self) -> bool:
+        """Whether data_files holds the rows themselves, or an object that returns them."""
         files = self.data_files
         if isinstance(files, pa.Table | Mapping) or is_object(files):
             return True
@@ -311,16 +312,18 @@ class DatasetConfig:
 
 
 def is_object(data: Any) -> bool:
+    """Whether `data` is an object that returns rows, such as a `datasets.Dataset`."""
     return not isinstance(data, pa.Table | Path) and is_dataset_object(data)
 
 
 def is_hub(dataset: DatasetConfig) -> bool:
+    """Whether the rows are on the Hugging Face Hub."""
     files = dataset.data_files
     return dataset.type == "huggingface" or (isinstance(files, str) and files.startswith("hf://"))
 
 
 def is_tokens(dataset: DatasetConfig) -> bool:
-    """Files that token_files may describe."""
+    """Whether the files hold tokens, which token_files may describe."""
     if dataset.type is not None:
         return dataset.type in TOKEN_EXTENSIONS
     files = _listed(dataset.data_files)
@@ -330,7 +333,7 @@ def is_tokens(dataset: DatasetConfig) -> bool:
 
 
 def _listed(files: Any) -> Sequence[Any]:
-    """Paths or rows as a list, where one alone may be given."""
+    """Returns paths or rows as a list, where one alone may be given."""
     return files if isinstance(files, list | tuple) else [files]
 
 
@@ -375,8 +378,10 @@ def _check_paths(files: Any) -> None:
 
 
 def check_input(dataset: DatasetConfig) -> None:
-    """What type, split, subset and revision mean together. Raises ConfigError for those that would
-    have no effect.
+    """Checks type, split, subset, revision and the other options of the input together.
+
+    Raises:
+        ConfigError: One of them would have no effect.
     """
     files = dataset.data_files
     if dataset.split is not None:
@@ -445,12 +450,16 @@ def _check_hub(dataset: DatasetConfig, files: Any) -> None:
 
 
 def split_of(dataset: DatasetConfig) -> tuple[str | None, Part | None]:
-    """The name of the split, and the part of it, that a dataset asks for."""
+    """Returns (the name of the split, the part of it) that a dataset asks for."""
     return (None, None) if dataset.split is None else parse_split(dataset.split)
 
 
 def check_formats(dataset: DatasetConfig) -> None:
-    """What can be told of a DatasetConfig's columns without its rows. Raises ConfigError."""
+    """Checks what can be known of a dataset's column options without its rows.
+
+    Raises:
+        ConfigError: One of them is wrong or has no effect.
+    """
     call = dataset.format_callback
     if call is None:
         options = fields_of(dataset)
@@ -491,7 +500,7 @@ def check_formats(dataset: DatasetConfig) -> None:
 
 
 def require_free(name: str, at: str) -> None:
-    """Raises ConfigError for a column that would stand where tokens have one of their own."""
+    """Raises ConfigError for a column whose name is that of a column of tokens."""
     require(
         name not in TOKEN_COLUMNS,
         at,
@@ -501,9 +510,7 @@ def require_free(name: str, at: str) -> None:
 
 
 def check_prompts(dataset: DatasetConfig) -> None:
-    """Raises ConfigError where options of a DatasetConfig about conversations, prompts and
-    completions do not go together.
-    """
+    """Raises ConfigError where options about conversations, prompts and completions conflict."""
     options = fields_of(dataset)
     given = [name for name in PROMPT_OPTIONS if options[name] is not None]
     if dataset.prompt is not None:
@@ -524,7 +531,7 @@ def check_prompts(dataset: DatasetConfig) -> None:
 
 
 def _check_answers(dataset: DatasetConfig) -> None:
-    """Raises ConfigError for columns of prompts and answers that do not go together."""
+    """Raises ConfigError where columns of prompts and answers do not go together."""
     options = fields_of(dataset)
     names = ("prompt_field", "completion_field", "rejected_field", "desirable_field")
     given = {name: options[name] for name in names if options[name] is not None}
@@ -541,8 +548,8 @@ def _check_answers(dataset: DatasetConfig) -> None:
 
 
 def check_text_answers(dataset: DatasetConfig) -> None:
-    """Raises ConfigError for options of conversations beside columns of text
-    that prompt_field, completion_field and rejected_field name.
+    """Raises ConfigError for options of conversations where prompts and answers are columns of
+    text.
     """
     options = fields_of(dataset)
     for name in TALK_OPTIONS:
@@ -568,4 +575,5 @@ def check_text_answers(dataset: DatasetConfig) -> None:
 
 
 def no_datasets() -> ConfigError:
+    """Returns the error for a pipeline without datasets."""
     return ConfigError(at="datasets", problem="there is none", fix="Give at least one dataset.")

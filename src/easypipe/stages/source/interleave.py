@@ -36,14 +36,14 @@ from easypipe.stages.source.config import is_object
 from easypipe.transforms.columns.base import as_array
 
 WINDOW_ROWS = 8192
-GAP_ROWS = 64  # rows that are read and left out rather than read around
+GAP_ROWS = 64  # gaps of at most so many rows are read and left out, not read around
 
 
 def _named(
     datasets: Mapping[str, Any] | Sequence[Any],
     weights: Mapping[str, float] | Sequence[float] | None,
 ) -> tuple[Mapping[str, Any], dict[str, float] | None]:
-    """Datasets and weights by name."""
+    """Returns (datasets by name, weights by name or None)."""
     if not isinstance(datasets, Mapping):
         require(
             not isinstance(weights, Mapping),
@@ -125,15 +125,24 @@ def block_mixture_interleave(
 
 
 class InterleavedSource(Source):
-    """What `block_mixture_interleave` gives: the columns of its sources, and `__source__`, the
-    dataset that a row came from.
+    """The source that `block_mixture_interleave` makes of several.
+
+    It has the columns of its sources, and `__source__`, the dataset that a row came from. Iterating
+    over it gives the rows as dicts, from the first; without end where the mixture has none.
 
     Law (stateless reads): which row of which dataset is row `r` is arithmetic, so any range can be
     read at any time, on any thread. Rows that a source leaves out (a blank line, a bad row that is
-    skipped) are left out here, and `__row_number__` tells the others'. Iterating gives the rows as
-    dicts, from the first; without end where the mixture has none.
-    weights: positive integers, one for each source. Raises ConfigError where the sources have
-    different columns or uncounted rows.
+    skipped) are left out here, and `__row_number__` tells the others'.
+
+    Args:
+        sources: The sources by name.
+        weights: A positive integer for each source.
+        stop: The stop_strategy.
+        order: Whether and how the rows of each source are permuted.
+        seed: The seed of the permutations.
+
+    Raises:
+        ConfigError: The sources have different columns, or rows that are not counted.
     """
 
     def __init__(
@@ -187,7 +196,9 @@ class InterleavedSource(Source):
 
     @cached_property
     def plan(self) -> Plan:
-        """Which row of which source stands where. Counts the rows of the sources."""
+        """The plan of which row of which source is where; the rows of the sources are counted for
+        it.
+        """
         datasets = [
             PlanDataset(
                 name,
@@ -201,13 +212,17 @@ class InterleavedSource(Source):
         return Plan(datasets, self._spec)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        """Rows `start` to `stop`. Raises PlanError behind the last."""
+        """Returns rows `start` to `stop`.
+
+        Raises:
+            PlanError: Rows behind the last are asked for.
+        """
         assert shard == 0, f"interleaved rows are one shard, not {shard + 1}"
         if start == stop:
             return pa.RecordBatch.from_pylist([], schema=self.schema)
-        pieces = self.plan.pieces(np.arange(start, stop, dtype=np.int64))  # one for each row
+        pieces = self.plan.pieces(np.arange(start, stop, dtype=np.int64))  # one piece for each row
         tables: list[pa.Table] = []
-        # of each row in what was read; -1: its source leaves it out
+        # the place of each row in what was read; -1 where its source leaves it out
         place = np.full(stop - start, -1, dtype=np.int64)
         read = 0
         for i, source in enumerate(self.sources.values()):
@@ -239,7 +254,9 @@ class InterleavedSource(Source):
 
     @cached_property
     def _starts(self) -> list[Int64]:
-        """For each source the rows before each of its shards, and behind the last."""
+        """For each source Int64[shards + 1]: the rows before each of its shards, and behind the
+        last.
+        """
         starts = []
         for name, source in self.sources.items():
             counts: list[int] = []
@@ -256,7 +273,11 @@ class InterleavedSource(Source):
 
 
 def _as_source(name: str, data: Any) -> ShardedSource:
-    """A source as it is, rows in memory as one. Raises ConfigError for what is neither."""
+    """Returns a source as it is, and rows in memory as a source.
+
+    Raises:
+        ConfigError: `data` is neither.
+    """
     if is_complete(data):
         return data
     if isinstance(data, str | Path):
@@ -278,8 +299,14 @@ def _as_source(name: str, data: Any) -> ShardedSource:
 
 
 class _Run(NamedTuple):
-    """Rows `start` to `stop` of a shard; those asked for are `rows` of them, and the answer to the
-    questions `which`.
+    """Rows `start` to `stop` of a shard, which are read at once.
+
+    Attributes:
+        shard: The number of the shard.
+        start: The first row.
+        stop: The row behind the last.
+        rows: Int64[n], those of the rows that were asked for, counted from `start`.
+        which: Int64[n], the positions of these rows in the question.
     """
 
     shard: int
@@ -290,7 +317,7 @@ class _Run(NamedTuple):
 
 
 def _runs(starts: Int64, docs: Int64) -> Iterator[_Run]:
-    """The rows numbered `docs` over all shards, as few ranges."""
+    """Yields the rows numbered `docs`, counted over all shards, as few ranges."""
     order = np.argsort(docs, kind="stable")
     ascending = docs[order]
     shards = np.searchsorted(starts, ascending, side="right") - 1
@@ -309,4 +336,5 @@ def _runs(starts: Int64, docs: Int64) -> Iterator[_Run]:
 
 
 def _one_each(docs: Int64) -> Int32:
+    """Returns a length of 1 for each row, as the plan counts rows here."""
     return np.ones(docs.shape[0], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The source stage: a dataset's files, or the rows themselves, become a ShardedSource."""
+"""The source stage opens a dataset's files, or the rows themselves, as a ShardedSource."""
 
 from __future__ import annotations
 
@@ -40,16 +40,19 @@ from easypipe.stages.source.config import (
 
 log = logging.getLogger("easypipe")
 
-HEAD_BYTES = 8 << 20  # of a file of lines, in which the first rows of a dataset are looked for
-READERS = {"jsonl": "json"}  # one reader looks at the content and tells lines from an array
+HEAD_BYTES = 8 << 20  # bytes of a file's head, in which the first rows of a dataset are looked for
+# one reader looks at the content, and distinguishes lines from an array
+READERS = {"jsonl": "json"}
 
 
 class SourceStage(BaseStage):
-    """Opens every dataset of the pipeline's config. Files are listed and their indexes read; no
-    rows are.
+    """The source stage; it opens every dataset of the pipeline's config.
 
-    first_rows: open of each dataset only so many rows, of the head of its first file, so that no
-    file is read through: for a first look.
+    Files are listed and their indexes are read; no rows are.
+
+    Args:
+        first_rows: For a first look: opens only so many rows of each dataset, from the head of its
+            first file, so that no file is read through.
     """
 
     def __init__(self, *, first_rows: int | None = None) -> None:
@@ -71,7 +74,7 @@ class SourceStage(BaseStage):
 
 
 def _saved(dataset: DatasetConfig, saved: SavedSource) -> SavedSource:
-    """The rows of a saved folder, which knows its format."""
+    """Returns the rows of a saved folder, which knows its format."""
     written = saved.manifest.format
     require(
         dataset.type is None
@@ -90,11 +93,11 @@ def _saved(dataset: DatasetConfig, saved: SavedSource) -> SavedSource:
 
 
 def _plain_files(dataset: DatasetConfig, context: PipelineContext) -> ShardedSource:
-    """The rows of files; read forward where they are streamed by lines."""
+    """Returns the rows of files, read forward where they are streamed by lines."""
     kind = None if dataset.type is None else READERS.get(dataset.type, dataset.type)
     files, unit = dataset.data_files, dataset.text_unit
     options: Arguments = {"on_error": dataset.on_error, "storage_options": dataset.storage_options}
-    # a part needs its rows counted, paragraphs and whole files need to be found
+    # A part needs its rows counted; paragraphs and whole files have to be found.
     lines = context.config.streaming and split_of(dataset)[1] is None and unit in (None, "line")
     forward = open_forward(files, kind, **options, num_rows=dataset.num_rows) if lines else None
     try:
@@ -110,8 +113,16 @@ def _plain_files(dataset: DatasetConfig, context: PipelineContext) -> ShardedSou
 def open_dataset(
     dataset: DatasetConfig, context: PipelineContext, first_rows: int | None = None
 ) -> ShardedSource:
-    """Raises MissingFileError where no file is, SourceError where a file is not what its name
-    says.
+    """Opens the source of a dataset, with its formatting.
+
+    Args:
+        dataset: The config of the dataset.
+        context: The context of the pipeline.
+        first_rows: Only so many rows, from the head of the first file; None: all rows.
+
+    Raises:
+        MissingFileError: There is no such file.
+        SourceError: A file is not what its name says.
     """
     files = dataset.data_files
     most = (
@@ -146,12 +157,14 @@ def open_dataset(
 
 
 def _without_conflicts(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
-    """The source; where its files differ in columns that nothing of this dataset reads, without
-    those, which a warning names.
+    """Returns the source, without columns in which its files differ if this dataset does not read
+    them.
+
+    A warning names the columns that it reads.
     """
     try:
         _ = source.schema
-    except SchemaError as conflict:  # not an outage, which every try would wait for anew
+    except SchemaError as conflict:  # not an outage, which every attempt would wait for again
         for names in read_columns(dataset) if isinstance(source, Source) else ():
             narrowed: ShardedSource = select(source, names)
             try:
@@ -177,11 +190,11 @@ def _open_input(
     num_rows: int | None = None,
     counted: bool = True,
 ) -> ShardedSource | None:
-    """The source of an input that is no plain file and no plain rows, all of its split; None for
-    those.
+    """Opens all of the split of an input that is neither plain files nor rows; None for those.
 
-    num_rows, counted: of a source of users' own, how many of its rows are asked for, and whether
-    they are counted before they are read.
+    Args:
+        num_rows: For a source of users' own, how many of its rows are asked for.
+        counted: For a source of users' own, whether its rows are counted before they are read.
     """
     files = dataset.data_files
     split, part = split_of(dataset)

@@ -1,4 +1,4 @@
-"""Guesses whether a line, a paragraph or a file is a document, from how the first lines lie."""
+"""Guesses whether a line, a paragraph or a file is a document, from the heads of text files."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from easypipe.sources.formats.records import read_head
 from easypipe.sources.formats.txt import TextUnit
 from easypipe.sources.refs import FileRef
 
-HEAD_BYTES, HEADS = 1 << 16, 8  # read of each of the first files
-# from so many on, files that are no longer than DOCUMENT_BYTES may be a document each
+HEAD_BYTES, HEADS = 1 << 16, 8  # bytes that are read of each of the first files, and how many files
+# From so many files on, files of at most DOCUMENT_BYTES may be a document each.
 SEVERAL_FILES = 4
 DOCUMENT_BYTES = 1 << 20
-# lines of a paragraph on average, from which on paragraphs are taken to run over lines
+# Where paragraphs have at least so many lines on average, they are taken to be wrapped.
 WRAPPED = 1.5
 
 
 def guess_text_unit(files: Sequence[FileRef]) -> tuple[TextUnit, str]:
-    """The unit, and why.
+    """Returns (the guessed unit, why).
 
     Args:
         files: Text files, made ready to be read; those behind the first few are only counted.
@@ -43,8 +43,9 @@ def guess_text_unit(files: Sequence[FileRef]) -> tuple[TextUnit, str]:
 
 
 def _runs(file: FileRef) -> list[int]:
-    """How many lines each paragraph of the file's head has; none of a file that cannot be read,
-    which others report.
+    """Returns how many lines each paragraph of the file's head has.
+
+    A file that cannot be read gives none; others report it.
     """
     try:
         head = read_head(file, HEAD_BYTES)

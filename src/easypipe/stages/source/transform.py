@@ -1,4 +1,4 @@
-"""The transform stage: a transform over some datasets, between source() and tokenize()."""
+"""The transform stage applies a transform to some datasets, between source() and tokenize()."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from easypipe.transforms.columns.base import TransformedSource, as_transform
 
 
 class TransformStage(BaseStage):
-    """Lays a transform over datasets; rows on which it fails are bad rows of their dataset, and its
-    on_error decides.
+    """The transform stage; rows on which the transform fails are bad rows of their dataset.
+
+    The dataset's on_error decides what happens to them.
+
+    Args:
+        transform: A transform, or several in their order.
+        datasets: The names of those that are transformed; None means all.
     """
 
     def __init__(
@@ -20,7 +25,6 @@ class TransformStage(BaseStage):
         transform: Transform | Sequence[Transform],
         datasets: str | Sequence[str] | None = None,
     ) -> None:
-        """datasets: names of those that are transformed; None means all."""
         super().__init__()
         self.transform = as_transform(transform)
         self.datasets = (
@@ -42,8 +46,11 @@ class TransformStage(BaseStage):
         return "transform"
 
     def process(self, data: Sources, context: PipelineContext) -> Sources:
-        """Raises ConfigError for a dataset that does not exist, SourceError naming the dataset
-        where columns do not fit.
+        """Lays the transform over the datasets.
+
+        Raises:
+            ConfigError: A dataset does not exist.
+            SourceError: The columns of a dataset do not fit; names the dataset.
         """
         for name in self.datasets or ():
             require_known(name, data, "transform.datasets", f"no dataset {name!r}")

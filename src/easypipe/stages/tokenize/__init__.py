@@ -1,1 +1,1 @@
-"""The tokenize stage: rows become documents of tokens."""
+"""The tokenize stage: rows of text, conversations and prompts become documents of tokens."""

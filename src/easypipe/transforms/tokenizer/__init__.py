@@ -1,3 +1,1 @@
-"""The tokenizer: is found and loaded, encodes text to token ids, and cuts documents to
-max_length.
-"""
+"""The tokenizer: its files, encoding text to token ids, and cutting to max_length."""

@@ -1,5 +1,4 @@
-"""Tokenizer: encodes text columns, with gigatoken if a check found it equal, else with
-`tokenizers`.
+"""Tokenizer: text columns to token ids, by gigatoken if a check found it equal, or `tokenizers`.
 
 In this file:
     reference: The tokenizer of the `tokenizers` package, which decides what is right.
