@@ -1,6 +1,6 @@
-"""The trainer: model, optimizer, step, checkpoints, metrics.
+"""Training: model, optimizer, step, checkpoints, metrics.
 
-Names are loaded when first used: jax comes with them, and the configuration of a run is read
+Names are loaded when first used: they bring jax with them, and the configuration of a run is read
 without it.
 """
 

@@ -1,4 +1,4 @@
-"""What a trainer asks of loaders: how many steps they make, micro-batches, passes, states."""
+"""Checks of the loaders that a trainer is given: steps, micro-batches, passes, states."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from easypipe.core.protocols import BatchLoader
 from easypipe.core.values import Batch, Json, attribute_of
 from easypipe.train.config import TrainingConfig
 
-# for a run whose length its data decides: the length of the schedule is a constant of the program
+# The steps of a plan if the data decides the length of the run: the length of the schedule is a
+# constant of the program.
 MANY_STEPS = 1_000_000
 
 
 @runtime_checkable
 class EpochStyle(Protocol):
-    """A loader of which every iteration behind a finished one is the next pass, which its states
-    know (EpochLoader).
+    """A loader that has passes: each iteration after a finished one is the next pass.
+
+    Its states know the pass (as those of EpochLoader do).
     """
 
     def set_epoch(self, epoch: int) -> None: ...
@@ -27,7 +29,7 @@ class EpochStyle(Protocol):
 
 @runtime_checkable
 class JsonState(Protocol):
-    """A loader's state that writes itself as text."""
+    """A loader state that can be written as JSON text and read back."""
 
     def to_json(self) -> str: ...
     @classmethod
@@ -36,7 +38,7 @@ class JsonState(Protocol):
 
 @runtime_checkable
 class KnowingState(Protocol):
-    """A loader's state that knows which data it belongs to: easypipe's own LoaderState."""
+    """A loader state that knows which data it belongs to: easypipe's own LoaderState."""
 
     row: int
     epoch: int
@@ -49,14 +51,16 @@ class KnowingState(Protocol):
 
 @runtime_checkable
 class Explaining(Protocol):
-    """A loader that knows which documents stand in a batch, as the Loader of a plan does."""
+    """A loader that knows which documents are in a batch, as the Loader of a plan does."""
 
     def explain(self, step: int) -> Any: ...
 
 
 @runtime_checkable
 class Sourced(Protocol):
-    """A loader whose batches may say which dataset a token is of: `source_ids` numbers these."""
+    """A loader whose batches may tell the dataset of a token: `source_ids` are indices of these
+    names.
+    """
 
     @property
     def source_names(self) -> Sequence[str]: ...
@@ -64,20 +68,20 @@ class Sourced(Protocol):
 
 @runtime_checkable
 class Closing(Protocol):
-    """An iterator that holds something open."""
+    """An iterator that holds resources and can be closed."""
 
     def close(self) -> None: ...
 
 
 @dataclass
 class Shapes:
-    """Stands for a loader where only shapes are asked.
+    """A stand-in for a loader where only shapes are needed.
 
     Attributes:
         batch_size: Rows of a batch.
         accumulation_steps: Micro-batches into which the loader cuts a batch.
-        batches: How many; None where that is not known.
-        source_names: The datasets of its tokens, as if they were told apart.
+        batches: The number of batches; None if it is not known.
+        source_names: The datasets of its tokens, as if they were measured separately.
     """
 
     batch_size: int
@@ -101,8 +105,12 @@ class Shapes:
 
 
 def check_loader(loader: BatchLoader, at: str) -> None:
-    """Raises ConfigError for what is no BatchLoader; one without a length never ends."""
-    # a loader may be of any class
+    """Checks that an object is a BatchLoader. One without a length counts as endless.
+
+    Raises:
+        ConfigError: It lacks a name of the protocol.
+    """
+    # A loader may be of any class, so its names are checked.
     lacking = [
         name for name in ("batch_size", "__iter__", "state", "restore") if not hasattr(loader, name)
     ]
@@ -116,8 +124,10 @@ def check_loader(loader: BatchLoader, at: str) -> None:
 
 
 def sources_of(loader: BatchLoader, at: str) -> Sequence[str]:
-    """The datasets that the batches of a loader tell apart. Raises ConfigError where they do
-    not.
+    """Returns the names of the datasets that the batches of a loader tell apart.
+
+    Raises:
+        ConfigError: They do not tell datasets apart.
     """
     names = loader.source_names if isinstance(loader, Sourced) else ()
     require(
@@ -130,7 +140,7 @@ def sources_of(loader: BatchLoader, at: str) -> Sequence[str]:
 
 
 def num_batches(loader: BatchLoader) -> int | None:
-    """Batches from the start to the end of a loader; None where it never ends."""
+    """Returns the number of batches of a whole loader; None if it never ends."""
     try:
         return len(loader)
     except TypeError:
@@ -138,8 +148,11 @@ def num_batches(loader: BatchLoader) -> int | None:
 
 
 def resolve_steps(config: TrainingConfig, train: BatchLoader) -> int:
-    """Raises ConfigError where the loader is not what the config says of it, or has fewer
-    batches.
+    """Returns the number of steps of a run, from its options or its loader.
+
+    Raises:
+        ConfigError: The loader has another batch size or number of passes than the config gives, or
+            fewer batches than steps, or neither says how long the run is.
     """
     require(
         config.batch_size in (None, train.batch_size),
@@ -149,7 +162,9 @@ def resolve_steps(config: TrainingConfig, train: BatchLoader) -> int:
     )
     batches = num_batches(train)
     if config.epochs is not None:
-        passes = getattr(getattr(train, "config", None), "num_epochs", 1)  # of loaders with passes
+        passes = getattr(
+            getattr(train, "config", None), "num_epochs", 1
+        )  # some loaders have passes
         how = "never ends" if batches is None or passes is None else f"ends after {passes}"
         if batches is not None and passes is not None:
             whole = isinstance(train, EpochStyle) and config.epochs % passes == 0
@@ -178,11 +193,17 @@ def resolve_steps(config: TrainingConfig, train: BatchLoader) -> int:
 
 
 def micro_batches(at: str, loader: BatchLoader, pieces: int) -> bool:
-    """Whether the loader yields [A, B/A, ...] already.
+    """Returns whether the loader already yields micro-batches, [A, B/A, ...].
 
-    Raises ConfigError where its A is not `pieces`.
+    Args:
+        at: The key path of the option, for the error message.
+        loader: The loader.
+        pieces: The number of micro-batches of the run.
+
+    Raises:
+        ConfigError: The loader's A is neither 1 nor `pieces`.
     """
-    cut = attribute_of(loader, "accumulation_steps") or 1  # of any other BatchLoader
+    cut = attribute_of(loader, "accumulation_steps") or 1  # other BatchLoaders have no such name
     if cut in (1, pieces):
         return cut > 1
     raise ConfigError(

@@ -1,6 +1,6 @@
-"""Files of a run folder beside its checkpoints: config, versions, fingerprints, changes.
+"""The record files of a run folder: configuration, versions, data fingerprints, changes, restarts.
 
-Files of JSON carry a checksum of themselves: `write_kept` writes one and `read_kept` reads it.
+JSON files carry a checksum of themselves: `write_kept` writes such a file and `read_kept` reads it.
 
 No jax at import time: `easypipe explain` and `easypipe report` read these files anywhere.
 """
@@ -29,20 +29,21 @@ from easypipe.core.protocols import BatchLoader
 from easypipe.core.values import Json, JsonObject, Settings
 from easypipe.train.checks import KnowingState
 
-# in train.output_dir: the configuration as it was resolved, which `easypipe train` takes back
+# In train.output_dir: the resolved configuration, which `easypipe train` accepts again.
 RECORD = "run.yaml"
-LEDGER = "ledger.json"  # where every row and token of the data went
-PLAN = "plan.json"  # what the run drew of each dataset, against what its weights ask for
-# of everything that has a say in the numbers; an entry for each process that began with other ones
+LEDGER = "ledger.json"  # the ledger: where every row and token of the data went
+PLAN = "plan.json"  # the tokens of each dataset, drawn and asked for
+# Versions of everything that affects the numbers; a new entry for each process that ran with
+# others.
 VERSIONS = "versions.json"
-# what was allowed to differ when the run went on, an entry for each step where it did
+# What was allowed to differ when the run was resumed, an entry for each step where something did.
 CHANGES = "changes.json"
-RESTARTS = "restarts.json"  # where a process took up the run again, and when
+RESTARTS = "restarts.json"  # when and at which step the run was resumed
 FINGERPRINTS = "fingerprints.json"  # digests of the data of training and of each evaluation
 BEST = "best.json"  # the checkpoints that did best on held-out data, the best first
 
-# Keys of objects that earlier versions wrote without a checksum. What they wrote as a list stands
-# under the name of the file now.
+# Keys of objects that earlier versions wrote without a checksum. What they wrote as a list now
+# stands under the name of the file.
 _OLDER: Mapping[str, Sequence[str]] = {
     LEDGER: ("entries", "facts"),
     FINGERPRINTS: ("train", "eval"),
@@ -61,14 +62,20 @@ logger = logging.getLogger("easypipe")
 
 
 def write_config(folder: Path, resolved: object) -> None:
-    """run.yaml, of a RunConfig."""
+    """Writes run.yaml from the resolved RunConfig."""
     text = yaml.safe_dump(to_dict(resolved), sort_keys=False, allow_unicode=True)
     storage.commit_bytes(folder / RECORD, text.encode())
 
 
 def write_versions(folder: Path, step: int) -> Json:
-    """Adds what runs here to versions.json, unless it is what ran before; `step` is where the run
-    went on. Returns the entry.
+    """Adds the versions of this process to versions.json, unless they are those of the last entry.
+
+    Args:
+        folder: The run's folder.
+        step: The step from which this process goes on.
+
+    Returns:
+        The entry, without its step.
     """
     import jax
 
@@ -89,8 +96,9 @@ def write_versions(folder: Path, step: int) -> Json:
 
 
 def write_restart(folder: Path, step: int) -> None:
-    """Adds to restarts.json that the run goes on from `step` here and now. What stands there of
-    later steps goes: the run went back to before them.
+    """Adds an entry to restarts.json: the run goes on from `step` here and now.
+
+    Entries of that and later steps are dropped, because the run went back to before them.
     """
     kept = [one for one in _known(folder / RESTARTS) if one["step"] < step]
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -98,7 +106,7 @@ def write_restart(folder: Path, step: int) -> None:
 
 
 def _known(path: Path) -> list[JsonObject]:
-    """The entries of a list that goes on; of a damaged one none: it is moved aside."""
+    """Returns the entries of a list file; a damaged file is moved aside and counts as empty."""
     try:
         return read_kept(path) or []
     except StateError as error:
@@ -109,8 +117,8 @@ def _known(path: Path) -> list[JsonObject]:
 
 
 def write_fingerprints(folder: Path, train: BatchLoader, evals: Mapping[str, BatchLoader]) -> None:
-    """fingerprints.json, of loaders whose state tells what data they read; of others it has
-    null.
+    """Writes fingerprints.json: the digests of the data of each loader, null if its state has
+    none.
     """
     of_evals = {name: fingerprint(loader) for name, loader in evals.items()}
     write_kept(folder / FINGERPRINTS, {"train": fingerprint(train), "eval": of_evals})
@@ -122,12 +130,17 @@ def write_changes(
     change: Json | None,
     of_data: Sequence[Json] = (),
 ) -> None:
-    """Brings changes.json up to a run that goes on at `step`.
+    """Brings changes.json up to date for a run that goes on at `step`.
 
-    change: what `step` begins with, where something was allowed to differ: "row", "changed" (key
-    path → what it was and is), "before" ("config" and "components" of the run up to there).
-    of_data: all changes that the loader's state tells of, for those that were made before there was
-    this file. What stands there of `step` and later steps goes: the run went back to before it.
+    Entries of that and later steps are dropped, because the run went back to before them.
+
+    Args:
+        folder: The run's folder.
+        step: The step from which the run goes on.
+        change: What changed at `step`, or None: "row", "changed" (key path → what it was and is)
+            and "before" ("config" and "components" of the run up to there).
+        of_data: All changes that the loader's state records, which include those that were made
+            before this file existed.
     """
     known = read_changes(folder)
     kept = [one for one in known if one["step"] < step]
@@ -142,30 +155,35 @@ def write_changes(
 
 
 def read_changes(folder: Path) -> list[Json]:
-    """The entries of changes.json, by step; [] where nothing was ever changed.
+    """Returns the entries of changes.json, by step; [] if nothing was ever changed.
 
-    Raises StateError where it is no such file.
+    Raises:
+        StateError: The file is damaged.
     """
     return read_kept(folder / CHANGES) or []
 
 
 def fingerprint(loader: BatchLoader) -> dict[str, str] | None:
-    """A digest each of sources, tokenizer, config and plan; None where the loader does not know."""
+    """Returns digests of sources, tokenizer, config and plan; None if the loader's state has
+    none.
+    """
     state = loader.state()
     return dict(state.components) if isinstance(state, KnowingState) else None
 
 
 def from_anywhere(name: str) -> str:
-    """A tokenizer or model as a run records it: a path that is there from any folder, a Hub name as
-    it is.
+    """Returns a tokenizer or model name as a run records it: existing paths made absolute, else as
+    is.
     """
     path = Path(os.path.expanduser(name))
     return str(path.absolute()) if path.exists() else name
 
 
 def found_beside(name: str, run: Path) -> str:
-    """A tokenizer or model as it is found from here: a relative path that an older run recorded is
-    looked for in the run's folder and those above it, the nearest first, where it is not here.
+    """Finds a tokenizer or model that a run recorded.
+
+    A relative path, as older runs recorded it, that does not exist from here is looked for in the
+    run's folder and the folders above it, the nearest first.
     """
     path = Path(os.path.expanduser(name))
     folder = Path(os.path.expanduser(run)).absolute()
@@ -174,9 +192,10 @@ def found_beside(name: str, run: Path) -> str:
 
 
 def recorded_seed(output_dir: str | Path) -> int | None:
-    """The data seed of the run in `output_dir`, None where there is no run yet.
+    """Returns the data seed of the run in `output_dir`; None if there is no run yet.
 
-    Raises StateError where its record has none.
+    Raises:
+        StateError: Its record has no seed.
     """
     saved = _recorded(output_dir)
     if saved is None:
@@ -191,8 +210,8 @@ def recorded_seed(output_dir: str | Path) -> int | None:
 
 
 def recorded_steps(output_dir: str | Path) -> int | None:
-    """The train.steps of the run in `output_dir`; None where there is no run, or its data decides
-    them.
+    """Returns the train.steps of the run in `output_dir`; None without a run or if its data
+    decides.
     """
     train = (_recorded(output_dir) or {}).get("train")
     steps = train.get("steps") if isinstance(train, dict) else None
@@ -200,23 +219,24 @@ def recorded_steps(output_dir: str | Path) -> int | None:
 
 
 def _recorded(output_dir: str | Path) -> Settings | None:
-    """The config of the run in `output_dir`, None where there is no run yet."""
+    """Returns the recorded config of the run in `output_dir`; None if there is no run yet."""
     record = Path(os.path.expanduser(output_dir)) / RECORD
     if not record.exists():
         return None
-    with allowing_code():  # it may name functions; reading them runs none
+    with allowing_code():  # it may name functions, which are not run
         return load_yaml(record)
 
 
 def write_kept(path: Path, value: Json | Sequence[Json]) -> None:
-    """Commits one of the files named above for `read_kept`."""
+    """Writes one of the JSON files named above, with a checksum, for `read_kept`."""
     commit_checked(path, value if isinstance(value, Mapping) else {path.stem: list(value)})
 
 
 def read_kept(path: Path) -> Any:
-    """What `write_kept` wrote, or an earlier version; None where there is no such file.
+    """Reads a file that `write_kept` or an earlier version wrote; None if there is no such file.
 
-    Raises StateError where it is damaged.
+    Raises:
+        StateError: The file is damaged.
     """
     try:
         data = storage.read_bytes(path)
@@ -240,6 +260,7 @@ def read_kept(path: Path) -> Any:
 
 
 def _older_list(data: bytes) -> list[Any] | None:
+    """Returns the list that an earlier version wrote; None if the data is something else."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The spike guard: judges each step's loss, and says when a run goes back to a good checkpoint.
+"""The spike guard: judges each step's loss, and decides when a run rolls back to a good checkpoint.
 
 Everything here follows from the losses read so far, and is saved with every checkpoint: a run that
 was killed decides as one that was not. `SpikeConfig` (train/config.py) has its patience.
@@ -18,17 +18,18 @@ from easypipe.train.metrics.log import Record
 
 logger = logging.getLogger("easypipe")
 
-# the median absolute deviation of a normal distribution, times this, is its standard deviation
+# For a normal distribution the standard deviation is this factor times the median absolute
+# deviation.
 _TO_SIGMA = 1.4826
 
 
 class SpikeGuard:
-    """`judge(record)` of every step, in order, tells whether the run has to be rolled back.
+    """Judges the losses of a run, step by step, and counts its bad steps and roll-backs.
 
     Attributes:
-        good: The step of the last checkpoint that was saved by the calendar and not in doubt, to
-            which a run is rolled back; 0 is its start.
-        owes: Whether a save was due by the calendar while the run was in doubt.
+        good: The step of the last checkpoint that was saved by the configured interval and not in
+            doubt, to which a run is rolled back; 0 is its start.
+        owes: Whether a save was due by the interval while the run was in doubt.
         in_doubt: Whether the newest step was bad, so that a checkpoint of it would not be a good
             one.
         guards: Whether this run may be rolled back at all.
@@ -46,13 +47,19 @@ class SpikeGuard:
         return self._bad > 0
 
     def judge(self, record: Record) -> bool:
-        """Raises TrainError where the run must not go on: see TrainingConfig.on_nonfinite,
-        max_nonfinite and SpikeConfig.max_rollbacks.
+        """Judges the next step; call it once for every step, in order.
+
+        Returns:
+            Whether the run has to be rolled back.
+
+        Raises:
+            TrainError: The run must not go on: see TrainingConfig.on_nonfinite, max_nonfinite and
+                SpikeConfig.max_rollbacks.
         """
         at, loss = f"step {record['step']}", record["loss"]
         skipped = loss is None or record["grad_norm"] is None
         self._nonfinite = self._nonfinite + 1 if skipped else 0
-        lost = not skipped and record["param_norm"] is None  # no later step can be sound
+        lost = not skipped and record["param_norm"] is None  # no later step can be finite
         if skipped:
             self._skip(at, record)
         if self._spikes is None:
@@ -89,8 +96,10 @@ class SpikeGuard:
         return True
 
     def limit(self) -> float | None:
-        """The loss above which a step is bad: median + threshold standard deviations, by the median
-        absolute deviation of the last `window` good steps. None until there were so many.
+        """Returns the loss above which a step is bad, or None until `window` good steps were seen.
+
+        It is the median of the last `window` good steps plus `threshold` standard deviations, which
+        are estimated by the median absolute deviation.
         """
         if self._spikes is None or len(self._losses) < self._spikes.window:
             return None
@@ -99,7 +108,7 @@ class SpikeGuard:
         return median + self._spikes.threshold * _TO_SIGMA * deviation
 
     def state(self) -> Json:
-        """Plain JSON."""
+        """Returns the state of the guard as plain JSON."""
         return {
             "nonfinite": self._nonfinite,
             "bad": self._bad,
@@ -110,12 +119,12 @@ class SpikeGuard:
         }
 
     def restore(self, state: Json | None, step: int, saved: Collection[int]) -> None:
-        """Goes on from the `state` of a checkpoint.
+        """Restores the `state` of a checkpoint.
 
         Args:
-            state: None: the checkpoint was saved before there was a guard.
-            step: Of the checkpoint.
-            saved: Steps that have a checkpoint; where the good one is gone, `step` takes its place.
+            state: The saved state; None if the checkpoint was saved without a guard.
+            step: The step of the checkpoint.
+            saved: Steps that have a checkpoint. If the good one is gone, `step` takes its place.
         """
         if state is not None:
             self._nonfinite, self._bad = state["nonfinite"], state["bad"]
@@ -125,6 +134,11 @@ class SpikeGuard:
             self.good = step
 
     def _skip(self, at: str, record: Record) -> None:
+        """Warns of a step that is not finite.
+
+        Raises:
+            TrainError: The options do not allow to skip it.
+        """
         what = "loss" if record["loss"] is None else "gradient norm"
         rate = f" at learning rate {record['learning_rate']:g}" if "learning_rate" in record else ""
         problem = f"the {what} is not finite{rate}"

@@ -1,4 +1,4 @@
-"""One optimizer step, and one evaluation step, as compiled programs.
+"""The training step and the evaluation step, as compiled programs.
 
 B rows of a batch · A micro-batches
 """
@@ -20,7 +20,7 @@ from easypipe.train.optim.optimizers import Optimizer
 from easypipe.train.parallel.mesh import TOKEN_AXES, constrain
 from easypipe.train.state import ModelLayout, TrainState, abstract_state, gradient_places, shardings
 
-MORE = "more/"  # before the names of what a loss tells besides
+MORE = "more/"  # prefix of the names of further metrics of a loss
 
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Metrics]]
@@ -40,26 +40,36 @@ def make_train_step(
     curvature_loss: LossFn | None = None,
     windows: Sequence[int | None] = (None,),
 ) -> TrainStep:
-    """`(state, batch) -> (state, metrics)`, compiled; the state that is given is consumed
-    (donated).
+    """Returns the compiled step `(state, batch) -> (state, metrics)`, which consumes (donates) the
+    state.
 
-    batch: [B, ...] arrays, B a multiple of accumulate_steps times the devices that share the rows.
-    Micro-batch a holds the rows r with r % A == a, so that cutting moves no row between devices; a
-    loader may have cut them so already, to [A, B/A, ...]. Losses and gradients are summed over
-    tokens and divided once by the number of targets (by the sum of their loss_weights, where the
-    batch has these): every A gives the same update, up to rounding.
-    metrics, scalars on the device: loss, nll (Float32, nats a token; they differ by z-loss),
+    The batch has [B, ...] arrays, B a multiple of accumulate_steps times the devices that share the
+    rows. Micro-batch a holds the rows r with r % A == a, so that cutting moves no row between
+    devices; a loader may already have cut them so, to [A, B/A, ...]. Losses and gradients are
+    summed over tokens and divided once by the number of targets (by the sum of their loss_weights,
+    if the batch has these): every A gives the same update, up to rounding.
+
+    The metrics are scalars on the device: loss, nll (Float32, nats a token; they differ by z-loss),
     grad_norm (Float32, before clipping), param_norm (Float32, after the step), learning_rate
-    (Float32), updates (Int32, steps not skipped so far), more/<name> for what the loss tells
+    (Float32), updates (Int32, steps not skipped so far), more/<name> for what the loss reports
     besides (LossOutput.more and .ratios), num_targets, num_tokens (Int32, slots outside padding),
     num_slots, seq_length (Int32), attended (Float32, see flops.segment_sums).
-    windows: of each layer, for `attended`.
-    schedule: None where the learning rate is not known; metrics have none then.
-    curvature_loss: what an optimizer that asks for the objective (sophia) differentiates twice;
-    default: `loss`. It sees the first micro-batch.
+
     Law (non-finite steps): where the loss or grad_norm is not finite, the state comes back bit for
     bit as it was given: parameters, moments, random counts, and `step`, which counts updates, so
-    that the schedule stands still. Call inside `state.on(layout.mesh)`.
+    that the schedule stands still.
+
+    Call the step inside `state.on(layout.mesh)`.
+
+    Args:
+        layout: The layout of the model.
+        optimizer: The optimizer.
+        schedule: The learning rate by step; None if it is not known, and then not in the metrics.
+        loss: The loss that is differentiated.
+        accumulate_steps: A, the number of micro-batches.
+        curvature_loss: The loss that an optimizer with an objective (sophia) differentiates twice,
+            on the first micro-batch; default: `loss`.
+        windows: The attention window of each layer, for `attended`.
     """
     places, summed = shardings(abstract_state(layout, optimizer)), gradient_places(layout)
     gradients = _gradients(layout, AsSums(loss), summed, micro=accumulate_steps > 1)
@@ -93,8 +103,8 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         moved = TrainState(params, rest, moments, state.step + 1)
         sound = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-        # Elementwise, so that it is fused into the update: no array is read or written once more
-        # for it.
+        # The selection is elementwise, so that it is fused into the update and no array is read or
+        # written once more for it.
         state = jax.tree.map(lambda new, old: jnp.where(sound, new, old), moved, state)
         return state, metrics | {
             "updates": state.step,
@@ -105,7 +115,18 @@ def make_train_step(
 
 
 def _gradients(layout: ModelLayout, loss: AsSums, places: PyTree, *, micro: bool) -> Gradients:
-    """Of the sum of the losses of a batch, laid as `places`. micro: it is one of several."""
+    """Returns a function that gives the gradients of the summed loss of a batch, sharded as
+    `places`.
+
+    The function returns (gradients, the sums of the loss, the updated untrained arrays).
+
+    Args:
+        layout: The layout of the model.
+        loss: The loss.
+        places: The sharding of each gradient.
+        micro: Whether a batch is one of several micro-batches. One without targets then adds no
+            gradient, which a loss that gives means would make 0 / 0.
+    """
 
     def sums(
         params: PyTree, rest: PyTree, batch: PyTree
@@ -125,8 +146,10 @@ def _gradients(layout: ModelLayout, loss: AsSums, places: PyTree, *, micro: bool
 
 
 def make_eval_step(layout: ModelLayout, loss: LossFn) -> EvalStep:
-    """`(params, rest, batch) -> LossOutput` of sums, compiled, with dropout and the like switched
-    off. Call inside `state.on(mesh)`.
+    """Returns the compiled `(params, rest, batch) -> LossOutput` of sums, without dropout and the
+    like.
+
+    Call it inside `state.on(mesh)`.
     """
     added = AsSums(loss)
 
@@ -139,6 +162,8 @@ def make_eval_step(layout: ModelLayout, loss: LossFn) -> EvalStep:
 
 
 def _micro_batches(batch: Mapping[str, jax.Array], pieces: int) -> dict[str, jax.Array]:
+    """Cuts [B, ...] arrays into [A, B/A, ...]; leaves a batch as it is if the loader has cut it."""
+
     def cut(array: jax.Array) -> jax.Array:
         micro = array.reshape(array.shape[0] // pieces, pieces, *array.shape[1:]).swapaxes(0, 1)
         return constrain(micro, *(None, *TOKEN_AXES, *[None] * micro.ndim)[: micro.ndim])
@@ -149,6 +174,9 @@ def _micro_batches(batch: Mapping[str, jax.Array], pieces: int) -> dict[str, jax
 def _accumulate(
     gradients: Gradients, state: TrainState, batch: Mapping[str, jax.Array], pieces: int
 ) -> tuple[PyTree, LossOutput, PyTree]:
+    """Returns gradients and sums of the loss over all micro-batches, and the updated untrained
+    arrays.
+    """
     if pieces == 1:
         return gradients(state.params, state.rest, batch)
 
@@ -178,9 +206,9 @@ def _float32(out: LossOutput) -> LossOutput:
 
 
 def _tokens(batch: Mapping[str, jax.Array]) -> jax.Array:
-    """What is counted as tokens: [..., B, S].
+    """Returns what is counted as tokens: input_ids, [..., B, S].
 
-    Rows of something else (images) count as one each, by their labels [..., B].
+    Rows of something else (images) count as one token each, by their labels [..., B].
     """
     if "input_ids" in batch:
         return batch["input_ids"]
@@ -195,6 +223,7 @@ def _tokens(batch: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def _count(batch: Mapping[str, jax.Array], windows: Sequence[int | None]) -> Metrics:
+    """Returns the counts of a batch: num_tokens, attended, num_slots and seq_length."""
     ids = _tokens(batch)
     segment_ids = batch.get("segment_ids", jnp.ones_like(ids))
     position_ids = batch.get(

@@ -1,1 +1,1 @@
-"""Checkpoints: their files, their commit, and the manager for loops of one's own."""
+"""Checkpoints: their files, their commit, and the manager for users' own training loops."""

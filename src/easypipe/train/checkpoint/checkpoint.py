@@ -1,14 +1,14 @@
-"""Checkpoints of a run: saved beside the steps, committed, checked when read, old ones deleted.
+"""The checkpoints of a run: saved beside the steps, committed, verified when read, pruned by age.
 
-Arrays, loader state and configuration of one step are committed together. The only module that
-knows Orbax.
+Arrays, loader state and configuration of one step are committed together. This is the only module
+that knows Orbax.
 
-Law (commit or nothing): `latest()` is a checkpoint that was written whole and synced, whenever the
-process that wrote it was killed or the machine lost power; and nothing is loaded but what was
+Law (commit or nothing): `latest()` is a checkpoint that was completely written and synced, whenever
+the process that wrote it was killed or the machine lost power; and nothing is loaded but what was
 written (files.py). What a killed process left behind is removed when the folder is opened.
 
 Orbax writes and reads the arrays. Its Checkpointer would also name and keep checkpoints, by its
-save-decision and preservation policies, but renames a folder as soon as it is written, with no
+save-decision and preservation policies, but it renames a folder as soon as it is written, with no
 place for the checksums that must be in it before; and its BestN keeps the later of two equals. What
 its policies would replace here are the three lines of `_finish` that say what is kept.
 """
@@ -44,22 +44,22 @@ from easypipe.train.metrics.devices import on_device
 log = logging.getLogger("easypipe")
 
 FORMAT = 1
-# What Orbax and TensorStore raise where the file system refuses: NotImplementedError for a file
-# that would have to be on another device.
+# What Orbax and TensorStore raise if the file system refuses: NotImplementedError for a file that
+# would have to be on another device.
 _REFUSED = (OSError, ValueError, NotImplementedError)
-_UNREADABLE = (*_REFUSED, KeyError)  # and for files that are not there or not whole
+_UNREADABLE = (*_REFUSED, KeyError)  # and for files that are missing or incomplete
 
 Arrays = Mapping[str, jax.Array]
 
 
 class DamagedCheckpoint(StateError):
-    """A checkpoint whose files are not what was committed: deleted, cut short or changed by
-    something else.
-    """
+    """The error of a checkpoint whose files were deleted, cut short or changed since the commit."""
 
 
 class _Saving(NamedTuple):
-    """A save under way: of which step, when it is committed, whether its arrays are copied."""
+    """A save in progress: its step, the future of its commit, and the event that its arrays are
+    copied.
+    """
 
     step: int
     committed: Future[None]
@@ -67,11 +67,18 @@ class _Saving(NamedTuple):
 
 
 class Checkpoints(Closeable):
-    """The checkpoints in `folder`, of which the newest `keep` are kept, and the `protected`.
+    """The checkpoints in `folder`, which saves new ones and deletes old ones.
 
     Close it, or use it as a context manager.
 
-    keep: None only reads, and leaves what another process may be writing alone.
+    Args:
+        folder: The folder of the checkpoints.
+        keep: How many of the newest are kept, besides the protected ones. None: only read, and
+            leave alone what another process may be writing.
+
+    Attributes:
+        folder: The absolute path of the folder.
+        protected: Steps that are kept whatever their age, by who protects them.
     """
 
     def __init__(self, folder: Path, *, keep: int | None) -> None:
@@ -81,14 +88,14 @@ class Checkpoints(Closeable):
         registry.add(ocp.handlers.JsonHandler, checkpointable_name=RUN)
         self._context = ocp.Context()
         self._context.checkpointables.registry = registry
-        # of arrays that are there: `load` has said what is not
+        # `load` has already reported arrays that are missing.
         self._context.pytree.loading.partial_load = True
-        # weights hardly shrink (7 %), and zstd took three times the processor time
+        # Weights hardly shrink (7 %), and zstd took three times the processor time.
         self._context.array.saving.use_compression = False
-        # Made by a thread of its own, a folder that cannot be made is waited for, five minutes,
+        # With a thread of its own, a folder that cannot be created is waited for, five minutes,
         # when the process ends.
         self._context.async_options.create_directories_asynchronously = self._several
-        self.protected: dict[str, set[int]] = {}  # who -> steps that are kept whatever their age
+        self.protected: dict[str, set[int]] = {}
         self._keep, self._snapshots = keep, Snapshots()
         self._writer = Threads(1, thread_name_prefix="easypipe saves")
         self._saving: _Saving | None = None
@@ -101,19 +108,24 @@ class Checkpoints(Closeable):
         self._agree(f"opened {self.folder}")
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, oldest first."""
+        """Returns the steps that have a checkpoint, oldest first."""
         return files.committed(self.folder)
 
     def latest(self) -> int | None:
         return max(self.steps(), default=None)
 
     def save(self, step: int, arrays: Arrays, run: Json) -> None:
-        """Starts writing, and returns: `copied` tells when the arrays may be donated.
+        """Starts to write a checkpoint, and returns. One save runs at a time.
 
-        One save runs at a time.
+        `copied` tells when the arrays may be donated. An error of this save is raised by `wait`.
 
-        run: plain JSON. Raises StorageError where the save before this one could not be written; of
-        this one `wait` raises it.
+        Args:
+            step: The step of the checkpoint.
+            arrays: The arrays by name.
+            run: Plain JSON, saved with them.
+
+        Raises:
+            StorageError: The save before this one could not be written.
         """
         self.wait()
         keeping = frozenset[int]().union(*self.protected.values())
@@ -122,7 +134,7 @@ class Checkpoints(Closeable):
         if not self._several:
             committed = self._writer.submit(self._write, step, parts, keeping, copied)
         else:
-            # Orbax agrees with the other processes by programs on the devices, which stand in one
+            # Orbax agrees with the other processes by programs on the devices, which must have one
             # order with those of the steps.
             try:
                 written = self._start(step, parts)
@@ -134,8 +146,8 @@ class Checkpoints(Closeable):
         self._saving = _Saving(step, committed, copied)
 
     def expect(self, like: Mapping[str, PyTree]) -> None:
-        """Says what arrays, or abstract ones, will be saved, so that what a save needs is at hand
-        when it comes.
+        """Announces the arrays, or abstract ones, that will be saved, so that memory for a copy is
+        ready.
         """
         if not self._several:
             self._writer.submit(self._snapshots.expect, like)
@@ -152,27 +164,32 @@ class Checkpoints(Closeable):
         keeping: frozenset[int],
         copied: threading.Event,
     ) -> None:
+        """Writes and commits a checkpoint, in the background thread of a single process."""
         try:
             apart = self._snapshots.take(parts[ARRAYS])
             if apart is not None:
                 parts[ARRAYS] = dict(apart)
                 copied.set()
-            written = self._start(step, parts)  # returns once they are in the host's memory
+            written = self._start(step, parts)  # returns once the arrays are in host memory
             copied.set()
             self._finish(step, written, keeping)
         finally:
             copied.set()
 
     def _start(self, step: int, parts: dict[str, PyTree]) -> ocp.AsyncResponse[None]:
+        """Starts to write the parts of a checkpoint with Orbax."""
         with ocp.Context(self._context):
             target = str(files.writing(self.folder, step))
             return ocp.save_checkpointables_async(target, parts, overwrite=True)
 
     def _finish(self, step: int, written: ocp.AsyncResponse[None], keeping: frozenset[int]) -> None:
-        """Commits what Orbax has written when `written` has its result, and takes away what is no
-        longer kept.
+        """Commits a checkpoint once Orbax has written it, and deletes those that are no longer
+        kept.
 
-        keeping: what was protected when the save began.
+        Args:
+            step: The step of the checkpoint.
+            written: The response of Orbax.
+            keeping: The steps that were protected when the save began.
         """
         written.result()
         if jax.process_index() == 0:
@@ -181,13 +198,15 @@ class Checkpoints(Closeable):
             kept = {*steps[-(self._keep or 1) :], *keeping}
             try:
                 files.delete(self.folder, [old for old in steps if old not in kept])
-            except OSError as error:  # the newest is committed, whatever becomes of older ones
+            except OSError as error:  # the newest one is committed anyway
                 log.warning("%s: an older checkpoint cannot be deleted: %s", self.folder, error)
 
     def run(self, step: int) -> JsonObject:
-        """What `save` was given as `run`.
+        """Returns what `save` was given as `run`.
 
-        Raises DamagedCheckpoint, and StateError for a checkpoint of another version.
+        Raises:
+            DamagedCheckpoint: The checkpoint is damaged.
+            StateError: The checkpoint has the format of another version.
         """
         self._check(step, RUN)
         saved = self._read(step, RUN, None)
@@ -200,12 +219,16 @@ class Checkpoints(Closeable):
     def load(
         self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct], *, partial: bool = False
     ) -> dict[str, jax.Array]:
-        """The arrays of `step`, each laid out as `abstract` says, on whatever mesh they were saved.
+        """Loads the arrays of `step`, sharded as `abstract` says, whatever mesh they were saved on.
 
-        partial: saved arrays that `abstract` does not name are left where they are.
+        Args:
+            step: The step of the checkpoint.
+            abstract: Shape, dtype and sharding of the arrays, by name.
+            partial: Whether saved arrays that `abstract` does not name are ignored.
 
-        Raises DamagedCheckpoint, and StateError listing how the saved arrays differ from `abstract`
-        in name, shape and dtype.
+        Raises:
+            DamagedCheckpoint: The checkpoint is damaged.
+            StateError: The saved arrays differ from `abstract` in name, shape or dtype; lists how.
         """
         described = self.describe(step)
         saved, asked = (
@@ -220,7 +243,11 @@ class Checkpoints(Closeable):
         return self._read(step, ARRAYS, dict(abstract))
 
     def describe(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of the arrays of `step`. Raises DamagedCheckpoint."""
+        """Returns shape and dtype of the arrays of `step`, by name.
+
+        Raises:
+            DamagedCheckpoint: The checkpoint is damaged.
+        """
         self._check(step, ARRAYS)
         try:
             with ocp.Context(self._context):
@@ -236,20 +263,25 @@ class Checkpoints(Closeable):
     def set_aside(self, step: int) -> Path:
         """Moves a damaged checkpoint out of the way, so that no later one is deleted in its place.
 
-        Returns where to.
+        Returns:
+            The folder to which it was moved.
         """
         target = self.folder.with_name(f"{self.folder.name}-damaged") / str(step)
         if jax.process_index() == 0:
             target.parent.mkdir(exist_ok=True)
-            shutil.rmtree(target, ignore_errors=True)  # an older one that was as damaged
+            shutil.rmtree(target, ignore_errors=True)  # an older damaged one
             (self.folder / str(step)).rename(target)
         self._agree(f"set aside {step}")
         return target
 
     def wait(self, *, agree: bool = True) -> None:
-        """Returns once the newest save is committed. Raises StorageError where it failed, once.
+        """Returns once the newest save is committed.
 
-        agree: where there are several processes, all of them have theirs committed.
+        Args:
+            agree: Whether to wait, in a run of several processes, until all have committed theirs.
+
+        Raises:
+            StorageError: The save failed; raised once.
         """
         if self._saving is None:
             return
@@ -263,17 +295,23 @@ class Checkpoints(Closeable):
     def close(self) -> None:
         """Returns once nothing is being written.
 
-        Raises StorageError where the newest save failed, if `wait` did not.
+        Raises:
+            StorageError: The newest save failed, and `wait` did not raise it.
         """
         self._writer.shutdown()
         self.wait(agree=False)  # the other processes may be gone
 
     def _agree(self, that: str) -> None:
-        """Waits for the other processes of the run to come here too."""
+        """Waits until the other processes of the run come to the same call."""
         if self._several:
             multihost_utils.sync_global_devices(f"easypipe {that}")
 
     def _read(self, step: int, part: str, abstract: PyTree) -> PyTree:
+        """Reads one part of a checkpoint with Orbax.
+
+        Raises:
+            DamagedCheckpoint: Orbax cannot read it.
+        """
         try:
             with ocp.Context(self._context):
                 return ocp.load_checkpointables(self._at(step), {part: abstract})[part]
@@ -281,9 +319,10 @@ class Checkpoints(Closeable):
             raise self._damaged(step, _reason(error)) from error
 
     def _check(self, step: int, part: str) -> None:
-        """Raises DamagedCheckpoint where files of a part are not as they were committed.
+        """Compares the files of a part with their checksums; processes share the files of arrays.
 
-        Arrays are shared out among the processes.
+        Raises:
+            DamagedCheckpoint: A file is not as it was committed.
         """
         several = part == ARRAYS and self._several
         share = (jax.process_index(), jax.process_count()) if several else (0, 1)
@@ -303,7 +342,9 @@ class Checkpoints(Closeable):
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what began it; Orbax wraps that in pages about its handlers."""
+    """Returns the first line of the root cause of an error, which Orbax wraps in pages about
+    handlers.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
@@ -313,12 +354,11 @@ logger = logging.getLogger("easypipe")
 
 
 class Snapshots:
-    """`take(arrays)`: the same arrays in memory of their own, laid out alike; None where the
-    devices have no room for them.
+    """Copies of a state on the devices, from which a checkpoint is written while steps go on.
 
-    On accelerators a copy is given back when it is dropped: their pools hand it out again in no
-    time. On a CPU it is kept, and the next one is written into it: to get 1 GB of new memory from
-    the system takes seconds, to copy as much 0.15.
+    On accelerators a copy is freed when it is dropped: their memory pools reuse it at once. On a
+    CPU it is kept, and the next copy is written into it: getting 1 GB of new memory from the system
+    takes seconds, copying as much 0.15.
     """
 
     def __init__(self) -> None:
@@ -326,9 +366,8 @@ class Snapshots:
         self._room: bool | None = None
 
     def expect(self, like: Arrays | Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        """On a CPU, gets the memory for arrays like these, which may be abstract.
-
-        Elsewhere nothing.
+        """On a CPU, allocates the memory for arrays like these, which may be abstract; else does
+        nothing.
         """
         places = {name: leaf.sharding for name, leaf in like.items()}
         if _on_cpu(places):
@@ -339,8 +378,11 @@ class Snapshots:
             self._kept = jax.block_until_ready(born())
 
     def take(self, arrays: Arrays) -> Arrays | None:
+        """Returns copies of the arrays with the same shardings; None if the devices have no room
+        for them.
+        """
         places = {name: array.sharding for name, array in arrays.items()}
-        if self._room is None:  # asked once: from here on the peak has such a copy in it
+        if self._room is None:  # asked once: later peaks include a copy
             devices = {one for place in places.values() for one in place.addressable_devices}
             stats = [device.memory_stats() or {} for device in devices]
             self._room = has_room(on_device(dict(arrays)), stats)
@@ -363,20 +405,23 @@ class Snapshots:
 
 
 def has_room(needed: int, told: Iterable[Mapping[str, int]]) -> bool:
-    """Whether each device had `needed` bytes left when it held most.
+    """Returns whether each device had `needed` bytes left at its peak.
 
-    told: their memory_stats; one that does not tell has room.
+    Args:
+        needed: Bytes of a copy on one device.
+        told: The memory_stats of the devices; one without statistics counts as having room.
     """
     known = [stats for stats in told if {"bytes_limit", "peak_bytes_in_use"} <= set(stats)]
     return all(needed <= stats["bytes_limit"] - stats["peak_bytes_in_use"] for stats in known)
 
 
 def _copied(arrays: Arrays, into: Arrays | None = None) -> Arrays:
-    """into: donated, so that the copies lie where it lay."""
+    """Copies the arrays; `into` is donated, so that the copies take its memory."""
     return jax.tree.map(jnp.copy, arrays)
 
 
 def _kinds(arrays: Arrays) -> dict[str, Identity]:
+    """Returns shape, dtype and sharding of each array, by name."""
     return {name: (leaf.shape, leaf.dtype, leaf.sharding) for name, leaf in arrays.items()}
 
 

@@ -1,4 +1,4 @@
-"""How two nested mappings differ: key path → both values, in words."""
+"""Describes how two nested mappings differ: key path → both values, in words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from easypipe.core.values import JsonValue
 from easypipe.core.visible import first_of
 
-_ABSENT = "\0 nothing"  # which no text of YAML can be
+_ABSENT = "\0 nothing"  # which no YAML text can be
 
 
 def differences(
@@ -16,11 +16,17 @@ def differences(
     at: str = "",
     words: str = "{here} here, {saved} in the checkpoint",
 ) -> dict[str, str]:
-    """key path → `64 here, 128 in the checkpoint` (`words`), for every value of two nested mappings
-    that is not the same.
+    """Returns key path → difference in words, for every value that two nested mappings do not
+    share.
 
-    Of lists of mappings (datasets, groups) each entry is compared: `datasets.1.name`, as `--set`
-    has it.
+    Lists of mappings (datasets, groups) are compared entry by entry: `datasets.1.name`, as in
+    `--set`.
+
+    Args:
+        saved: The values of the checkpoint.
+        here: The values of this run.
+        at: The key path of both.
+        words: The format of a difference, such as `64 here, 128 in the checkpoint`.
     """
     old, new = _sections(saved), _sections(here)
     if old is None or new is None or isinstance(saved, Mapping) != isinstance(here, Mapping):
@@ -38,20 +44,22 @@ def differences(
 
 
 def key_paths(values: JsonValue, at: str = "") -> Iterator[str]:
-    """Every path that `differences` may have found in `values`, sections before what they hold."""
+    """Yields every path that `differences` can report for `values`, sections before their
+    contents.
+    """
     for key, value in (_sections(values) or {}).items():
         yield _path(at, key)
         yield from key_paths(value, _path(at, key))
 
 
 def listed(unlike: Mapping[str, str]) -> str:
-    """What `differences` found, in one line."""
+    """Formats what `differences` found as one line."""
     lines = [f"{path}: {difference}" for path, difference in unlike.items()]
     return first_of(lines, between="; ")
 
 
 def _sections(value: JsonValue) -> Mapping[str, JsonValue] | None:
-    """What is compared one by one: a mapping, or a list of mappings by number."""
+    """Returns what is compared key by key: a mapping, or a list of mappings by index; else None."""
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
         return {str(i): one for i, one in enumerate(value)}
     return value if isinstance(value, Mapping) else None

@@ -1,9 +1,10 @@
-"""The files of a checkpoint: synced and checksummed before it has its name, checked when read.
+"""The files of a checkpoint: synced and checksummed before the folder gets its name, checked when
+read.
 
 A checkpoint is the folder `<step>`. It is written as `<step>.tmp` (by Orbax as
-`<step>.tmp.orbax-checkpoint-tmp` first); `commit` gives it its name once all of it is on the disk.
-What is taken away loses its name before it loses its files. So whatever is named by a number alone
-is whole, whenever the process was killed or the machine lost power.
+`<step>.tmp.orbax-checkpoint-tmp` first); `commit` renames it once all of it is on the disk. A
+checkpoint that is deleted loses its name before it loses its files. So any folder whose name is a
+number is complete, whenever the process was killed or the machine lost power.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from easypipe.core.checked import commit_checked, read_checked, shaped
 from easypipe.core.errors import EasypipeError
 from easypipe.core.threads import Threads
 
-CHECKPOINTS = "checkpoints"  # of a run, in its output_dir
+CHECKPOINTS = "checkpoints"  # the folder of checkpoints in a run's output_dir
 CHECKSUMS = "checksums.json"  # {"files": {path in the checkpoint: [bytes, XXH3-128 in hex]}}
 ARRAYS, RUN = "arrays", "run"  # the two parts of a checkpoint, each a folder in it
 _WRITING, _REPLACED, _GOING = ".tmp", ".replaced", ".deleting"
-# endings of what a killed process left
+# Suffixes of what a killed process left.
 _LOST = frozenset((_WRITING, _REPLACED, _GOING, ".orbax-checkpoint-tmp"))
-_AT_ONCE = 4  # files that are read at once
+_AT_ONCE = 4  # files that are read in parallel
 
 
 def committed(folder: Path) -> list[int]:
-    """Steps that have a checkpoint in `folder`, oldest first."""
+    """Returns the steps that have a checkpoint in `folder`, oldest first."""
     return (
         sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and path.is_dir())
         if folder.is_dir()
@@ -38,13 +39,15 @@ def committed(folder: Path) -> list[int]:
 
 
 def writing(folder: Path, step: int) -> Path:
-    """The folder that `commit` makes the checkpoint of `step`."""
+    """Returns the folder in which the checkpoint of `step` is written, and which `commit`
+    renames.
+    """
     return folder / f"{step}{_WRITING}"
 
 
 def commit(folder: Path, step: int) -> None:
-    """Makes what lies in `writing(folder, step)` the checkpoint of `step`, in place of one that is
-    there.
+    """Makes the folder `writing(folder, step)` the checkpoint of `step`; replaces an existing
+    one.
     """
     made, target = writing(folder, step), folder / str(step)
     files = sorted(path for path in made.rglob("*") if path.is_file())
@@ -67,8 +70,9 @@ def delete(folder: Path, steps: Iterable[int]) -> None:
 
 
 def checkpoints_below(path: Path) -> list[Path]:
-    """The checkpoints that `path` is or holds: one of them, a folder of them, or the output_dir of
-    a run. Oldest first.
+    """Returns the checkpoints that `path` is or holds, oldest first.
+
+    `path` is a checkpoint, a folder of them, or the output_dir of a run.
     """
     if path.name.isdigit() and any((path / name).exists() for name in (CHECKSUMS, ARRAYS, RUN)):
         return [path]
@@ -83,16 +87,20 @@ def sweep(folder: Path) -> None:
         if not dot or not step.isdigit() or path.suffix not in _LOST:
             continue
         if path.suffix == _REPLACED and not (folder / step).exists():
-            os.rename(path, folder / step)  # the one that was to take its place did not come
+            os.rename(path, folder / step)  # its replacement was not committed
         else:
             shutil.rmtree(path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What `check` found: problems by file, and how much was read.
+    """The result of `check`.
 
-    sealed: whether there were checksums to compare with.
+    Attributes:
+        problems: The problem of each file that has one.
+        files: The number of files that were read.
+        num_bytes: The number of bytes that were read.
+        sealed: Whether there were checksums to compare with.
     """
 
     problems: dict[str, str]
@@ -103,20 +111,20 @@ class Checked:
 
 @dataclass(frozen=True)
 class _Sums:
-    """What CHECKSUMS holds."""
+    """The contents of CHECKSUMS: bytes and checksum of each file."""
 
     files: dict[str, tuple[int, str]]
 
 
 def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) -> Checked:
-    """Compares the files of a checkpoint, or of a `part` of it, with what was committed.
+    """Compares the files of a checkpoint, or of a `part` of it, with their checksums.
 
     Earlier versions wrote no checksums: of their checkpoints nothing is known (`sealed` is False).
 
     Args:
-        checkpoint: the folder of one.
-        part: ARRAYS or RUN, with what stands beside the two; "": all.
-        share: (i, n): only every n-th file, from the i-th; all n shares together are all files.
+        checkpoint: The folder of a checkpoint.
+        part: ARRAYS or RUN, with the files beside these folders; "": everything.
+        share: (i, n): only every n-th file, from the i-th; the n shares together are all files.
     """
     if not (checkpoint / CHECKSUMS).is_file():
         return Checked(
@@ -156,6 +164,7 @@ def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) 
 
 
 def _stamps(files: Iterable[Path]) -> list[list[int | str]]:
+    """Returns [bytes, checksum] of each file."""
     with Threads(_AT_ONCE, thread_name_prefix="easypipe checksums") as pool:
         return [[stamp.num_bytes, stamp.checksum] for stamp in pool.map(storage.checksum, files)]
 

@@ -1,4 +1,4 @@
-"""CheckpointManager, for training loops of one's own: model, optimizer, loader, without pickle."""
+"""CheckpointManager, for users' own training loops: model, optimizer, loader, without pickle."""
 
 from __future__ import annotations
 
@@ -26,17 +26,24 @@ from easypipe.train.state import flatten, unflatten
 
 
 class CheckpointManager(Closeable):
-    """Saves and loads checkpoints of a training loop of one's own.
+    """Saves and loads the checkpoints of a user's own training loop.
 
     `path = manager.save(model=model, optimizer=optimizer, epoch=5, metrics={"val_loss": 0.38},
     loader=loader)`; `manager.load(path)`.
 
-    Checkpoints are folders in `checkpoint_dir`, numbered as they were saved; a process that is
-    killed leaves the last whole one.
-    keep: how many of the newest stay; None: all. best_metric: a name in `metrics`; those with the
-    best `keep_best` of it stay besides.
-    best_mode: whether a small one is best, or a large one. Close it, or use it as a context
-    manager.
+    Checkpoints are folders in `checkpoint_dir`, numbered in the order of saving. A process that is
+    killed leaves the last complete one. Close the manager, or use it as a context manager.
+
+    Args:
+        checkpoint_dir: The folder of the checkpoints.
+        keep: How many of the newest are kept; None: all.
+        best_metric: A name in `metrics`, by which the best are kept besides.
+        best_mode: Whether the smallest or the largest value is the best.
+        keep_best: How many of the best are kept.
+
+    Raises:
+        ConfigError: Options are out of range or have no effect.
+        StorageError: The folder cannot hold checkpoints.
     """
 
     def __init__(
@@ -48,9 +55,6 @@ class CheckpointManager(Closeable):
         best_mode: Literal["min", "max"] = "min",
         keep_best: int = 1,
     ) -> None:
-        """Raises ConfigError for options that cannot be, StorageError for a folder that cannot hold
-        checkpoints.
-        """
         for name, value in (("keep", keep), ("keep_best", keep_best)):
             require(value is None or value >= 1, name, f"{value} is too few", "Give at least 1.")
         require(
@@ -87,14 +91,22 @@ class CheckpointManager(Closeable):
         custom_state: Json | None = None,
         loader: BatchLoader | None = None,
     ) -> Path:
-        """Writes a checkpoint, and returns its folder once it is whole.
+        """Writes a checkpoint, and returns its folder once it is complete.
 
-        model, optimizer: an nnx.Module (nnx.Optimizer is one), or any tree of arrays, as optax
-        states are. scheduler: an object with `state_dict()`, or plain JSON; a schedule function has
-        no state. metrics: numbers by name. custom_state: plain JSON.
-        loader: whatever has `state()`; resumed by `load(loader=...)`, it yields the batch that
-        would have come next. Raises ConfigError for what cannot be written without pickle, with its
-        place; StorageError.
+        Args:
+            model: An nnx.Module, or any tree of arrays.
+            optimizer: An nnx.Optimizer, or any tree of arrays, as optax states are.
+            scheduler: An object with `state_dict()`, or plain JSON; a schedule function has no
+                state.
+            epoch: The number of the epoch.
+            metrics: Numbers by name.
+            custom_state: Plain JSON.
+            loader: Anything with `state()`. Restored by `load(loader=...)`, it yields the batch
+                that would have come next.
+
+        Raises:
+            ConfigError: Something cannot be written without pickle; the message says where it is.
+            StorageError: The checkpoint cannot be written.
         """
         arrays = _named("model", model) | _named("optimizer", optimizer)
         kinds = {name: jax.random.key_impl(leaf) for name, leaf in arrays.items() if _is_key(leaf)}
@@ -132,17 +144,25 @@ class CheckpointManager(Closeable):
         scheduler: Any = None,
         loader: BatchLoader | None = None,
     ) -> JsonObject:
-        """Gives back what `save` was given.
+        """Returns what `save` was given: model, optimizer, scheduler, epoch, metrics, custom_state,
+        loader.
 
-        That is model, optimizer, scheduler, epoch, metrics, custom_state and loader (its state).
+        `loader` is its saved state. A part that is not given here comes back as nested dicts of
+        arrays.
 
-        path: what `save` returned; None: the newest. A model or an optimizer that is given here is
-        what the arrays are put into: an nnx.Module is changed in place, of other trees one of the
-        same structure is returned; the arrays lie as those of what is given do. One that is not
-        given comes back as nested dicts of arrays. A loader that is given goes on behind the last
-        batch that was taken; a scheduler gets `load_state_dict`. Raises MissingFileError where
-        there is none, ConfigError for another folder's, StateError for damage and for arrays that
-        differ in name, shape or dtype.
+        Args:
+            path: What `save` returned; None: the newest checkpoint.
+            model: The model that the arrays are put into. An nnx.Module is changed in place; of
+                another tree one of the same structure is returned. The arrays get the shardings of
+                what is given.
+            optimizer: The same for the optimizer.
+            scheduler: An object whose `load_state_dict` is called.
+            loader: A loader that is restored to go on after the last batch that was taken.
+
+        Raises:
+            MissingFileError: There is no such checkpoint.
+            ConfigError: The path is in another folder, or a loader is given and none was saved.
+            StateError: The checkpoint is damaged, or arrays differ in name, shape or dtype.
         """
         step = self._step(path)
         run, given = self._run(step), {"model": model, "optimizer": optimizer}
@@ -174,14 +194,16 @@ class CheckpointManager(Closeable):
         return found | {name: run[name] for name in others}
 
     def latest(self) -> Path | None:
-        """The newest checkpoint."""
+        """Returns the newest checkpoint; None if there is none."""
         step = self._checkpoints.latest()
         return None if step is None else self._path(step)
 
     def best(self) -> Path | None:
-        """The checkpoint with the best `best_metric`, the earlier one of two alike.
+        """Returns the checkpoint with the best `best_metric`, the earlier one of equals; None
+        without any.
 
-        Raises ConfigError where none was named.
+        Raises:
+            ConfigError: No best_metric was named.
         """
         require(
             self._metric is not None,
@@ -193,13 +215,18 @@ class CheckpointManager(Closeable):
         return self._path(ranked[0]) if ranked else None
 
     def all(self) -> list[Path]:
-        """Every checkpoint that is there, oldest first."""
+        """Returns every checkpoint, oldest first."""
         return [self._path(step) for step in self._checkpoints.steps()]
 
     def close(self) -> None:
         self._checkpoints.close()
 
     def _run(self, step: int) -> JsonObject:
+        """Returns the metadata of a checkpoint.
+
+        Raises:
+            StateError: It is a checkpoint of a Trainer's run.
+        """
         run = self._checkpoints.run(step)
         if "custom_state" not in run:
             fix = (
@@ -211,12 +238,19 @@ class CheckpointManager(Closeable):
         return run
 
     def _ranked(self) -> list[int]:
+        """Returns the steps that have the best metric, the best first."""
         return sorted(self._seen, key=lambda step: (self._sign * self._seen[step], step))
 
     def _path(self, step: int) -> Path:
         return self._checkpoints.folder / str(step)
 
     def _step(self, path: str | Path | None) -> int:
+        """Returns the step of a checkpoint's path; None means the newest.
+
+        Raises:
+            MissingFileError: There is no such checkpoint.
+            ConfigError: The path is in another folder.
+        """
         steps = self._checkpoints.steps()
         if path is None:
             if not steps:
@@ -242,7 +276,11 @@ class CheckpointManager(Closeable):
 
 
 def _named(part: str, given: PyTree) -> dict[str, jax.Array]:
-    """name → array, of a model or an optimizer. Raises ConfigError for other leaves."""
+    """Returns name → array for the leaves of a model or an optimizer.
+
+    Raises:
+        ConfigError: A leaf is neither an array nor a number.
+    """
     arrays = {}
     for path, leaf in flatten(_pure(given)).items():
         name = f"{part}/{path}"
@@ -265,8 +303,9 @@ def _is_key(leaf: jax.Array) -> bool:
 
 
 def _put(part: str, given: PyTree, arrays: Mapping[str, jax.Array]) -> PyTree:
-    """`given` with its arrays; where nothing was given, nested dicts of them, and None where there
-    are none.
+    """Puts the arrays of a part into `given`, which may be a module.
+
+    Returns nested dicts of arrays if nothing was given, and None if there are no arrays.
     """
     if given is None:
         return traverse_util.unflatten_dict(dict(arrays), sep="/").get(part)
@@ -281,6 +320,11 @@ def _put(part: str, given: PyTree, arrays: Mapping[str, jax.Array]) -> PyTree:
 
 
 def _number(at: str, value: Any) -> float:
+    """Returns a metric as a finite float.
+
+    Raises:
+        ConfigError: It is not one.
+    """
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -291,7 +335,11 @@ def _number(at: str, value: Any) -> float:
 
 
 def _json(at: str, value: JsonValue) -> Any:
-    """`value`, if it is plain JSON. Raises ConfigError with the place of what is not."""
+    """Returns `value` if it is plain JSON.
+
+    Raises:
+        ConfigError: Something in it is not; the message says where it is.
+    """
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:

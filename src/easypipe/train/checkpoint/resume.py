@@ -1,4 +1,6 @@
-"""What a run must have in common with the checkpoint it goes on from, and what may differ."""
+"""Compares a run with the checkpoint it resumes from: what must be the same, and what may
+differ.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,19 @@ from easypipe.train.checks import EpochStyle, JsonState, KnowingState
 from easypipe.train.config import TrainingConfig
 from easypipe.train.model.config import ClassifierConfig, ModelConfig
 
-LOADER_PARTS = ("sources", "tokenizer", "config", "plan")  # what a loader's state is compared by
-ENDED = "ended"  # in resume_changes: a run that stopped for good goes on
-# of TrainingConfig: what decides the numbers
+LOADER_PARTS = (
+    "sources",
+    "tokenizer",
+    "config",
+    "plan",
+)  # the parts by which loader states are compared
+ENDED = "ended"  # in resume_changes: continue a run that had ended
+# Keys of TrainingConfig that decide the numbers.
 MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")
-# these too; compared only where there is one, so that a refusal says whether there was
+# These decide them too, but are compared only if they are set, so that the message says whether one
+# was.
 IF_THERE = ("lora", "preference", "neftune_alpha", "class_weights")
-# of preferences, options that older checkpoints lack: compared only where they are others
+# Options of preferences that older checkpoints lack: compared only if they have other values.
 LATER = {"loss": "sigmoid", "margin": None, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 
 
@@ -34,12 +42,12 @@ def identity_of(
     *,
     own_optimizer: bool,
 ) -> Json:
-    """What has to be the same for a resumed run to be the same run.
+    """Returns what has to be the same for a resumed run to be the same run.
 
     Args:
-        config: Of the run.
+        config: The options of the run.
         model: The config of the model; None for a module from Python.
-        steps: Of the run.
+        steps: The number of steps of the run.
         batch_size: Rows of a step.
         own_optimizer: Whether the optimizer comes from Python.
     """
@@ -58,22 +66,25 @@ def identity_of(
 
 
 def saved_loader_state(loader: BatchLoader) -> Json:
-    """JSON text where the state can write itself as such, else the state, which is plain JSON."""
+    """Returns the loader's state for a checkpoint: as text if it can write itself, else as plain
+    JSON.
+    """
     state = loader.state()
     return {"text": state.to_json()} if isinstance(state, JsonState) else {"value": state}
 
 
 def loader_state(loader: BatchLoader, saved: Json) -> Any:
-    """What `restore` of the loader takes."""
+    """Returns the saved state in the form that the loader's `restore` takes."""
     return type(loader.state()).from_json(saved["text"]) if "text" in saved else saved["value"]
 
 
 def changed_data(saved: Json, loader: BatchLoader | None) -> tuple[list[str], str]:
-    """LOADER_PARTS of `loader` that are others than those of a saved state, and what changed in
-    words.
+    """Compares the data of `loader` with that of a saved loader state.
 
-    ([], "") also where there is no loader to ask, or none that knows: such a one refuses a foreign
-    state itself.
+    Returns:
+        The LOADER_PARTS that differ, and what changed in words. ([], "") also if there is no loader
+        to ask, or one whose state does not know its data: such a loader itself refuses a foreign
+        state.
     """
     if loader is None or "text" not in saved:
         return [], ""
@@ -89,14 +100,14 @@ def check_newest(
     unknown: Sequence[str],
     loader: Callable[[], BatchLoader | None],
 ) -> None:
-    """check_resume and check_same of the newest checkpoint in `folder`, where there is one.
+    """Applies check_resume and check_same to the newest checkpoint in `folder`, if there is one.
 
     Args:
         folder: The folder of checkpoints.
-        config: Of the run.
-        identity: What `identity_of` gave.
+        config: The options of the run.
+        identity: What `identity_of` returned.
         unknown: Key paths that are not compared.
-        loader: Gives that of the run where no data has to be prepared for it; called only where
+        loader: Returns the loader of the run if no data has to be prepared for it; called only if
             something is refused anyway.
     """
     if not folder.is_dir():
@@ -109,7 +120,7 @@ def check_newest(
         try:
             saved = checkpoints.run(steps[-1])
         except DamagedCheckpoint:
-            return  # a run goes back to an older one
+            return  # the run will use an older checkpoint
     at, allowed = folder / str(steps[-1]), (*config.resume_changes, *unknown)
     try:
         check_same(saved, identity, allowed, at)
@@ -119,8 +130,10 @@ def check_newest(
 
 
 def check_resume(folder: Path, config: TrainingConfig, steps: Sequence[int]) -> None:
-    """Raises ConfigError where `folder` has checkpoints, of `steps`, and the run must not go on
-    from them.
+    """Checks that the run may continue from the checkpoints of `steps` in `folder`.
+
+    Raises:
+        ConfigError: train.resume is false.
     """
     require(
         config.resume,
@@ -138,22 +151,23 @@ def check_same(
     loader: BatchLoader | None = None,
     data: Json | None = None,
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """What differs between a checkpoint and the run that goes on from it, all of it allowed.
+    """Compares a run with the checkpoint that it resumes from.
 
     Args:
         saved: What the checkpoint was given as `run`.
-        identity: What `identity_of` gave.
+        identity: What `identity_of` returned.
         allowed: Key paths that may differ.
-        at: The checkpoint.
-        loader: Of the run.
-        data: The config of the data, whose keys that differ are named where the data does.
+        at: The folder of the checkpoint.
+        loader: The loader of the run.
+        data: The config of the data, whose differing keys are named if the data differs.
 
     Returns:
-        Of the run and of its loader's parts: key path → what it was and is.
+        Two mappings of allowed differences, key path → what it was and is: those of the run, and
+        those of its loader's parts.
 
     Raises:
-        StateError: Something differs that is not allowed; tells all of it, and what to write into
-            resume_changes.
+        StateError: Something differs that is not allowed; the message lists all of it, and what to
+            write into resume_changes.
     """
     own = differences(saved["identity"], identity)
     parts, words = changed_data(saved["loader"], loader)
@@ -173,9 +187,9 @@ def check_same(
         keys = "" if data is None else listed(data_differences(saved, data))
         problems.append(f"{which} {words}" + (f" ({keys})" if keys else ""))
     ended = [ENDED] if ENDED in allowed else []
-    # as --set takes it, and YAML behind a colon
+    # In the syntax of --set, which YAML takes after a colon.
     fix = f"list it in train.resume_changes=[{','.join([*own, *of_data, *ended])}]"
-    # loaders of others do not say
+    # Loaders of other libraries do not have this attribute.
     if of_data and not getattr(loader, "can_change", True):
         fix = "leave streaming out of new runs: a stream cannot be entered at another place"
     raise StateError(
@@ -186,12 +200,16 @@ def check_same(
 
 
 def data_differences(saved: Json, data: Json, **words: str) -> dict[str, str]:
-    """Keys of the config of the data that differ from those of a checkpoint."""
+    """Returns the keys of the data config that differ from those of a checkpoint."""
     return differences(saved["config"].get("data", {}), data, "data", **words)
 
 
 def check_changes(changes: Sequence[str], identity: Json) -> None:
-    """Raises ConfigError for a key path that no refusal of a checkpoint names."""
+    """Checks that each key path of resume_changes is something that checkpoints are compared by.
+
+    Raises:
+        ConfigError: One is not.
+    """
     of_train = (f"train.{key}" for key in (*MUST_MATCH, *IF_THERE))
     parts = {ENDED, *identity, *of_train, *(f"loader.{part}" for part in LOADER_PARTS)}
     known = sorted(parts | {*key_paths(identity)})

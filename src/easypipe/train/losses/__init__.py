@@ -1,1 +1,1 @@
-"""The losses of a batch."""
+"""The losses of a batch: next-token, classification and preference losses, and extra measures."""

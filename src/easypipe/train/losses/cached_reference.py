@@ -1,6 +1,6 @@
-"""How likely answers were to the reference of preferences: asked once, looked up by their tokens.
+"""A cache of the reference model's log-probabilities of answers, looked up by the answers' tokens.
 
-A micro-batches · B batch · S sequence · P answers that are known
+A micro-batches · B batch · S sequence · P known answers
 """
 # ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
 
@@ -32,21 +32,22 @@ from easypipe.train.state import ModelLayout, TrainState
 
 logger = logging.getLogger("easypipe")
 
-ALIKE = 4  # keys that may begin with the same 32 bits: more are asked of the model
+ALIKE = 4  # keys compared that share their first 32 bits; further ones count as unknown
 _SALTS = (0x9E3779B1, 0x7FEB352D)
 
 
 class Passes(NamedTuple):
-    """Loaders that read all data of a run once, and the folder for what is computed of it."""
+    """Loaders that read all data of a run once, and the folder for what is computed from it."""
 
     loaders: Callable[[], Sequence[BatchLoader]]
     folder: Path
 
 
 class CachedReference(Reference):
-    """The same of answers whose sums are known: each stands on its answer's first token, 0 on the
-    others, since losses take sums over answers. A batch with one that is not known is asked of the
-    model.
+    """A Reference that looks up the summed log-probabilities of known answers.
+
+    Each sum stands on its answer's first token and 0 on the others, since losses take sums over
+    answers. If a batch has an answer that is not known, the model is evaluated on that batch.
     """
 
     def __init__(self, layout: ModelLayout) -> None:
@@ -76,15 +77,16 @@ class CachedReference(Reference):
         self._table: Arrays = {}
 
     def fill(self, first: TrainState, passes: Passes, mesh: Mesh, shape: Json) -> None:
-        """Asks the model of all answers of the data, or takes what an earlier run found of the same
-        data and the same model. Call behind `keep`.
+        """Computes the sums of all answers of the data, or reads those of an earlier run.
+
+        The earlier run had the same data and the same model. Call it after `keep`.
 
         Args:
             first: The state before the first step.
             passes: The data.
-            mesh: Of the run.
-            shape: What the model computes, besides its arrays; None where that is not known: then
-                nothing is kept.
+            mesh: The mesh of the run.
+            shape: What the model computes, besides its arrays; None if that is not known: then
+                nothing is cached on disk.
         """
         loaders = passes.loaders()
         states = [loader.state() for loader in loaders]
@@ -110,11 +112,15 @@ class CachedReference(Reference):
         }
 
     def added(self, rest: Arrays, batch: Arrays) -> dict[str, Array]:
+        """Returns the batch with the column `reference_log_probs`."""
         params, rest, given = self.kept(rest, batch)
         return {**batch, REFERENCE: self._look(params, rest, self._table, given)}
 
 
 def _placed(loader: BatchLoader, mesh: Mesh) -> Iterator[Arrays]:
+    """Yields the batches of a loader on the mesh, padded to a number of rows that the mesh
+    divides.
+    """
     shards = batch_shards(mesh)
     rows = -(-loader.batch_size // shards) * shards
     for batch in loader:
@@ -122,8 +128,9 @@ def _placed(loader: BatchLoader, mesh: Mesh) -> Iterator[Arrays]:
 
 
 def _keys(batch: Arrays) -> tuple[UInt32[Array, "B S 2"], Bool[Array, "B S"]]:
-    """64 bits for every slot, which follow from all tokens and labels of its answer; where answers
-    begin.
+    """Returns a 64-bit key for every slot, and where answers begin.
+
+    The key is a hash of all tokens and labels of the slot's answer.
     """
     segments, places = batch["segment_ids"], batch["position_ids"]
     bits = jnp.stack(
@@ -135,7 +142,7 @@ def _keys(batch: Arrays) -> tuple[UInt32[Array, "B S 2"], Bool[Array, "B S"]]:
 
 
 def _mixed(salt: int, *values: Array) -> UInt32[Array, "B S"]:
-    """The finalizer of MurmurHash3 over several numbers of each slot."""
+    """Hashes several numbers of each slot with the finalizer of MurmurHash3."""
     found = jnp.uint32(salt)
     for value in values:
         found = found ^ value.astype(jnp.uint32)
@@ -146,7 +153,7 @@ def _mixed(salt: int, *values: Array) -> UInt32[Array, "B S"]:
 
 
 def _look_up(table: Arrays, keys: Array) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
-    """The sum of every key, and whether it is known."""
+    """Returns the sum of every key, and whether the key is known."""
     known_keys, known_sums = table["keys"], table["sums"]
     begin = jnp.searchsorted(known_keys[:, 0], keys[..., 0])
     sums, known = jnp.zeros(begin.shape, jnp.float32), jnp.zeros(begin.shape, bool)
@@ -158,9 +165,11 @@ def _look_up(table: Arrays, keys: Array) -> tuple[Float[Array, "B S"], Bool[Arra
 
 
 def _table(found: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Of keys, beginnings and sums of batches: each answer once, ordered by its key."""
+    """Returns each answer once, ordered by its key, from keys, answer starts and sums of
+    batches.
+    """
     keys, sums = (
-        np.concatenate([one[part][one[1]] for one in found])  # of the first slot of each answer
+        np.concatenate([one[part][one[1]] for one in found])  # of each answer's first slot
         for part in (0, 2)
     )
     keys, index = np.unique(keys, axis=0, return_index=True)
@@ -168,7 +177,7 @@ def _table(found: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> dict[s
 
 
 def _read(file: Path) -> dict[str, np.ndarray] | None:
-    """What was kept; None where nothing was, or it is damaged."""
+    """Returns the cached table; None if there is none or it is damaged."""
     try:
         with np.load(file, allow_pickle=False) as kept:
             return {"keys": kept["keys"], "sums": kept["sums"]}

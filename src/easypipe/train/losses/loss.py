@@ -1,4 +1,4 @@
-"""The loss of a batch, as sums that micro-batches and processes add up.
+"""The loss of a batch as sums, which micro-batches and processes add up.
 
 B batch · S sequence · D width · V vocabulary
 """
@@ -43,7 +43,7 @@ from easypipe.train.parallel.mesh import BATCH_AXES, on_mesh, rules, vocab_axes
 logger = logging.getLogger("easypipe")
 
 
-# What a line of metrics.jsonl has of its own; `nll` and `ppl` are measured by the loss.
+# Names that every line of metrics.jsonl has; the loss itself measures `nll` and `ppl`.
 RECORDED = frozenset({
     "step", "loss", "ppl", "grad_norm", "param_norm", "skipped", "learning_rate", "num_tokens", "num_targets", "fill", "trained_share",
     "tokens_per_second", "mfu", "mfu_palm", "data_wait", "peak_memory", "eval",
@@ -51,26 +51,31 @@ RECORDED = frozenset({
 
 
 class LossOutput(NamedTuple):
-    """Sums over tokens, so that micro-batches and processes add up exactly; divide by `divisor`
-    once, at the end.
+    """Sums of a loss over tokens, which add up exactly over micro-batches and processes.
+
+    Divide by `divisor` once, at the end.
+
+    Attributes:
+        loss_sum: What is differentiated: the smoothed cross entropy plus the z-loss; float32
+            (float64 for float64 inputs).
+        num_targets: The number of labels that are not IGNORE; int32.
+        nll_sum: The cross entropy alone, in nats, for perplexity; it carries no gradient.
+        more: Further sums by name, which records hold divided by `divisor`.
+        weight_sum: The sum of `loss_weights` over the targets, by which the other sums were
+            weighted; None: each target counts once.
+        ratios: Sums with divisors of their own, whose quotients records hold (losses/measures.py).
     """
 
-    # what is differentiated: cross entropy, smoothed, plus the z-loss; float32 (float64 for float64
-    # inputs)
     loss_sum: Float[Array, ""]
-    num_targets: Int[Array, ""]  # labels that are not IGNORE; int32
-    nll_sum: Float[Array, ""]  # cross entropy alone, in nats, for perplexity; carries no gradient
-    # further sums by name, which records tell divided by `divisor`
+    num_targets: Int[Array, ""]
+    nll_sum: Float[Array, ""]
     more: Mapping[str, Array] = {}
-    # the sum of `loss_weights` over the targets, by which the others were multiplied; None: each
-    # counts once
     weight_sum: Float[Array, ""] | None = None
-    # sums with divisors of their own, whose quotients records tell (losses/measures.py)
     ratios: Mapping[str, tuple[Array, Array]] = {}
 
     @property
     def divisor(self) -> Array:
-        """What makes means of the sums; 1 where there is nothing to divide by."""
+        """What the sums are divided by to get means; 1 if there is no target."""
         count = self.num_targets if self.weight_sum is None else self.weight_sum
         return jnp.where(count > 0, count, 1).astype(jnp.float32)
 
@@ -79,15 +84,15 @@ NOTHING = Measures()
 
 Batch = Mapping[str, Array]
 Loss = LossOutput | Array | tuple[Array, Mapping[str, Array]]
-LossFn = Callable[[Any, Batch], Loss]  # of any module
+LossFn = Callable[[Any, Batch], Loss]  # (module, batch) -> loss
 
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """What the fused loss takes: Decoder, and modules with the same two methods.
+    """The protocol of models for the fused loss: Decoder, and modules with the same two methods.
 
-    Where the head is [V, D], the attribute `lm_head_layout` is "vd"; where logits are capped,
-    `logit_soft_cap` is by how much.
+    If the head is [V, D], the attribute `lm_head_layout` is "vd"; if logits are capped,
+    `logit_soft_cap` is the cap.
     """
 
     def hidden(
@@ -98,7 +103,9 @@ class LanguageModel(Protocol):
 
 
 def hidden_of(model: LanguageModel, batch: Batch) -> Float[Array, "B S D"]:
-    """The hidden states of a batch; with noise on the embeddings, where the batch brings it."""
+    """Returns the hidden states of a batch, with noise on the embeddings if the batch has noise
+    columns.
+    """
     taken = batch["input_ids"], batch.get("segment_ids"), batch.get("position_ids")
     noise = noise_of(batch)
     if noise is None:
@@ -108,8 +115,10 @@ def hidden_of(model: LanguageModel, batch: Batch) -> Float[Array, "B S D"]:
 
 
 def hidden_and_head(model: LanguageModel, batch: Batch) -> tuple[tuple[Array, ...], Arguments]:
-    """(hidden states, head, labels) of a batch, and the options of the fused loss that follow from
-    the model.
+    """Returns the inputs of the fused loss for a model and a batch.
+
+    Returns:
+        (hidden states, head, labels), and the options of the fused loss that follow from the model.
     """
     hidden_BSD = hidden_of(model, batch)
     cap, layout = (
@@ -120,18 +129,23 @@ def hidden_and_head(model: LanguageModel, batch: Batch) -> tuple[tuple[Array, ..
 
 
 class AsSums:
-    """A loss of one's own as one that gives sums, which is what micro-batches, processes and the
-    batches of an evaluation add up.
+    """Turns a user's loss into one that gives sums, which micro-batches, processes and evaluations
+    add.
 
-    loss: of (module, batch), called while it is traced. It gives one of three:
-    a scalar, the mean over the batch's targets;
-    `(scalar, {name: scalar})`, further means over them, which records tell under their names;
-    a LossOutput of sums.
-    Targets are labels that are not -100. A mean is multiplied by their number. Of means, `nll` (and
-    with it `ppl`) is told only where the loss gives one under that name. Calling raises ConfigError
-    for what is none of the three.
-    of_means: whether it gave means when it was last called: of a micro-batch without targets such a
-    gradient may be 0 / 0, and is none. knows_nll: whether it gave nll then.
+    Args:
+        loss: A function of (module, batch), called while it is traced. It returns one of three: a
+            scalar, the mean over the batch's targets; `(scalar, {name: scalar})`, with further
+            means, which records hold under their names; or a LossOutput of sums. Targets are labels
+            that are not -100. A mean is multiplied by their number. With means, `nll` (and with it
+            `ppl`) is reported only if the loss gives one under that name.
+
+    Attributes:
+        of_means: Whether the loss gave means when it was last called. The gradient of a micro-batch
+            without targets may then be 0 / 0, and is dropped.
+        knows_nll: Whether the loss gave nll when it was last called.
+
+    Raises:
+        ConfigError: When called: the loss returned none of the three.
     """
 
     def __init__(self, loss: LossFn) -> None:
@@ -173,15 +187,24 @@ class AsSums:
 
 
 def num_targets(batch: Batch) -> Int[Array, ""]:
-    """Labels that are not IGNORE."""
+    """Returns the number of labels that are not IGNORE."""
     return (batch["labels"] != IGNORE).sum(dtype=jnp.int32)
 
 
 def _sum_of(mean: object, count: Array, name: str) -> Array:
-    """A mean over `count` targets as a sum; 0 where there are none."""
+    """Returns a mean over `count` targets as a sum; 0 if there are none.
+
+    Args:
+        mean: What the loss returned.
+        count: The number of targets.
+        name: The name of a further mean; "" for the loss itself.
+
+    Raises:
+        ConfigError: `mean` is not a real scalar.
+    """
     is_number = isinstance(mean, Array | np.ndarray | np.generic | float | int)
     array = jnp.asarray(mean if is_number else jnp.nan)
-    # a count or a truth has no gradient: as a loss it would train nothing
+    # An integer or a boolean has no gradient: as a loss it would train nothing.
     floats = jnp.issubdtype(array.dtype, jnp.floating) or bool(name)
     if not is_number or array.shape or jnp.iscomplexobj(array) or not floats:
         what = f"{array.dtype} of shape {array.shape}" if is_number else type(mean).__name__
@@ -200,7 +223,7 @@ def _sum_of(mean: object, count: Array, name: str) -> Array:
 
 
 class FusedOptions(TypedDict, total=False):
-    """Options of the fused loss that change no value."""
+    """Options of the fused loss that do not change its value."""
 
     implementation: Implementation | None
     rule: Rule | None
@@ -216,15 +239,19 @@ def loss_sums(
     measures: Measures = NOTHING,
     **options: Unpack[FusedOptions],
 ) -> LossOutput:
-    """Token-weighted sums of the loss of a batch: `(loss_sum, num_targets, nll_sum)`, see
-    LossOutput.
+    """Returns the token-weighted sums of the loss of a batch, by the fused loss.
 
-    `batch` holds `input_ids` and `labels`, Int[B, S], and, where rows are packed, `segment_ids` and
-    `position_ids`. Labels are already shifted (collate did it), and -100 where a slot is not
-    trained. A label outside the vocabulary makes the loss NaN, because a compiled program cannot
-    raise. With `loss_weights`, Float[B, S], every target counts as often as its weight says.
-    measures: what `ratios` hold. Other options, and what is raised, as in
-    fused_linear_cross_entropy.
+    Args:
+        model: The model.
+        batch: `input_ids` and `labels`, Int[B, S], and, if rows are packed, `segment_ids` and
+            `position_ids`. Labels are already shifted (collate did it), and -100 where a slot is
+            not trained. A label outside the vocabulary makes the loss NaN, because a compiled
+            program cannot raise. With `loss_weights`, Float[B, S], every target counts by its
+            weight.
+        z_loss: The weight of the z-loss.
+        label_smoothing: The share of each target that is spread over the vocabulary.
+        measures: What is measured into `ratios`.
+        **options: Options of fused_linear_cross_entropy, whose errors this raises.
     """
     arrays, of_model = hidden_and_head(model, batch)
     weights, weight_sum = target_weights(batch)
@@ -251,7 +278,9 @@ def loss_sums(
 
 
 def target_weights(batch: Batch) -> tuple[Array | None, Array | None]:
-    """(the weight of every label, their sum over the targets); None where each counts once."""
+    """Returns (the weight of every label, their sum over the targets), or Nones if each counts
+    once.
+    """
     if LOSS_WEIGHTS not in batch:
         return None, None
     weights = jnp.where(batch["labels"] != IGNORE, batch[LOSS_WEIGHTS], 0).astype(jnp.float32)
@@ -259,8 +288,9 @@ def target_weights(batch: Batch) -> tuple[Array | None, Array | None]:
 
 
 def loss_sharding() -> LossSharding | None:
-    """How hidden states and head lie on this run's mesh, None without one; a head that is divided
-    as the rows are is gathered first.
+    """Returns the sharding of hidden states and head on the current mesh; None without a mesh.
+
+    A head that is divided like the rows is gathered first.
     """
     if not on_mesh():
         return None
@@ -281,10 +311,22 @@ def logits_loss_sums(
     measures: Measures = NOTHING,
     num_tokens: int | None = None,
 ) -> LossOutput:
-    """As loss_sums, of a module that gives logits, [B, S, V], for `input_ids`; all logits are held.
+    """Returns what loss_sums does, for a module that returns logits; all logits are held at once.
 
-    It is given segment_ids and position_ids too where its call names them. num_tokens: how many
-    the tokenizer of the data has; ConfigError for fewer logits, while this is traced.
+    The module is called with `input_ids`, and with segment_ids and position_ids if its call names
+    them. It returns [B, S, V].
+
+    Args:
+        model: The module.
+        batch: As for loss_sums.
+        z_loss: The weight of the z-loss.
+        label_smoothing: The share of each target that is spread over the vocabulary.
+        measures: What is measured into `ratios`.
+        num_tokens: The vocabulary size of the data's tokenizer, if known.
+
+    Raises:
+        ConfigError: While this is traced: the output has another shape, or there are fewer logits
+            than `num_tokens`.
     """
     names = {"segment_ids", "position_ids"}.intersection(call_names(model), batch)
     taken = {name: batch[name] for name in names}
@@ -328,13 +370,20 @@ def classification_sums(
     label_smoothing: float = 0.0,
     class_weights: Sequence[float] | None = None,
 ) -> LossOutput:
-    """As logits_loss_sums, of a module that gives logits of classes, [B, N], for `pixel_values`,
-    [B, H, W, C]; `labels` are Int[B].
+    """Returns the sums of the loss of a classifier over rows.
 
-    Rows with label -100 do not count. `ratios` have accuracy: the share of the others whose
-    label's logit is the largest one. class_weights: of each class; loss and nll are then weighted
-    means by the labels' weights, and smoothing weighs each class, as torch's
-    CrossEntropyLoss(weight=...) has it. Accuracy counts rows.
+    The module returns the logits of N classes, [B, N], for `pixel_values`, [B, H, W, C]; `labels`
+    are Int[B]. Rows with label -100 do not count. `ratios` has accuracy: the share of the other
+    rows whose label's logit is the largest one.
+
+    Args:
+        model: The module.
+        batch: The batch.
+        z_loss: The weight of the z-loss.
+        label_smoothing: The share of each target that is spread over the classes.
+        class_weights: A weight for each class. Loss and nll are then means weighted by the labels'
+            weights, and smoothing weighs each class, as in torch's CrossEntropyLoss(weight=...).
+            Accuracy still counts rows.
     """
     labels_B = batch["labels"]
     logits_BN = model(batch["pixel_values"]).astype(jnp.float32)
@@ -358,8 +407,16 @@ def _sums(
     weights_BS: Array | None = None,
     class_weights_V: Array | None = None,
 ) -> LossOutput:
-    """weights_BS: of the labels. class_weights_V: of what smoothing spreads over the classes; None:
-    the label's own for all.
+    """Returns the sums of a loss from all logits.
+
+    Args:
+        logits_BSV: The logits.
+        labels_BS: The labels.
+        z_loss: The weight of the z-loss.
+        label_smoothing: The share of each target that is spread over the vocabulary.
+        weights_BS: The weights of the labels.
+        class_weights_V: The weights of the classes over which smoothing spreads; None: all have the
+            label's own weight.
     """
     vocab = logits_BSV.shape[-1]
     counted_BS = labels_BS != IGNORE
@@ -382,8 +439,8 @@ def _sums(
 
 
 def call_names(model: object) -> list[str]:
-    """Names of what `model` takes when it is called; of a Linen module behind its bridge, that
-    module's.
+    """Returns the parameter names of a model's call; for a bridged Linen module, those of that
+    module.
     """
     return list(inspect.signature(_own_type(model).__call__).parameters)
 
@@ -400,13 +457,20 @@ def default_loss(
     class_weights: Sequence[float] | None = None,
     num_tokens: Callable[[], int | None] = lambda: None,
 ) -> tuple[Callable[..., LossOutput], Callable[..., LossOutput]]:
-    """(loss, the same with a second derivative) of a module: fused, where it has `hidden` and
-    `lm_head`, else of its logits.
+    """Returns (the loss of a module, the same loss with a second derivative).
 
-    `platform`: of the devices that it will run on, as jax names it. num_tokens: tells how many the
-    tokenizer of the data has; it is asked for the sake of logits alone. Raises ConfigError for options
-    of the fused loss that a module's logits leave without effect, for an implementation that is for
-    other devices, and for what is not measured of classes.
+    It is the fused loss for a module with `hidden` and `lm_head`, else a loss of its logits.
+
+    Args:
+        model: The module, which may be abstract.
+        config: The options of the loss.
+        platform: The platform of the devices that it will run on, as jax names it.
+        measures: What is measured of the targets.
+        class_weights: A weight for each class of a classifier.
+        num_tokens: Returns the vocabulary size of the data's tokenizer; called for logits alone.
+
+    Raises:
+        ConfigError: An option has no effect on this loss, or cannot run on the platform.
     """
     options = {key: value for key, value in to_dict(config).items() if value is not None}
     require(
@@ -450,8 +514,11 @@ def default_loss(
 def _of_classes(
     model: Classifier, measures: Measures, weights: Sequence[float] | None
 ) -> Callable[..., LossOutput]:
-    """The loss of a classifier. Raises ConfigError for weights of other classes, and for measures
-    of tokens.
+    """Returns the loss of a classifier.
+
+    Raises:
+        ConfigError: The number of weights is not that of the classes, or measures of tokens are
+            named.
     """
     require(
         not measures.names,

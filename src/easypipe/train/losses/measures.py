@@ -1,4 +1,4 @@
-"""What a run measures of its targets beside the loss: accuracy, bits per byte, each by dataset.
+"""What a run measures of its targets beside the loss: accuracy, entropy, bits per byte, by dataset.
 
 B batch · S sequence · N datasets · V vocabulary
 """
@@ -20,15 +20,17 @@ from easypipe.core.schema import IGNORE
 from easypipe.train.config import Measure
 from easypipe.train.parallel.mesh import constrain
 
-# a sum and what it is divided by: numbers, or N of them, one for each dataset
+# Pairs of a sum and its divisor: numbers, or arrays of N, one for each dataset.
 Ratios = Mapping[str, tuple[Array, Array]]
 
 
 class Measures(NamedTuple):
-    """What is measured of a batch.
+    """Which measures are taken of a batch.
 
-    names: as `train.measure` names them. num_sources: the datasets that are told apart, 0 for none.
-    token_bytes: Int32[V], how many bytes of text each token is.
+    Attributes:
+        names: The measures, as `train.measure` names them.
+        num_sources: The number of datasets that are measured separately, 0 for none.
+        token_bytes: Int32[V], the number of bytes of text of each token.
     """
 
     names: Sequence[Measure] = ()
@@ -36,7 +38,7 @@ class Measures(NamedTuple):
     token_bytes: Int32[np.ndarray, " V"] | None = None
 
     def told(self, sources: Sequence[str]) -> tuple[str, ...]:
-        """The names under which records have what `of` gives for these datasets."""
+        """Returns the names under which records hold the measures of these datasets."""
         each = tuple(name for name in self.names if name != "sources")
         kinds = ("share", "nll", *each)
         return (*each, *(f"{kind}/{source}" for kind in kinds for source in sources))
@@ -48,13 +50,17 @@ class Measures(NamedTuple):
         correct: Bool[Array, "B S"],
         entropies: Float[Array, "B S"] | None,
     ) -> Ratios:
-        """Sums over the targets; names end in "/" where they are of each dataset.
+        """Measures a batch: sums over the targets, with their divisors.
 
         Args:
-            batch: With labels, and `source_ids` where datasets are told apart.
+            batch: The batch, with labels, and with `source_ids` if datasets are measured
+                separately.
             log_probs: log p of every label.
             correct: Whether no token is likelier than the label.
-            entropies: Of what the model expects in the place of every label, where it is measured.
+            entropies: The entropy of the prediction at every label, if it is measured.
+
+        Returns:
+            The ratios by name; names of measures by dataset end in "/".
         """
         labels = batch["labels"]
         counted = labels != IGNORE
@@ -85,7 +91,7 @@ class Measures(NamedTuple):
 def named(
     quotients: Mapping[str, float | Sequence[float]], sources: Sequence[str]
 ) -> Iterator[tuple[str, float]]:
-    """The quotients of ratios under the names that records have: `nll/<dataset>` and so on."""
+    """Yields (name, quotient) as records name them: `nll/<dataset>` and so on."""
     for name, value in quotients.items():
         if isinstance(value, Sequence):
             yield from ((name + source, one) for source, one in zip(sources, value, strict=False))

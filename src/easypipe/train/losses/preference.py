@@ -1,8 +1,8 @@
-"""Preferences: the chosen of two answers to a prompt shall become likelier, by DPO and its kin.
+"""Losses of preference pairs: DPO and related losses, which favour the chosen of two answers.
 
 Batches are what the pipeline makes of pairs: in every row, segments 1 and 2 are one pair's answers,
-chosen first, 3 and 4 the next pair's, and so on; labels are -100 on prompts. How likely the model
-was to give each token before training stands in the column `reference_log_probs`.
+chosen first, 3 and 4 the next pair's, and so on; labels are -100 on prompts. The log-probability of
+each token under the model before training is in the column `reference_log_probs`.
 
 A micro-batches · B batch · S sequence · N segments of a row, 0 being padding
 """
@@ -35,23 +35,23 @@ from easypipe.train.model.decoder import Decoder
 from easypipe.train.state import ModelLayout
 
 REFERENCE = "reference_log_probs"
-REFERENCE_ELSEWHERE = "reference_log_probs_elsewhere"  # of answers under other prompts
-COLUMNS = ("input_ids", "labels", "segment_ids", "position_ids")  # of pairs
+REFERENCE_ELSEWHERE = "reference_log_probs_elsewhere"  # for answers under other prompts
+COLUMNS = ("input_ids", "labels", "segment_ids", "position_ids")  # of a batch of pairs
 
 Arrays = Mapping[str, Array]
 
 
 def log_probs(model: LanguageModel, batch: Batch) -> Float[Array, "B S"]:
-    """log p of every label, in nats, 0 where there is none; float32.
+    """Returns log p of every label, in nats, float32; 0 where there is no label.
 
-    `model` and `batch` as for `loss_sums`; no logits exist as a whole.
+    `model` and `batch` are as for `loss_sums`. The logits never exist as a whole.
     """
     arrays, of_model = hidden_and_head(model, batch)
     return token_log_probs(*arrays, sharding=loss_sharding(), **of_model)
 
 
 def scores(model: LanguageModel, batch: Batch) -> Float[Array, "B S"]:
-    """What a reward model says of each answer, at its last token; 0 elsewhere; float32."""
+    """Returns a reward model's score of each answer, at its last token; 0 elsewhere; float32."""
     assert isinstance(model, Decoder)
     segments = batch["segment_ids"]
     hidden = hidden_of(model, batch)
@@ -60,8 +60,14 @@ def scores(model: LanguageModel, batch: Batch) -> Float[Array, "B S"]:
 
 
 class Pairs(NamedTuple):
-    """Two answers to a prompt, of many pairs: how much likelier each is than to the reference, in
-    nats, summed over its tokens; and how many those are.
+    """Many pairs of answers to a prompt.
+
+    Attributes:
+        chosen: The log-ratio of each chosen answer to the reference, in nats, summed over its
+            tokens.
+        rejected: The same of each rejected answer.
+        chosen_tokens: The number of tokens of each chosen answer.
+        rejected_tokens: The number of tokens of each rejected answer.
     """
 
     chosen: Array
@@ -75,12 +81,12 @@ class Pairs(NamedTuple):
 
     @property
     def means(self) -> tuple[Array, Array]:
-        """Of each answer, for each of its tokens."""
+        """The log-ratios of each answer, divided by its number of tokens."""
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 
 def _smoothed(margins: Array, config: PreferenceConfig) -> Array:
-    """Mitchell, 2023: a share ε of the pairs is the wrong way round."""
+    """Mitchell, 2023: a share ε of the pairs is assumed to be the wrong way round."""
     wrong = config.label_smoothing
     return -(1 - wrong) * log_sigmoid(margins) - wrong * log_sigmoid(-margins)
 
@@ -96,13 +102,13 @@ def _hinge(pairs: Pairs, config: PreferenceConfig) -> Array:
 
 
 def _ipo(pairs: Pairs, config: PreferenceConfig) -> Array:
-    """Azar et al., 2023, equation 17, of means over tokens."""
+    """Azar et al., 2023, equation 17, with means over tokens."""
     chosen, rejected = pairs.means
     return (chosen - rejected - 1 / (2 * config.beta)) ** 2
 
 
 def _robust(pairs: Pairs, config: PreferenceConfig) -> Array:
-    """Chowdhury et al., 2024: what `_smoothed` would be without the wrong pairs."""
+    """Chowdhury et al., 2024: an unbiased estimate of the loss without the wrong pairs."""
     wrong, margins = config.label_smoothing, config.beta * pairs.delta
     right = -(1 - wrong) * log_sigmoid(margins) + wrong * log_sigmoid(-margins)
     return right / (1 - 2 * wrong)
@@ -127,7 +133,7 @@ def _bco_pair(pairs: Pairs, config: PreferenceConfig) -> Array:
 
 
 def _sppo_hard(pairs: Pairs, config: PreferenceConfig) -> Array:
-    """Wu et al., 2024, equation 4.7, with a winner that always wins."""
+    """Wu et al., 2024, equation 4.7, for a winner that always wins."""
     half = 0.5 / config.beta
     return (pairs.chosen - half) ** 2 + (pairs.rejected + half) ** 2
 
@@ -143,14 +149,16 @@ def _apo_down(pairs: Pairs, config: PreferenceConfig) -> Array:
 
 
 def _sigmoid_norm(pairs: Pairs, config: PreferenceConfig) -> Array:
-    """`_sigmoid` of means over tokens (Lambert et al., 2024)."""
+    """`_sigmoid` with means over tokens (Lambert et al., 2024)."""
     chosen, rejected = pairs.means
     return -log_sigmoid(config.beta * (chosen - rejected))
 
 
 def _orpo(pairs: Pairs, config: PreferenceConfig) -> Array:
     """Hong et al., 2024, equations 4 to 7: the chosen answer's own loss, a mean over its tokens,
-    and β times that of the odds ratio.
+    plus β
+
+    times the loss of the odds ratio.
     """
     chosen, rejected = pairs.means
     odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
@@ -165,19 +173,21 @@ def _simpo(pairs: Pairs, config: PreferenceConfig) -> Array:
 
 
 def _reward(pairs: Pairs, config: PreferenceConfig) -> Array:
-    """Bradley and Terry, 1952, as Ouyang et al., 2022, equation 1, of scores in place of ratios."""
+    """Bradley and Terry, 1952, as Ouyang et al., 2022, equation 1, with scores in place of
+    ratios.
+    """
     return -log_sigmoid(pairs.delta)
 
 
 def _log1mexp(x: Array) -> Array:
-    """log(1 - e^x) for x below 0, by the form that keeps its digits."""
-    x = jnp.minimum(x, -1e-6)  # of what is certain the odds would have no end
+    """Returns log(1 - e^x) for x below 0, by whichever form is accurate."""
+    x = jnp.minimum(x, -1e-6)  # the odds of a certain answer are infinite
     near = x > -math.log(2)
     small, large = jnp.where(near, x, -1.0), jnp.where(near, -1.0, x)
     return jnp.where(near, jnp.log(-jnp.expm1(small)), jnp.log1p(-jnp.exp(large)))
 
 
-# what a pair costs, by the option `loss`; the formulas are those of TRL 1.16
+# The loss of a pair, by the option `loss`; the formulas are those of TRL 1.16.
 LOSSES: Mapping[PreferenceLoss, Callable[[Pairs, PreferenceConfig], Array]] = {
     "sigmoid": _sigmoid,
     "hinge": _hinge,
@@ -197,12 +207,13 @@ LOSSES: Mapping[PreferenceLoss, Callable[[Pairs, PreferenceConfig], Array]] = {
 
 
 def preference_loss(config: PreferenceConfig) -> Callable[[LanguageModel, Batch], LossOutput]:
-    """The loss of pairs that `config.loss` names, for `Trainer(loss=...)`.
+    """Returns the loss of pairs that `config.loss` names, for `Trainer(loss=...)`.
 
-    Sums are over pairs: `num_targets` is their number; `more` has reward_margin, by how much β
-    times the log-ratio of the chosen answer (orpo and simpo: the mean log-probability of its
-    tokens; reward: its score) is above that of the other, and reward_accuracy, how many are
-    positive. Without the column `reference_log_probs` the reference is uniform.
+    Its sums are over pairs: `num_targets` is their number. `more` has reward_margin, the difference
+    of the rewards of the chosen and the rejected answer, and reward_accuracy, the number of
+    positive differences. A reward is β times the log-ratio of an answer (orpo and simpo: β times
+    the mean log-probability of its tokens; reward: its score). Without the column
+    `reference_log_probs` the reference is uniform.
     """
 
     def loss(model: LanguageModel, batch: Batch) -> LossOutput:
@@ -214,7 +225,7 @@ def preference_loss(config: PreferenceConfig) -> Callable[[LanguageModel, Batch]
             (batch["labels"] != IGNORE).astype(jnp.float32), batch["segment_ids"]
         )
         is_pair = (counts_BN[:, 1::2] > 0) & (counts_BN[:, 2::2] > 0)
-        # what is no pair gets numbers with which every formula has a gradient
+        # Slots without a pair get numbers for which every formula has a finite gradient.
         ratios, counts = (
             jnp.where(jnp.repeat(is_pair, 2, axis=1), values[:, 1:], other)
             for values, other in ((ratios_BN, -1.0), (counts_BN, 1.0))
@@ -235,10 +246,12 @@ def preference_loss(config: PreferenceConfig) -> Callable[[LanguageModel, Batch]
 
 
 class Reference:
-    """The model as it was before training, which says how likely each label was to it.
+    """The model as it was before training, which gives the reference log-probability of each label.
 
-    layout: of the model that is trained. Only what is trained is kept a second time: of a run with
-    adapters, the adapters. elsewhere: makes other rows of those of a batch, which are asked too.
+    Args:
+        layout: The layout of the model that is trained. Only what is trained is kept a second time;
+            of a run with adapters, only the adapters.
+        elsewhere: Makes further rows from those of a batch, which are evaluated too.
     """
 
     def __init__(
@@ -253,7 +266,7 @@ class Reference:
             )
             return log_probs(model, batch)
 
-        self.live = run  # for whoever traces it as a part of something else
+        self.live = run  # not compiled, to be traced by others
 
         def in_micro_batches(params: Arrays, rest: Arrays, batch: Arrays) -> Array:
             return jax.lax.map(lambda micro: run(params, rest, micro), batch)
@@ -268,8 +281,13 @@ class Reference:
         self._params = jax.tree.map(jnp.copy, dict(params))
 
     def added(self, rest: Arrays, batch: Arrays) -> dict[str, Array]:
-        """The batch, with `reference_log_probs`: Float32, of the shape of its labels, [B, S] or [A,
-        B/A, S]. rest: what is not trained.
+        """Returns the batch with the column `reference_log_probs`.
+
+        It is Float32, with the shape of the labels, [B, S] or [A, B/A, S].
+
+        Args:
+            rest: The untrained arrays of the model.
+            batch: The batch, on the mesh.
         """
         micro = batch["input_ids"].ndim == 3
         run = self._run_micro if micro else self._run
@@ -280,15 +298,15 @@ class Reference:
         return added
 
     def kept(self, rest: Arrays, batch: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        """What `live` takes."""
+        """Returns the arguments of `live`."""
         assert self._params is not None, "keep() comes first"
         return self._params, rest, {name: batch[name] for name in COLUMNS if name in batch}
 
 
 def by_segment(values: Shaped[Array, "B S ..."], segments: Array) -> Shaped[Array, "B N ..."]:
-    """Sums over each segment.
+    """Returns sums over each segment.
 
-    N: a column for padding, then two for every pair that a row could hold.
+    N has a column for padding, then two for every pair that a row could hold.
     """
     num_segments = 1 + 2 * -(-segments.shape[1] // 2)
     return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments))(values, segments)

@@ -1,4 +1,4 @@
-"""Answers that were judged each for itself: Kahneman-Tversky optimization, and APO without pairs.
+"""Losses of answers that are judged one by one: Kahneman-Tversky optimization, and unpaired APO.
 
 In every row a segment is a prompt and its answer; labels are -100 on prompts, and the column
 `desirable` is 1 on the tokens of desirable answers.
@@ -36,11 +36,15 @@ def answer_losses(
     kl: Float[Array, ""],
     config: PreferenceConfig,
 ) -> Float[Array, "*answers"]:
-    """What each answer costs, by TRL's formulas (Ethayarajh et al., 2024, equation 8; D'Oosterlinck
-    et al., 2024, equation 7).
+    """Returns the loss of each answer, by TRL's formulas.
 
-    ratios: how much likelier each is than to the reference, in nats. kl: how far the model is from
-    its reference; apo_zero_unpaired takes none.
+    They are Ethayarajh et al., 2024, equation 8, and D'Oosterlinck et al., 2024, equation 7.
+
+    Args:
+        ratios: The log-ratio of each answer to the reference, in nats.
+        desirable: Whether each answer is desirable.
+        kl: The estimated divergence of the model from its reference; 0 for apo_zero_unpaired.
+        config: The options of the loss.
     """
     weights = jnp.where(desirable, config.desirable_weight, config.undesirable_weight)
     better = config.beta * (ratios - kl)
@@ -48,9 +52,9 @@ def answer_losses(
 
 
 def unpaired_loss(config: PreferenceConfig) -> Callable[[LanguageModel, Batch], LossOutput]:
-    """The loss that `config.loss` names, for `Trainer(loss=...)`.
+    """Returns the loss that `config.loss` names, for `Trainer(loss=...)`.
 
-    Sums are over answers: `num_targets` is their number. `ratios` have reward_desirable and
+    Its sums are over answers: `num_targets` is their number. `ratios` has reward_desirable and
     reward_undesirable, the means of β times the log-ratios, and kl.
     """
 
@@ -79,18 +83,19 @@ def unpaired_loss(config: PreferenceConfig) -> Callable[[LanguageModel, Batch], 
 
 
 def answers_elsewhere(batch: Batch) -> dict[str, Array]:
-    """The same rows, in which every prompt is followed by the answer of the next one of its row,
-    and the last by the first's. Nothing of a row with one answer is a target.
+    """Returns the same rows with each prompt followed by the answer of the next prompt of its row.
+
+    The last prompt is followed by the first answer. A row with one answer has no targets.
     """
     given = {name: batch[name] for name in COLUMNS}
     return jax.vmap(_turned)(given)
 
 
 def _turned(row: dict[str, Array]) -> dict[str, Array]:
-    """`answers_elsewhere` of one row."""
+    """Does `answers_elsewhere` for one row."""
     segments, positions = row["segment_ids"], row["position_ids"]
-    slots = jnp.arange(len(segments), dtype=jnp.int32)  # int64 does not go into these sums
-    # the label of a slot is the next token: an answer begins behind the first slot with a label
+    slots = jnp.arange(len(segments), dtype=jnp.int32)  # int64 would change the dtype of the sums
+    # The label of a slot is the next token, so an answer begins after the first slot with a label.
     labelled = (row["labels"] != IGNORE) & (segments > 0)
     sizes = jnp.zeros(len(segments) + 2, jnp.int32).at[segments].add(1)
     prompts = jnp.full(len(segments) + 2, len(segments), jnp.int32)
@@ -114,7 +119,7 @@ def _turned(row: dict[str, Array]) -> dict[str, Array]:
     )
     source = jnp.clip(source, 0, len(slots) - 1)
     ids = jnp.where(filled, row["input_ids"][source], 0)
-    trained = jnp.roll(labelled, 1)[source]  # whether a token is a target where it stood
+    trained = jnp.roll(labelled, 1)[source]  # whether a token was a target in its old place
     is_target = filled & jnp.roll(trained, -1) & (place + 1 < lengths[own]) & (count > 1)
     return {
         "input_ids": ids,
@@ -125,7 +130,7 @@ def _turned(row: dict[str, Array]) -> dict[str, Array]:
 
 
 def _ratios(model: LanguageModel, batch: Batch, reference: str) -> tuple[Array, Array]:
-    """(log-ratio, whether there is one) of every answer: [B, N - 1]."""
+    """Returns the log-ratio of every answer, and whether there is one: each [B, N - 1]."""
     ratios_BS = log_probs(model, batch)
     if reference in batch:
         ratios_BS = ratios_BS - batch[reference]

@@ -1,6 +1,6 @@
-"""Options of the optimizer and its schedule, and their defaults. No jax here.
+"""Options of the optimizer and its learning rate schedule, and their defaults.
 
-optimizers.py makes them.
+This file imports no jax; optimizers.py makes the optimizers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ScheduleName = Literal[
 ]
 
 _ADAM = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
-# what each optimizer takes, and the values it has where none is given
+# The options that each optimizer has, with their defaults.
 DEFAULTS: dict[str, dict[str, float]] = {
     "adamw": {"learning_rate": 3e-4, **_ADAM},
     "nadamw": {"learning_rate": 3e-4, **_ADAM},
@@ -70,10 +70,10 @@ DEFAULTS: dict[str, dict[str, float]] = {
 }
 # schedules that fall to final_fraction by themselves
 _ENDS = ("cosine", "linear", "polynomial", "one_cycle", "wsd")
-_FLAT = ("wsd", "constant", "inverse_sqrt")  # schedules that may cool down at the end
+_FLAT = ("wsd", "constant", "inverse_sqrt")  # schedules that may have a cool-down
 
 
-# options · what their values must be · what is said of one that is not, and its cure
+# options · the check of a value · the problem of a value that fails it, and its fix
 _LIMITS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str, str], ...] = (
     (
         ("beta1", "beta2", "beta3", "momentum", "ema_decay"),
@@ -243,7 +243,7 @@ class OptimizerConfig:
 
     @property
     def averages(self) -> bool:
-        """Whether the weights to evaluate are not those that are trained."""
+        """Whether the weights that are evaluated differ from those that are trained."""
         return self.name == "schedule_free" or self.ema_decay is not None
 
     @property
@@ -255,13 +255,13 @@ class OptimizerConfig:
         return 2.0 if self.power is None else self.power
 
     def numbers(self) -> dict[str, float]:
-        """Every option that this optimizer has: as given, or its own default."""
+        """Returns every option that this optimizer has: the given value, or its default."""
         given = asdict(self)
         own = DEFAULTS[self.name].items()
         return {name: value if given[name] is None else given[name] for name, value in own}
 
     def resolved(self) -> JsonObject:
-        """Every number that this optimizer really uses; what a checkpoint is compared by."""
+        """Returns everything that this optimizer uses, by which checkpoints are compared."""
         schedule = self.chosen_schedule
         own: JsonObject = {
             "name": self.name,
@@ -281,14 +281,18 @@ class OptimizerConfig:
 
 
 def cooldown_steps(config: OptimizerConfig, steps: int) -> int:
-    """Steps of the cool-down in a run of `steps`."""
+    """Returns the number of cool-down steps in a run of `steps`."""
     if config.cooldown_steps is not None:
         return config.cooldown_steps
     return max(1, steps // 10) if config.chosen_schedule == "wsd" else 0
 
 
 def check_warmup(optimizer: OptimizerConfig, steps: int) -> None:
-    """Raises ConfigError where warm-up and cool-down leave no step between them."""
+    """Checks that warm-up and cool-down leave a step between them.
+
+    Raises:
+        ConfigError: They do not.
+    """
     cooling = cooldown_steps(optimizer, steps)
     cool = f" and {cooling} of cool-down" if cooling else ""
     require(

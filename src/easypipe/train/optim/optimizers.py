@@ -1,7 +1,7 @@
-"""Optimizers and learning rates from the configuration: the table DIRECTIONS lists what runs.
+"""Makes optimizers and learning rates from the configuration; the table DIRECTIONS lists them.
 
-A test holds the configuration's Literal against it. Every optimizer is put together in one way:
-clip · its own direction · decoupled weight decay · per-group scale · learning rate.
+A test checks the table against the Literal of the configuration. Every optimizer is composed in one
+way: clip · its own direction · decoupled weight decay · per-group scale · learning rate.
 
 k step, from 0 · W warm-up steps · N steps of the run · C cool-down steps · p peak · f final
 fraction
@@ -30,16 +30,22 @@ ONE_CYCLE_START = 1 / 25  # of the peak (Smith and Topin, 2018)
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate of every step, counted from 0.
-
-    Raises ConfigError where the warm-up and cool-down leave no step.
+    """Returns the learning rate of every step, counted from 0.
 
     Warm-up: p (k + 1) / (W + 1), so that no step is spent at 0. Then, with j = k - W and M = N - W:
-    cosine  half a cosine from p to f p over M (Loshchilov and Hutter, 2017) · linear, polynomial  p
-    (f + (1 - f) (1 - j / M)^power) inverse_sqrt  p sqrt(T / (T + j)), T = max(W, 1) (Vaswani et
-    al., 2017) · constant  p · wsd  constant with a cool-down (Hu et al., MiniCPM, 2024) · one_cycle
-    half a cosine up from p / 25 over W, half a cosine down over M (Smith and Topin, 2018).
+
+    - cosine: half a cosine from p to f p over M (Loshchilov and Hutter, 2017).
+    - linear, polynomial: p (f + (1 - f) (1 - j / M)^power).
+    - inverse_sqrt: p sqrt(T / (T + j)), T = max(W, 1) (Vaswani et al., 2017).
+    - constant: p.
+    - wsd: constant with a cool-down (Hu et al., MiniCPM, 2024).
+    - one_cycle: half a cosine up from p / 25 over W, half a cosine down over M (Smith and Topin,
+      2018).
+
     Cool-down: from the rate at N - C down to f p over the last C steps.
+
+    Raises:
+        ConfigError: Warm-up and cool-down leave no step between them.
     """
     check_warmup(config, steps)
     peak, warmup = float(config.numbers()["learning_rate"]), config.warmup_steps
@@ -79,7 +85,7 @@ def _cool(
 
 def _inverse_sqrt(config: OptimizerConfig, peak: float, final: float, steps: int) -> optax.Schedule:
     start = max(config.warmup_steps, 1)
-    # below 0 it is asked, and not used
+    # optax also evaluates it for steps below 0, whose value is not used.
     return lambda k: peak * jnp.sqrt(start / (start + jnp.maximum(k, 0)))
 
 
@@ -91,7 +97,7 @@ def _constant(_: OptimizerConfig, peak: float, *__: float) -> optax.Schedule:
     return optax.constant_schedule(peak)
 
 
-# config, peak, final fraction, steps behind the warm-up -> schedule
+# (config, peak, final fraction, steps after the warm-up) -> schedule
 MAIN: dict[str, Callable[[OptimizerConfig, float, float, int], optax.Schedule]] = {
     "cosine": _cosine,
     "linear": lambda _, peak, final, steps: optax.linear_schedule(peak, final * peak, steps),
@@ -111,14 +117,18 @@ Numbers = Mapping[str, float]  # OptimizerConfig.numbers()
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A transformation, and what a trainer must know about it.
+    """An optax transformation, and what a trainer must know about it.
 
-    Called as optax calls it: `init`, `update`.
+    `init` and `update` are called as those of optax.
+
+    Attributes:
+        transformation: The optax transformation.
+        needs_objective: Whether `update` takes `obj_fn`, params -> loss (for sophia's curvature).
+        average: (state, params) -> the weights to evaluate; None if those are the trained ones.
     """
 
     transformation: optax.GradientTransformation
-    needs_objective: bool = False  # update takes `obj_fn`, params -> loss (sophia's curvature)
-    # (state, params) -> the weights to evaluate, where they are not those that are trained
+    needs_objective: bool = False
     average: Callable[[optax.OptState, Arrays], Arrays] | None = None
 
     def init(self, params: Arrays) -> optax.OptState:
@@ -131,8 +141,8 @@ class Optimizer:
         return cast("tuple[Arrays, optax.OptState]", whole.update(updates, state, params, **extra))
 
     def eval_params(self, state: optax.OptState, params: Arrays) -> Arrays:
-        """The parameters to evaluate and to keep: an average (schedule_free, ema_decay), or those
-        trained.
+        """Returns the parameters to evaluate and export: an average (schedule_free, ema_decay), or
+        `params`.
         """
         if self.average is None:
             return params
@@ -140,10 +150,10 @@ class Optimizer:
 
 
 class Roles(NamedTuple):
-    """What parameters are, by name."""
+    """The roles of parameters, by name."""
 
-    decays: Mapping[str, bool]  # matrices, which weight decay and SOAP are for
-    hidden: Mapping[str, bool]  # those between hidden layers, which muon is for
+    decays: Mapping[str, bool]  # matrices, to which weight decay and SOAP apply
+    hidden: Mapping[str, bool]  # those between hidden layers, to which muon applies
 
 
 def make_optimizer(
@@ -152,11 +162,17 @@ def make_optimizer(
     decays: Mapping[str, bool],
     hidden: Mapping[str, bool] | None = None,
 ) -> Optimizer:
-    """The whole transformation over a flat dict of parameters.
+    """Returns the complete transformation over a flat dict of parameters.
 
-    decays: True for matrices, which weight decay and SOAP are for. hidden: True for those between
-    hidden layers, which muon is for (not embeddings, not the head, which get AdamW); default: as
-    `decays`. Raises ConfigError for a group that fits no parameter.
+    Args:
+        config: The options of the optimizer.
+        steps: The number of steps of the run.
+        decays: For each parameter whether it is a matrix, to which weight decay and SOAP apply.
+        hidden: For each parameter whether it is a matrix between hidden layers, to which muon
+            applies (not embeddings and not the head, which get AdamW); default: as `decays`.
+
+    Raises:
+        ConfigError: A group fits no parameter.
     """
     whole = _without_average(config, steps, decays, hidden)
     if config.ema_decay is None:
@@ -171,6 +187,7 @@ def _without_average(
     decays: Mapping[str, bool],
     hidden: Mapping[str, bool] | None,
 ) -> Optimizer:
+    """Returns the transformation of `make_optimizer` without the running average of ema_decay."""
     scales, weight_decays = _groups(config, decays)
     schedule, numbers = make_schedule(config, steps), config.numbers()
     clip = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
@@ -197,7 +214,11 @@ def _without_average(
 def _groups(
     config: OptimizerConfig, decays: Mapping[str, bool]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(learning rate scale, weight decay) of every parameter."""
+    """Returns the learning rate scale and the weight decay of every parameter.
+
+    Raises:
+        ConfigError: A group fits no parameter that an earlier group has not taken.
+    """
     scales, weight_decays, taken = {}, {}, set()
     for name, is_matrix in decays.items():
         fitting = (
@@ -229,7 +250,9 @@ def _groups(
 def _by_name(
     change: Callable[[str, jax.Array, jax.Array], jax.Array], changes: Callable[[str], bool]
 ) -> optax.GradientTransformation:
-    """`change(name, update, parameter)` of the parameters that `changes` names."""
+    """Applies `change(name, update, parameter)` to the updates of parameters for which `changes` is
+    true.
+    """
 
     def apply(updates: Arrays, params: Arrays) -> Arrays:
         return {
@@ -253,13 +276,15 @@ def _sophia(n: Numbers, roles: Roles) -> optax.GradientTransformation:
         gamma=n["gamma"],
         update_interval=int(n["update_interval"]),
     )
-    # optax exports the whole descent only: this takes its sign back
+    # optax exports the complete descent only: this reverts its sign.
     return optax.chain(sophia, optax.scale(-1.0))
 
 
 def _muon(n: Numbers, roles: Roles) -> optax.GradientTransformation:
-    """Muon (Jordan et al., 2024) for hidden matrices, AdamW for the rest; steps have AdamW's size
-    (0.2 RMS, Liu et al., 2025), so that one learning rate serves both."""
+    """Muon (Jordan et al., 2024) for hidden matrices, AdamW for the rest.
+
+    Steps have AdamW's size (0.2 RMS, Liu et al., 2025), so that one learning rate serves both.
+    """
 
     def dimensions(params: optax.Params) -> optax.Params:
         return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(-2, -1), params)
@@ -283,8 +308,11 @@ def _muon(n: Numbers, roles: Roles) -> optax.GradientTransformation:
 def _averaging(
     n: Numbers, schedule: optax.Schedule, whole: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Averages what `whole` does. optax counts these steps from 1, the schedule counts from 0; and
-    in the dtype of bfloat16 parameters the sum of the weights would stop at 256 equal ones."""
+    """Wraps `whole` in schedule-free averaging.
+
+    optax counts these steps from 1, the schedule counts from 0. The sums are float32 at least: in
+    the dtype of bfloat16 parameters the sum of the weights would stop at 256 equal ones.
+    """
     averaging = contrib.schedule_free(whole, lambda taken: schedule(taken - 1), b1=n["beta1"])
 
     def init(params: optax.Params) -> optax.OptState:
@@ -306,12 +334,14 @@ class AverageState(NamedTuple):
 
 
 def running_average(decay: float) -> optax.GradientTransformation:
-    """Averages the parameters behind the updates that come to it, which it passes on. Of the first
-    ones less is kept, so that what stood before training does not last.
+    """Returns a transformation that averages the updated parameters and passes the updates on
+    unchanged.
+
+    The average keeps less of the first steps, so that the initial parameters do not last in it.
     """
 
     def init(params: optax.Params) -> AverageState:
-        # a copy: a step gives away what the parameters were
+        # These are copies, because a step consumes the parameters.
         return AverageState(
             jax.tree.map(lambda p: jnp.copy(_at_least_float32(p)), params), jnp.int32(0)
         )
@@ -338,11 +368,11 @@ def _averaged(state: optax.OptState, params: Arrays) -> Arrays:
 def _prodigy(
     n: Numbers, schedule: optax.Schedule, weight_decays: Mapping[str, float]
 ) -> optax.GradientTransformation:
-    """Prodigy (Mishchenko and Defazio, 2023) finds its rate d by itself; decay is of the rate that
-    moves the parameters, d * schedule.
+    """Prodigy (Mishchenko and Defazio, 2023), which finds its rate d itself.
 
-    While all gradients were zero, d cannot be estimated (0 / 0): as in the authors' code nothing
-    moves. The state is float32 at least: d grows by sums of what bfloat16 would round away.
+    Weight decay is multiplied by the rate that moves the parameters, d * schedule. While all
+    gradients were zero, d cannot be estimated (0 / 0): as in the authors' code nothing moves. The
+    state is float32 at least: d grows by sums of what bfloat16 would round away.
     """
     beta1, beta2 = n["beta1"], n["beta2"]
     inner = contrib.prodigy(schedule, betas=(beta1, beta2), eps=n["epsilon"])
@@ -370,7 +400,7 @@ def _prodigy(
 
 
 def _at_least_float32(array: jax.Array) -> jax.Array:
-    """A copy in float32, where `array` is in half precision; else the array itself."""
+    """Returns a float32 copy of an array in half precision; another array itself."""
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return array
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
@@ -386,14 +416,14 @@ DIRECTIONS: dict[str, Callable[[Numbers, Roles], optax.GradientTransformation]] 
     "lion": lambda n, _: optax.scale_by_lion(n["beta1"], n["beta2"]),
     "sophia": _sophia,
     "muon": _muon,
-    # without momentum, relative to the size of the parameter, updates of at most unit size (Shazeer
-    # and Stern, 2018)
+    # Without momentum, relative to the size of the parameter, with updates of at most unit size
+    # (Shazeer and Stern, 2018).
     "adafactor": lambda n, _: optax.chain(
         optax.scale_by_factored_rms(decay_rate=n["decay_rate"], epsilon=n["epsilon"]),
         optax.clip_by_block_rms(1.0),
         optax.scale_by_param_block_rms(),
     ),
-    # Adam without momentum, which the averaging replaces (Defazio et al., 2024)
+    # Adam without momentum, which the averaging replaces (Defazio et al., 2024).
     "schedule_free": lambda n, _: optax.scale_by_adam(0.0, n["beta2"], n["epsilon"]),
     "ademamix": lambda n, _: contrib.scale_by_ademamix(
         n["beta1"], n["beta2"], n["beta3"], n["alpha"], n["epsilon"]
@@ -414,7 +444,7 @@ DIRECTIONS: dict[str, Callable[[Numbers, Roles], optax.GradientTransformation]] 
 
 
 class AdanState(NamedTuple):
-    """By parameter name, in the dtype of the parameters.
+    """The state of Adan by parameter name, in the dtype of the parameters.
 
     The fields are named as optax names them.
     """
@@ -427,8 +457,8 @@ class AdanState(NamedTuple):
 
 
 def scale_by_adan(*, b1: float, b2: float, b3: float, eps: float) -> optax.GradientTransformation:
-    """`(m + b2 v) / (sqrt(n) + eps)`, each average divided by its bias; the first difference is
-    0.
+    """Adan: `(m + b2 v) / (sqrt(n) + eps)`, each average divided by its bias; the first difference
+    is 0.
     """
 
     def init(params: optax.Params) -> AdanState:

@@ -1,4 +1,4 @@
-"""SOAP, which Optax lacks: Adam in the eigenbasis of Shampoo's preconditioner.
+"""The optimizer SOAP, which Optax lacks: Adam in the eigenbasis of Shampoo's preconditioner.
 
 Vyas et al., 2024, algorithm 3.
 
@@ -19,9 +19,11 @@ Arrays = dict[str, jax.Array]
 
 
 class SoapState(NamedTuple):
-    """By parameter name. `left` and `right` hold only the sides that are preconditioned."""
+    """The state of SOAP by parameter name. `left` and `right` hold only the preconditioned
+    sides.
+    """
 
-    steps: jax.Array  # Int32[], seen
+    steps: jax.Array  # Int32[], steps seen
     mu: Arrays  # first moments, in the parameter's own basis
     nu: Arrays  # second moments, in the rotated one
     # Float[..., m, m], averages of G G^T; these four in float32 at least, as decompositions need it
@@ -40,12 +42,12 @@ def scale_by_soap(
     update_interval: int,
     max_dim: int,
 ) -> optax.GradientTransformation:
-    """Parameters, a flat dict; those that `matrices` marks are preconditioned on each of their last
-    two sides up to `max_dim` long.
+    """Returns the transformation for a flat dict of parameters.
 
-    The first step measures the bases and moves nothing, as the authors' code does. Every
-    `update_interval` steps each basis is turned by one power iteration and a QR decomposition, its
-    vectors sorted by their eigenvalues, and the second moments go with them.
+    Those that `matrices` marks are preconditioned on each of their last two sides up to `max_dim`
+    long. The first step measures the bases and moves nothing, as the authors' code does. Every
+    `update_interval` steps each basis is updated by one power iteration and a QR decomposition, its
+    vectors sorted by their eigenvalues, and the second moments are reordered with them.
     """
 
     def side(name: str, array: jax.Array, axis: int) -> bool:
@@ -65,7 +67,7 @@ def scale_by_soap(
         del params
         first = state.steps == 0
         bases = state.left_basis, state.right_basis
-        # updates made, this one included: the first step made none
+        # Updates made, this one included; the first step makes none.
         moved = jnp.maximum(state.steps, 1).astype(jnp.float32)
         keep = jnp.where(first, 0.0, 1.0)
         mu = jax.tree.map(
@@ -101,13 +103,16 @@ def _square(array: jax.Array, axis: int) -> jax.Array:
 def _measured(
     left: Arrays, right: Arrays, _left: Arrays, _right: Arrays, nu: Arrays
 ) -> tuple[Arrays, Arrays, Arrays]:
+    """Returns the eigenbases of the preconditioners, for the first step."""
     return jax.tree.map(_eigenbasis, left), jax.tree.map(_eigenbasis, right), nu
 
 
 def _turned(
     left: Arrays, right: Arrays, left_basis: Arrays, right_basis: Arrays, nu: Arrays
 ) -> tuple[Arrays, Arrays, Arrays]:
-    """The bases one power iteration further, and the second moments in them."""
+    """Returns the bases after one more power iteration, and the second moments reordered with
+    them.
+    """
     lefts, rights, moments = {}, {}, dict(nu)
     for name, a in left.items():
         lefts[name], order = _power_step(a, left_basis[name])
@@ -121,7 +126,7 @@ def _turned(
 def _turn(
     array: jax.Array, name: str, left: Arrays, right: Arrays, *, back: bool = False
 ) -> jax.Array:
-    """Q_L^T A Q_R, or Q_L A Q_R^T."""
+    """Returns Q_L^T A Q_R, or Q_L A Q_R^T with `back`."""
     if name in left:
         array = jnp.einsum(
             "...ij,...jk->...ik" if back else "...ji,...jk->...ik", left[name], array
@@ -134,6 +139,7 @@ def _turn(
 
 
 def _gram(array: jax.Array, axis: int) -> jax.Array:
+    """Returns G G^T for the left side, axis -2, or G^T G for the right side."""
     return jnp.einsum("...ik,...jk->...ij" if axis == -2 else "...ki,...kj->...ij", array, array)
 
 
@@ -142,8 +148,10 @@ def _eigenbasis(symmetric: jax.Array) -> jax.Array:
 
 
 def _power_step(symmetric: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(the basis one power iteration nearer to the eigenbasis, the order its vectors were sorted
-    into, Int[..., k]).
+    """Takes one power iteration towards the eigenbasis.
+
+    Returns:
+        (the new basis, the order into which its vectors were sorted, Int[..., k]).
     """
     product = jnp.einsum("...ij,...jk->...ik", symmetric, basis)
     eigenvalues = jnp.einsum("...ik,...ik->...k", basis, product)
