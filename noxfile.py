@@ -333,10 +333,10 @@ def shards(session: nox.Session) -> None:
 
 @nox.session
 def html(session: nox.Session) -> None:
-    """The pages of commands in a headless Chromium: the one of this machine, else one that
-    playwright downloads.
+    """The pages of commands and of the site in a headless Chromium: the one of this machine, else
+    one that playwright downloads.
     """
-    session.install(".[test]")
+    session.install(".[test,docs]")
     browser = next(
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
     )

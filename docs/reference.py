@@ -461,11 +461,13 @@ def _default_text(field: dataclasses.Field[Any]) -> str:
 
 
 def _code(text: str) -> str:
-    return "`" + text.replace("|", "\\|") + "`"
+    return f"`{text}`"
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    """Python-Markdown needs no escape of a pipe in code, and would show it."""
+    parts = re.split(r"(`[^`]*`)", text.replace("\n", " "))
+    return "".join(part if part[:1] == "`" else part.replace("|", "\\|") for part in parts)
 
 
 def kept_files() -> dict[Path, str]:

@@ -1,10 +1,14 @@
-"""Pages of `discover`, `plan` and `doctor`: what the terminal tells, as text that does nothing."""
+"""Pages of `discover`, `plan` and `doctor`: what the terminal tells, as text that does nothing.
+Pages of the site, opened as files.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -79,22 +83,59 @@ def test_nothing_in_them_runs(pages: dict[str, str]) -> None:
 @pytest.mark.parametrize("name", ["discover", "plan", "doctor"])
 @pytest.mark.parametrize("size", ["1200,1000", "380,1000"])
 def test_in_a_browser(pages: dict[str, str], name: str, size: str, tmp_path: Path) -> None:
-    browser = shutil.which(os.environ["EASYPIPE_CHROMIUM"])
-    assert browser
     file = tmp_path / "page.html"
     file.write_text(pages[name])
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    own = [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={size}"]
-
-    def show(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [browser, *flags, *own, *arguments, file.as_uri()]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-
-    done = show("--dump-dom")
+    done = show(tmp_path, size, "--dump-dom", file.as_uri())
     assert "CONSOLE" not in done.stderr
     assert f"<title>easypipe {name}" in done.stdout
     seen = Cells(done.stdout)
     assert "script" not in seen.elements
     assert "<script>" in "".join(seen.texts)
-    show(f"--screenshot={tmp_path / 'page.png'}")
+    show(tmp_path, size, f"--screenshot={tmp_path / 'page.png'}", file.as_uri())
     assert (tmp_path / "page.png").stat().st_size > 5_000
+
+
+def show(folder: Path, size: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What Chromium prints when it opens a page in a window of `size`."""
+    browser = shutil.which(os.environ["EASYPIPE_CHROMIUM"])
+    assert browser
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    own = [f"--user-data-dir={folder / 'profile'}", f"--window-size={size}"]
+    command = [browser, *flags, *own, "--virtual-time-budget=9000", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(folder)]
+    subprocess.run(command, cwd=Path(__file__).parents[1], check=True)
+    return folder
+
+
+@pytest.mark.skipif("EASYPIPE_CHROMIUM" not in os.environ, reason="needs a browser: nox -s html")
+def test_the_search_of_the_site_finds_without_a_server(site: Path, tmp_path: Path) -> None:
+    done = show(tmp_path, "1200,1000", "--dump-dom", (site / "index.html").as_uri() + "?q=packing")
+    assert "CONSOLE" not in done.stderr
+    links = re.findall(r'<a href="([^"]*)" class="md-search-result__link"', done.stdout)
+    assert links[0].startswith((site / "packing.html").as_uri())
+
+
+@pytest.mark.skipif("EASYPIPE_CHROMIUM" not in os.environ, reason="needs a browser: nox -s html")
+@pytest.mark.parametrize("size", ["1200,1000", "500,1000"])
+@pytest.mark.parametrize("name", ["index", "conversations", "gallery", "reference/config"])
+def test_the_site_in_a_browser(site: Path, name: str, size: str, tmp_path: Path) -> None:
+    """Nothing is wider than the window, and no cell shows the escape of a pipe."""
+    file = site / f"{name}.html"
+    asked = file.with_name("asked.html")
+    asked.write_text(
+        file.read_text()
+        + "<script>document.body.dataset.wide = document.documentElement.scrollWidth - innerWidth"
+        "</script>"
+    )
+    done = show(tmp_path, size, "--dump-dom", asked.as_uri())
+    assert "CONSOLE" not in done.stderr
+    wide = re.search(r'data-wide="(-?[0-9]+)"', done.stdout)
+    assert wide
+    assert int(wide[1]) <= 0
+    assert "\\|" not in done.stdout

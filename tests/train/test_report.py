@@ -46,6 +46,7 @@ def run(folder: Path, steps: int = 30, name: str = "run") -> Path:
     plan = {"unit": "rows", "steps": steps, "datasets": [{**dataset, "tokens_placed": 9}]}
     write_kept(made / "plan.json", {**plan, "by_step": shares})
     changed = {"step": 9, "row": None, "changed": {"load.batch_size": "was 8, is 16"}}
+    (made / "run.yaml").write_text("data: {datasets: [{name: a}]}")
     write_kept(made / "changes.json", [{**changed, "before": None}])
     write_restart(made, 9)
     return made
@@ -83,6 +84,27 @@ def test_what_the_page_draws_is_what_the_run_wrote(tmp_path: Path) -> None:
     assert values["a: stored", "a: drawn"] == 8
     assert values["a: stored", "a: not drawn"] == 2
     assert values["a: EOS", "pack a"] == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "found"),
+    [
+        ("data: {datasets: [{name: a}]}", True),
+        ("data: {datasets: [{data_files: x}]}", False),  # named dataset1
+        ("data: {datasets: a}", False),
+        ("data: [", False),
+        ("- data", False),
+    ],
+)
+def test_tokens_flow_without_a_plan_of_the_mixture(
+    tmp_path: Path, record: str, found: bool
+) -> None:
+    """A run of one dataset writes none, and others write theirs at the end."""
+    made = run(tmp_path)
+    (made / "plan.json").unlink()
+    (made / "run.yaml").write_text(record)
+    (drawn,) = numbers(page([made]))
+    assert bool(drawn["flows"]) == found
 
 
 def test_every_cell_of_every_table_is_told(tmp_path: Path) -> None:

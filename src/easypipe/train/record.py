@@ -209,6 +209,16 @@ def recorded_seed(output_dir: str | Path) -> int | None:
         ) from error
 
 
+def recorded_datasets(output_dir: str | Path) -> list[str]:
+    """The names of the datasets that the run in `output_dir` trains on; [] where no record names
+    them.
+    """
+    data = (_recorded(output_dir) or {}).get("data")
+    datasets = data.get("datasets") if isinstance(data, dict) else None
+    given = [one.get("name") for one in datasets or () if isinstance(one, dict)]
+    return [name or f"dataset{i}" for i, name in enumerate(given, start=1)]
+
+
 def recorded_steps(output_dir: str | Path) -> int | None:
     """Returns the train.steps of the run in `output_dir`; None without a run or if its data
     decides.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from easypipe.core.errors import EasypipeError, StateError, TrainError
+from easypipe.core.errors import ConfigError, EasypipeError, StateError, TrainError
 from easypipe.core.pages import Section, render, shown
 from easypipe.core.storage import commit_bytes
 from easypipe.core.values import Json, JsonValue
@@ -29,6 +29,7 @@ from easypipe.train.record import (
     RESTARTS,
     VERSIONS,
     read_kept,
+    recorded_datasets,
 )
 from easypipe.train.report.numbers import Curves, flows, read_curves
 from easypipe.train.report.pictures import NO_SUCH_SHAPE, mixture_lines
@@ -116,7 +117,10 @@ def numbers_of(folder: Path, curves: Curves) -> Json:
     """What page.js draws of a run: `name`, `curves` (name → [steps, values]), `marks` (step, kind,
     text), `mixture` (dataset → step, so far, lately, asked for), `flows` (links).
     """
-    trained = _of(folder / PLAN, lambda plan: [one["name"] for one in plan["datasets"]], [])
+    try:
+        trained = recorded_datasets(folder)
+    except ConfigError:  # the rest of the page does not need the record
+        trained = []
     return {
         "name": folder.absolute().name,
         "curves": curves.points(),
