@@ -1,1 +1,1 @@
-"""Which row comes when: integers only, no files, no jax."""
+"""Decides which document stands in which row, with integers only: no files, no jax."""

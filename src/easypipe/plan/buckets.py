@@ -1,4 +1,4 @@
-"""A few widths for rows of many lengths, chosen from the lengths alone."""
+"""Chooses a few widths for rows of many lengths, from the lengths alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ import numpy as np
 
 from easypipe.core.values import Int64, Integers
 
-CANDIDATES = 1024  # lengths that may become a width; choosing costs their square times the buckets
+# The most lengths that may become a width; choosing costs their square times the buckets.
+CANDIDATES = 1024
 
 
 def length_counts(lengths: Iterable[Integers]) -> Int64:
-    """How many rows have each length: Int64[longest + 1], of pieces of all their lengths."""
+    """Counts how many rows have each length.
+
+    Args:
+        lengths: The lengths of the rows, in several pieces.
+
+    Returns:
+        Int64[longest + 1].
+    """
     counts = np.zeros(1, np.int64)
     for piece in lengths:
         found = np.bincount(piece, minlength=counts.size)
@@ -22,14 +30,20 @@ def length_counts(lengths: Iterable[Integers]) -> Int64:
 
 
 def bucket_widths(counts: Int64, buckets: int) -> tuple[int, ...]:
-    """At most `buckets` widths, ascending, the last one the longest length: those with the fewest
-    slots in all, where each row takes the first width that holds it. `()` where there is no row
-    with a token.
+    """Returns at most `buckets` widths, ascending, that leave the fewest slots in all.
 
-    counts: Int64[longest + 1], how many rows have each length. Law: of all sets of so many widths
-    none has fewer slots (dynamic programming over the lengths that occur; where more than
-    CANDIDATES do, over every so many-th of them and the last). Integers only, so that every process
-    chooses the same.
+    Each row takes the first width that holds it.
+
+    Law: of all sets of so many widths none has fewer slots (dynamic programming over the lengths
+    that occur; where more than CANDIDATES do, over every so many-th of them and the last). Only
+    integers are used, so that every process chooses the same.
+
+    Args:
+        counts: Int64[longest + 1], how many rows have each length.
+        buckets: The most widths to return.
+
+    Returns:
+        The widths, the last one the longest length; () where no row has a token.
     """
     lengths = np.flatnonzero(counts)
     lengths = lengths[lengths > 0]

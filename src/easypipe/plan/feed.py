@@ -1,4 +1,6 @@
-"""DocumentFeed, what windows draw documents from, and its form over token caches."""
+"""Feed, the protocol of what windows draw documents from, and CachedFeed, its form over token
+caches.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,21 @@ from easypipe.plan.order import documents
 from easypipe.plan.pack import PackSpec, placed_tokens
 from easypipe.plan.spec import At, PlanDataset, PlanSpec, Stage, WindowState
 
-_LOOK = 1 << 16  # lengths that are asked for together
-_UNIT = 1 << 32  # parts of a token, and of a share
+_LOOK = 1 << 16  # lengths are looked up by so many
+_UNIT = 1 << 32  # tokens and shares are counted in parts of this size
 
 
 class WindowRule(NamedTuple):
-    """How a window is made: `docs` documents of it, or fewer that hold `tokens` tokens.
+    """How a window is made: it has `docs` documents, or fewer that hold `tokens` tokens.
 
-    stage: the shares that it is drawn by. parts: about which part of its draws each dataset will
-    have; changes speed, never a draw. row_key: permutes its rows. document_keys: permute its
-    documents, one key for each dataset; none where they are permuted already.
+    Attributes:
+        docs: The documents of the window.
+        tokens: The tokens that end it earlier; None for no such limit.
+        stage: The shares that it is drawn by.
+        parts: About which part of its draws each dataset will have. It changes speed, never a draw.
+        row_key: The key that permutes its rows.
+        document_keys: The keys that permute its documents, one for each dataset; none where they
+            are permuted already.
     """
 
     stage: Stage
@@ -44,53 +51,67 @@ class Feed(Protocol[At]):
     Law: which documents come behind a state follows from the state alone, whatever was looked at
     before. Documents are counted, for each dataset, from the state on: the one that it cuts is
     number 0. Arrays are Int64[k] for k datasets unless something else is said.
+
+    Attributes:
+        num_docs: The documents of a pass; 1 for a dataset whose documents are not counted.
+        counted: Whether `remaining` is known without looking documents up.
+        block: The draws that are made at a time; a window that ends by its tokens ends between two
+            blocks.
+        draws_next: Whether a window takes the document behind its last token, of which it holds
+            none, under "concat", where rows go over the ends of documents.
     """
 
-    num_docs: Int64  # of a pass; 1 of a dataset that nobody has counted
-    counted: bool  # whether `remaining` is known without looking
-    block: int  # draws at a time; a window that ends by its tokens ends between two blocks
-    draws_next: bool  # whether a window takes the document behind its last token, of which it holds
-    # none: under "concat", where rows go over the ends of documents
+    num_docs: Int64
+    counted: bool
+    block: int
+    draws_next: bool
 
     def rule(self, state: WindowState[At]) -> WindowRule:
-        """How the window behind `state` is made."""
+        """Returns how the window behind `state` is made."""
         ...
 
     def remaining(self, state: WindowState[At], enough: Int64) -> Int64:
-        """Documents that each dataset still gives in this epoch, behind one that is cut; where they
-        are not counted at most `enough`, with it.
+        """Returns the documents that each dataset still gives in this epoch, behind one that is
+        cut.
+
+        Where they are not counted it returns at most `enough`, and counts the one that is cut too.
         """
         ...
 
     def look(
         self, state: WindowState[At], start: Int64, counts: Int64
     ) -> tuple[Int64, Int32, Int64]:
-        """(their numbers; their lengths, with an EOS that is added: Int32; how many there are of
-        each) of the `counts` documents from `start` on, dataset after dataset.
+        """Looks up the `counts` documents from `start` on, dataset after dataset.
+
+        Returns:
+            Their numbers; their lengths, Int32, with an EOS that is added; and how many there are
+            of each dataset.
         """
         ...
 
     def tokens(self, start: Int64, stop: Int64) -> int:
-        """Tokens of the documents from `start` to `stop` that were looked at, without added EOS."""
+        """Returns the tokens of the looked-up documents `start` to `stop`, without added EOS."""
         ...
 
     def advance(
         self, state: WindowState[At], draws: mix.Draws, cut: tuple[int, int] | None
     ) -> tuple[At, ...]:
-        """Where the datasets stand behind these draws. cut: as in the state behind them."""
+        """Returns where the datasets stand behind these draws; `cut` is that of the state behind
+        them.
+        """
         ...
 
     def begin(self, epoch: int) -> tuple[At, ...]:
-        """Where they stand when an epoch begins."""
+        """Returns where the datasets stand when an epoch begins."""
         ...
 
     def name(self, dataset: int, doc: int) -> str:
-        """A document, for messages."""
+        """Names a document, for messages."""
         ...
 
 
 class CachedFeed:
-    """Documents of token caches, which are counted: arithmetic alone, on any thread. Implements
+    """The documents of token caches, which are counted: arithmetic alone, on any thread. Implements
     Feed.
     """
 
@@ -106,7 +127,9 @@ class CachedFeed:
         self._row_key = fold(spec.seed, "rows")
 
     def rule(self, state: WindowState[int]) -> WindowRule:
-        """Under a schedule a window ends before its shares change, as the mean lengths tell."""
+        """Returns the rule; under a schedule a window ends before its shares change, by mean
+        lengths.
+        """
         spec, stage = self.spec, self.spec.stage(state.first_row)
         docs, parts = spec.window_docs, self._parts(state, stage)
         if stage.rows is not None and spec.pack is None:
@@ -122,11 +145,11 @@ class CachedFeed:
         return WindowRule(stage, docs, None, parts, child(self._row_key, state.index))
 
     def _parts(self, state: WindowState[int], stage: Stage) -> Sequence[Fraction]:
-        """A dataset's share, divided by its mean length where shares are of tokens; none where
-        weights count documents.
+        """Returns each dataset's expected part of the draws; () where weights count documents.
 
-        Where all have left (only the rest of a document is to come, under strategy "concat") all
-        have the same.
+        It is the dataset's share, divided by its mean length where shares are of tokens. Where all
+        datasets have left (only the rest of a document is to come, under strategy "concat") all
+        have the same part.
         """
         if stage.shares is None:
             return ()
@@ -176,7 +199,9 @@ class CachedFeed:
         return f"dataset {self.datasets[dataset].name!r}, document {doc}"
 
     def some_document_fits(self, pack: PackSpec) -> bool:
-        """Whether any document of any dataset gets a piece. Looks at lengths until one does."""
+        """Returns whether any document of any dataset gets a piece; looks at lengths until one
+        does.
+        """
         return any(
             placed_tokens(_lengths(dataset, docs), pack).any()
             for dataset in self.datasets

@@ -4,10 +4,12 @@ Every dataset's count stays within 1 - 1/(2k - 2) of its share at every prefix, 
 however small their weights; docs/mixing.md has the proof. `assign` in tests/plan_oracle.py is the
 short oracle.
 
-deficit  draws owed: after n draws with integer weights w (sum W), `deficits[i] = n * w[i] -
-count[i] * W`, always in (-W, W) release  the first draw at which a dataset may be chosen: the
-smallest n with n·w - count·W ≥ W / (2k - 2) deadline the last draw at which it must have been
-chosen, so that it never owes more than W - W / (2k - 2)
+deficit   draws owed: after n draws with integer weights w (sum W),
+          `deficits[i] = n * w[i] - count[i] * W`, always in (-W, W)
+release   the first draw at which a dataset may be chosen: the smallest n with
+          n·w - count·W ≥ W / (2k - 2)
+deadline  the last draw at which it must have been chosen, so that it never owes more than
+          W - W / (2k - 2)
 """
 
 from __future__ import annotations
@@ -28,22 +30,29 @@ from easypipe.plan.mix_schedule import apportion
 
 Stop = Literal["restart", "first_exhausted", "all_exhausted"]
 
-MAX_WEIGHT_SUM = 1 << 40  # times 2k - 2 and a sign it stays in an Int64 for up to MAX_DATASETS
+# times 2k - 2 and with a sign it stays in an Int64 for up to MAX_DATASETS
+MAX_WEIGHT_SUM = 1 << 40
 MAX_DATASETS = 1 << 16
-MAX_DRAWS = 1 << 20  # of one call: draws times weights stays in an Int64
+MAX_DRAWS = 1 << 20  # the most draws of one call: draws times weights stays in an Int64
 
-NEVER = 1 << 62  # documents of a dataset that begins again without end
-# deadlines are below 2^43, so both fit a word
+NEVER = 1 << 62  # stands for the documents of a dataset that begins again without end
+# A deadline is below 2^43, so it and the dataset's number fit one word of 64 bits.
 _NUMBER_BITS, _NUMBER = np.int64(16), np.int64(MAX_DATASETS - 1)
 
 
 def integer_weights(weights: Mapping[str, float]) -> tuple[int, ...]:
-    """Positive integers in the ratio of `weights`, summing to at most 2^40, in the mapping's order.
+    """Returns positive integers in the ratio of `weights`, in the mapping's order.
 
     Weights are read as the decimal numbers they are written as, so {0.7, 0.3} is exactly 7 to 3 on
     every machine. Where the exact ratio needs larger integers, each share is rounded to the nearest
-    2^-40. Raises PlanError for a weight that is not positive and finite, or so small beside the
-    others that it would round to nothing.
+    2^-40.
+
+    Returns:
+        Integers whose sum is at most 2^40.
+
+    Raises:
+        PlanError: There is no weight, a weight is not positive and finite, or it is so small beside
+            the others that it would round to nothing.
     """
     if not weights:
         raise PlanError(
@@ -82,9 +91,12 @@ def integer_weights(weights: Mapping[str, float]) -> tuple[int, ...]:
 class Draws:
     """The next draws of a mixture.
 
-    dataset: Int32[n], the dataset of every draw. counts: Int64[k], draws per dataset. deficits:
-    Int64[k] and active: Bool[k] after them.
-    ended: no further draw exists before the next epoch.
+    Attributes:
+        dataset: Int32[n], the dataset of every draw.
+        counts: Int64[k], the draws per dataset.
+        deficits: Int64[k], the deficits after these draws.
+        active: Bool[k], the datasets that are in the mixture after these draws.
+        ended: Whether no further draw exists before the next epoch.
     """
 
     dataset: Int32
@@ -102,12 +114,17 @@ def draw(
     active: Bools,
     stop: Stop,
 ) -> Draws:
-    """The next draws, at most `num_draws` of them.
+    """Makes the next draws by fixed weights that count documents.
 
-    weights, remaining (documents each dataset may still give, see `remaining`), deficits: Int64[k];
-    active: Bool[k]. "first_exhausted" ends before the first draw that would need an exhausted
-    dataset. Else a dataset leaves with its last document, and the others go on with their weights
-    and no deficits; ends with the last document of all.
+    Args:
+        num_draws: The most draws to make.
+        weights: Int64[k].
+        remaining: Int64[k], the documents that each dataset may still give (see `remaining`).
+        deficits: Int64[k].
+        active: Bool[k].
+        stop: "first_exhausted" ends before the first draw that would need an exhausted dataset.
+            Otherwise a dataset leaves with its last document, the others go on with their weights
+            and no deficits, and the draws end with the last document of all.
     """
     if not 0 < num_draws <= MAX_DRAWS:
         raise ValueError(f"between 1 and {MAX_DRAWS} draws can be made at once, not {num_draws}")
@@ -122,8 +139,9 @@ def draw(
 
 
 def start(num_docs: Sequence[int] | Int64, stop: Stop) -> tuple[Int64, Bools]:
-    """(deficits, active) at the start of an epoch. Under "all_exhausted" a dataset without
-    documents has left already.
+    """Returns (deficits, active) at the start of an epoch.
+
+    Under "all_exhausted" a dataset without documents has left already.
     """
     counts = np.asarray(num_docs, dtype=np.int64)
     return np.zeros_like(counts), (counts > 0) if stop == "all_exhausted" else np.ones(
@@ -132,8 +150,12 @@ def start(num_docs: Sequence[int] | Int64, stop: Stop) -> tuple[Int64, Bools]:
 
 
 def remaining(num_docs: Int64, drawn: Int64, stop: Stop, caps: Sequence[int | None]) -> Int64:
-    """Documents that each dataset may still give in this epoch: Int64[k]. caps: most passes over
-    each dataset, None for no limit.
+    """Returns the documents that each dataset may still give in this epoch: Int64[k].
+
+    Args:
+        num_docs: Int64[k], the documents of one pass.
+        drawn: Int64[k], the documents drawn so far.
+        caps: The most passes over each dataset; None for no limit.
     """
     if stop != "restart":
         return num_docs - drawn
@@ -146,8 +168,9 @@ def remaining(num_docs: Int64, drawn: Int64, stop: Stop, caps: Sequence[int | No
 
 @jit
 def _draw_into(weights, left, deficits, active, leave, dataset, counts):
-    """Returns (draws made, whether the epoch ended). Changes left, deficits, active, dataset and
-    counts in place.
+    """Returns (draws made, whether the epoch ended).
+
+    It changes left, deficits, active, dataset and counts in place.
     """
     num_datasets, limit = weights.shape[0], dataset.shape[0]
     base = np.empty(num_datasets, np.int64)  # the deficit after n draws is base + n * weight
@@ -209,8 +232,9 @@ def _draw_into(weights, left, deficits, active, leave, dataset, counts):
 
 @jit
 def _book(i, owed, made, weight, total, slack, calendar):
-    """The next draw of dataset `i`, that is owed `owed` after `made` draws: when it may come, and
-    when it must have.
+    """Sets when the next draw of dataset `i` may come and when it must have come.
+
+    The dataset is owed `owed` after `made` draws.
     """
     deadline, released, behind = calendar
     unit = slack * weight
@@ -255,7 +279,6 @@ def _pop(heap, size):
 # weights change. docs/mixing.md proves the bounds; `owed_most` in tests/plan_oracle.py is the
 # oracle.
 
-
 # A deficit is below 12 times `total` times the largest size (the sum of 1/n up to MAX_DATASETS is
 # 11.7), and stays in an Int64.
 ROWS_TOTAL = 1 << 40
@@ -266,8 +289,10 @@ _FULL, _EXHAUSTED, _UNKNOWN = 0, 1, 2
 
 
 class Known(NamedTuple):
-    """Tokens of the documents that datasets give next: `known[i]` of dataset i, in [1, MAX_SIZE],
-    from `table[first[i]]` on. All Int64.
+    """The tokens of the documents that datasets give next, all Int64.
+
+    `known[i]` documents of dataset i are known; their tokens, in [1, MAX_SIZE], are in `table` from
+    `first[i]` on.
     """
 
     table: Int64
@@ -275,17 +300,24 @@ class Known(NamedTuple):
     known: Int64
 
 
-# Looks up at least so many of each dataset (Int64[k]); how many more changes speed, never a draw.
+# Looks up at least the given number of documents of each dataset (Int64[k]). How many more it looks
+# up changes speed, never a draw.
 Sizes = Callable[[Int64], Known]
 
 
 def weights_of(
     shares: Sequence[Fraction], active: Sequence[bool], total: int, block: int | None = None
 ) -> tuple[int, ...]:
-    """Integer weights of the datasets in the mixture, 0 for the others. They sum to `total`.
+    """Returns the integer weights of the datasets in the mixture, 0 for the others.
 
-    block: round the shares to whole documents of a block; the sum is then the largest multiple of
-    it up to `total`. Where the datasets that are left have no share, they share alike.
+    Datasets that are left and have no share share alike.
+
+    Args:
+        shares: The share of each dataset.
+        active: Which datasets are in the mixture.
+        total: The sum of the weights.
+        block: Rounds the shares to whole documents of a block; the sum is then the largest multiple
+            of it up to `total`.
     """
     mine = [share if alive else Fraction(0) for share, alive in zip(shares, active, strict=True)]
     if not any(mine):
@@ -304,12 +336,19 @@ def draw_largest_deficit(
     stop: Stop,
     sizes: Sizes | None = None,
 ) -> Draws:
-    """The next draws, at most `num_draws` of them.
+    """Makes the next draws by changing weights or by tokens.
 
-    weigh: the integer weights of the datasets that are in the mixture, as `weights_of` gives them.
-    left: Int64[k], documents that each dataset may still give. stop: "first_exhausted" ends before
-    the first draw that needs a dataset which has none; else a dataset leaves with its last one, and
-    the others go on by their shares and without deficits. sizes: None counts draws.
+    Args:
+        num_draws: The most draws to make.
+        weigh: Returns the integer weights of the datasets that are in the mixture, as `weights_of`
+            gives them.
+        left: Int64[k], the documents that each dataset may still give.
+        deficits: Int64[k].
+        active: Bool[k].
+        stop: "first_exhausted" ends before the first draw that needs a dataset which has no
+            documents left. Otherwise a dataset leaves with its last one, and the others go on by
+            their shares and without deficits.
+        sizes: Looks up the tokens of documents; None counts draws.
     """
     if not 0 < num_draws <= MAX_DRAWS:
         raise ValueError(f"between 1 and {MAX_DRAWS} draws can be made at once, not {num_draws}")
@@ -341,21 +380,23 @@ _NO_SIZES = Known(_NONE, _NONE, _NONE)
 
 
 def with_margin(expected: int) -> int:
-    """Documents of a dataset that are looked at first, where so many are expected."""
+    """Returns how many documents of a dataset to look up first where `expected` are expected."""
     return expected + expected // 16 + 16
 
 
 @jit
 def _draw_deficits_into(mixture, leave, ahead, made, dataset):
-    """Returns (draws made, why it stopped, the dataset to blame). Changes left, deficits, counts
-    and dataset in place. ahead: sizes of none where a draw has size 1.
+    """Returns (draws made, why it stopped, the dataset that it stopped at).
+
+    It changes left, deficits, counts and dataset in place. `ahead` is a Known without datasets
+    where every draw has size 1.
     """
     weights, left, deficits, active, counts = mixture
     table, first, known = ahead
     by_size = known.shape[0] > 0
     limit = dataset.shape[0]
-    # The datasets in the mixture without gaps, heavy ones first: of equals the first is taken, and
-    # is found soon.
+    # The datasets in the mixture stand without gaps, heavy ones first: of equals the first is
+    # taken, and it is found soon.
     alive = np.flatnonzero(active)
     alive = alive[np.argsort(-weights[alive], kind="mergesort")]
     size = alive.shape[0]

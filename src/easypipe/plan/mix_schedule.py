@@ -1,4 +1,4 @@
-"""The weights of a mixture at every step: points, ramps between them cut into stages, exactly.
+"""The weights of a mixture at every step: points, and ramps between them cut into stages, exactly.
 
 step   a training step, the number of a batch from 0: with batches of `n` rows, step `s` holds rows
        `s * n` to `(s + 1) * n`
@@ -29,13 +29,16 @@ _PI = 314159265358979323846264338327950288419716939937510 * (1 << _BITS) // 10**
 
 @dataclass(frozen=True)
 class Schedule:
-    """Weights by training step.
+    """The weights of a mixture by training step.
 
-    points: (step, weights), steps ascending; weights are integers of at least 0, not all 0, one for
-    each dataset. kind: between two points the weights stay ("step") or go over, along a line or
-    along half a cosine wave. batch_sizes: (step, rows of a batch from there on), the first from
-    step 0; () where nobody has said them yet. before: the weights until the first point; None takes
-    the first point's.
+    Args:
+        points: (step, weights), steps ascending. Weights are integers of at least 0, not all 0, one
+            for each dataset.
+        kind: Between two points the weights stay ("step") or go over, along a line ("linear") or
+            along half a cosine wave ("cosine").
+        batch_sizes: (step, rows of a batch from there on), the first from step 0; () where they are
+            not known yet.
+        before: The weights until the first point; None takes the first point's.
     """
 
     points: tuple[tuple[int, tuple[int, ...]], ...]
@@ -62,7 +65,7 @@ class Schedule:
         )
 
     def shares(self, step: int) -> tuple[Fraction, ...]:
-        """The shares at a step, exactly; after the last point they stay."""
+        """Returns the shares at a step, exactly; after the last point they stay."""
         place = bisect_right(self.points, step, key=lambda point: point[0])
         if place == 0:
             return normalized(self.points[0][1] if self.before is None else self.before)
@@ -78,8 +81,9 @@ class Schedule:
         )
 
     def mean_shares(self, rows: int) -> tuple[Fraction, ...]:
-        """The shares that the first `rows` rows are asked to have, the mean over at most 1,024 of
-        their steps.
+        """Returns the shares that the first `rows` rows should have.
+
+        They are the mean over at most 1,024 of the steps of these rows.
         """
         steps = max(1, self.step_of(max(0, rows - 1)) + 1)
         looks = min(steps, 1024)
@@ -87,7 +91,9 @@ class Schedule:
         return tuple(sum(column, Fraction(0)) / looks for column in zip(*shares, strict=True))
 
     def rows_left(self, row: int) -> int | None:
-        """Rows from `row` to the end of its stage; None where the weights stay from here on."""
+        """Returns the rows from `row` to the end of its stage; None where the weights stay from
+        here on.
+        """
         step = self.step_of(row)
         place = bisect_right(self.points, step, key=lambda point: point[0])
         if place == len(self.points):
@@ -100,8 +106,12 @@ class Schedule:
         return self.first_row(border) - row
 
     def stage_end(self, row: int) -> tuple[int, int] | None:
-        """(rows from `row` to the end of its stage; how many a window may have that begins there:
-        1/32 more, or two batches more where that is more rows). None where there is no end.
+        """Returns how far a window that begins at `row` may go.
+
+        Returns:
+            The rows from `row` to the end of its stage, and how many rows a window that begins
+            there may have: 1/32 more, or two batches more where that is more rows. None where the
+            stage has no end.
         """
         rows = self.rows_left(row)
         if rows is None:
@@ -111,13 +121,13 @@ class Schedule:
         return rows, rows + max(rows // 32, 2 * batch)
 
     def step_of(self, row: int) -> int:
-        """The step whose batch `row` stands in."""
+        """Returns the step whose batch `row` stands in."""
         place = bisect_right(self.batch_sizes, row, key=lambda point: self.first_row(point[0])) - 1
         step, size = self.batch_sizes[place]
         return step + (row - self.first_row(step)) // size
 
     def first_row(self, step: int) -> int:
-        """Rows before the batch of a step."""
+        """Returns the number of rows before the batch of a step."""
         ends = [*(first for first, _ in self.batch_sizes[1:]), step]
         return sum(
             (max(first, min(end, step)) - first) * size
@@ -135,8 +145,9 @@ def normalized(weights: Sequence[int]) -> tuple[Fraction, ...]:
 
 
 def half_wave(way: Fraction) -> Fraction:
-    """(1 - cos(pi * way)) / 2 for a way between 0 and 1, to 64 bits: the Taylor series in integers,
-    so that machines agree.
+    """Returns (1 - cos(pi * way)) / 2 for a way between 0 and 1, to 64 bits.
+
+    It is the Taylor series in integers, so that machines agree.
     """
     angle = _PI * way.numerator // way.denominator
     square = angle * angle >> _BITS
@@ -150,8 +161,10 @@ def half_wave(way: Fraction) -> Fraction:
 
 
 def apportion(shares: Sequence[Fraction], total: int) -> tuple[int, ...]:
-    """Integers in the ratio of `shares` that sum to `total`, each within 1 of its exact part:
-    largest remainders first, then by number.
+    """Returns integers in the ratio of `shares` that sum to `total`, each within 1 of its exact
+    part.
+
+    The largest remainders are rounded up first, then the lowest numbers.
     """
     unit = math.lcm(*(share.denominator for share in shares))
     parts = [share.numerator * (unit // share.denominator) for share in shares]

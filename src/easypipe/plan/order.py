@@ -2,7 +2,7 @@
 
 Position `p` of pass `e` over a dataset of `num_docs` documents is document `permutation_e(p)`: a
 keyed Feistel permutation, a new one for every pass, computed for one position at a time. The
-kernels here are the compiled twins of `easypipe.core.random`.
+kernels here are compiled copies of the functions in `easypipe.core.random`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ class OrderConfig:
 
 
 def permute(indices: Int64, size: int, key: int) -> Int64:
-    """`core.random.permute`, compiled: equal results, several times as fast. Raises ValueError
-    where that does.
+    """Returns what `core.random.permute` returns, compiled and several times as fast.
+
+    Raises:
+        ValueError: `size` is out of range, or an index is not in [0, size).
     """
     if not 0 < size <= MAX_ROWS:
         raise ValueError(f"cannot permute {size} rows: between 1 and 2^48 are possible")
@@ -65,11 +67,19 @@ def documents(
     drawn: Int64,
     counts: Int64,
 ) -> Int64:
-    """The next `counts[i]` documents of every dataset `i` after `drawn[i]` of them:
-    Int64[sum(counts)], dataset after dataset.
+    """Returns the next `counts[i]` documents of every dataset `i` after `drawn[i]` of them.
 
-    num_docs, drawn, counts: Int64[k]. keys: UInt64[k], one per dataset. Pass `e` over a dataset
-    permutes by `child(key, epoch + e)`.
+    Args:
+        order: Whether documents are permuted, and in what blocks.
+        num_docs: Int64[k], the documents of each dataset.
+        keys: UInt64[k], one per dataset. Pass `e` over a dataset permutes by `child(key, epoch +
+            e)`.
+        epoch: The epoch that positions are counted in.
+        drawn: Int64[k].
+        counts: Int64[k].
+
+    Returns:
+        Int64[sum(counts)], dataset after dataset.
     """
     out = np.empty(int(counts.sum()), dtype=np.int64)
     _documents_into(num_docs, keys, epoch, drawn, counts, (order.shuffle, order.block_rows), out)
@@ -79,7 +89,7 @@ def documents(
 # The words below are UInt64 throughout: Numba makes a float of Int64 with UInt64.
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _ONE = np.uint64(1)
-_CHUNK = 1024  # words of a permutation that are on their way together
+_CHUNK = 1024  # words of a permutation that are computed together
 
 
 _mix64 = jit(mix64)
@@ -132,8 +142,10 @@ def _permute_into(indices, size, key, out):
 
 @jit
 def _forward_all(indices, size, bits, rounds, out):
-    """Where indices go. A step of the walk for a whole chunk (in vector instructions), then for
-    those that have not landed, and so on.
+    """Writes where each index goes.
+
+    It takes one step of the walk for a whole chunk, in vector instructions, then for those words
+    that have not landed below `size`, and so on.
     """
     words, places = np.empty(_CHUNK, np.uint64), np.empty(_CHUNK, np.int64)
     top = np.uint64(size)
@@ -209,10 +221,12 @@ def _documents_into(num_docs, keys, epoch, drawn, counts, order, out):
 # Which of several streams gives the next row, where they end at different rows.
 #
 # stream  a sequence of rows; `ends[s]` is how many stream s has, NEVER where it has not ended yet
-# (or never does) turn    one row of each stream that has not ended, lowest number first: turn r
-# holds the rows with number r order   turn after turn. While no stream has ended, S streams give
-# equally many rows of each batch that S divides; where some have ended, the others stand in for
-# them, each within one row of the others.
+#         (or never does)
+# turn    one row of each stream that has not ended, lowest number first: turn r holds the rows with
+#         number r
+# order   turn after turn. While no stream has ended, S streams give equally many rows of each batch
+#         that S divides; where some have ended, the others stand in for them, each within one row
+#         of the others.
 #
 # A stream that has a row behind some place of the order does not change what comes before that
 # place, wherever it ends. So the order up to a place is known as soon as every stream either has a
@@ -223,13 +237,14 @@ NEVER = 1 << 62
 
 
 def rows_before(ends: Int64, row: int, stream: int) -> int:
-    """Rows of all streams that come before row `row` of stream `stream`."""
+    """Returns the number of rows, of all streams, that come before row `row` of stream `stream`."""
     return int(np.minimum(ends, row + (np.arange(len(ends)) < stream)).sum())
 
 
 def given_by(ends: Int64, count: int) -> Int64:
-    """Of the first `count` rows, how many each stream gives: Int64[S]. They sum to `count`, or to
-    less where all streams have ended.
+    """Returns how many of the first `count` rows each stream gives: Int64[S].
+
+    They sum to `count`, or to less where all streams have ended.
     """
     in_order = np.sort(np.minimum(ends, count + 1))
     ended = np.cumsum(in_order) - in_order  # rows of the streams that end before
@@ -244,8 +259,10 @@ def given_by(ends: Int64, count: int) -> Int64:
 
 
 def in_order_of_streams(ends: Int64, start: int, stop: int) -> tuple[Int64, Int64]:
-    """(stream, row of it) of the rows `start` to `stop`, stream after stream; (-1, -1) behind the
-    last. Int64[stop - start] each.
+    """Returns which rows of which streams the rows `start` to `stop` are, stream after stream.
+
+    Returns:
+        (stream, row of that stream), Int64[stop - start] each; (-1, -1) behind the last row.
     """
     first, last = given_by(ends, start), given_by(ends, stop)
     counts = last - first
@@ -257,7 +274,8 @@ def in_order_of_streams(ends: Int64, start: int, stop: int) -> tuple[Int64, Int6
 
 
 def known_before(ends: Int64, row: int, stream: int) -> Int64:
-    """`ends` as far as they change what comes before row `row` of `stream`: whoever stands there
-    knows no others.
+    """Returns `ends` as far as they change what comes before row `row` of stream `stream`.
+
+    A process that stands at that row knows no other ends.
     """
     return np.where(ends < row + (np.arange(len(ends)) < stream), ends, NEVER)

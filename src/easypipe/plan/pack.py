@@ -1,4 +1,4 @@
-"""Pack: which row and slot every piece of a document gets, planned from lengths alone.
+"""Packing: which row and slot every piece of a document gets, planned from lengths alone.
 
 window  the documents that are packed together; a row never holds two windows
 draw    a document of the window, by its index in draw order
@@ -32,17 +32,20 @@ MAX_SEQ_LENGTH = 1 << 24
 class PackSpec:
     """How documents are laid into rows of `seq_length` tokens.
 
-    strategy: "greedy" puts a document into the one open row and opens the next where it does not
-    fit; "pool" keeps `num_packers` rows open
-        and takes the fullest that fits; "first_fit" sees the whole window and takes the fullest row
-        that fits, longest document first. "stream" (in options `concat`) lays documents one behind
-        the other and begins a row wherever the one before is full.
-    oversize: a document longer than a row is cut into full rows and a remainder ("split"), cut off
-    ("truncate"), left out ("drop"), or
-        refused ("error"). Documents that fit a row are never cut. "stream" cuts where rows end, and
-        knows only "split".
-    shuffle_rows: permute the rows of a window; without it first_fit gives rows of long documents
-    first.
+    Args:
+        seq_length: The slots of a row.
+        strategy: "greedy" puts a document into the one open row and opens the next where it does
+            not fit. "pool" keeps `num_packers` rows open and takes the fullest that fits.
+            "first_fit" is best-fit decreasing: it sees the whole window and takes the fullest row
+            that fits, longest document first. "stream" (in options `concat`) lays documents end to
+            end and begins a row wherever the one before is full.
+        num_packers: The rows that "pool" keeps open.
+        oversize: What happens to a document longer than a row: it is cut into full rows and a
+            remainder ("split"), cut off ("truncate"), left out ("drop"), or refused ("error").
+            Documents that fit a row are never cut. "stream" cuts where rows end, and knows only
+            "split".
+        shuffle_rows: Permutes the rows of a window; without it first_fit gives rows of long
+            documents first.
     """
 
     seq_length: int
@@ -60,8 +63,9 @@ class PackSpec:
 
     @property
     def concat(self) -> bool:
-        """Whether documents lie end to end, over the ends of rows. Fingerprints and states of plans
-        know the strategy by its older name.
+        """Whether documents lie end to end, over the ends of rows.
+
+        Fingerprints and states of plans know the strategy by its older name, "stream".
         """
         return self.strategy == "stream"
 
@@ -70,9 +74,11 @@ class PackSpec:
 class Layout:
     """Where the pieces of a window stand, sorted by row, then slot.
 
-    table: Int32[5, pieces], its lines are `row`, `slot`, `draw`, `start` and `length`; a piece is
-    tokens `start` to `start + length` of document `draw` and fills slots `slot` to `slot + length`
-    of `row`. first_piece: Int64[num_rows + 1], where each row's pieces begin.
+    Attributes:
+        table: Int32[5, pieces], whose lines are `row`, `slot`, `draw`, `start` and `length`. A
+            piece is tokens `start` to `start + length` of document `draw` and fills slots `slot` to
+            `slot + length` of `row`.
+        first_piece: Int64[num_rows + 1], where each row's pieces begin.
     """
 
     table: Int32
@@ -104,11 +110,15 @@ class Layout:
 
 
 def pack_window(lengths: Int32, spec: PackSpec, key: int) -> Layout:
-    """Lay documents of `lengths` (Int32[n], tokens, EOS counted) into rows; `key` decides the order
-    of the rows.
+    """Lays documents of `lengths` into rows. Documents without tokens get no piece.
 
-    Documents without tokens get no piece. Raises PlanError for a document over `seq_length` under
-    oversize "error".
+    Args:
+        lengths: Int32[n], tokens, EOS counted.
+        spec: The strategy and the row length.
+        key: Decides the order of the rows.
+
+    Raises:
+        PlanError: A document is longer than `seq_length` under oversize "error".
     """
     lengths = np.require(lengths, dtype=np.int32, requirements=["C", "W"])
     if spec.concat:
@@ -131,10 +141,14 @@ def cut_stream(
     start: int = 0,
     num_rows: int | None = None,
 ) -> Layout:
-    """Documents of `lengths` (Int32[n]) one behind the other, cut into rows: the first `num_rows`,
-    or all; the last of all may not be full.
+    """Lays documents end to end and cuts them into rows, of which the last may not be full.
 
-    start: tokens of the first document that stand in rows before these.
+    Args:
+        lengths: Int32[n], tokens.
+        spec: The row length, and whether rows are permuted.
+        key: Decides the order of the rows.
+        start: The tokens of the first document that stand in rows before these.
+        num_rows: The number of rows to make; None makes all.
     """
     if num_rows is None:
         num_rows = -(-(int(lengths.sum(dtype=np.int64)) - start) // spec.seq_length)
@@ -145,7 +159,7 @@ def cut_stream(
 
 
 def _arrange(loose: Int32, num_rows: int, spec: PackSpec, key: int) -> Layout:
-    """The layout of pieces that stand in any order of rows, the rows permuted where `spec` says
+    """Returns the layout of pieces whose rows stand in any order; permutes rows where `spec` says
     so.
     """
     order = np.arange(num_rows, dtype=np.int64)
@@ -157,7 +171,7 @@ def _arrange(loose: Int32, num_rows: int, spec: PackSpec, key: int) -> Layout:
 
 
 def one_row_each(lengths: Int32) -> Layout:
-    """The layout without packing: document n is row n, whole, also where it has no tokens."""
+    """Returns the layout without packing: document n is row n, whole, also where it has no tokens."""
     count = lengths.shape[0]
     rows, zeros = np.arange(count, dtype=np.int32), np.zeros(count, dtype=np.int32)
     return Layout(
@@ -167,7 +181,7 @@ def one_row_each(lengths: Int32) -> Layout:
 
 
 def placed_tokens(lengths: Integers, pack: PackSpec | None) -> Int64:
-    """Of documents of `lengths` tokens, how many get a place in a row: Int64[n]."""
+    """Returns how many tokens of each document get a place in a row: Int64[n]."""
     placed = lengths.astype(np.int64)
     if pack is not None and pack.oversize == "truncate":
         placed = np.minimum(placed, pack.seq_length)
@@ -185,8 +199,10 @@ def oversize_error(document: str, length: int, spec: PackSpec) -> PlanError:
 
 
 def nothing_fits(num_docs: int, spec: PackSpec) -> PlanError:
-    """Under oversize "drop" what leaves no row is the length of rows, not the data; else no
-    document has a token.
+    """Returns the error for a plan without a piece.
+
+    Under oversize "drop" the length of rows is the cause, not the data; otherwise no document has a
+    token.
     """
     if spec.oversize != "drop":
         return PlanError(
@@ -205,8 +221,8 @@ _SPLIT, _TRUNCATE, _DROP = (OVERSIZE.index(rule) for rule in ("split", "truncate
 _PLACE_BITS, _PLACES, _NO_ROW = np.int64(32), np.int64((1 << 32) - 1), np.int64(1 << 62)
 _GREEDY, _POOL = STRATEGIES.index("greedy"), STRATEGIES.index("pool")
 
-LEVELS = 4  # words of 64 bits: 64^4 sizes of free room are MAX_SEQ_LENGTH
-# a de Bruijn sequence: the six bits below each place name the place
+LEVELS = 4  # levels of words of 64 bits: 64^4 sizes of free room are MAX_SEQ_LENGTH
+# A de Bruijn sequence: the six bits below each place name the place.
 _LOWEST_BIT = np.uint64(0x03F79D71B4CB0A89)
 _PLACE = np.argsort([(int(_LOWEST_BIT) << bit) >> 58 & 63 for bit in range(64)])
 _ZERO, _ONE, _S58 = np.uint64(0), np.uint64(1), np.uint64(58)
@@ -236,14 +252,15 @@ def _put(table, piece, row, slot, draw, start, length):
 
 @jit
 def _assign(lengths, seq_length, strategy, num_packers, rule, table):
-    """Writes every piece to `table` (Int32[5, pieces]: row, slot, draw, start, length), slots of a
-    row ascending. Returns the rows used.
+    """Writes every piece to `table` and returns the number of rows used.
+
+    `table` is Int32[5, pieces] (row, slot, draw, start, length); the slots of a row ascend.
     """
     pieces, rows, rests = 0, 0, 0
     open_rows = 1 if strategy == _GREEDY else num_packers
     row_of = np.zeros(open_rows, np.int64)
-    # An open row is a word of its free room (0: none is open in this place) and its place, so that
-    # the fullest that fits is a minimum.
+    # An open row is one word: its free room (0: none is open in this place), then its place, so
+    # that the fullest that fits is a minimum.
     open_row = np.arange(open_rows).astype(np.int64)
     by_length = np.zeros(seq_length + 1, np.int64)
     rest_draw = np.empty(0 if strategy <= _POOL else lengths.shape[0], np.int32)
@@ -298,8 +315,9 @@ def _assign(lengths, seq_length, strategy, num_packers, rule, table):
 
 @jit
 def _cut(lengths, start, seq_length, num_rows, table):
-    """Writes the pieces of the first `num_rows` rows to `table`, unless it is Int32[5, 0]. Returns
-    how many there are.
+    """Writes the pieces of the first `num_rows` rows to `table` and returns how many there are.
+
+    It only counts them where `table` is Int32[5, 0].
     """
     pieces, row, filled = 0, 0, np.int64(0)
     for draw in range(lengths.shape[0]):
@@ -321,8 +339,9 @@ def _cut(lengths, start, seq_length, num_rows, table):
 
 @jit
 def _best_fit_decreasing(lengths, seq_length, rest_draw, by_length, pieces, rows, table):
-    """Longest first, each into the fullest row that has room; of equally full rows, the last one
-    that was touched.
+    """Places the longest first, each into the fullest row that has room.
+
+    Of equally full rows it takes the last one that was touched.
     """
     rests = rest_draw.shape[0]
     before = 0
@@ -336,7 +355,7 @@ def _best_fit_decreasing(lengths, seq_length, rest_draw, by_length, pieces, rows
         order[by_length[rest]] = rest_draw[i]
         by_length[rest] += 1
 
-    # Open rows hang in a stack for each size of free room. A tree of bits, 64 to a word, tells
+    # There is a stack of open rows for each size of free room. A tree of bits, 64 to a word, tells
     # which stacks hold any.
     first = np.zeros(LEVELS + 1, np.int64)
     words = seq_length + 1
@@ -374,7 +393,7 @@ def _best_fit_decreasing(lengths, seq_length, rest_draw, by_length, pieces, rows
 
 @jit
 def _next_bit(bits, first, place):
-    """The lowest set bit at or above `place`, or -1."""
+    """Returns the lowest set bit at or above `place`, or -1."""
     for level in range(LEVELS):
         word = place >> 6
         if first[level] + word >= first[level + 1]:
@@ -418,7 +437,10 @@ def _clear_bit(bits, first, place):
 
 @jit
 def _sort_by_row(loose, order, first_piece, table):
-    """Row r becomes row order[r]; a stable counting sort keeps the slots of a row ascending."""
+    """Sorts pieces by row, where row r becomes row order[r].
+
+    A stable counting sort keeps the slots of a row ascending.
+    """
     for piece in range(loose.shape[1]):
         first_piece[order[loose[0, piece]] + 1] += 1
     for row in range(order.shape[0]):

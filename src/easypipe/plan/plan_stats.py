@@ -15,17 +15,21 @@ from easypipe.plan.pack import Layout, PackSpec
 
 @dataclass(frozen=True, kw_only=True)
 class DrawStats:
-    """What became of the documents that were drawn from one dataset. These balances hold:
+    """What became of the documents that were drawn from one dataset.
+
+    These balances hold:
 
     draws = docs_placed + docs_pending + docs_dropped + docs_empty
     tokens_drawn = tokens_placed + tokens_pending + tokens_truncated + tokens_dropped
 
-    pending: drawn in the window of the last row, but standing
-    (partly) in a row behind it.
-    dropped: longer than a row. empty: without tokens, so without a place in a packed row.
-    docs_truncated: those of docs_placed that lost tokens_truncated. segments: pieces with tokens;
-    each starts with a token that is no target. Under strategy "concat" a piece that goes on with a
-    document of the row before does not count: its first token is a target there.
+    Args:
+        docs_pending: Drawn in the window of the last row, but standing (partly) in a row behind it.
+        docs_dropped: Longer than a row.
+        docs_empty: Without tokens, so without a place in a packed row.
+        docs_truncated: Those of docs_placed that lost tokens_truncated.
+        segments: The pieces with tokens; each starts with a token that is no target. Under strategy
+            "concat" a piece that goes on with a document of the row before does not count: its
+            first token is a target there.
     """
 
     draws: int
@@ -42,8 +46,13 @@ class DrawStats:
     segments: int
 
     def enter(self, ledger: Ledger, stage: str, name: str, added: int | None) -> None:
-        """Adds both balances to the ledger. added: tokens of EOS among those that were drawn; None
-        where nobody knows.
+        """Adds both balances to the ledger.
+
+        Args:
+            ledger: The ledger to add to.
+            stage: The stage of the ledger's entries.
+            name: The name of the dataset.
+            added: The EOS tokens among those that were drawn; None where they are not known.
         """
         documents = {
             "placed": self.docs_placed,
@@ -66,7 +75,9 @@ class DrawStats:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetStats(DrawStats):
-    """One dataset's part: passes · num_docs = draws + unreached, of the passes that were begun."""
+    """One dataset's part of a plan: passes · num_docs = draws + unreached, of the passes that were
+    begun.
+    """
 
     num_docs: int
     passes: int
@@ -74,14 +85,15 @@ class DatasetStats(DrawStats):
 
     @property
     def epochs(self) -> float:
-        """Passes over the dataset that were drawn, the last one in part."""
+        """The passes over the dataset that were drawn, the last one in part."""
         return self.draws / self.num_docs if self.num_docs else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanStats:
-    """Of `rows` rows: slots = tokens placed + padding. Without packing a row has as many slots as
-    tokens, the batch pads it.
+    """The statistics of `rows` rows: slots = tokens placed + padding.
+
+    Without packing a row has as many slots as tokens; the batch pads it.
     """
 
     rows: int
@@ -91,16 +103,16 @@ class PlanStats:
 
     @property
     def fill(self) -> float:
-        """Tokens per slot, 1.0 where there are none."""
+        """The tokens per slot, 1.0 where there are none."""
         return 1 - self.padding / self.slots if self.slots else 1.0
 
 
-# What windows add up for a dataset, in the order of the columns of Int64[k, COUNTERS].
+# The counters that windows add up for a dataset, in the order of columns of Int64[k, COUNTERS].
 FIELDS = tuple(field.name for field in fields(DrawStats))
 COUNTERS = len(FIELDS)
 SEGMENTS = FIELDS.index("segments")
 
-# what happens to documents over the row length; WHOLE: rows have no length
+# What happens to documents over the row length; with WHOLE, rows have no length.
 SPLIT, TRUNCATE, DROP, WHOLE = 0, 1, 2, 3
 _RULES = {"split": SPLIT, "truncate": TRUNCATE, "drop": DROP, "error": SPLIT}
 
@@ -113,11 +125,16 @@ def count(
     into: Int64,
     cut: int = 0,
 ) -> None:
-    """Add the draws of a window to `into` (Int64[k, COUNTERS]), of whose rows the first `num_rows`
-    are reached.
+    """Adds the draws of a window, of whose rows the first `num_rows` are reached, to `into`.
 
-    draws: dataset and length of each, Int32[n]. cut: under strategy "concat", tokens of the first
-    document that stand in rows of windows that were counted before, with the document itself.
+    Args:
+        draws: The dataset and the length of each draw, Int32[n].
+        layout: The layout of the window.
+        num_rows: The rows that are reached.
+        pack: How documents are packed; None for no packing.
+        into: Int64[k, COUNTERS].
+        cut: Under strategy "concat", the tokens of the first document that stand in rows of windows
+            that were counted before, with the document itself.
     """
     pieces = int(layout.first_piece[num_rows])
     streams = pack is not None and pack.concat

@@ -1,4 +1,4 @@
-"""What a plan is made of: datasets seen as lengths, the choices, and the state between windows."""
+"""PlanSpec and PlanDataset, what a plan is made of; WindowState, the state between two windows."""
 
 from __future__ import annotations
 
@@ -33,11 +33,15 @@ STOPS: tuple[Stop, ...] = ("restart", "first_exhausted", "all_exhausted")
 
 @dataclass(frozen=True)
 class PlanDataset:
-    """A dataset as a plan sees it.
+    """A dataset as a plan sees it: a count of documents and their lengths.
 
-    num_docs: documents. total_tokens: the sum of all lengths. fingerprint: of the tokens. lengths:
-    Int64[n] document numbers → Int32[n] tokens each, an EOS that will be appended already counted;
-    called from several threads.
+    Args:
+        name: The name of the dataset; it seeds the dataset's order.
+        num_docs: The number of documents.
+        total_tokens: The sum of all lengths.
+        fingerprint: The fingerprint of the dataset's tokens.
+        lengths: Maps document numbers, Int64[n], to their tokens, Int32[n]. An EOS that will be
+            appended is counted already. Several threads call it.
     """
 
     name: str
@@ -48,10 +52,13 @@ class PlanDataset:
 
 
 class Stage(NamedTuple):
-    """What a window is drawn by.
+    """The shares that a window is drawn by, and how long they hold.
 
-    shares: of the datasets; None: their weights count documents and never change. rows: until the
-    shares change next, None where they do not; most: rows that the window may have then.
+    Attributes:
+        shares: The shares of the datasets. None means that the weights count documents and never
+            change.
+        rows: The rows until the shares change next; None where they do not.
+        most: The most rows that the window may have then.
     """
 
     shares: tuple[Fraction, ...] | None
@@ -63,17 +70,24 @@ class Stage(NamedTuple):
 class PlanSpec:
     """The choices that, with the datasets, decide which documents stand in every row.
 
-    weights: positive integers, one per dataset (`mix.integer_weights`). stop: when a mixture ends;
-    "restart" never does, so it wants num_epochs None; for a single dataset all three are the same
-    and an epoch is one pass. num_epochs: how often a mixture that ends is drawn, with new
-    permutations each time; None goes on forever. pack: None gives every document a row of its own.
-    window_docs: documents planned and packed together; window_tokens: or fewer that hold so many.
-    A mixture that nobody has planned yet leaves these, pack and num_epochs to who does.
+    A mixture that is not planned yet leaves window_docs, window_tokens, pack and num_epochs to the
+    code that plans it.
 
-    schedule: weights by training step in place of `weights`, which then only sizes windows. unit:
-    what a share is a share of; "tokens" are those that get a place in a row. block: under a
-    schedule, documents in a block that shares are rounded to. max_epochs: most passes over each
-    dataset in the whole run, None for no limit; a dataset that has made them is out of the mixture.
+    Args:
+        weights: Positive integers, one per dataset (`mix.integer_weights`).
+        stop: When a mixture ends. "restart" never does and therefore needs num_epochs None. For a
+            single dataset all three are the same and an epoch is one pass.
+        window_docs: The documents that are planned and packed together.
+        window_tokens: A window has fewer documents where fewer hold so many tokens; None sets no
+            such limit.
+        num_epochs: How often a mixture that ends is drawn, with new permutations each time; None
+            goes on forever.
+        pack: How documents are packed; None gives every document a row of its own.
+        schedule: Weights by training step in place of `weights`, which then only size windows.
+        unit: What a share is a share of; "tokens" are those that get a place in a row.
+        block: Under a schedule, the documents of a block that shares are rounded to.
+        max_epochs: The most passes over each dataset in the whole run, None for no limit. A dataset
+            that has made them leaves the mixture.
     """
 
     seed: int
@@ -90,7 +104,7 @@ class PlanSpec:
     max_epochs: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
-        """What configs have checked, and said so in their words."""
+        """Asserts what the configs have checked already with messages for users."""
         count, schedule = len(self.weights), self.schedule
         assert self.stop in STOPS, f"no strategy {self.stop!r}"
         assert self.unit in UNITS, f"no unit {self.unit!r}"
@@ -107,28 +121,30 @@ class PlanSpec:
 
     @property
     def has_epochs(self) -> bool:
-        """Whether the draws come in epochs; else each dataset restarts on its own."""
+        """Whether the draws come in epochs; if not, each dataset restarts on its own."""
         return self.stop != "restart" or len(self.weights) == 1
 
     @property
     def caps(self) -> tuple[int | None, ...]:
-        """Most passes over each dataset; None for no limit."""
+        """The most passes over each dataset; None for no limit."""
         return (None,) * len(self.weights) if self.max_epochs is None else self.max_epochs
 
     @property
     def all_weights(self) -> Sequence[tuple[int, ...]]:
-        """Every set of weights that is drawn by."""
+        """Every set of weights that documents are drawn by."""
         return [self.weights] if self.schedule is None else self.schedule.all_weights
 
     def stage(self, row: int) -> Stage:
-        """What holds for a window that begins at `row`."""
+        """Returns the stage of a window that begins at `row`."""
         if self.schedule is None:
             return Stage(normalized(self.weights) if self.unit == "tokens" else None)
         shares = self.schedule.shares(self.schedule.step_of(row))
         return Stage(shares, *(self.schedule.stage_end(row) or ()))
 
     def last_epoch(self, num_docs: Sequence[int]) -> int | None:
-        """Epochs of the whole run, which caps may end early; None where it never ends."""
+        """Returns the number of epochs of the whole run, which `caps` may end early; None where the
+        run never ends.
+        """
         passes = [cap for cap, count in zip(self.caps, num_docs, strict=True) if count]
         ends = None if None in passes else max((cap for cap in passes if cap), default=0)
         if not self.has_epochs:
@@ -139,11 +155,11 @@ class PlanSpec:
 def window_docs(
     datasets: Sequence[PlanDataset], weights: Sequence[int], seq_length: int | None = None
 ) -> int:
-    """Documents of a window, from integers only: 16 Mi tokens' worth, 4,096 rows' worth where that
-    is more, at most 65,536.
+    """Returns the number of documents of a window, computed from integers only.
 
-    Enough that the one row a window leaves part empty does not matter, few enough that planning a
-    window takes milliseconds.
+    They are 16 Mi tokens' worth, or 4,096 rows' worth where that is more, and at most 65,536. That
+    is enough that the one row which a window leaves part empty does not matter, and few enough that
+    planning a window takes milliseconds.
     """
     tokens = max(WINDOW_TOKENS, WINDOW_ROWS * (seq_length or 0))
     # The mean length of a draw is sum(w · tokens / docs) / sum(w); in integers of 2^-32 tokens, so
@@ -156,7 +172,11 @@ def window_docs(
 
 
 def check(datasets: Sequence[PlanDataset], spec: PlanSpec) -> None:
-    """Raises PlanError where a dataset has no documents that the plan needs."""
+    """Checks that every dataset has the documents that the plan needs.
+
+    Raises:
+        PlanError: A dataset that the mixture needs, or every dataset, has no documents.
+    """
     names = [dataset.name for dataset in datasets]
     assert len(names) == len({*names}) == len(spec.weights), f"{names} for {spec.weights}"
     for dataset in datasets:
@@ -173,8 +193,9 @@ def check(datasets: Sequence[PlanDataset], spec: PlanSpec) -> None:
 
 
 def fingerprint(datasets: Sequence[PlanDataset], spec: PlanSpec) -> str:
-    """Hex digest of everything that decides what stands in a row. Not num_epochs: more epochs only
-    add rows behind the last.
+    """Returns the hex digest of everything that decides what stands in a row.
+
+    It leaves out num_epochs: more epochs only add rows behind the last.
     """
     return digest(
         "plan",
@@ -185,7 +206,7 @@ def fingerprint(datasets: Sequence[PlanDataset], spec: PlanSpec) -> str:
 
 
 def choices(spec: PlanSpec) -> JsonObject:
-    """What of `spec` the fingerprint covers."""
+    """Returns the part of `spec` that the fingerprint covers, as JSON."""
     found: JsonObject = {
         key: value
         for key, value in to_dict(spec).items()
@@ -207,10 +228,12 @@ LATER_CHOICES = {
 
 
 def ends_choice(spec: PlanSpec) -> dict[str, str]:
-    """What names plans of which some windows end elsewhere than those of earlier versions did.
+    """Returns entries for the fingerprint of plans whose windows end elsewhere than in earlier
+    versions.
 
-    Packed ones where weights change: by an estimate of that row, which a search had found. Those
-    in which a dataset leaves for good: they held what the others gave later, too.
+    These are packed plans whose weights change: their windows end at an estimate of the row, where
+    earlier versions searched for it. They are also plans in which a dataset leaves for good: their
+    windows once held what the other datasets gave later, too.
     """
     found, pack = dict[str, str](), spec.pack
     if spec.schedule is not None and pack is not None and not pack.concat:
@@ -221,10 +244,10 @@ def ends_choice(spec: PlanSpec) -> dict[str, str]:
 
 
 def in_words(choices: Json, prefix: str = "plan.") -> JsonObject:
-    """`choices`, one key each, for messages about what changed: what is long by the beginning of
-    its digest.
+    """Returns `choices` with one key each, for messages about what changed.
 
-    Not window_docs, which follows from the data and the others.
+    A long value is replaced by the beginning of its digest. window_docs is left out, because it
+    follows from the data and the other choices.
     """
     found: JsonObject = {}
     for key, value in choices.items():
@@ -237,25 +260,27 @@ def in_words(choices: Json, prefix: str = "plan.") -> JsonObject:
     return found
 
 
-# The few integers between two windows.
-
-
 At = TypeVar("At")  # how far one dataset is drawn: see WindowState.drawn
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowState(Generic[At]):
-    """All that a window depends on, besides datasets and spec: JSON of less than 3 KiB for 60
+    """All that a window depends on besides datasets and spec: JSON of less than 3 KiB for 60
     datasets.
 
-    index: of the window, counted from where planning began. epoch: of the mixture, 0 first.
-    first_row: rows before the window. drawn: how far each dataset is drawn: its documents in this
-    epoch, or in streaming where its stream stands in it (loader/streams/feed.py). deficits,
-    active: of the mixture (`plan.mix`). The state behind the last window of a plan has epoch ==
-    num_epochs.
-    cut: under strategy "concat", (dataset, tokens) of the document that the window begins with,
-    whose first `tokens` stand in rows before. A count of documents has it drawn, a place in a
-    stream stands before it. None where a row ended with its document.
+    The state behind the last window of a plan has epoch == num_epochs.
+
+    Args:
+        first_row: The number of rows before the window.
+        epoch: The epoch of the mixture, from 0.
+        drawn: How far each dataset is drawn: its documents in this epoch, or, in streaming, where
+            its stream stands in it (loader/streams/feed.py).
+        deficits: The deficits of the mixture (`plan.mix`).
+        active: Which datasets are still in the mixture.
+        cut: Under strategy "concat", (dataset, tokens) of the document that the window begins with,
+            whose first `tokens` tokens stand in rows before. A count of documents includes it as
+            drawn; a place in a stream stands before it. None where a row ended with its document.
+        index: The number of the window, counted from where planning began.
     """
 
     first_row: int
@@ -279,7 +304,11 @@ class WindowState(Generic[At]):
 
     @classmethod
     def from_json(cls, values: Any) -> WindowState[int]:
-        """Raises StateError where `values` is not what `to_json` writes."""
+        """Reads a state that `to_json` wrote.
+
+        Raises:
+            StateError: `values` is not what `to_json` writes.
+        """
         try:
             index, epoch, first_row = (
                 whole(values[key]) for key in ("index", "epoch", "first_row")

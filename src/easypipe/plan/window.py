@@ -1,6 +1,6 @@
-"""One window: from a state to the documents drawn, their rows, and the next state.
+"""Planner: makes one window, from a state to the documents drawn, their rows, and the next state.
 
-The one place that makes windows, of counted data and of streams.
+This is the one place that makes windows, of counted data and of streams.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ from easypipe.plan.spec import At, PlanSpec, WindowState
 
 
 class View(NamedTuple):
-    """A window as kernels take it: the row that it begins with, and columns of its layout and of
-    its draws.
-    """
+    """A window as kernels take it: its first row, and columns of its layout and of its draws."""
 
     first_row: int
     first_piece: Int64
@@ -54,12 +52,19 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Window(Generic[At]):
-    """One window, planned. dataset, length: Int32[draws]; doc: Int64[draws], numbers within the
-    dataset. after: the state behind it.
+    """One planned window.
 
-    Under strategy "concat" the first of them may be the document that `state.cut` names, and the
-    last may be `ahead`: the one that the next window begins with, of which no token stands in a row
-    of this one.
+    Under strategy "concat" its first document may be the one that `state.cut` names.
+
+    Args:
+        state: The state that the window begins with.
+        after: The state behind it.
+        dataset: Int32[draws].
+        doc: Int64[draws], document numbers within the dataset.
+        length: Int32[draws], tokens.
+        layout: Where the pieces of the documents stand.
+        ahead: Whether the last document is the one that the next window begins with, of which no
+            token stands in a row of this one (only under strategy "concat").
     """
 
     state: WindowState[At]
@@ -99,8 +104,10 @@ class Planner(Generic[At]):
         self.last_epoch = spec.last_epoch(feed.num_docs.tolist())
 
     def window(self, state: WindowState[At]) -> Window[At]:
-        """The window behind `state`. Where weights change at a row, it ends there as far as lengths
-        tell, or before: one that would end far behind is laid anew with fewer documents.
+        """Returns the window behind `state`.
+
+        Where weights change at a row, the window ends there as far as lengths tell, or before: one
+        that would end far behind is laid out anew with fewer documents.
         """
         pack, rule = self.spec.pack, self.feed.rule(state)
         mixing, stage = _Mixing(self, state, rule), rule.stage
@@ -124,11 +131,15 @@ class Planner(Generic[At]):
     def _concat(
         self, state: WindowState[At], mixing: _Mixing[At], rule: WindowRule, pack: PackSpec
     ) -> Window[At]:
-        """As many full rows as the documents of a window give, more of them where they give none;
-        at the end of an epoch all there is.
+        """Returns a window of strategy "concat": as many full rows as the documents of a window
+        give.
 
-        A token behind the last row has to be known, as the last label of that row, unless the epoch
-        ends: with it the next window begins.
+        More documents are taken where they fill no row; at the end of an epoch the window has all
+        there is. A token behind the last row has to be known, as the last label of that row, unless
+        the epoch ends: the next window begins with it.
+
+        Raises:
+            PlanError: MAX_DRAWS documents do not fill a row.
         """
         feed, size, start = self.feed, pack.seq_length, 0 if state.cut is None else state.cut[1]
         stage, limit, enough = rule.stage, rule.docs, rule.tokens
@@ -189,7 +200,9 @@ class Planner(Generic[At]):
         )
 
     def after_draws(self, state: WindowState[At]) -> WindowState[At]:
-        """The state behind the next window of a plan without packing, whose rows are its draws."""
+        """Returns the state behind the next window of a plan without packing: its rows are its
+        draws.
+        """
         rule = self.feed.rule(state)
         mixing = _Mixing(self, state, rule)
         draws = mixing.until_one_leaves(mixing.draw(rule.docs, rule.tokens))
@@ -215,27 +228,30 @@ class Planner(Generic[At]):
 class _Mixing(Generic[At]):
     """The draws behind a state, and the documents that they take, each looked up once.
 
-    A dataset that nobody has counted is drawn from as if it had documents without end. Then one
-    beyond those that are taken is looked for; where there is none, the draw is made anew.
+    A dataset whose documents are not counted is drawn from as if it had documents without end. Then
+    one document beyond those that are taken is looked for; where there is none, the draw is made
+    anew.
     """
 
     def __init__(self, planner: Planner[At], state: WindowState[At], rule: WindowRule) -> None:
         self._feed, self._spec = planner.feed, planner.spec
         self._stop: mix.Stop = planner.stop
         self._state, self._rule = state, rule
-        # documents of each dataset that the window has before its draws: the one that is cut
+        # the documents of each dataset that the window has before its draws: one where a document
+        # is cut
         self._cut = np.zeros(len(state.active), np.int64)
         if state.cut is not None:
             self._cut[state.cut[0]] = 1
         self._left = np.full(len(state.active), mix.NEVER)
         if self._feed.counted:
             self._left = self._feed.remaining(state, self._left)
-        # of each dataset that many, dataset after dataset
+        # `_known[i]` documents of each dataset i were looked up; the arrays below hold their numbers
+        # and lengths, dataset after dataset
         self._known = np.zeros(len(state.active), np.int64)
         self._docs, self._lengths = np.empty(0, np.int64), np.empty(0, np.int32)
 
     def draw(self, limit: int, enough: int | None = None) -> mix.Draws:
-        """The next draws: at most `limit`, or those of the first blocks with `enough` tokens."""
+        """Makes the next draws: at most `limit`, or those of the first blocks with `enough` tokens."""
         deficits = np.array(self._state.deficits, dtype=np.int64)
         active = np.array(self._state.active, dtype=np.bool_)
         drawn, made, ended = self._cut, [np.empty(0, np.int32)], False
@@ -257,7 +273,7 @@ class _Mixing(Generic[At]):
         deficits: Int64,
         active: Bools,
     ) -> mix.Draws:
-        """At most `count` draws behind those that have taken `drawn` documents."""
+        """Makes at most `count` draws behind those that have taken `drawn` documents."""
         left, by_weight, sizes = self._left.copy(), self._rule.stage.shares is None, None
         if self._spec.unit == "tokens":
             expected = [with_margin(int(count * part)) for part in self._rule.parts]
@@ -286,9 +302,10 @@ class _Mixing(Generic[At]):
                 active, deficits = active & ~never_came, np.zeros_like(deficits)
 
     def until_one_leaves(self, draws: mix.Draws) -> mix.Draws:
-        """`draws` up to the last document that max_epochs allow of a dataset: a window ends there,
-        as its rows are permuted, and would bring what the others give later among what they give
-        beside that dataset.
+        """Returns `draws` up to the last document that max_epochs allows of a dataset.
+
+        A window ends there: its rows are permuted, so a longer one would bring what the other
+        datasets give later among what they give beside that dataset.
         """
         if self._spec.has_epochs:
             return draws
@@ -297,7 +314,7 @@ class _Mixing(Generic[At]):
         return self.first(draws, min(ends, default=draws.dataset.size))
 
     def first(self, draws: mix.Draws, count: int) -> mix.Draws:
-        """The first `count` of `draws`, as if no more had been asked for."""
+        """Returns the first `count` of `draws`, as if no more had been asked for."""
         if count == draws.dataset.size:
             return draws
         if count and not draws.active.all():
@@ -316,8 +333,12 @@ class _Mixing(Generic[At]):
         return mix.Draws(dataset, counts, deficits, active, ended=False)
 
     def documents(self, draws: mix.Draws) -> tuple[Int32, Int64, Int32]:
-        """(dataset, document, length) of each document of the window: the one that the state is in
-        the middle of, then the draws.
+        """Returns (dataset, document, length) of each document of the window.
+
+        The document that the state is in the middle of comes first, then the draws.
+
+        Raises:
+            PlanError: A document is longer than a row under oversize "error".
         """
         self._look(self._cut + draws.counts)
         dataset = draws.dataset
@@ -334,7 +355,7 @@ class _Mixing(Generic[At]):
         return dataset, doc, length
 
     def weigh(self, active: Bools) -> Int64:
-        """Integer weights of the datasets that are in the mixture, 0 for the others."""
+        """Returns the integer weights of the datasets that are in the mixture, 0 for the others."""
         spec, shares = self._spec, self._rule.stage.shares
         if shares is None:
             return np.where(active, np.array(spec.weights, dtype=np.int64), 0)
@@ -342,7 +363,12 @@ class _Mixing(Generic[At]):
         return np.array(weights_of(shares, active.tolist(), total, spec.block), dtype=np.int64)
 
     def _sizes(self, drawn: Int64, at_least: Int64) -> Known:
-        """`token_sizes` of the documents that come behind `drawn` of each dataset."""
+        """Returns the `token_sizes` of the documents that come behind `drawn` of each dataset.
+
+        Raises:
+            _Fewer: A dataset has fewer than `at_least` documents.
+            PlanError: A document is too long to be weighed by tokens.
+        """
         self._look(drawn + at_least)
         known = self._known - drawn
         if (known < at_least).any():
@@ -361,7 +387,9 @@ class _Mixing(Generic[At]):
         return Known(sizes, ends - known, known)
 
     def _look(self, counts: Int64) -> None:
-        """Looks up the first `counts[i]` documents of every dataset i that are not known."""
+        """Looks up those of the first `counts[i]` documents of every dataset i that are not known
+        yet.
+        """
         known, more = self._known, np.maximum(counts - self._known, 0)
         if not more.any():
             return
@@ -382,8 +410,10 @@ def _permute(
     doc: Int64,
     length: Int32,
 ) -> None:
-    """Documents of a dataset change places, but the one that is cut where the window begins stays
-    first, the one where it ends last.
+    """Permutes the documents of each dataset among their places, in place.
+
+    The document that is cut where the window begins stays first, the one that is cut where it ends
+    stays last.
     """
     for i, key in enumerate(rule.document_keys):
         here = np.flatnonzero(dataset == i)
@@ -396,7 +426,7 @@ def _permute(
 
 
 class _Fewer(Exception):
-    """A dataset has fewer documents than were asked for."""
+    """Reports that a dataset has fewer documents than were asked for."""
 
     def __init__(self, dataset: int, there: int) -> None:
         super().__init__()
@@ -404,7 +434,9 @@ class _Fewer(Exception):
 
 
 def token_sizes(lengths: Int32, pack: PackSpec | None) -> Int64:
-    """The tokens of documents that get a place in a row; at least 1 each, so that all count."""
+    """Returns the tokens of documents that get a place in a row, at least 1 each, so that all
+    count.
+    """
     return np.maximum(placed_tokens(lengths, pack), 1)
 
 

@@ -1,4 +1,4 @@
-"""The plan: windows one after another, found again from any row.
+"""Plan: the windows one after another, and which documents stand in any row.
 
 row     a row of the whole run, counted over all epochs
 window  `spec.window_docs` draws (fewer where an epoch ends; under "concat", those that fill whole
@@ -36,8 +36,14 @@ from easypipe.plan.window import Planner, Window
 class Pieces(NamedTuple):
     """The pieces of some rows, in the order the rows were asked for, then by slot.
 
-    row: Int64[p], index into the rows asked for. slot, segment (from 1), dataset, start, length:
-    Int32[p]. doc: Int64[p].
+    Attributes:
+        row: Int64[p], the index into the rows that were asked for.
+        slot: Int32[p], the first slot of the piece.
+        segment: Int32[p], from 1.
+        dataset: Int32[p].
+        doc: Int64[p], the number of the document within its dataset.
+        start: Int32[p], the first token of the document that stands in the piece.
+        length: Int32[p], tokens.
     """
 
     row: Int64
@@ -54,7 +60,7 @@ NO_PIECES = Pieces(_NONE_64, _NONE_32, _NONE_32, _NONE_32, _NONE_64, _NONE_32, _
 
 
 def pieces_of(window: Window, rows: Int64) -> Pieces | None:
-    """None where a row stands outside the window."""
+    """Returns the pieces of `rows`, or None where a row stands outside the window."""
     view = window.view
     total = _count_pieces(rows, view)
     if total < 0:
@@ -65,7 +71,7 @@ def pieces_of(window: Window, rows: Int64) -> Pieces | None:
 
 
 def join(parts: Sequence[Pieces]) -> Pieces:
-    """The pieces of `parts`, rows ascending."""
+    """Returns the pieces of all `parts`, rows ascending."""
     order = np.argsort(np.concatenate([part.row for part in parts]), kind="stable")
     return Pieces._make(np.concatenate(columns)[order] for columns in zip(*parts, strict=True))
 
@@ -113,7 +119,7 @@ MARK_EVERY = 16
 
 
 class RowAddress(NamedTuple):
-    """Where a row stands, and what stands in it."""
+    """Where a row stands in the plan, and the pieces that stand in it."""
 
     row: int
     epoch: int
@@ -128,8 +134,14 @@ class Plan:
     Law: `pieces(rows)` depends on datasets and spec alone, not on what was asked before, on
     `checkpoints`, `resume` or `cache_bytes`.
 
-    checkpoints: states that an earlier plan with the same fingerprint gave. cache_bytes: of planned
-    windows kept for neighbouring rows. Raises PlanError where datasets and spec do not make a plan.
+    Args:
+        datasets: The datasets of the mixture.
+        spec: The choices that the plan follows.
+        checkpoints: States that an earlier plan with the same fingerprint gave.
+        cache_bytes: The bytes of planned windows that are kept for neighbouring rows.
+
+    Raises:
+        PlanError: Datasets and spec do not make a plan.
     """
 
     def __init__(
@@ -148,13 +160,13 @@ class Plan:
         self._planner = Planner(spec, self._feed)
         self.ends = self._planner.last_epoch is not None  # whether there is a last row
         self._cache_bytes = cache_bytes
-        self._scan_lock = threading.RLock()  # planning; taken before _lock where both are
-        self._lock = threading.Lock()  # the fields below, never held while planning
+        self._scan_lock = threading.RLock()  # guards planning; taken before _lock where both are
+        self._lock = threading.Lock()  # guards the fields below; never held while planning
         self._windows: OrderedDict[int, Window] = OrderedDict()
         self._latest: Window | None = None
         self._marks: list[WindowState] = [self._planner.epoch_start(0, 0, 0)]
         self._num_rows: int | None = None
-        self._some_document_fits = False  # known; False: not looked at yet
+        self._some_document_fits = False  # True once it is known
         self._counted: tuple[WindowState, Int64] = (
             self._marks[0],
             np.zeros((len(datasets), COUNTERS), dtype=np.int64),
@@ -164,8 +176,9 @@ class Plan:
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of all epochs; None where there is no end. The first call scans the plan, unless a
-        checkpoint stands at its end.
+        """The rows of all epochs; None where there is no end.
+
+        The first use scans the plan, unless a checkpoint stands at its end.
         """
         if not self.ends:
             return None
@@ -184,12 +197,18 @@ class Plan:
         return self._num_rows
 
     def window_at(self, row: int) -> Window:
-        """The window that `row` stands in. Raises PlanError for a row behind the last."""
+        """Returns the window that `row` stands in.
+
+        Raises:
+            PlanError: The row is behind the last.
+        """
         return self._cached(row) or self._planned(row)
 
     def locate(self, row: int) -> RowAddress:
-        """Which documents stand in `row`; reads no tokens. Raises PlanError for a row behind the
-        last.
+        """Returns which documents stand in `row`; reads no tokens.
+
+        Raises:
+            PlanError: The row is behind the last.
         """
         window = self.window_at(row)
         pieces = self.pieces(np.array([row], dtype=np.int64))
@@ -198,8 +217,10 @@ class Plan:
         )
 
     def pieces(self, rows: Int64) -> Pieces:
-        """The pieces of `rows` (Int64[n], any order). Raises PlanError for a row behind the
-        last.
+        """Returns the pieces of `rows` (Int64[n], any order).
+
+        Raises:
+            PlanError: A row is behind the last.
         """
         rows = np.require(rows, dtype=np.int64, requirements=["C", "W"])
         if rows.size == 0:
@@ -221,8 +242,12 @@ class Plan:
         return parts[0] if len(parts) == 1 else join(parts)
 
     def state_at(self, row: int) -> WindowState:
-        """The state of the window that `row` stands in; for the row behind the last, the state at
-        the end.
+        """Returns the state of the window that `row` stands in.
+
+        For the row behind the last it is the state at the end.
+
+        Raises:
+            PlanError: The row is further behind the last.
         """
         window = self._cached(row)
         if window is not None:
@@ -234,11 +259,14 @@ class Plan:
         return state
 
     def resume(self, state: WindowState) -> None:
-        """Let the scan start from `state`, so that rows of its window are planned without what
-        stands before.
+        """Lets the scan start from `state`, so that rows of its window are planned without those
+        before.
 
-        Raises StateError where the state cannot be one of a plan over these datasets. A state of
-        another plan over the same datasets cannot be told from one of this: compare fingerprints.
+        A state of another plan over the same datasets cannot be told from one of this plan: compare
+        fingerprints.
+
+        Raises:
+            StateError: The state cannot be one of a plan over these datasets.
         """
         size, epochs = len(self.datasets), self._planner.last_epoch
         fits = len(state.drawn) == len(state.deficits) == len(state.active) == size
@@ -264,18 +292,25 @@ class Plan:
         self._mark(state)
 
     def checkpoints(self) -> tuple[WindowState, ...]:
-        """The states the scan has kept, for a later `Plan(..., checkpoints=...)`: one every 16
-        windows, the resumed ones, and the end.
+        """Returns the states that the scan has kept, for a later `Plan(..., checkpoints=...)`.
+
+        They are one every 16 windows, the resumed ones, and the end.
         """
         with self._lock:
             return tuple(self._marks)
 
     def stats(self, stop_row: int | None = None, start_row: int = 0) -> PlanStats:
-        """Where the documents of rows `start_row` to `stop_row` (None: the last, so the plan must
-        end) went. Scans from the start, or from where the last call came to. passes and unreached
-        count from row 0.
+        """Returns where the documents of rows `start_row` to `stop_row` went.
 
-        Raises PlanError for a row behind the last and for the end of a plan without one.
+        It scans from the start, or from where the last call ended. `passes` and `unreached` count
+        from row 0.
+
+        Args:
+            stop_row: None for the last row, so the plan must end.
+            start_row: The first row to count.
+
+        Raises:
+            PlanError: A row is behind the last, or a plan without an end is asked for its end.
         """
         if stop_row is None and (stop_row := self.num_rows) is None:
             raise PlanError(at="stats", problem="this plan has no end", fix="Say up to which row.")
@@ -302,7 +337,7 @@ class Plan:
         return PlanStats(rows=rows, slots=slots, padding=slots - placed, datasets=datasets)
 
     def _counters(self, stop_row: int) -> tuple[Int64, int]:
-        """(Int64[k, COUNTERS] of rows 0 to `stop_row`, epochs begun by then)."""
+        """Returns (Int64[k, COUNTERS] of rows 0 to `stop_row`, the epochs begun by then)."""
         end = self.num_rows
         if stop_row < 0 or (end is not None and stop_row > end):
             raise self._no_row(stop_row)
@@ -330,11 +365,14 @@ class Plan:
         draws = (window.dataset[drawn], window.length[drawn])
         plan_stats.count(draws, window.layout, num_rows, self.spec.pack, counters, cut)
 
-    # The scan. Callers of the methods below hold _scan_lock.
+    # The scan. Callers of _scan and _walk hold _scan_lock.
 
     def _scan(self, row: int | None) -> tuple[WindowState, Window | None]:
-        """The state of the window with `row` in it, and that window if it was planned on the way;
-        the end where no window has the row.
+        """Walks to the window that holds `row`.
+
+        Returns:
+            The state of that window, and the window if it was planned on the way; the state at the
+            end and None where no window has the row.
         """
         state = self._nearest(row)
         if self.spec.pack is None:
@@ -359,7 +397,11 @@ class Plan:
             state = window.after
 
     def check_that_some_document_fits(self) -> None:
-        """Raises PlanError where packing leaves out every document there is."""
+        """Checks that packing gives some document a place.
+
+        Raises:
+            PlanError: Packing leaves out every document there is.
+        """
         pack, num_docs = self.spec.pack, int(self._feed.num_docs.sum())
         if pack is None or not num_docs:
             return
@@ -367,10 +409,10 @@ class Plan:
         if not self._some_document_fits:
             raise nothing_fits(num_docs, pack)
 
-    # What is remembered: marks and windows. These take _lock themselves.
+    # The methods that keep and find marks and windows take _lock themselves.
 
     def _nearest(self, row: int | None) -> WindowState:
-        """The last state that is known to stand before or at `row`."""
+        """Returns the last known state that stands before or at `row` (None: the last of all)."""
         if row is not None and row < 0:
             raise self._no_row(row)
         with self._lock:
