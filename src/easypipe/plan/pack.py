@@ -171,7 +171,7 @@ def _arrange(loose: Int32, num_rows: int, spec: PackSpec, key: int) -> Layout:
 
 
 def one_row_each(lengths: Int32) -> Layout:
-    """Returns the layout without packing: document n is row n, whole, also where it has no tokens."""
+    """Returns the layout without packing: document n is row n, whole, even if it has no tokens."""
     count = lengths.shape[0]
     rows, zeros = np.arange(count, dtype=np.int32), np.zeros(count, dtype=np.int32)
     return Layout(

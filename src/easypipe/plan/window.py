@@ -245,13 +245,15 @@ class _Mixing(Generic[At]):
         self._left = np.full(len(state.active), mix.NEVER)
         if self._feed.counted:
             self._left = self._feed.remaining(state, self._left)
-        # `_known[i]` documents of each dataset i were looked up; the arrays below hold their numbers
-        # and lengths, dataset after dataset
+        # `_known[i]` documents of each dataset i were looked up; the arrays below hold their
+        # numbers and lengths, dataset after dataset
         self._known = np.zeros(len(state.active), np.int64)
         self._docs, self._lengths = np.empty(0, np.int64), np.empty(0, np.int32)
 
     def draw(self, limit: int, enough: int | None = None) -> mix.Draws:
-        """Makes the next draws: at most `limit`, or those of the first blocks with `enough` tokens."""
+        """Makes the next draws: at most `limit`, or those of the first blocks with `enough` tokens
+        in all.
+        """
         deficits = np.array(self._state.deficits, dtype=np.int64)
         active = np.array(self._state.active, dtype=np.bool_)
         drawn, made, ended = self._cut, [np.empty(0, np.int32)], False
