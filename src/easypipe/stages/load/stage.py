@@ -1,4 +1,4 @@
-"""The load stage: packed rows, documents, or streams tokenized forward become a Loader."""
+"""The load stage: makes a Loader of packed rows, documents, or streams tokenized forward."""
 
 from __future__ import annotations
 
@@ -64,13 +64,16 @@ from easypipe.stages.tokenize.token_rows import AUDITED_BYTES, AUDITED_SHARE
 from easypipe.transforms.refused import advice
 from easypipe.transforms.tokenizer.config import TokenizerConfig
 
-DOCUMENTS_AT_A_TIME = 1 << 20  # whose lengths are looked at, where all are
+DOCUMENTS_AT_A_TIME = 1 << 20  # documents whose lengths are read at a time, where all are
 
 __all__ = ["LoadStage", "LoadStageConfig", "require_a_batch"]
 
 
 class LoadStage(BaseStage):
-    """Passes packed rows on, and tokens as documents; `open` is what `Pipeline.build()` calls."""
+    """The load stage; `process` passes packed rows and token documents on, `open` makes the loader.
+
+    `Pipeline.build()` calls `open`.
+    """
 
     config: LoadStageConfig
 
@@ -79,17 +82,24 @@ class LoadStage(BaseStage):
         return "load"
 
     def process(self, data: Sources, context: PipelineContext) -> Sources:
-        """Raises StageOrderError for text, ConfigError for a policy that packed rows have not."""
+        """Passes packed rows on, and tokens as documents.
+
+        Raises:
+            StageOrderError: A dataset holds text.
+            ConfigError: A dataset has a bad-row policy that packed rows cannot have.
+        """
         found = {name: _with_policy(name, source, context) for name, source in data.items()}
         return {name: _stepped(source, self.config) for name, source in found.items()}
 
     def open(self, name: str, source: ShardedSource, context: PipelineContext) -> Loader:
-        """The loader over one dataset. Tokenizes what is not tokenized yet, and plans as far as the
-        first batch needs; all of it where a document that is longer than a row is an error. In
-        streaming it reads no rows.
+        """Returns the loader over one dataset.
+
+        Tokenizes what is not tokenized yet, and plans as far as the first batch needs; all of it
+        where a document that is longer than a row is an error. In streaming it reads no rows.
         """
         streaming = settings_of(context).streaming
-        # packed and saved: in the order in which the rows stand, which packing has shuffled
+        # Rows that were packed and saved come in the order in which they are stored, which packing
+        # has shuffled.
         saved = SEGMENT_IDS in source.schema.names and planned_of(source) is None
         planned = None if saved else as_planned(name, source, context, stage="load")
         options = self._options(name, planned)
@@ -129,8 +139,10 @@ class LoadStage(BaseStage):
         )
 
     def _options(self, name: str, planned: PlannedSource | None) -> LoadStageConfig:
-        """The config, with no number of epochs where the mixture has none, and with what packing
-        says of the order of rows.
+        """Returns the config with what the mixture and packing decide.
+
+        A mixture that restarts has no number of epochs, and packing may set the size of shuffled
+        blocks.
         """
         options = self.config
         if planned is None:
@@ -158,8 +170,8 @@ class LoadStage(BaseStage):
 def as_planned(
     name: str, source: ShardedSource, context: PipelineContext, *, stage: str
 ) -> PlannedSource:
-    """The source, where a plan gives its rows; else the documents of a dataset on its own, as they
-    are drawn.
+    """Returns the source if a plan gives its rows; else the documents of the dataset as they are
+    drawn.
     """
     planned = planned_of(source)
     if planned is not None:
@@ -170,6 +182,7 @@ def as_planned(
 def _stored_rows(
     name: str, source: ShardedSource, context: PipelineContext, num_epochs: int | None
 ) -> StoredRows:
+    """Returns the rows of a saved, packed source."""
     info = info_of(source).tokens
     return StoredRows(
         source,
@@ -184,17 +197,17 @@ def _stored_rows(
 def _collate(
     options: TokenizerConfig | None, planned: PlannedSource | None, rows: Rows | None
 ) -> CollateConfig:
-    """rows: None where they are read forward."""
+    """Returns how rows become batches; `rows` is None where they are read forward."""
     rule: Arguments = {"segment_ids": planned is None or planned.include_segment_ids}
     if options is not None:
         rule |= {
             "attention_mask": options.return_attention_mask,
-            # these three are refused where rows are packed
+            # These three options are refused where rows are packed.
             "padding_side": options.padding_side,
             "pad_to_multiple_of": options.pad_to_multiple_of,
             "length_buckets": _widths(options.length_buckets, rows),
         }
-        if planned is not None and planned.packing is None:  # else rows are full already
+        if planned is not None and planned.packing is None:  # other rows are full already
             rule |= {
                 "padding": options.padding,
                 "max_length": options.max_length if options.padding == "max_length" else None,
@@ -203,8 +216,9 @@ def _collate(
 
 
 def _with_policy(name: str, source: ShardedSource, context: PipelineContext) -> ShardedSource:
-    """Rows of tokens as documents that have the bad-row policy of their dataset; packed rows as
-    they are: nobody counts which of them are bad.
+    """Returns rows of tokens as documents that have the bad-row policy of their dataset.
+
+    Packed rows are returned as they are: which of them are bad is not counted.
     """
     require_tokens(name, source, "load")
     if planned_of(source) is not None:
@@ -223,7 +237,7 @@ def _with_policy(name: str, source: ShardedSource, context: PipelineContext) -> 
 
 
 def _with_source_ids(rows: Rows) -> PlannedRows | StreamRows:
-    """The rows with the number of each token's dataset."""
+    """Returns the rows with the number of each token's dataset."""
     if not isinstance(rows, PlannedRows | StreamRows):
         raise ConfigError(
             at="load.source_ids",
@@ -242,8 +256,9 @@ def _with_source_ids(rows: Rows) -> PlannedRows | StreamRows:
 def _tokenizer_options(
     name: str, source: ShardedSource, context: PipelineContext
 ) -> TokenizerConfig | None:
-    """Of the tokenizer that made the documents; of tokens that were made before, of the one that
-    the config names.
+    """Returns the options of the tokenizer that made the documents.
+
+    For tokens that were made before, they are those of the tokenizer that the config names.
     """
     tokenizer = tokenizer_of(source)
     if tokenizer is not None:
@@ -253,12 +268,12 @@ def _tokenizer_options(
 
 
 def _widths(buckets: int | Sequence[int], rows: Rows | None) -> tuple[int, ...]:
-    """The widths of batches. rows: None where they are read forward."""
+    """Returns the widths of batches; `rows` is None where they are read forward."""
     if not isinstance(buckets, int):
         return tuple(buckets)
     if isinstance(rows, PlannedRows):
         if rows.seq_length is not None:
-            return (buckets,)  # refused by the loader: such rows have one width
+            return (buckets,)  # the loader refuses it, since such rows have one width
         return bucket_widths(
             length_counts(piece for cache in rows.caches for piece in _lengths_of(cache)), buckets
         )
@@ -275,13 +290,14 @@ def _widths(buckets: int | Sequence[int], rows: Rows | None) -> tuple[int, ...]:
 
 
 def _lengths_of(cache: TokenCache) -> Iterator[Int32]:
+    """Yields the lengths of all documents, some at a time."""
     for start in range(0, cache.num_docs, DOCUMENTS_AT_A_TIME):
         yield cache.lengths(np.arange(start, min(cache.num_docs, start + DOCUMENTS_AT_A_TIME)))
 
 
 def _stepped(source: ShardedSource, options: LoadStageConfig) -> ShardedSource:
-    """The source; where its weights follow the training step, one that knows how many rows a step
-    has.
+    """Returns the source; if its weights follow the training step, with the number of rows of a
+    step.
     """
     planned = planned_of(source)
     mixture = None if planned is None else planned.mixture.for_load(options)
@@ -291,7 +307,10 @@ def _stepped(source: ShardedSource, options: LoadStageConfig) -> ShardedSource:
 
 
 def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
-    """A loader that never yields is a mistake, and training on it ends before it begins."""
+    """Raises ConfigError for a loader that would never yield a batch.
+
+    Training on it would end before it begins.
+    """
     needed = options.batch_size if options.drop_last else 1
     num_rows = rows.open().available(0, needed)
     if not num_rows and isinstance(rows, PlannedRows):
@@ -312,7 +331,7 @@ def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
 def _stream_rows(
     name: str, planned: PlannedSource | None, context: PipelineContext, config: LoadStageConfig
 ) -> StreamRows:
-    """The rows of `planned`, read forward. Reads none of them."""
+    """Returns the rows of `planned` as they are read forward; reads none of them."""
     if planned is None:
         raise ConfigError(
             at="streaming",
@@ -341,7 +360,7 @@ def _stream_rows(
         },
         pad_token_id=pad,
         aligned=mixture.aligned,
-        # of one stage, so all say the same
+        # all parts are of one stage, so they have the same number
         workers=next((count for count in workers if count is not None), None),
         name=f"loader of {name!r}",
     )
@@ -350,13 +369,13 @@ def _stream_rows(
 def _stream_spec(
     planned: PlannedSource, context: PipelineContext, config: LoadStageConfig
 ) -> streams.StreamSpec:
-    """What decides the rows of a stream beside its data."""
+    """Returns what decides the rows of a stream beside its data."""
     mixture = planned.mixture
     sizes = [config.batch_size, *(size for _, size in config.batch_size_schedule)]
     num_streams = settings_of(context).num_streams or default_streams(*sizes)
     check_streams(num_streams, config)
     schedule = mixture.steps
-    if schedule is not None:  # its steps are those of every stream
+    if schedule is not None:  # the steps count the rows of every stream
         schedule = dataclasses.replace(
             schedule,
             batch_sizes=tuple((step, size // num_streams) for step, size in schedule.batch_sizes),
@@ -383,8 +402,9 @@ def _stream_spec(
 
 
 def decoder_of(source: ShardedSource) -> Decoder:
-    """dataset → its tokenizer; for saved rows, whose datasets are no longer told apart, any name
-    will do.
+    """Returns a function from a dataset's name to its tokenizer.
+
+    For saved rows, whose datasets are no longer known apart, any name will do.
     """
     planned = planned_of(source)
     parts = {} if planned is None else planned.mixture.parts
@@ -405,15 +425,17 @@ def decoder_of(source: ShardedSource) -> Decoder:
     return functools.cache(decoder)
 
 
-NAMED_ROWS = 64  # bad rows of a chunk whose places are kept
+NAMED_ROWS = 64  # the places of so many bad rows of a chunk are kept
 
 
 class ForwardDocuments:
-    """The documents of one dataset as streams read them, tokenized on the way; implements
-    loader.streams.feed.Forward.
+    """The documents of one dataset as streams read them, tokenized on the way.
 
-    Raises SourceError for a bad row under on_error="error"; where it is skipped, the loader counts
-    it against `max_bad_rows`.
+    It implements loader.streams.feed.Forward. Where bad rows are skipped, the loader counts them
+    against `max_bad_rows`.
+
+    Raises:
+        SourceError: A row is bad, and on_error is "error".
     """
 
     def __init__(self, name: str, source: Documents, context: PipelineContext) -> None:
@@ -425,7 +447,11 @@ class ForwardDocuments:
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """Raises SourceError where nobody knows where one ends."""
+        """The shards of the source.
+
+        Raises:
+            SourceError: It is unknown where one ends.
+        """
         shards, files = self._source.shards, info_of(innermost(self._source))
         for shard in shards:
             if shard.num_rows is None and not files.uncounted:
@@ -437,6 +463,7 @@ class ForwardDocuments:
         return shards
 
     def load(self, shard: int, start: int, stop: int) -> Loaded:
+        """Reads and encodes rows `start` to `stop` of a shard."""
         here = self._source.shards[shard]
         try:
             found = self._documents(shard, start, stop)
@@ -453,7 +480,7 @@ class ForwardDocuments:
             rejects[reject.reason] += reject.count
         # rows that became documents
         made = batch.num_rows - found.counts.lengths.get("pieces", 0)
-        # some say only which rows they pass on
+        # Some sources only say which rows they pass on.
         if self.unit == "records" and here.num_rows is not None:
             rejects["other"] += stop - start - made - rejects.total()
         mask = (
@@ -488,11 +515,13 @@ class ForwardDocuments:
         return EncodedDocuments(batch, Counts(docs=batch.num_rows), rejects)
 
     def _audit_key(self, shard: int, start: int, stop: int) -> str | None:
-        """Of so many chunks that about a thousandth of all text is encoded again with the
-        reference; their places say which.
+        """Returns a key for chunks in which text is encoded again with the reference, else None.
+
+        Their places decide which chunks these are: so many that about a thousandth of all text is
+        checked.
         """
         at, plain = self._source.shards[shard], stop - start
-        if at.num_rows:  # where these are bytes, there are as many as at rest
+        if at.num_rows:  # if the range counts bytes, there are as many as at rest
             plain = at.num_bytes * plain // at.num_rows
         key = digest("audit a chunk", at.name, start)
         return (
@@ -500,6 +529,9 @@ class ForwardDocuments:
         )
 
     def _bad(self, shard: int, rejects: Sequence[Reject]) -> list[Reject]:
+        """Returns the bad rows among `rejects`; raises at the first where on_error is
+        "error".
+        """
         bad = list(bad_of(rejects))
         if bad and self._on_error == "error":
             raise SourceError(

@@ -1,4 +1,4 @@
-"""The ledger of a pipeline, from what the caches recorded and what the plan says."""
+"""Makes the ledger of a pipeline, from what the caches recorded and what the plan says."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from easypipe.plan.plan_stats import DatasetStats
 from easypipe.stages.mix.mixture import Mixture, PlannedSource, planned_of
 from easypipe.stages.tokenize.documents import is_documents
 
-# targets of pieces that go on with a conversation or completion of another row
+# targets of pieces that continue a conversation or completion of another row
 WITHOUT_PROMPT = "without their prompt"
 
 
 def ledger_of(name: str, source: ShardedSource) -> Ledger:
-    """Every balance of what led to one epoch of `source`, called `name`. Raises LedgerError where
-    one does not close.
+    """Returns every balance that led to one epoch of `source`, which is called `name`.
+
+    Raises:
+        LedgerError: A balance does not close.
     """
     ledger = Ledger()
     if is_documents(source):
@@ -30,14 +32,16 @@ def ledger_of(name: str, source: ShardedSource) -> Ledger:
 
 
 def _plan_entries(ledger: Ledger, whole: str, planned: PlannedSource) -> None:
-    """documents of all passes → drawn → placed; tokens drawn, EOS added → placed → targets; slots →
+    """Adds the balances of a plan to the ledger.
+
+    Documents of all passes → drawn → placed; tokens drawn and EOS added → placed → targets; slots →
     tokens and padding.
     """
     mixture, plan, packed = planned.mixture, planned.plan(), planned.packing is not None
     stage, stats, joined = "pack" if packed else "mix", plan.stats(), planned.joined
-    first = stream_start(plan) if joined else -1  # the one dataset whose first token is no target
+    first = stream_start(plan) if joined else -1  # the only dataset whose first token is no target
     trained = None
-    if mixture.has_loss_mask:  # the one number that lengths do not tell
+    if mixture.has_loss_mask:  # the only number that lengths do not give
         hold = packed and planned.rows().hold
         trained = count_targets(plan, mixture.prepare(), stats.rows, joined=joined, hold=hold)
     for i, (name, part) in enumerate(stats.datasets.items()):
@@ -62,8 +66,9 @@ def _plan_entries(ledger: Ledger, whole: str, planned: PlannedSource) -> None:
 
 
 def _eos_added(mixture: Mixture, i: int, part: DatasetStats) -> int | None:
-    """EOS tokens that the plan added to what was drawn; None where only a part of a dataset was
-    drawn that has some of its own.
+    """Returns how many EOS tokens the plan added to what was drawn.
+
+    None where only a part of a dataset was drawn that has some EOS of its own.
     """
     lacking = mixture.without_eos()[i]
     if lacking in (0, part.num_docs):

@@ -1,8 +1,9 @@
-"""What a run would do, told before it does anything: from lengths, weights and row counts alone.
+"""PlanReport: what a run would do, from lengths, weights and row counts alone.
 
-step  one batch. A run has as many as it asks for, or as the data gives
-draw  a document taken for the run; a dataset that is drawn more often than it has documents begins
-its next epoch
+In this file:
+    step: One batch. A run has as many as it asks for, or as the data gives.
+    draw: A document taken for the run; a dataset that is drawn more often than it has documents
+        begins its next epoch.
 """
 
 from __future__ import annotations
@@ -47,17 +48,22 @@ from easypipe.transforms.tokenizer.config import length_limit
 class DatasetPlan:
     """One dataset over the run.
 
-    documents, tokens: what the dataset holds, the EOS that packing adds counted. requested: the
-    share that the weights ask for, over the run where they follow the step. document_share,
-    token_share: what it has of the documents and tokens of the run; `realised` is the one of these
-    that the weights are about (mix.unit). drawn, epochs: documents of the run, and how often that
-    is each one; of a document that is cut the part counts that stands in the run's rows, and a
-    dataset of which any token does has at least one.
-    rejected: source rows that became no document, by reason. tokens_cut: what the tokenizer's
-    max_length cut off, of the whole dataset. The other counts are of the run: tokens_placed stand
-    in its rows; documents longer than a row are documents_dropped or documents_truncated (with
-    tokens_dropped, tokens_truncated); documents_empty have no token; all three are counted by whole
-    windows of the plan. cache_bytes: its token cache on this disk.
+    Attributes:
+        documents, tokens: What the dataset holds, with the EOS that packing adds.
+        requested: The share that the weights ask for, over the run where they follow the step.
+        realised: document_share or token_share, by the unit of the weights (mix.unit).
+        document_share, token_share: Its shares of the documents and tokens of the run.
+        drawn: Documents of the run. Of a document that is cut, the part counts that is in the run's
+            rows; a dataset with any token there has at least 1.
+        epochs: How often that is each document.
+        tokens_placed: Tokens in the run's rows.
+        documents_truncated, tokens_truncated: Documents longer than a row and what they lost.
+            These, and what is dropped or empty, are counted by whole windows of the plan.
+        documents_dropped, tokens_dropped: Documents longer than a row that are left out.
+        documents_empty: Documents without a token.
+        rejected: Source rows that became no document, by reason.
+        tokens_cut: What the tokenizer's max_length cut off the whole dataset.
+        cache_bytes: The size of its token cache on this disk.
     """
 
     name: str
@@ -121,11 +127,11 @@ class PlanReport:
     by_step: tuple[StepShares, ...] = ()  # where they were asked for
 
     def to_json(self) -> JsonObject:
-        """Plain dicts, lists and numbers."""
+        """Returns the report as plain dicts, lists and numbers."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        """A table for people."""
+        """Returns a table for people."""
         head = ["dataset", "documents", "tokens", f"asked ({self.unit})", "realised", "of tokens"]
         head += ["drawn", "epochs", "cache"]
         lines = [head]
@@ -163,10 +169,12 @@ class PlanReport:
 class Asked(NamedTuple):
     """What is asked of a report.
 
-    steps: of the run; None takes what the data gives. prepare: tokenize what is not tokenized yet;
-    else that raises CacheError. saves: also what save() would write. by_step: also what each part
-    of the run draws, which plans every window once more. begin: the step and the row at which a run
-    goes on with this source; what stood before them is not counted.
+    Attributes:
+        steps: The steps of the run; None takes what the data gives.
+        prepare: Whether to tokenize what is not tokenized yet; otherwise that raises CacheError.
+        saves: Whether to say what save() would write.
+        by_step: Whether to say what each part of the run draws; every window is planned once more.
+        begin: The step and row at which a run continues; what was before is not counted.
     """
 
     steps: int | None = None
@@ -179,9 +187,11 @@ class Asked(NamedTuple):
 def plan_report(
     name: str, source: ShardedSource, load: LoadStageConfig, context: PipelineContext, asked: Asked
 ) -> PlanReport:
-    """The report of a run that reads `source` as `load` says.
+    """Returns the report of a run that reads `source` as `load` says.
 
-    Raises ConfigError where the data never ends and no steps are given, StageOrderError for text.
+    Raises:
+        ConfigError: The data never ends, and no steps are given.
+        StageOrderError: The rows are text.
     """
     began = time.perf_counter()
     require(
@@ -212,8 +222,8 @@ def plan_report(
 def _planned(
     name: str, source: ShardedSource, load: LoadStageConfig, context: PipelineContext, asked: Asked
 ) -> PlanReport:
-    """Of rows that are planned over token caches."""
-    # weights that follow the step ask how many rows one has
+    """Reports on rows that are planned over token caches."""
+    # weights that follow the step need to know how many rows a step has
     source = LoadStage(load).process({name: source}, context)[name]
     planned = as_planned(name, source, context, stage="plan")
     mixture, packed = planned.mixture, planned.packing is not None
@@ -223,7 +233,7 @@ def _planned(
     run = _Run.of(load, plan.num_rows, asked)
     start, stop = run.reached.start, run.reached.stop
     drawn = documents_drawn(plan, start)
-    # ascending rows: each window is counted once
+    # The rows ascend, so that each window is counted once.
     strange = far_from_asked(mixture, plan, run.counted, run.steps)
     drawn, stats = documents_drawn(plan, stop) - drawn, plan.stats(stop, start)
     mixture.remember(plan)
@@ -258,8 +268,8 @@ def _planned(
 
 
 def _stored(name: str, source: ShardedSource, load: LoadStageConfig, asked: Asked) -> PlanReport:
-    """Of rows that were saved packed: how many there are and what they hold stands in their
-    manifest.
+    """Reports on rows that were saved packed; their manifest says how many and what they
+    hold.
     """
     per_epoch = 0
     for shard in source.shards:
@@ -304,8 +314,10 @@ def _stored(name: str, source: ShardedSource, load: LoadStageConfig, asked: Aske
 
 
 def require_prepared(mixture: Mixture, *, prepare: bool) -> tuple[str, ...]:
-    """Opens or makes the token caches; the names of those that were made. Raises CacheError where
-    one is missing and `prepare` is False.
+    """Opens or makes the token caches, and returns the names of the datasets that had none.
+
+    Raises:
+        CacheError: One is missing, and `prepare` is False.
     """
     missing = [name for name, part in mixture.parts.items() if not _stands(part)]
     if missing and not prepare:
@@ -326,15 +338,16 @@ def is_prepared(source: ShardedSource) -> bool:
 
 
 def _stands(source: ShardedSource) -> bool:
-    """Whether its token cache can be opened as it is, where it is ours to make."""
+    """Whether the source's token cache can be opened as it is, if easypipe has to make it."""
     cached = cached_of(source)
     return cached is None or cached.writer.is_filled()
 
 
 @dataclass(frozen=True)
 class _Run:
-    """The steps of `counted` up to `steps`, over the rows `reached`; `available` batches are there,
-    and `left_over` rows behind the last.
+    """The steps of `counted` up to `steps`, over the rows `reached` of the data.
+
+    The data has `available` batches, and `left_over` rows behind the last one.
     """
 
     load: LoadStageConfig
@@ -365,7 +378,7 @@ class _Run:
         return cls(load, counted, steps, reached, available, left_over, asked.steps)
 
     def report(self, name: str) -> PlanReport:
-        """What is known of it before anybody looked into the data."""
+        """Returns a report of what is known before looking into the data."""
         begin = self.counted.begin.batch
         return PlanReport(
             name=name,
@@ -410,7 +423,9 @@ def _datasets(
     drawn: Sequence[float],
     requested: Mapping[str, float],
 ) -> tuple[DatasetPlan, ...]:
-    """drawn: documents of each dataset, as far as they stand in the rows of `stats`."""
+    """Returns the report of each dataset; `drawn` counts its documents in the rows of
+    `stats`.
+    """
     found, placed = [], stats.slots - stats.padding
     for dataset, cache, documents in zip(plan.datasets, mixture.prepare(), drawn, strict=True):
         counts, part = cache.manifest.counts, stats.datasets[dataset.name]
@@ -498,16 +513,20 @@ def _dataset_notes(d: DatasetPlan, mixture: Mixture, plan: Plan, steps: int) -> 
 
 
 def _length_beyond(source: ShardedSource, d: DatasetPlan) -> int | None:
-    """The max_length of a dataset that has no document as long; else None."""
+    """Returns the max_length of a dataset that has no document as long; else None."""
     tokenized = tokenized_of(source)
     if tokenized is None or d.tokens_cut or TOO_LONG in d.rejected:
         return None
-    cut = tokenized.materialize().manifest.counts.lengths  # documents over it, by what was done
+    # documents over it, by what was done with them
+    cut = tokenized.materialize().manifest.counts.lengths
     return None if cut else length_limit(tokenized.tokenizer.config)
 
 
 def _mixture_notes(mixture: Mixture, stats: PlanStats, *, whole: bool) -> list[str]:
-    """whole: the run goes to the end of the data, but for rows that fill no batch."""
+    """Returns notes on the mixture.
+
+    `whole` says that the run goes to the end of the data, except rows that fill no batch.
+    """
     found = []
     if whole and mixture.spec.stop == "first_exhausted":
         found += [
@@ -525,7 +544,7 @@ def _mixture_notes(mixture: Mixture, stats: PlanStats, *, whole: bool) -> list[s
 
 
 def _continued_notes(mixture: Mixture, stats: PlanStats) -> list[str]:
-    """Of datasets with loss masks whose documents are cut where rows end."""
+    """Returns notes on datasets with loss masks whose documents are cut where rows end."""
     found = []
     for (name, part), cache in zip(stats.datasets.items(), mixture.prepare(), strict=True):
         pieces = part.segments - part.docs_placed
@@ -545,12 +564,16 @@ def megabytes(num_bytes: int) -> str:
 def joined(
     reports: Sequence[PlanReport], which: Sequence[str], notes: Sequence[str] = ()
 ) -> PlanReport:
-    """One report of a run whose parts were planned one by one, its data having changed between
-    them.
+    """Joins the reports of parts of a run that were planned one by one, as the data changed
+    between.
 
-    which: the steps of each part, in words. Counts add up; of what is no count (what a dataset
-    holds, sizes of batches and files) the last part tells. requested: the mean over the rows of all
-    parts.
+    Counts add up, and `requested` is the mean over the rows of all parts. What is no count (what a
+    dataset holds, sizes of batches and files) is that of the last part.
+
+    Args:
+        reports: The reports of the parts.
+        which: The steps of each part, in words.
+        notes: Further notes.
     """
     last, datasets = reports[-1], _joined_datasets(reports)
     said: dict[str, list[str]] = {}
@@ -558,7 +581,7 @@ def joined(
         for note in report.notes:
             said.setdefault(note, []).append(steps)
     told = [
-        # of a stage of a schedule, a note names its steps itself
+        # a note on a stage of a schedule names its steps itself
         note if len(of) == len(reports) or note.startswith("steps ") else f"{', '.join(of)}: {note}"
         for note, of in said.items()
     ]
@@ -586,9 +609,9 @@ def joined(
 
 
 def _joined_datasets(reports: Sequence[PlanReport]) -> tuple[DatasetPlan, ...]:
-    """The datasets of all parts, those of the last part first."""
+    """Joins the datasets of all parts, those of the last part first."""
     rows, by_tokens = sum(report.rows for report in reports), reports[-1].unit == "tokens"
-    parts: dict[str, list[tuple[int, DatasetPlan]]] = {  # with the rows of the part
+    parts: dict[str, list[tuple[int, DatasetPlan]]] = {  # each with the rows of the part
         dataset.name: [] for report in reversed(reports) for dataset in report.datasets
     }
     for report in reports:
@@ -617,6 +640,6 @@ def _joined_datasets(reports: Sequence[PlanReport]) -> tuple[DatasetPlan, ...]:
     return tuple(datasets)
 
 
-# of a dataset, what adds up over the parts of a run
+# the counts of a dataset that add up over the parts of a run
 _COUNTS = ["drawn", "epochs", "tokens_placed", "tokens_truncated", "tokens_dropped"]
 _COUNTS += ["documents_truncated", "documents_dropped", "documents_empty"]

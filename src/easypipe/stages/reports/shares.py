@@ -1,6 +1,7 @@
-"""What a run draws of each dataset, by step and by stage of a schedule; no token is read.
+"""Computes what a run draws of each dataset, by step and by stage of a schedule; reads no token.
 
-stage  the steps between two points of a weight schedule; without one the whole run
+A stage is the steps between two points of a weight schedule; without a schedule it is the whole
+run.
 """
 
 from __future__ import annotations
@@ -19,21 +20,26 @@ from easypipe.plan.window import Window, token_sizes
 from easypipe.plan.windows import Plan
 from easypipe.stages.mix.mixture import Mixture, planned_of
 
-MARKS = 100  # intervals that a run is cut into, at most
-# between a weight of documents and the share of tokens that it gives, above which both are told
+MARKS = 100  # the most intervals that a run is cut into
+# a weight of documents, and the share of tokens that it gives: both are reported if they differ by
+# more
 FACTOR = 1.5
-FAR = 0.05  # between a stage's share and the one asked for, above which long documents are told of
-LONG = 0.05  # of a stage's tokens: a mean document that has more of them is long against it
-_LENGTHS = 1 << 20  # that are looked at together
+# a larger distance of a stage's share from the one asked for is explained by long documents
+FAR = 0.05
+LONG = 0.05  # a mean document that has more of a stage's tokens is long against it
+_LENGTHS = 1 << 20  # lengths that are read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepShares:
-    """What the steps behind the interval before, up to `step`, hold of each dataset.
+    """What the steps behind the previous interval, up to `step`, hold of each dataset.
 
-    requested: the share that the weights ask for, and realised: the one that it has: of the
-    documents that begin there where the weights are of documents ("rows"), else of the tokens.
-    tokens: how many of it stand there, whatever the weights are of.
+    Attributes:
+        step: The last step of the interval.
+        requested: The share that the weights ask for.
+        realised: The share that the dataset has: of the documents that begin in these rows if
+            weights are shares of documents ("rows"), else of the tokens.
+        tokens: How many of its tokens are in these rows, whatever the unit of the weights.
     """
 
     step: int
@@ -45,8 +51,9 @@ class StepShares:
 def shares_by_step(
     plan: Plan, mixture: Mixture, counted: Steps, steps: int
 ) -> tuple[StepShares, ...]:
-    """The steps from `counted.begin` to `steps` in at most MARKS intervals, each of steps that are
-    alike in number.
+    """Returns the shares of the steps from `counted.begin` to `steps`, in at most MARKS intervals.
+
+    The intervals have about the same number of steps.
     """
     first, row = counted.begin
     marks = sorted(
@@ -77,8 +84,9 @@ def shares_by_step(
 
 
 def _counts(plan: Plan, start: int, stop: int) -> tuple[Int64, Int64]:
-    """Int64[k] each: tokens of each dataset in rows `start` to `stop`, and documents that begin
-    there.
+    """Returns (tokens of each dataset in rows `start` to `stop`, documents that begin there).
+
+    Both are Int64[datasets].
     """
     tokens, documents = np.zeros((2, len(plan.datasets)), dtype=np.int64)
     while start < stop:
@@ -95,11 +103,11 @@ def _counts(plan: Plan, start: int, stop: int) -> tuple[Int64, Int64]:
 
 
 def documents_drawn(plan: Plan, rows: int) -> NDArray[np.float64]:
-    """Documents of each dataset (Float64[k]) in the first `rows` rows: all that windows draw, of
-    the last one what stands in these rows.
+    """Returns Float64[datasets]: how many documents of each dataset the first `rows` rows hold.
 
-    A window draws its documents before it lays them into rows, so a run that ends inside one does
-    not see all of them, and of one that is cut it sees a part, which counts as such.
+    All that windows draw are counted, and of the last window those that are in these rows. A window
+    draws its documents before it lays them into rows, so a run that ends inside one does not see
+    all of them; a document that is cut counts with the part that is seen.
     """
     counts = np.zeros(len(plan.datasets))
     if not rows:
@@ -111,22 +119,24 @@ def documents_drawn(plan: Plan, rows: int) -> NDArray[np.float64]:
         _, _, draw, start, length = last.layout.table[
             :, : int(last.layout.first_piece[rows - whole])
         ]
-        # at least 1: an empty document is one too
+        # at least 1, since an empty document is a document too
         kept = token_sizes(last.length, plan.spec.pack)[draw]
         parts = np.where(last.length[draw] == 0, start == 0, length / kept)
-        if last.state.cut is not None:  # the window before has drawn it
+        if last.state.cut is not None:  # the window before has drawn the document
             parts = np.where(draw == 0, 0.0, parts)
         counts += _by_dataset(last, draw, parts, counts.size)
     return counts
 
 
 def _by_dataset(window: Window, draw: Int32, weigh: NDArray, size: int) -> NDArray[np.float64]:
+    """Returns the sum of `weigh` over pieces, for each dataset."""
     return np.bincount(window.dataset[draw], weights=weigh, minlength=size).astype(np.float64)
 
 
 def asked_between(mixture: Mixture, start: int, stop: int) -> dict[str, float]:
-    """The mean of what is asked for over rows `start` to `stop`, from the means over all rows
-    before them.
+    """Returns the mean share asked for over rows `start` to `stop`.
+
+    It follows from the means over all rows before them.
     """
     if stop <= start:
         return mixture.requested(stop)
@@ -138,11 +148,11 @@ def asked_between(mixture: Mixture, start: int, stop: int) -> dict[str, float]:
 
 
 def unlike_weights(mixture: Mixture, plan: Plan, asked: Mapping[str, float]) -> str | None:
-    """Says so where weights of documents give shares of tokens that are more than FACTOR away from
-    them; None where they do not.
+    """Returns a note where weights of documents give shares of tokens more than FACTOR away from
+    them.
 
     The shares are those of the long run, from the mean lengths: a run may be too short to show
-    them.
+    them. None where they are near.
     """
     if (
         len(mixture.parts) == 1
@@ -171,7 +181,7 @@ def unlike_weights(mixture: Mixture, plan: Plan, asked: Mapping[str, float]) -> 
 
 
 def warning_of_weights(source: ShardedSource) -> str | None:
-    """`unlike_weights` of a mixture that is prepared, packed or not; None of anything else."""
+    """Returns the note of `unlike_weights` for a prepared mixture, packed or not; else None."""
     planned = planned_of(source)
     if planned is None or len(planned.mixture.parts) == 1:
         return None
@@ -187,8 +197,8 @@ def warning_of_weights(source: ShardedSource) -> str | None:
 
 
 def far_from_asked(mixture: Mixture, plan: Plan, counted: Steps, steps: int) -> list[str]:
-    """A line for each stage whose shares are far from those asked for because documents are long
-    against it.
+    """Returns a note for each stage whose shares are far from those asked for, due to long
+    documents.
     """
     if len(mixture.parts) == 1 or mixture.spec.stop == "all_exhausted":
         return []
@@ -233,8 +243,9 @@ def far_from_asked(mixture: Mixture, plan: Plan, counted: Steps, steps: int) -> 
 
 
 def late_stages(plan: Plan, counted: Steps, steps: int) -> list[str]:
-    """A line for each point of a weight schedule whose weights hold from another step on, because
-    windows of packed documents end about where weights change.
+    """Returns a note for each point of a weight schedule whose weights hold from a later step on.
+
+    Windows of packed documents end only about where weights change.
     """
     found, schedule = list[str](), plan.spec.schedule
     if schedule is None:
@@ -254,8 +265,9 @@ def late_stages(plan: Plan, counted: Steps, steps: int) -> list[str]:
 
 
 def _seen(mixture: Mixture, plan: Plan, row: int) -> tuple[Int64, NDArray]:
-    """Tokens of each dataset in the first `row` rows, and what the weights are about: these, or
-    documents.
+    """Returns (tokens of each dataset in the first `row` rows, what the weights count there).
+
+    Weights count tokens or documents.
     """
     drawn = documents_drawn(plan, row)
     tokens = np.array(
@@ -265,7 +277,7 @@ def _seen(mixture: Mixture, plan: Plan, row: int) -> tuple[Int64, NDArray]:
 
 
 def _mean_tokens(plan: Plan) -> Sequence[float]:
-    """Of each dataset the mean tokens of a document that get a place in a row."""
+    """Returns for each dataset the mean tokens of a document that get a place in a row."""
     pack = plan.spec.pack
     if pack is None or pack.oversize in ("split", "error"):
         return [dataset.total_tokens / max(1, dataset.num_docs) for dataset in plan.datasets]

@@ -1,7 +1,4 @@
-"""Sources of token documents, which tokenize when read or, once, into the token cache.
-
-And what later stages ask of them.
-"""
+"""Sources of token documents, tokenized when read or into the cache, and questions to them."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ log = logging.getLogger("easypipe")
 
 
 class WriterOptions(TypedDict, total=False):
-    """Those of CacheWriter."""
+    """The options that are passed on to CacheWriter."""
 
     on_error: OnError
     max_bad_rows: int | None
@@ -65,7 +62,7 @@ class WriterOptions(TypedDict, total=False):
 
 
 class EncodedSource(Source):
-    """Documents that an encoder makes of a source; `materialize` keeps them in the token cache."""
+    """The documents that an encoder makes of a source; `materialize` caches their tokens."""
 
     source: ShardedSource
     writer: CacheWriter
@@ -81,6 +78,7 @@ class EncodedSource(Source):
 
     @property
     def below(self) -> ShardedSource:
+        """The source whose rows are encoded."""
         return self.source
 
     @property
@@ -102,14 +100,23 @@ class EncodedSource(Source):
     def documents(
         self, shard: int, start: int, stop: int, audit_key: str | None = None
     ) -> EncodedDocuments:
-        """What `scan` gives, with what was counted on the way. audit_key: as in `encode_texts`."""
+        """Returns what `scan` gives, with what was counted on the way.
+
+        Args:
+            shard: The number of the shard.
+            start: The first row.
+            stop: The row behind the last.
+            audit_key: As in `encode_texts`.
+        """
         encoder = self.writer.encoder
         rows = encoder.read(self.source, shard, start, stop)
         made = encoder.encode(rows, at=self.shards[shard].name, audit_key=audit_key)
         return dataclasses.replace(made, rejects=by_row((*rows.rejects, *made.rejects)))
 
     def materialize(self) -> TokenCache:
-        """The token cache of all rows: opened, finished or made; see CacheWriter.fill."""
+        """Returns the token cache of all rows: opened, finished or made; see
+        CacheWriter.fill.
+        """
         return self.writer.fill()
 
 
@@ -118,7 +125,7 @@ class TokenizedShardedSource(EncodedSource):
     source.
 
     Law: `read` gives the rows that `materialize().read` gives. Rows without text are rejects; with
-    on_error="error" `read` raises at the first of them. Thread safe.
+    on_error="error" `read` raises at the first of them. Thread-safe.
     """
 
     def __init__(
@@ -137,7 +144,11 @@ class TokenizedShardedSource(EncodedSource):
         """Opens nothing, and reads no rows.
 
         Args:
-            cache_dir: Of the token cache: a folder of this machine, or a CacheFolder.
+            source: The source of text.
+            tokenizer: Its tokenizer.
+            dataset: The name of the dataset.
+            cache_dir: The folder of the token cache, on this machine or as a CacheFolder.
+            content_field: The column of text, where no form is given.
             batch_size: Texts encoded at a time; decides memory and speed, never tokens.
             keep: Columns that are saved beside the tokens; a row in which one is bad is bad.
             form: What the rows are; None: text in the column `content_field`.
@@ -175,9 +186,7 @@ class TokenizedShardedSource(EncodedSource):
 
 
 class ImportedTokens(EncodedSource):
-    """Documents of a source of tokens. Reads nothing until `materialize()`, which gives its token
-    cache.
-    """
+    """The documents of a source of tokens; it reads nothing until `materialize()`."""
 
     def __init__(
         self,
@@ -207,44 +216,50 @@ class ImportedTokens(EncodedSource):
 
     @property
     def fingerprint(self) -> str:
-        # the key alone: in streaming nobody has counted the rows that ranges are cut from
+        # The key alone: in streaming the rows that ranges are cut from are not counted.
         return digest(self.encoder.key(), self.source.fingerprint)
 
 
 class Documents(ShardedSource, Protocol):
-    """Token documents that can be had as a token cache: tokenized on the first call, opened on
-    every later one.
-    """
+    """Token documents in a token cache: tokenized on the first call, opened on later ones."""
 
     def materialize(self) -> TokenCache: ...
 
 
 def is_documents(source: ShardedSource) -> TypeGuard[Documents]:
+    """Whether a source has token documents in a cache."""
     # isinstance with a protocol would read properties, which may open files
     return callable(getattr(type(source), "materialize", None))
 
 
 def tokenized_of(source: ShardedSource) -> TokenizedShardedSource | None:
-    """The source, where it tokenizes text."""
+    """Returns the source if it tokenizes text, else None."""
     return source if isinstance(source, TokenizedShardedSource) else None
 
 
 def prompts_of(source: ShardedSource) -> PromptRows | None:
-    """How the rows of a source are written, where it writes prompts or conversations."""
+    """Returns how the rows of a source are written, if it writes prompts or conversations."""
     tokenized = tokenized_of(source)
     form = None if tokenized is None else tokenized.form
     return form if isinstance(form, PromptRows) else None
 
 
 def cached_of(source: ShardedSource) -> EncodedSource | None:
-    """The source, where its token cache is ours to make: one of users' own has to know itself."""
+    """Returns the source if easypipe makes its token cache, else None: a user's own has to do so
+    itself.
+    """
     return source if isinstance(source, EncodedSource) else None
 
 
 def require_documents(
     name: str, source: ShardedSource, context: PipelineContext, *, stage: str
 ) -> Documents:
-    """Raises StageOrderError for text, ConfigError for rows that are packed already."""
+    """Returns the token documents of a source; rows of tokens are imported.
+
+    Raises:
+        StageOrderError: The rows are text.
+        ConfigError: The rows are packed already.
+    """
     require(
         SEGMENT_IDS not in source.schema.names,
         stage,
@@ -264,7 +279,7 @@ def require_documents(
     tokens = token_info(source) or _named_tokenizer(name, context)
     folder = cache_folder_of(name, own, source, context)
     aligned = aligned_columns(name, source, context)
-    # under "error" the source raises at a bad row; rows without tokens are no bad ones
+    # Under "error" the source itself raises at a bad row; rows without tokens are not bad.
     options: WriterOptions = {"progress": context.progress, "on_error": "skip"}
     if own is not None and own.on_error != "error":
         options |= {"on_error": own.on_error, "max_bad_rows": own.max_bad_rows}
@@ -282,7 +297,9 @@ def require_tokens(name: str, source: ShardedSource, stage: str) -> None:
 
 
 def aligned_of(source: ShardedSource) -> tuple[AlignedColumn, ...]:
-    """The columns of documents whose values travel with the tokens, beside the loss mask."""
+    """Returns the columns of documents whose values travel with the tokens, beside the loss
+    mask.
+    """
     return tuple(
         column_of(source.schema.field(name), None, name) for name in info_of(source).aligned
     )
@@ -291,10 +308,13 @@ def aligned_of(source: ShardedSource) -> tuple[AlignedColumn, ...]:
 def aligned_columns(
     name: str, source: ShardedSource, context: PipelineContext
 ) -> tuple[AlignedColumn, ...]:
-    """The columns of a source of tokens whose values travel with these: those that the config
-    names, or that the folder was saved with.
+    """Returns the columns of a source of tokens whose values travel with these.
 
-    Raises ConfigError for one that is not there, SourceError for values that tokens cannot have.
+    They are those that the config names, or else that the folder was saved with.
+
+    Raises:
+        ConfigError: There is no such column.
+        SourceError: Its values cannot be those of tokens.
     """
     own = datasets_of(context).get(name)
     named = {} if own is None else own.aligned
@@ -309,8 +329,10 @@ def aligned_columns(
 
 
 def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:
-    """The tokenizer that the config names for tokens which do not say whose they are. Raises
-    ConfigError where it names none.
+    """Returns the tokenizer that the config names, for tokens that do not say whose they are.
+
+    Raises:
+        ConfigError: The config names none.
     """
     chosen = tokenizer_config_of(name, context)
     if chosen is None:
@@ -323,10 +345,11 @@ def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:
 
 
 def holds_pairs(source: ShardedSource) -> bool | None:
-    """Whether a source of tokens, mixed and packed or not, holds pairs of answers; None where its
-    rows were made before.
+    """Whether a source of tokens, mixed and packed or not, holds preference pairs.
+
+    None where its rows were made before.
     """
-    # PlannedSource stands above this file
+    # PlannedSource is defined in a room above this file.
     mixture = getattr(source, "mixture", None)
     if mixture is not None:
         return bool(mixture.paired)
@@ -334,8 +357,9 @@ def holds_pairs(source: ShardedSource) -> bool | None:
 
 
 def same_kind(parts: Mapping[str, Documents]) -> None:
-    """Raises ConfigError where some datasets hold pairs and others do not: a loss is either of
-    pairs or of tokens.
+    """Raises ConfigError where some datasets hold pairs and others do not.
+
+    A loss is either of pairs or of tokens.
     """
     paired = [name for name, source in parts.items() if info_of(source).pairs]
     others = [name for name in parts if name not in paired]
@@ -345,22 +369,24 @@ def same_kind(parts: Mapping[str, Documents]) -> None:
 
 
 def token_info(source: ShardedSource) -> TokenInfo | None:
-    """Whose tokens these are; None where nobody knows."""
+    """Returns what is known of a source's tokenizer; None where nothing is."""
     return info_of(source).tokens
 
 
 def tokenizer_of(source: ShardedSource) -> Tokenizer | None:
-    """The tokenizer that a source runs; None for tokens that were made before."""
+    """Returns the tokenizer that a source runs; None for tokens that were made before."""
     tokenized = tokenized_of(source)
     return None if tokenized is None else tokenized.tokenizer
 
 
 def trained_turns(source: ShardedSource) -> Turns | None:
-    """How the conversations of a source, mixed and packed or not, are written; None where it holds
-    none.
+    """Returns how the conversations of a source are written, mixed and packed or not.
 
-    Of several templates the first is told, with all the tokens that end turns. Raises
-    HostileTemplateError.
+    Of several templates the first is returned, with all the tokens that end turns. None where the
+    source holds no conversations.
+
+    Raises:
+        HostileTemplateError: A template went beyond its limits.
     """
     if isinstance(source, PartialSource):
         return trained_turns(source.source)
@@ -380,8 +406,14 @@ def trained_turns(source: ShardedSource) -> Turns | None:
 
 
 def same_tokenizer(parts: Mapping[str, Documents], *, allow: bool) -> None:
-    """Raises ConfigError naming the first two datasets whose tokens mean different things; with
-    `allow`, a warning names them.
+    """Checks that the tokens of all datasets mean the same.
+
+    Args:
+        parts: The datasets by name.
+        allow: Whether to warn instead of raising.
+
+    Raises:
+        ConfigError: They do not; names the first two datasets that differ.
     """
     first: tuple[str, TokenInfo] | None = None
     for name, source in parts.items():
@@ -409,7 +441,7 @@ def same_tokenizer(parts: Mapping[str, Documents], *, allow: bool) -> None:
 
 
 def warn_of_left_columns(stage: str, data: Mapping[str, ShardedSource]) -> None:
-    """Says which extra columns do not go on behind `stage`."""
+    """Warns of extra columns that do not go on behind `stage`."""
     for name, source in data.items():
         columns = info_of(source).extra_columns
         if columns:

@@ -1,6 +1,6 @@
-"""The row encoders: a column of text, what a PromptConfig writes of rows, pairs, tokens of others.
+"""The row encoders: text columns, prompts and conversations, pairs, and rows of tokens.
 
-A form says what the rows of a dataset are as texts; `TextEncoder` makes documents of these, and
+A form (TextColumn, PromptRows) says what rows are as texts. `TextEncoder` makes documents of these;
 `TokenEncoder` takes rows that are tokens already.
 """
 
@@ -77,18 +77,24 @@ from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("easypipe")
 
-SAMPLE_ROWS = 256  # of the data, compared with the reference before the fast backend is used on it
+# rows of the data that are compared with the reference before the fast backend is used on it
+SAMPLE_ROWS = 256
 SAMPLE_BYTES = 64 << 10
-ROWS_AT_A_TIME = 1000  # that are Python objects: Python looks through all there are again and again
+# rows as Python objects at a time: the garbage collector visits all that exist again and again
+ROWS_AT_A_TIME = 1000
 IMPORT_VERSION = 1
-# of documents with a loss mask: one that ends with EOS and one token more needs no other EOS
+# Counts up for documents with a loss mask: one that ends with EOS and one token more needs no
+# other.
 MASKED_VERSION = 2
 
 
 class TextColumn:
-    """One column of text; every token is trained.
+    """The form of rows with one column of text, of which every token is trained.
 
-    blanks: texts of white space alone are documents too.
+    Args:
+        content_field: The column.
+        lengths: What cuts long texts instead of max_length.
+        blanks: Whether texts of white space alone are documents too.
     """
 
     pairs, raw, judged = False, True, None
@@ -101,20 +107,28 @@ class TextColumn:
         self.masked = lengths is not None and lengths.masks
 
     def require(self, source: ShardedSource, dataset: str) -> None:
+        """Raises SourceError where the source has no such column of text."""
         require_text(source, self.label, dataset)
 
     def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
+        """Returns the encoding key, a digest of everything that tokens depend on."""
         what = (tokenizer.fingerprint, tokenizer.content_limit, self.label, refuted, BLANK_TEXTS)
         recipe = digest("recipe", FORMAT, *what, *tokenizer.special.recipe)
         return recipe if self.lengths is None else digest(recipe, self.lengths.identity)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
+        """Reads the texts of rows `start` to `stop`."""
         return read_texts(source, shard, start, stop, self.label, blanks=self._blanks)
 
 
 class PromptRows:
-    """Rows that a PromptEngine writes: conversations, prompts with completions, rows through a
-    template.
+    """The form of rows that a PromptEngine writes: conversations, prompts, rows through a template.
+
+    Args:
+        have: The columns of the source; the format reads some of them only where they exist.
+        room: Tokens of a packed row, for which conversations without a length of their own are cut
+            between turns; None cuts none.
+        template_at: The key path that gives the template, for errors.
     """
 
     masked = True
@@ -126,9 +140,6 @@ class PromptRows:
         room: int | None = None,
         template_at: str | None = None,
     ) -> None:
-        """have: the columns of the source, of which the format may read some that others lack.
-        room: tokens of a row of packing, for which conversations without a length of their own are
-        cut between turns; None cuts none. template_at: the key path that gives the template."""
         self.engine, self._template_at = engine, template_at
         # whether a room has an effect
         self.splits = engine.splits and length_limit(engine.tokenizer.config) is None
@@ -146,6 +157,7 @@ class PromptRows:
         self.label = format.columns[0] if format.kind == "chat" else ", ".join(format.columns)
 
     def require(self, source: ShardedSource, dataset: str) -> None:
+        """Raises SourceError where a column is missing or has a type that the format rejects."""
         have, format = source.schema.names, self.engine.format
         for column in self.columns:
             at = place(f"dataset {dataset!r}", column=column)
@@ -175,6 +187,7 @@ class PromptRows:
                 raise SourceError(at=at, problem=f"holds {kind}, not {wanted}", fix=fix)
 
     def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
+        """Returns the encoding key of these rows."""
         format, length = self.engine.format, length_limit(tokenizer.config)
         return digest(
             format.kind,
@@ -192,12 +205,15 @@ class PromptRows:
         )
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
-        """Raises TokenizerError naming the row on which a template went beyond its limits."""
+        """Reads rows `start` to `stop` as texts.
+
+        Raises TokenizerError naming the row on which a template went beyond its limits.
+        """
         batch, rejects = scan(source, shard, start, stop)
         numbers = row_numbers(batch, start).tolist()
         rendered: list[Rendered | Refused] = []
         of: list[int] = []
-        # JSON of conversations is read by who renders them
+        # The worker that renders conversations also parses their JSON.
         chat = self.engine.format.kind == "chat"
         values = plain_of if chat else decoded_of
         for first in range(0, batch.num_rows, ROWS_AT_A_TIME):
@@ -232,11 +248,14 @@ class PromptRows:
 def _first_value(
     source: ShardedSource, column: str, but: tuple[str, ...]
 ) -> tuple[str | None, str | None]:
-    """Where the first value of a column stands that is none of `but`, else its first one, and what
-    it is; None where the head of the first shard cannot be read, as of values of several types.
+    """Finds the first value of a column that is none of `but`, else its first value.
+
+    Returns:
+        (where it is, what it is); (None, None) where the head of the first shard cannot be read, as
+        with values of several types.
     """
     known, most = source.shards[0].num_rows, 1 << 16 if unit_of(source) == "bytes" else 1000
-    with contextlib.suppress(EasypipeError):  # that the column is wrong is said anyway
+    with contextlib.suppress(EasypipeError):  # the caller reports the wrong column anyway
         batch, _ = scan(source, 0, 0, most if known is None else min(most, known))
         values = batch.column(column).to_pylist()
         given = [i for i, value in enumerate(values) if value is not None]
@@ -256,13 +275,15 @@ def form_of(
     tokenizer: Tokenizer,
     room: int | None = None,
 ) -> RowForm:
-    """The form of a DatasetConfig's rows, from its options and the type of its column. Reads no
-    rows, but of a file of examples.
+    """Returns the form of a dataset's rows, from its options and the type of its column.
 
-    room: as in PromptRows.
+    Reads no rows, except a file of few-shot examples. `at` is the dataset's key path, for errors,
+    and `room` is as in PromptRows.
 
-    Raises SourceError where content_field is no column, ConfigError where an option has no effect
-    on such rows, TokenizerError where the tokenizer has no chat template.
+    Raises:
+        SourceError: content_field is no column.
+        ConfigError: An option has no effect on such rows.
+        TokenizerError: The tokenizer has no chat template.
     """
     prompt, inside = dataset.prompt, f"{at}.prompt"
     if prompt is None:
@@ -285,7 +306,7 @@ def form_of(
 
 
 def _prompt_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
-    """What the options of a DatasetConfig without `prompt` say in its words."""
+    """Returns the PromptConfig that says what a DatasetConfig without `prompt` says."""
     if dataset.completion_field is not None:
         return _answers_of(dataset, source)
     column = dataset.content_field
@@ -307,7 +328,7 @@ def _prompt_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
 
 
 def _talks_of(dataset: DatasetConfig, **columns: Any) -> PromptConfig:
-    """What a DatasetConfig says of conversations. columns: further options of the PromptConfig."""
+    """Returns the PromptConfig of conversations; `columns` are further options of it."""
     own = {
         "template": dataset.chat_template,
         "train_on": dataset.train_on,
@@ -322,8 +343,9 @@ def _talks_of(dataset: DatasetConfig, **columns: Any) -> PromptConfig:
 
 
 def _answers_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
-    """What prompt_field, completion_field and rejected_field say, of text or of messages. Raises
-    ConfigError for options of conversations where the columns hold text.
+    """Returns the PromptConfig of prompt_field, completion_field and rejected_field.
+
+    Raises ConfigError for options of conversations where the columns hold text.
     """
     prompt, answer = dataset.prompt_field, dataset.completion_field
     column = pa.null()
@@ -338,7 +360,7 @@ def _answers_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
         columns |= {"input_columns": (prompt,), "label_column": answer}
     else:
         columns |= {"input_columns": (answer,)}
-    alone = prompt is not None and pa.types.is_struct(column)  # one message
+    alone = prompt is not None and pa.types.is_struct(column)  # a single message
     if is_messages(column) or is_json(column) or alone:
         train_on = dataset.train_on or "completion"
         return _talks_of(dataset, **columns, train_on=train_on)
@@ -349,8 +371,7 @@ def _answers_of(dataset: DatasetConfig, source: ShardedSource) -> PromptConfig:
 
 
 class TextEncoder:
-    """Rows of text, in whatever form, to what the cache stores; implements
-    cache.encoder.RowEncoder.
+    """The encoder of rows of text, in whatever form; implements cache.encoder.RowEncoder.
 
     The fast backend is used on a dataset only once it agreed with the reference on some of it.
 
@@ -422,8 +443,13 @@ class TextEncoder:
 
 
 def with_verdicts(made: EncodedDocuments, rows: Int64, desirable: UInt8) -> EncodedDocuments:
-    """The documents, every token of which says whether its answer is desirable. rows: ascending,
-    what each of `desirable` is of.
+    """Returns the documents with a column that says for every token whether its answer is
+    desirable.
+
+    Args:
+        made: The documents.
+        rows: Int64[n], ascending, the row of each verdict.
+        desirable: UInt8[n], the verdicts.
     """
     tokens = made.batch.column(INPUT_IDS)
     offsets = np.asarray(tokens.offsets.to_numpy(), np.int64)
@@ -434,8 +460,8 @@ def with_verdicts(made: EncodedDocuments, rows: Int64, desirable: UInt8) -> Enco
     return replace(made, batch=batch, counts=counts)
 
 
-# pairs: a document of both answers to a prompt, the chosen one first. Where the second begins, the
-# loss mask is SEGMENT_BREAK (loader/rows/gather.py makes two segments of it). An answer that is
+# A pair is one document of both answers to a prompt, the chosen one first. Where the second begins,
+# the loss mask is SEGMENT_BREAK (loader/rows/gather.py makes two segments of it). An answer that is
 # left out takes the other one with it.
 
 
@@ -444,8 +470,11 @@ def encode_pairs(
     encode: Callable[[Texts, str | None], EncodedDocuments],
     audit_key: str | None,
 ) -> EncodedDocuments:
-    """What `encode` makes of texts that are the answers in turn, two of each row, as one document
-    for each row.
+    """Encodes pairs, one document for each row.
+
+    Args:
+        texts: The answers in turn, two of each row.
+        encode: Encodes texts, given with an audit key.
     """
 
     def both(wanted: Bools, audit_key: str | None) -> list[EncodedDocuments]:
@@ -455,13 +484,13 @@ def encode_pairs(
 
     documents = both(np.ones(len(texts.rows), np.bool_), audit_key)
     rejects = {reject.row: reject for side in reversed(documents) for reject in side.rejects}
-    if rejects:  # the other halves of these were counted, which must not be
+    if rejects:  # the other halves of these pairs were counted, which must not be
         documents = both(~np.isin(texts.rows, list(rejects)), None)
     return _joined(documents, tuple(rejects[row] for row in sorted(rejects)))
 
 
 def _joined(documents: Sequence[EncodedDocuments], rejects: tuple[Reject, ...]) -> EncodedDocuments:
-    """One document of the two of every row; both have the same rows."""
+    """Joins the two documents of every row to one; both sides have the same rows."""
     chosen, rejected = (side.batch for side in documents)
     lists = [
         [batch.column(name) for batch in (chosen, rejected)] for name in (INPUT_IDS, LOSS_MASK)
@@ -479,7 +508,7 @@ def _joined(documents: Sequence[EncodedDocuments], rejects: tuple[Reject, ...]) 
         merged.append(out)
     ids, mask = merged
     mask[begins[1]] = SEGMENT_BREAK
-    # packing adds no EOS: it would end one answer of the two
+    # Packing must add no EOS, which would end only one answer of the two.
     closed, rows = np.ones(chosen.num_rows, np.uint8), chosen.column(ROW_NUMBER).to_numpy()
     batch = token_documents(chosen.schema, offsets, ids, closed, rows, mask)
     counts = replace(
@@ -493,7 +522,7 @@ def _joined(documents: Sequence[EncodedDocuments], rejects: tuple[Reject, ...]) 
 
 @dataclass(frozen=True)
 class ImportedRows:
-    """Rows as the cache stores them; implements cache.encoder.RowsRead."""
+    """Rows of tokens as the cache stores them; implements cache.encoder.RowsRead."""
 
     documents: EncodedDocuments
     rejects: tuple[Reject, ...]
@@ -504,10 +533,14 @@ class ImportedRows:
 
 
 class TokenEncoder:
-    """Rows of `input_ids` (and `loss_mask`, unshifted `labels`, or TRL's masks) to what the cache
-    stores; implements cache.encoder.RowEncoder. Rows without tokens are counted, not passed on.
+    """The encoder of rows that are tokens already; implements cache.encoder.RowEncoder.
 
-    aligned: further columns whose values travel with the tokens; those of `dataset`, for errors.
+    It reads `input_ids` with `loss_mask`, unshifted `labels` or TRL's masks. Rows without tokens
+    are counted, not passed on.
+
+    Args:
+        aligned: Further columns, whose values travel with the tokens.
+        dataset: The name of the dataset, for errors.
     """
 
     label, pairs, backend = INPUT_IDS, False, ""
@@ -546,8 +579,11 @@ class TokenEncoder:
         return digest("adopt", version, FORMAT, *whose, *masks, *self.aligned)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> ImportedRows:
-        """Raises SourceError naming file and row for a token outside the tokenizer's vocabulary,
-        for padding (`attention_mask` of 0) and for columns of unequal length.
+        """Reads and checks rows `start` to `stop`.
+
+        Raises:
+            SourceError: A token is outside the tokenizer's vocabulary, a row is padded
+                (`attention_mask` of 0), or columns have unequal lengths; names file and row.
         """
         name = source.shards[shard].name
         batch, rejects = scan(source, shard, start, stop)
@@ -579,6 +615,8 @@ class TokenEncoder:
         return documents_hash(batch, one_set_of_offsets=True)
 
     def _check(self, block: Block, rows: Int64, name: str) -> None:
+        """Raises SourceError for tokens outside the vocabulary, and for padding."""
+
         def at(token: np.int64, column: str) -> str:
             row = int(np.searchsorted(block.offsets, token, side="right")) - 1
             return place(name, row=int(rows[row]), column=column)

@@ -1,7 +1,10 @@
-"""Rows to samples: one row at a time here, and many at a time in pipelines, by the same code.
+"""PromptEngine: turns rows into texts and tokens, one at a time here, in bulk in pipelines.
 
+```python
 engine = PromptEngine("my-tokenizer", PromptConfig(format_type="prompt_completion"))
-engine.encode({"prompt": "2 + 2 = ", "completion": "4"})     # {"input_ids": int32[n], "loss_mask": uint8[n]}
+engine.encode({"prompt": "2 + 2 = ", "completion": "4"})
+# {"input_ids": int32[n], "loss_mask": uint8[n]}
+```
 """
 
 from __future__ import annotations
@@ -73,18 +76,20 @@ class PromptEngine:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns that every row has to have; of messages, `tools` is read too where it is
-        there.
-        """
+        """The columns that every row must have; conversations may have `tools` too."""
         more = (self.config.rejected_column, self.config.desirable_column)
         return (*self.format.columns, *(name for name in more if name is not None))
 
     def render(self, row: Row) -> Rendered:
-        """(text, spans: ascending character ranges that are trained, end: what follows, see
-        transforms/tokenizer/masked.py).
+        """Writes the text of a row.
 
-        Raises SourceError naming the reason for a row that is no sample, HostileTemplateError for a
-        template beyond its limits.
+        Returns:
+            The text; its spans, ascending character ranges that are trained; and its end, what
+            follows it (see transforms/tokenizer/masked.py).
+
+        Raises:
+            SourceError: The row is no sample; names the reason.
+            HostileTemplateError: A template went beyond its limits.
         """
         self._require_columns(row)
         found, *more = (
@@ -111,19 +116,21 @@ class PromptEngine:
         return self.format.template if isinstance(self.format, ChatFormat) else None
 
     def render_rows(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
-        """`render` of rows that have all columns; a row that is no sample is Refused."""
+        """Does `render` for rows that have all columns; a row that is no sample becomes a
+        Refused.
+        """
         found = self.format.render(rows)
         return [self._rejected(row) or one for row, one in zip(rows, found, strict=True)]
 
     def render_turns(self, rows: Sequence[Row]) -> list[list[Rendered | Refused]]:
-        """`render_rows`, where reasoning is "per_turn", of each row its samples."""
+        """Returns the samples of each row, where reasoning is "per_turn"."""
         assert isinstance(self.format, ChatFormat)
         found = self.format.by_turns(rows)
         rejected = [self._rejected(row) for row in rows]
         return [[no] if no else some for no, some in zip(rejected, found, strict=True)]
 
     def _rejected(self, row: Row) -> Refused | None:
-        """Why a row's answer is not learned, by what the row says itself."""
+        """Returns why a row's answer is not learned, if the row itself says so."""
         name = next((name for name in self.verdicts if row.get(name) is False), None)
         if name is None:
             return None
@@ -135,8 +142,9 @@ class PromptEngine:
 
     @property
     def splits(self) -> bool:
-        """Whether rows that are too long may be cut between turns: conversations, of which not all
-        is trained.
+        """Whether rows that are too long may be cut between turns.
+
+        They are conversations, of which not all is trained.
         """
         train_on = self.config.train_on
         return (
@@ -150,23 +158,23 @@ class PromptEngine:
         )
 
     def render_split(self, rows: Sequence[Row], room: int) -> list[list[Rendered | Refused]]:
-        """`render_rows`, where `splits`, of each row the texts that it is cut into so that each has
-        at most `room` tokens.
+        """Returns the texts into which each row is cut, of at most `room` tokens each, where
+        `splits`.
         """
         assert isinstance(self.format, ChatFormat)
         return self.format.split(rows, self.render_rows(rows), self.tokenizer, room)
 
     @property
     def verdicts(self) -> tuple[str, ...]:
-        """Columns, where a row has them, that say by true or false whether its answer is a good
-        one.
+        """Columns that say by true or false whether a row's answer is a good one, where a row has
+        them.
         """
         if self.config.format_type in ("text", "custom") or self.config.rejected_column is not None:
             return ()
         return tuple(name for name in VERDICTS if name not in self.columns)
 
     def render_pairs(self, rows: Sequence[Row]) -> list[tuple[Rendered, Rendered] | Refused]:
-        """Of rows of pairs, the text of the answer that is preferred and of the one that is not."""
+        """Returns for each row of a pair the text of the preferred answer and of the other."""
         answer, rejected = str(self.config.answer), str(self.config.rejected_column)
         rows = self._with_shared(rows)
         other = self.render_rows([{**row, answer: row[rejected]} for row in rows])
@@ -181,7 +189,9 @@ class PromptEngine:
         return pairs
 
     def _with_shared(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Rows of pairs that have no prompt but what both answers begin with, with its length."""
+        """Returns rows of pairs without a prompt with the length of what both answers begin
+        with.
+        """
         if not self.config.shares_prompt or isinstance(self.format, TextFormat):
             return rows
         answer, rejected = str(self.config.answer), str(self.config.rejected_column)
@@ -191,8 +201,16 @@ class PromptEngine:
     def written(
         self, rows: Sequence[Row], numbers: Sequence[int], room: int | None
     ) -> tuple[list[Rendered | Refused], list[int]]:
-        """The texts that rows become, and the number of the row that each is of: of pairs both
-        answers in turn. room: most tokens of those that are cut between turns; None cuts none."""
+        """Writes rows as texts.
+
+        Args:
+            rows: The rows.
+            numbers: Their numbers.
+            room: Most tokens of texts that are cut between turns; None cuts none.
+
+        Returns:
+            (the texts, the number of the row that each is made of); of pairs both answers in turn.
+        """
         texts: Sequence[Sequence[Rendered | Refused]]
         if self.config.rejected_column is not None:
             pairs = self.render_pairs(rows)
@@ -207,16 +225,23 @@ class PromptEngine:
         return list(itertools.chain.from_iterable(texts)), of
 
     def encode(self, row: Row) -> Sample:
-        """`input_ids` Int32[n] and `loss_mask` UInt8[n] (1: the token is a target), special tokens
-        included. Raises as `render` does.
+        """Encodes a row, special tokens included.
 
-        Of a row of a pair, the answer that is preferred: `encode_pair` gives both.
+        Of a row of a pair it encodes the preferred answer; `encode_pair` gives both.
+
+        Returns:
+            `input_ids` Int32[n] and `loss_mask` UInt8[n], 1 where the token is a target.
+
+        Raises:
+            EasypipeError: What `render` raises.
         """
         return self._encoded(self.render(row))
 
     def encode_pair(self, row: Row) -> tuple[Sample, Sample]:
-        """What `encode` gives, of the answer that is preferred and of the one that is not. Raises
-        ConfigError without rejected_column.
+        """Encodes the preferred answer and the other, each as `encode` does.
+
+        Raises:
+            ConfigError: There is no rejected_column.
         """
         require(
             self.config.rejected_column is not None,
@@ -260,6 +285,7 @@ class PromptEngine:
 def _format(
     config: PromptConfig, tokenizer: Tokenizer, lengths: Lengths | None
 ) -> ChatFormat | TemplateFormat | TextFormat:
+    """Returns the format that writes the rows of a PromptConfig."""
     talks = config.format_type in TALKS
     if lengths is not None:
         _check_lengths(config, lengths.policy)
@@ -306,7 +332,7 @@ def _format(
 
 
 def _check_lengths(config: PromptConfig, policy: LengthPolicy) -> None:
-    """Raises ConfigError, at `length`, for what samples of this format have not."""
+    """Raises ConfigError, at `length`, for policies that samples of this format do not have."""
     kind = config.format_type
     require(
         policy.policy != "split" or config.rejected_column is None,

@@ -1,4 +1,4 @@
-"""The tokenize stage: every dataset of text gets its tokenizer and becomes documents of tokens."""
+"""The tokenize stage: every dataset of text gets its tokenizer and becomes token documents."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ logger = logging.getLogger("easypipe")
 
 
 class TokenizeStage(BaseStage):
-    """Every dataset gets its tokenizer: its own, else the stage's default_tokenizer, else the
-    pipeline's. Tokens pass through.
+    """The tokenize stage: every dataset of text becomes a TokenizedShardedSource.
+
+    Its tokenizer is the dataset's own, else the stage's default_tokenizer, else the pipeline's.
+    Datasets that hold tokens pass through.
     """
 
     @property
@@ -36,8 +38,12 @@ class TokenizeStage(BaseStage):
         return "tokenize"
 
     def process(self, data: Sources, context: PipelineContext) -> Sources:
-        """Raises ConfigError where a dataset has no tokenizer, TokenizerError where it does not
-        load, SourceError for a missing column.
+        """Lays an encoder over every dataset of text; reads no rows.
+
+        Raises:
+            ConfigError: A dataset has no tokenizer.
+            TokenizerError: A tokenizer does not load.
+            SourceError: A column is missing.
         """
         stage: TokenizeStageConfig = self.config or TokenizeStageConfig()
         datasets = {
@@ -95,6 +101,9 @@ def _choose(
     stage: TokenizeStageConfig,
     context: PipelineContext,
 ) -> TokenizerConfig:
+    """Returns the config of a dataset's tokenizer, with the options that the dataset sets
+    itself.
+    """
     own = None if dataset is None else dataset.tokenizer
     wide = settings_of(context).default_tokenizer
     chosen = next(
@@ -116,8 +125,10 @@ def _choose(
 def _kept_columns(
     data: Mapping[str, ShardedSource], datasets: Mapping[str, Any], stage: TokenizeStageConfig
 ) -> dict[str, tuple[str, ...]]:
-    """The columns of each dataset of text that stay beside its tokens. Raises ConfigError for a
-    name that no dataset knows.
+    """Returns the columns of each dataset of text that stay beside its tokens.
+
+    Raises:
+        ConfigError: No dataset has a column of that name.
     """
     texts = {name: source for name, source in data.items() if INPUT_IDS not in source.schema.names}
     every = (data_columns(source.schema) for source in texts.values())
@@ -134,6 +145,7 @@ def _kept_columns(
 
 
 def _with_length(tokenizer: TokenizerConfig, max_length: int | None) -> TokenizerConfig:
+    """Returns the config with the stage's max_length, if it has none of its own."""
     if max_length is None or tokenizer.max_length is not None:
         return tokenizer
     return dataclasses.replace(tokenizer, max_length=max_length)

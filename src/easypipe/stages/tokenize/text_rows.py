@@ -1,4 +1,4 @@
-"""Reading the text of a range of rows: which rows have one, and why the others do not."""
+"""Reads the texts of a range of rows: which rows have one, and why the others do not."""
 
 from __future__ import annotations
 
@@ -24,13 +24,17 @@ from easypipe.transforms.refused import EMPTY, Refused
 class Texts:
     """Rows `start` to `stop` of a shard that hold text.
 
-    texts: large_string without nulls or blank texts. rows: Int64[n], their physical numbers.
-    rejects: the other rows, ascending.
-    spans: of each text, the character ranges that are trained; None where all of every text is.
-    ends: UInt8[n], what follows each (transforms/tokenizer/masked.py). lost: Int64[n], tokens that
-    each was cut by as it was written, and what cut them; None where none was; fewer than 0 stand in
-    another text of the row too. goes_on: Bool[n], where the row does so in another text; None where
-    none is cut into several. desirable: UInt8[n], 1 where the answer is; None where nobody said.
+    Attributes:
+        texts: The texts, large_string without nulls or blank texts.
+        rows: Int64[n], the numbers of their rows in the shard.
+        rejects: The other rows, ascending.
+        spans: The character ranges of each text that are trained; None: all of every text is.
+        ends: UInt8[n], what follows each text (transforms/tokenizer/masked.py).
+        lost: Int64[n], how many tokens each text was cut by when it was written; a negative number
+            stands for tokens that another text of the row has too. None where none was cut.
+        cut_by: What cut the texts, as the ledger names it.
+        goes_on: Bool[n], whether the row goes on in another text; None where no row has several.
+        desirable: UInt8[n], 1 where the answer is desirable; None where the data does not say.
     """
 
     texts: pa.LargeStringArray
@@ -44,7 +48,9 @@ class Texts:
     desirable: UInt8 | None = None
 
     def content_hash(self) -> str:
-        """XXH3-128 of texts and row numbers; the same whatever buffers they lie in."""
+        """Returns the XXH3-128 of texts and row numbers, the same whatever buffers they lie
+        in.
+        """
         hasher = xxhash.xxh3_128()
         hasher.update(self.rows.data)
         if len(self.texts):
@@ -62,7 +68,7 @@ class Texts:
         return hasher.hexdigest()
 
     def take(self, which: Int64) -> Texts:
-        """Those with these numbers (Int64[m]), none of which goes on in another."""
+        """Returns the texts with these numbers (Int64[m]), none of which goes on in another."""
         return Texts(
             texts=self.texts.take(pa.array(which)),
             rows=self.rows[which],
@@ -79,6 +85,7 @@ class Texts:
 
     @property
     def num_bytes(self) -> int:
+        """The bytes of all texts in UTF-8."""
         ends, _ = bytes_of(self.texts)
         return int(ends[-1] - ends[0])
 
@@ -91,7 +98,15 @@ def texts_of(
     *,
     plain: bool = False,
 ) -> Texts:
-    """What was written of rows with these numbers. plain: all of every text is trained."""
+    """Makes the Texts of what was written of rows.
+
+    Args:
+        rendered: The text of each row, or why it has none.
+        rows: The numbers of the rows.
+        rejects: Rows that were rejected before.
+        cut_by: What cut the texts.
+        plain: Whether all of every text is trained.
+    """
     pairs = list(zip(rows, rendered, strict=True))
     found = [one for _, one in pairs if isinstance(one, Rendered)]
     numbers = [row for row, one in pairs if isinstance(one, Rendered)]
@@ -110,8 +125,10 @@ def texts_of(
 
 
 def require_text(source: ShardedSource, content_field: str, dataset: str) -> None:
-    """Raises SourceError where the column does not exist or is of a type that holds no text. Reads
-    no rows.
+    """Checks that a column exists and can hold text; reads no rows.
+
+    Raises:
+        SourceError: It does not.
     """
     schema = source.schema
     columns = data_columns(schema)

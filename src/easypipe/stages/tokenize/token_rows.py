@@ -1,4 +1,4 @@
-"""Tokenizes texts into what the cache stores, and encodes one in a thousand again as a check."""
+"""Encodes texts to the documents that the cache stores, and checks one in a thousand again."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from easypipe.transforms.tokenizer.ragged import EncodedTexts, Ids, Tokens
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
 AUDITED_SHARE = 1000  # one text in so many is encoded again with the reference
-AUDITED_ROWS = 64  # at most, of one range
-AUDITED_BYTES = 1 << 13  # expected for a range, or a thousandth of its bytes where that is more
-# a longer text is looked at in pieces: the reference takes seconds and 150 bytes of memory for a
-# byte
+AUDITED_ROWS = 64  # the most texts of one range that are checked
+# bytes that are checked of a range, or a thousandth of it where that is more
+AUDITED_BYTES = 1 << 13
+# A longer text is checked in pieces: the reference takes seconds, and 150 bytes of memory for a
+# byte.
 WHOLE_BYTES = 256 << 10
 PIECE_BYTES = 32 << 10
-# looked through for a place where no tokenizer joins what stands before and behind it
+# the stretch in which a place is looked for where no tokenizer joins what is before and behind it
 BORDER_BYTES = 4 << 10
-LATE_TOKENS = 16  # of a piece, which its cut may have changed
-# Of text encoded at a time. A call costs half a millisecond, and four bytes a token that are used
-# again for the next one: of larger blocks
-# the C library gives the memory back to the system, which then clears every page anew. The
-# encoder's memory is looked at between two.
+LATE_TOKENS = 16  # the last tokens of a piece, which its cut may have changed
+# Bytes of text encoded at a time. A call costs half a millisecond, and four bytes a token that are
+# used again for the next call: the C library gives the memory of larger blocks back to the system,
+# which then clears every page anew. The encoder's memory is checked between two calls.
 CALL_BYTES = 4 << 20
 LONGEST = (1 << 31) - 1  # lengths are Int32 in plans
 
@@ -53,15 +53,15 @@ def encode_texts(
     audit_key: str | None = None,
     lengths: Lengths | None = None,
 ) -> EncodedDocuments:
-    """Documents of texts; with a loss_mask where these have spans.
+    """Encodes texts to documents, with a loss_mask where the texts have spans.
 
     Args:
         batch_size: Most texts encoded at a time; decides memory and speed, never tokens.
         at: What errors call the file.
-        raw: No template wrote the texts: the tokenizer's own special tokens are put around each,
-            and its special_strings is obeyed.
-        audit_key: A digest that says which texts are encoded again with the reference; None: none.
-        lengths: What cuts them in place of max_length.
+        raw: Whether no template wrote the texts: special tokens and special_strings then apply.
+        audit_key: A digest that decides which texts are encoded again with the reference; None:
+            none.
+        lengths: What cuts them instead of max_length.
 
     Raises:
         TokenizerError: The fast backend differs from the reference.
@@ -106,6 +106,7 @@ def encode_texts(
 
 
 def _require_short(made: EncodedTexts, texts: Texts, at: str) -> None:
+    """Raises SourceError for a text whose length does not fit into an Int32."""
     sizes = np.diff(made.offsets)
     if sizes.size and sizes.max() > LONGEST:
         raise SourceError(
@@ -123,7 +124,15 @@ def _shaped(
     *,
     raw: bool,
 ) -> Shaped:
-    """The documents within their length. numbers: of their texts."""
+    """Returns the documents cut to their length.
+
+    Args:
+        texts: All texts.
+        made: The encoded texts that become documents.
+        numbers: Int64[m], the numbers of these texts.
+        lengths: What cuts them; None: `made` is cut already.
+        raw: As in `encode_texts`.
+    """
     if lengths is not None:
         return shape(made, lambda i: texts.texts[int(numbers[i])].as_py(), lengths, raw=raw)
     continued = (made.truncated > 0) & (made.mask is not None)
@@ -139,16 +148,19 @@ def _batch(
     *,
     plain: bool,
 ) -> pa.RecordBatch:
+    """Returns the documents as a batch of the cache's schema."""
     offsets, eos = shaped.offsets, tokenizer.eos_token_id
     ends = (ends_with if plain else ends_closed)(shaped.ids, offsets, eos)
     schema = cache_schema(tokenizer.vocab_size, loss_mask=shaped.mask is not None)
-    # EOS stands, for packing, behind what goes on elsewhere: it would teach the model to stop there
+    # A document that goes on elsewhere counts as ended, for packing: an added EOS would teach the
+    # model to stop there.
     return token_documents(schema, offsets, shaped.ids, ends | continued, rows, shaped.mask)
 
 
 def _encoded(
     texts: Texts, tokenizer: Tokenizer, batch_size: int, *, raw: bool, whole: bool
 ) -> EncodedTexts:
+    """Encodes the texts in calls of bounded size."""
     found: list[EncodedTexts] = []
     for first, last in itertools.pairwise(_edges(texts, batch_size)):
         some = texts.texts.slice(first, last - first)
@@ -159,7 +171,7 @@ def _encoded(
                 spans, ends = texts.spans[first:last], texts.ends[first:last].tolist()
                 found.append(encode_masked(tokenizer, some, spans, ends, raw=raw, whole=whole))
         except TokenizerError as error:
-            if last - first > 1:  # one by one, to tell which it is
+            if last - first > 1:  # one by one, to find which text it is
                 return _encoded(texts, tokenizer, 1, raw=raw, whole=whole)
             error.add_note(f"row {texts.rows[first]}")
             raise
@@ -167,9 +179,9 @@ def _encoded(
 
 
 def _rejected(texts: Texts, made: EncodedTexts, tokenizer: Tokenizer) -> dict[int, Reject]:
-    """By number, the texts that become no document."""
+    """Returns the texts that become no document, by their numbers."""
     if made.mask is None:
-        # nothing but special tokens: the tokenizer knows no piece of the text
+        # Such a text has only special tokens: the tokenizer knows no piece of it.
         kept, reason = np.diff(made.offsets) > tokenizer.specials_per_text, "no_tokens"
         detail = f"the tokenizer {tokenizer.name} makes no token of this text"
         none = Refused(reason, detail)
@@ -180,8 +192,14 @@ def _rejected(texts: Texts, made: EncodedTexts, tokenizer: Tokenizer) -> dict[in
 
 
 def _cut_before(texts: Texts, rows: Int64) -> tuple[int, dict[str, int]]:
-    """(tokens that went before the texts were written, what the ledger says of that). rows: those
-    that have become documents.
+    """Counts what was cut before the texts were encoded.
+
+    Args:
+        texts: All texts.
+        rows: The rows that have become documents.
+
+    Returns:
+        (how many tokens were cut, what the ledger says of it).
     """
     pieces = len(texts.rows) - len(np.unique(texts.rows))
     told = {"pieces": pieces} if pieces else {}
@@ -203,7 +221,9 @@ _UNTRAINED = Refused(NOTHING_TO_TRAIN, "no trained token remains")
 
 
 def _too_long(made: Shaped, rows: Int64, sizes: Int64, lengths: Lengths) -> list[Reject]:
-    """What `shape` left out, of texts with these rows and lengths."""
+    """Returns rejects for the texts that `shape` left out, given the rows and lengths of all
+    texts.
+    """
     benign = lengths.policy.policy != "error"
     found = [_UNTRAINED.of_row(int(rows[i])) for i in made.untrained]
     for i in made.refused:
@@ -213,13 +233,17 @@ def _too_long(made: Shaped, rows: Int64, sizes: Int64, lengths: Lengths) -> list
 
 
 def _refused_strings(texts: Texts, strings: Int64, tokenizer: Tokenizer) -> dict[int, Reject]:
-    """By number, the texts that special_strings="error" refuses. strings: Int64[n], special strings
-    in each.
+    """Returns the texts that special_strings="error" refuses, by their numbers.
+
+    Args:
+        texts: The texts.
+        strings: Int64[n], the number of special strings in each.
+        tokenizer: The tokenizer.
     """
     if tokenizer.special.policy != "error":
         return {}
     found = {}
-    for i in np.flatnonzero(strings).tolist():  # few
+    for i in np.flatnonzero(strings).tolist():  # few texts
         string = tokenizer.special.first_in(texts.texts[i].as_py())
         detail = (
             f"the text holds {'a special string' if string is None else repr(string)}, and "
@@ -230,8 +254,9 @@ def _refused_strings(texts: Texts, strings: Int64, tokenizer: Tokenizer) -> dict
 
 
 def ends_closed(ids: Ids, offsets: Int64, token: int | None) -> UInt8:
-    """UInt8[n]: 1 where EOS is a document's last token, or its last but one: templates end turns
-    with EOS and a newline.
+    """Returns UInt8[n]: 1 where EOS is a document's last token, or the last but one.
+
+    Chat templates end turns with EOS and a newline.
     """
     closed = ends_with(ids, offsets, token)
     if token is None or not ids.size:
@@ -241,7 +266,9 @@ def ends_closed(ids: Ids, offsets: Int64, token: int | None) -> UInt8:
 
 
 def _edges(texts: Texts, batch_size: int) -> list[int]:
-    """0 to all texts, in steps of at most `batch_size` texts and about CALL_BYTES bytes."""
+    """Returns cuts from 0 to all texts, of at most `batch_size` texts and about CALL_BYTES
+    bytes.
+    """
     count = len(texts.texts)
     if not count:
         return [0, 0]
@@ -254,7 +281,7 @@ def _edges(texts: Texts, batch_size: int) -> list[int]:
 
 
 def ends_with(ids: Ids, offsets: Int64, token: int | None) -> UInt8:
-    """UInt8[n]: 1 where a document's last token is `token`. No document is empty."""
+    """Returns UInt8[n]: 1 where a document's last token is `token`. No document may be empty."""
     if token is None or not ids.size:
         return np.zeros(len(offsets) - 1, np.uint8)
     return (ids[offsets[1:] - 1] == token).astype(np.uint8)
@@ -270,8 +297,19 @@ def _audit(
     raw: bool,
     whole: bool,
 ) -> None:
-    """Encodes one text in a thousand again with the reference: tokens and loss masks. whole:
-    max_length has cut nothing.
+    """Encodes one text in a thousand again with the reference, to tokens and loss masks.
+
+    Args:
+        texts: The texts.
+        made: Their tokens by the fast backend.
+        tokenizer: The tokenizer.
+        key: Decides which texts.
+        at: What errors call the file.
+        raw: As in `encode_texts`.
+        whole: Whether max_length has cut nothing.
+
+    Raises:
+        TokenizerError: The fast backend differs.
     """
     for i in _picked(texts, key):  # the reference takes one text at a time
         spans, ends = None, None
@@ -304,7 +342,7 @@ def _again(
     *,
     reference: bool,
 ) -> Tokens:
-    """The tokens of some texts, of which spans are trained, by either encoder."""
+    """Encodes some texts, of which `spans` are trained, with either encoder."""
     if spans is not None and ends is not None:
         made = encode_masked(
             tokenizer, texts, spans, ends, raw=raw, reference=reference, whole=whole
@@ -324,8 +362,10 @@ def _agree(
     *,
     raw: bool,
 ) -> bool:
-    """Whether both encoders give the same of `pieces`, the first of which begins the text of `ids`.
-    If not, the whole text decides.
+    """Whether both encoders give the same tokens of `pieces`.
+
+    The first piece begins the text whose tokens are `ids`. If they differ, the caller compares the
+    whole text.
     """
     parts = pa.array([piece for _, piece in pieces], pa.large_string())
     within = ends = None
@@ -342,6 +382,7 @@ def _agree(
 
 
 def _refuted(tokenizer: Tokenizer, at: str) -> TokenizerError:
+    """Remembers that the fast backend is wrong, and returns the error that says so."""
     tokenizer.refute(
         f"{tokenizer.backend.name} {tokenizer.backend.version} differs from `tokenizers` on {at}"
     )
@@ -355,10 +396,10 @@ def _refuted(tokenizer: Tokenizer, at: str) -> TokenizerError:
 
 
 def _picked(texts: Texts, key: str) -> list[int]:
-    """Numbers of the texts that are looked at again. Which ones follows from their content alone.
+    """Returns the numbers of the texts that are encoded again; their content alone decides which.
 
-    A text longer than what is left of the budget has its turn with probability left / length, so
-    long ones are looked at too.
+    A text longer than what is left of the budget is chosen with probability left / length, so that
+    long texts are checked too.
     """
     count = len(texts.texts)
     picks = permute(
@@ -376,8 +417,9 @@ def _picked(texts: Texts, key: str) -> list[int]:
 
 
 def sample_of(texts: pa.LargeStringArray, most_rows: int, most_bytes: int) -> pa.LargeStringArray:
-    """The first texts, at most so many and of so many bytes; of a first one that is longer, what it
-    begins with.
+    """Returns the first texts, at most so many and of so many bytes.
+
+    Where already the first is longer, its beginning is returned.
     """
     ends, data = bytes_of(texts)
     count = min(
@@ -390,8 +432,9 @@ def sample_of(texts: pa.LargeStringArray, most_rows: int, most_bytes: int) -> pa
 
 
 def _pieces(texts: Texts, i: int, key: str) -> list[tuple[int, str]]:
-    """(first character, piece) of what is looked at of text `i`, its beginning and one place more;
-    nothing where it is short.
+    """Returns (first character, piece) for the two pieces of text `i` that are checked.
+
+    They are its beginning and one more place; none where the text is short.
     """
     ends, data = bytes_of(texts.texts)
     text = data[ends[i] : ends[i + 1]]
@@ -408,11 +451,12 @@ def _pieces(texts: Texts, i: int, key: str) -> list[tuple[int, str]]:
 
 
 def _border(text: UInt8, at: int) -> int:
-    """The next place where text can be cut: in front of a space between two letters, else in front
-    of a character.
+    """Returns the next place, in bytes, at which text can be cut.
+
+    It is before a space between two letters, else before a character.
     """
     window = text[at - 1 : at + BORDER_BYTES]
-    letters = (window | 0x20) - ord("a") < 26  # unsigned: all other bytes are above
+    letters = (window | 0x20) - ord("a") < 26  # unsigned: all other bytes give larger numbers
     spaces = np.flatnonzero(letters[:-2] & (window[1:-1] == ord(" ")) & letters[2:])
     found = spaces if spaces.size else np.flatnonzero((window[1:] & 0xC0) != 0x80)
     return at + int(found[0]) if found.size else len(text)
@@ -423,14 +467,16 @@ def _decoded(text: UInt8) -> str:
 
 
 def _within(spans: Sequence[Sequence[int]], first: int, stop: int) -> list[list[int]]:
-    """Character ranges as those of the piece from `first` to `stop`."""
+    """Returns character ranges as those of the piece from `first` to `stop`."""
     return [
         [max(a, first) - first, min(b, stop) - first] for a, b in spans if a < stop and b > first
     ]
 
 
 def equal_documents(ids: Ids, begins: Sequence[Int64], sizes: Sequence[Int64]) -> int:
-    """How many of the pairs that begin there are the same tokens twice."""
+    """Returns how many pairs, whose halves begin and have sizes as given, are the same tokens
+    twice.
+    """
     alike = np.flatnonzero(sizes[0] == sizes[1])
     places = zip(begins[0][alike], begins[1][alike], sizes[0][alike], strict=True)
     return sum(np.array_equal(ids[a : a + n], ids[b : b + n]) for a, b, n in places)
