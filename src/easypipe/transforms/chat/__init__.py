@@ -1,1 +1,1 @@
-"""Conversations to text, by chat templates, with the characters that are trained."""
+"""Conversations: writes them as text by chat templates, and finds what is trained."""

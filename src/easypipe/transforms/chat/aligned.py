@@ -1,9 +1,10 @@
-"""A conversation beside the same with other words: where each text, and so each turn, stands.
+"""Aligned: a conversation beside one with other words, which shows where each text and turn is.
 
-gap   what the template writes between two texts
-stop  what the template writes to end a turn
-lead  what the template writes between its generation prompt and the words of a turn, which the
-model has to write
+In this file:
+    gap: What the template writes between two texts.
+    stop: What the template writes to end a turn.
+    lead: What the template writes between its generation prompt and the words of a turn; the model
+        has to write it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from easypipe.transforms.chat.sentinels import (
 )
 from easypipe.transforms.chat.stops import OPENED_THOUGHT, Turns, num_shared
 
-MOST_ENDS = 1000  # of calls that are remembered
-# one without a word in it
+MOST_ENDS = 1000  # so many ends of tool calls are remembered
+# a thought without a word in it
 _THOUGHT = r"(?:<(think|thinking|thought|reasoning)>\s*</\1>|\[THINK\]\s*\[/THINK\])\s*"
 _EMPTY_THOUGHT, _ENDS_IN_EMPTY_THOUGHT = re.compile(rf"\s*{_THOUGHT}"), re.compile(rf"{_THOUGHT}\Z")
 _HALF_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
@@ -33,9 +34,17 @@ _HALF_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 class Aligned:
     """A conversation as it was written, beside one with sentinels in place of its texts.
 
-    others: the messages that are replaced besides the assistant's. empty_thoughts: as of Spans.
-    Raises UnprovenError where the two cannot be read side by side, RenderError where the template
-    refuses other words.
+    Args:
+        known: What ends and begins turns.
+        text: The text of the conversation.
+        messages: The conversation.
+        tools: Its tools.
+        others: The messages that are replaced besides the assistant's.
+        empty_thoughts: As in Spans.
+
+    Raises:
+        UnprovenError: The two cannot be read side by side.
+        RenderError: The template refuses other words.
     """
 
     def __init__(
@@ -59,8 +68,10 @@ class Aligned:
         self._owners = [words.owner[place.word] for place in self._places]
 
     def marked(self, marked: list[tuple[int, int]], trained: list[int]) -> list[tuple[int, int]]:
-        """Of the marked spans those of the turns `trained`: each has to hold texts of one message
-        alone.
+        """Returns the marked spans that belong to the turns `trained`.
+
+        Raises:
+            UnprovenError: A span does not hold whole texts of one message alone.
         """
         spans = []
         for a, b in marked:
@@ -78,8 +89,13 @@ class Aligned:
         return spans
 
     def spans(self, trained: list[int], ended: list[int]) -> list[tuple[int, int]]:
-        """What the turns `trained` say, with what the model writes in front of it, and the stop;
-        which need not be known of others than `ended`.
+        """Returns the spans of the turns `trained`, with what the model writes before them, and the
+        stop.
+
+        The stop must be known only of the turns `ended`.
+
+        Raises:
+            UnprovenError: A span cannot be known.
         """
         spans = [self._span(i, ended=i in ended) for i in trained if self._says(i)]
         if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
@@ -89,8 +105,12 @@ class Aligned:
     def narrowed(
         self, spans: list[tuple[int, int]], partly: Mapping[int, list[tuple[int, int]]]
     ) -> list[tuple[int, int]]:
-        """Trained spans; of the turns `partly`, by message, these characters of what it says, and
-        what ends the turn.
+        """Narrows trained spans to the characters that messages ask for.
+
+        Args:
+            spans: The trained spans.
+            partly: For some messages, the trained characters of what they say. What ends the turn
+                stays trained.
         """
         found: list[tuple[int, int]] = []
         for start, stop in spans:
@@ -114,7 +134,7 @@ class Aligned:
         return found
 
     def without_thoughts(self, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """What of trained spans stands behind the reasoning in them."""
+        """Returns the part of each trained span that follows the reasoning in it."""
         found: list[tuple[int, int]] = []
         for start, stop in spans:
             inside = [n for n, one in enumerate(self._places) if start <= one.start < stop]
@@ -129,8 +149,10 @@ class Aligned:
         return found
 
     def _answer(self, n: int) -> int:
-        """Where the model begins to answer when it has thought: in front of place n, as far as what
-        stands there stands there without the reasoning too.
+        """Returns where the model begins to answer after it has thought.
+
+        This is before place n, with as much of the text before it as is also there without the
+        reasoning.
         """
         i, place = self._owners[n], self._places[n]
         text = self._render(
@@ -146,12 +168,16 @@ class Aligned:
         return place.start - len(lead)
 
     def _says(self, i: int) -> bool:
-        """Whether message i is no empty turn."""
+        """Whether message i is not an empty turn."""
         if i not in self._owners and i in self._words.owner.values():
             raise UnprovenError(f"the template does not print what message {i} says")
         return i in self._owners
 
     def _span(self, i: int, *, ended: bool) -> tuple[int, int]:
+        """Returns the span of message i, from what the model writes first to what ends the turn.
+
+        The stop must be known if the turn is `ended`.
+        """
         words, text, places = self._words, self._text, self._places
         first = self._owners.index(i)
         before = places[first - 1].stop if first else 0
@@ -188,8 +214,9 @@ class Aligned:
         )
 
     def _others(self, i: int, first: int) -> tuple[int, int]:
-        """What message i, which is not the assistant's, says; with what follows it where that is
-        what ends the assistant's turns.
+        """Returns the span of message i, which is not the assistant's.
+
+        It includes what follows, where that is what ends the assistant's turns.
         """
         behind, known = self._behind(i, first)[-1], self._known.stops
         start, stop = self._places[first].start, self._places[behind - 1].stop
@@ -201,11 +228,13 @@ class Aligned:
         return start, stop
 
     def _behind(self, i: int, first: int) -> Sequence[int]:
-        """The places behind which the turn of message i may end, which stands in one piece from
-        `first` on; the likeliest first.
+        """Returns the places behind which the turn of message i may end, the likeliest first.
 
-        A template may name a function again: in the call itself, or where it prints what that
-        returned, when the turn has ended.
+        The turn must be in one piece from `first` on. A template may name a function again: in the
+        call itself, or where it prints what that returned, when the turn has ended.
+
+        Raises:
+            UnprovenError: The turn is not in one piece, or its text is printed again.
         """
         said: set[str] = set()
         new = stop = first
@@ -227,7 +256,7 @@ class Aligned:
         return range(new, stop + 1)
 
     def _lead(self, gap: str) -> int:
-        """Where in the gap before the words of a turn the model begins to write."""
+        """Returns where in the gap before the words of a turn the model begins to write."""
         if (thought := _ENDS_IN_EMPTY_THOUGHT.search(gap)) is not None:
             return thought.start() if self._empty_thoughts else thought.end()
         stops = self._known.stops
@@ -240,11 +269,14 @@ class Aligned:
         return i == len(self._changed) - 1
 
     def _stop(self, i: int) -> str | None:
+        """Returns what ends the turn of message i, if that is known."""
         return self._known.stops.last if self._is_last(i) else self._known.stops.middle
 
     def _plain_end(self, gap: str, i: int, *, plain: bool) -> int | None:
-        """How much of the gap behind the last text of message i ends its turn, the stop included;
-        None where that cannot be read off it. plain: the message is words alone.
+        """Returns how much of the gap behind the last text of message i ends its turn, with the
+        stop.
+
+        None where that cannot be read off the gap. `plain` says that the message is words alone.
         """
         last, stop, space = self._is_last(i), self._stop(i), len(gap) - len(gap.lstrip())
         if stop is not None and gap.startswith(stop):
@@ -254,19 +286,26 @@ class Aligned:
         if last and not gap.strip():
             return 0  # the EOS token will end it
         if last and plain and (found := self._known.closer.fullmatch(gap.rstrip())):
-            return found.end()  # a special token and nothing behind it
+            return found.end()  # a special token with nothing behind it
         return None
 
     def _end_of_call(
         self, gap: str, i: int, run: Sequence[Place], follows: Sequence[int]
     ) -> int | None:
-        """How much of the gap ends a turn that is not words alone: it stands there whether or not
-        something follows. run: its texts. follows: whose the text behind the gap is.
+        """Returns how much of the gap ends a turn that is not words alone.
+
+        It is what is there whether or not something follows.
+
+        Args:
+            gap: The text behind the turn's last text.
+            i: The number of the message.
+            run: The places of its texts.
+            follows: The message that the text behind the gap belongs to.
         """
         known, last, stop = self._known, self._is_last(i), self._stop(i) or ""
         inside = gap.find(stop.strip()) if stop and (last or list(follows) == [i + 1]) else -1
         whole = gap[: inside + len(stop.strip())] if inside >= 0 else ""
-        # a special token before which there is none that could have opened another turn
+        # a special token, before which there is none that could have opened another turn
         before = known.closing.sub("", whole[:inside]) if whole else ""
         if (last, whole) in known.known_ends or (
             known.token.search(whole) is not None and known.token.search(before) is None
@@ -276,7 +315,7 @@ class Aligned:
         if other is None:  # a template may refuse half a conversation
             return None
         if not whole and (closing := known.token.findall(stop)[-1:]):
-            # a call is closed otherwise than words are, and then with the same token
+            # A call is closed otherwise than words are, and then with the same token.
             whole = gap[: gap.find(closing[0]) + len(closing[0])] if closing[0] in gap else ""
         if whole and other.startswith(whole):
             if len(known.known_ends) < MOST_ENDS:
@@ -287,12 +326,14 @@ class Aligned:
             return None
         opened = known.stops.opening.strip()
         closed = known.shut.search(end) is not None and not (opened and end.endswith(opened))
-        # where the EOS token will end it
+        # the EOS token will end it
         return len(end) if closed or (last and known.stops.last is None) else None
 
     def _other_gap(self, i: int, said: Sequence[str]) -> str | None:
-        """What follows the last of the words of message i where nothing follows that message, or
-        something where it is the last one.
+        """Returns what follows the last word of message i if nothing follows the message.
+
+        For the last message, it is what follows if something does. None where the template refuses
+        that.
         """
         other = list(self._changed[: i + 1])
         if self._is_last(i):
@@ -309,13 +350,16 @@ class Aligned:
         return behind[0] if (len(behind) > 1) == self._is_last(i) else None
 
     def _spoken(self, word: str, i: int) -> Json:
-        """A word in the form in which message i speaks: typed parts, or text."""
+        """Returns a word in the form in which message i speaks: typed parts, or text."""
         parts = isinstance(self._changed[i].get("content"), list)
         return [{"type": "text", "text": word}] if parts else word
 
     def _header(self, gap: str, i: int, first: int) -> int:
-        """How much of the gap before message i opens the turn, and is not said by the assistant.
-        first: how many texts stand before it."""
+        """Returns how much of the gap before message i opens the turn, and is not said by the
+        assistant.
+
+        `first` is the number of texts before it.
+        """
         if i and not first:
             raise UnprovenError(f"where the turn of message {i} begins cannot be told")
         header = self._opened(gap, i)
@@ -324,6 +368,7 @@ class Aligned:
         return header
 
     def _opened(self, gap: str, i: int) -> int:
+        """Returns how much of the gap before message i opens the turn."""
         before = self._changed[:i]
         try:
             asked = self._tail(self._render(before, prompt=True))
@@ -351,5 +396,5 @@ class Aligned:
         return self._known.template.render(messages, self._tools, prompt=prompt)[0]
 
     def _tail(self, text: str) -> str:
-        """What follows the last sentinel."""
+        """Returns what follows the last sentinel."""
         return self._words.pattern.split(text)[-1]

@@ -1,7 +1,6 @@
-"""Conversations as values: read from columns and JSON, checked, put into OpenAI's keys.
+"""Reads conversations from columns and JSON, checks them, and puts them into OpenAI's keys.
 
-Imports no Arrow: what stands as JSON in a row is read in the worker process of worker.py, and
-everything else by its parent.
+JSON in a row is read in the worker process of worker.py, and everything else by its parent.
 """
 
 from __future__ import annotations
@@ -19,21 +18,23 @@ from easypipe.core.errors import SourceError, require
 from easypipe.transforms.chat.sandbox import Json, Message, texts_within
 from easypipe.transforms.chat.spans import FLAG, RANGES, WEIGHT, flag_of
 
-PART = "text"  # the key of typed parts that holds their text
-# the keys of messages that rows may have other names for
+PART = "text"  # the key under which typed parts hold their text
+# the keys of messages for which rows may have other names
 MESSAGE_FIELDS = ("role", "content", PART, "tool_calls", "reasoning_content", FLAG, RANGES, WEIGHT)
-Wrong = tuple[str, str]  # (a word for the ledger, what there is to say about it)
+Wrong = tuple[str, str]  # (a word for the ledger, what to say about it)
 
 
 @dataclass(frozen=True)
 class MessageReader:
     """How rows become what templates see.
 
-    roles: ShareGPT's names of who speaks; None where messages have OpenAI's keys. fields: the keys
-    that rows have for those of OpenAI, and for `text` of typed parts. system: the
-    prompt of those that have none. refuse: strings that no message may hold, as the template writes
-    the special tokens. everything: the `train_on` that trains what anybody says; empty for others.
-    anyone: whether a message of any role may say of itself that it is trained.
+    Attributes:
+        roles: ShareGPT's names of who speaks; None where messages have OpenAI's keys.
+        system: The system prompt of conversations that have none.
+        refuse: Strings that no message may hold, since the template writes the special tokens.
+        everything: The `train_on` that trains what anyone says; empty for others.
+        fields: The keys that rows have for those of OpenAI, and for `text` of typed parts.
+        anyone: Whether a message of any role may say of itself that it is trained.
     """
 
     roles: Mapping[str, str] | None = None
@@ -49,7 +50,7 @@ class MessageReader:
         return re.compile("|".join(re.escape(word) for word in words)) if words else None
 
     def translated(self, value: Json) -> Json:
-        """Messages in OpenAI's keys; whatever else stands there is for `wrong`."""
+        """Returns messages in OpenAI's keys; `wrong` reports anything else."""
         if not isinstance(value, list):
             return value
         if self.fields is not None:
@@ -60,7 +61,7 @@ class MessageReader:
         return [_turn(turn, self.roles) if isinstance(turn, dict) else turn for turn in value]
 
     def wrong(self, talk: Json, tools: Json) -> Wrong | None:
-        """What keeps these from being rendered."""
+        """Returns why a conversation and its tools cannot be rendered, or None."""
         found = wrong_messages(talk) or wrong_tools(tools) or self.wrong_flags(talk)
         if found is not None or self._refused is None:
             return found
@@ -77,10 +78,13 @@ class MessageReader:
         examples: Sequence[Message] = (),
         system: str | None = None,
     ) -> dict[str, Json]:
-        """What the template sees of a row in which nothing is `wrong`.
+        """Returns what the template sees of a row in which nothing is `wrong`.
 
-        examples: messages that go in front of its first turn. system: the row's own prompt, which
-        goes before that of all rows.
+        Args:
+            talk: The messages.
+            tools: The tools.
+            examples: Messages that are put before the first turn.
+            system: The row's own system prompt, which is preferred to that of all rows.
         """
         prompt = system or self.system
         if prompt is not None or examples:
@@ -92,7 +96,9 @@ class MessageReader:
         return {"messages": talk, "tools": tools or None}
 
     def wrong_flags(self, talk: Sequence[Message]) -> Wrong | None:
-        """What is wrong with roles and flags of messages that are otherwise in order."""
+        """Returns what is wrong with roles and flags of messages that are otherwise right, or
+        None.
+        """
         for i, message in enumerate(talk):
             role = message["role"]
             if isinstance(role, _BadRole):
@@ -135,7 +141,7 @@ class MessageReader:
 
 
 def _in_content(ranges: Json, said: Json) -> bool:
-    """Whether ranges, if there are any, are of characters of a message's text."""
+    """Whether ranges, if there are any, are ranges of characters of a message's text."""
     if ranges is None:
         return True
     if not isinstance(ranges, list) or not isinstance(said, str):
@@ -150,7 +156,12 @@ def _in_content(ranges: Json, said: Json) -> bool:
 
 
 def _renamed(turn: Message, fields: Mapping[str, str]) -> Message:
-    """A message in OpenAI's keys. fields: its own keys by those, as MessageReader has them."""
+    """Returns a message in OpenAI's keys.
+
+    Args:
+        turn: The message.
+        fields: OpenAI's keys, with those that the message has for them.
+    """
     own = {name: turn[key] for name, key in fields.items() if name != PART and key in turn}
     theirs = [key for name, key in fields.items() if name != PART]
     message = {key: item for key, item in turn.items() if key not in theirs} | own
@@ -166,7 +177,7 @@ def _renamed(turn: Message, fields: Mapping[str, str]) -> Message:
 
 
 def _turn(turn: Message, roles: Mapping[str, str]) -> Message:
-    """A turn of ShareGPT in OpenAI's keys."""
+    """Returns a turn of ShareGPT in OpenAI's keys."""
     own = ("from", "value", "role", "content")
     rest = {key: item for key, item in turn.items() if key not in own}
     who, said = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
@@ -185,15 +196,15 @@ def _turn(turn: Message, roles: Mapping[str, str]) -> Message:
 
 
 class BadJson(str):
-    """What is wrong with a text that should have been JSON."""
+    """The error for a text that should have been JSON, in place of its value."""
 
 
 class _BadRole(str):
-    """A role that no list of roles knows."""
+    """A role that is not among the known ones."""
 
 
 def loaded(text: str | bytes) -> Json:
-    """The value of JSON text, BadJson where it is none."""
+    """Returns the value of JSON text; a BadJson where it is none."""
     try:
         return json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
@@ -205,7 +216,9 @@ def wrong_tools(tools: Json) -> Wrong | None:
 
 
 def wrong_messages(value: Json) -> Wrong | None:
-    """(reason, detail) where `value` is no conversation that can be rendered."""
+    """Returns (reason, detail) where `value` is no conversation that can be rendered, else
+    None.
+    """
     if value is None:
         return "null", "no messages"
     if isinstance(value, BadJson):
@@ -240,9 +253,10 @@ def wrong_messages(value: Json) -> Wrong | None:
 
 
 def wrong_calls(talk: Sequence[Message], tools: Json) -> str | None:
-    """What is wrong with tools and calls of a conversation that a template could not write.
+    """Returns what is wrong with tools and calls of a conversation that a template failed to write.
 
-    Templates may take calls in shapes of their own: nobody is refused for what is found here alone.
+    Templates may take calls in shapes of their own, so no row is refused only for what is found
+    here.
     """
     for i, message in enumerate(talk):
         calls = message.get("tool_calls")
@@ -262,9 +276,11 @@ def wrong_calls(talk: Sequence[Message], tools: Json) -> str | None:
 
 
 def cleaned(value: Json, keep: Sequence[str] = ()) -> Json:
-    """A value without the keys that Arrow fills up with null because other rows have them.
+    """Returns a value without the keys that Arrow fills with null because other rows have them.
 
-    keep: names of outermost keys that stay.
+    Args:
+        value: The value.
+        keep: Outermost keys that stay.
     """
     if isinstance(value, dict):
         return {
@@ -276,7 +292,7 @@ def cleaned(value: Json, keep: Sequence[str] = ()) -> Json:
 
 
 def value_of(value: Json, *, keep: Sequence[str]) -> Json:
-    """A Python value of a row: text is taken for JSON, other values are `cleaned`."""
+    """Returns a Python value of a row: text is parsed as JSON, other values are `cleaned`."""
     return loaded(value) if isinstance(value, str | bytes) else cleaned(value, keep)
 
 
@@ -291,12 +307,12 @@ def _kind(value: Json) -> str:
     }.get(type(value), "null")
 
 
-# Columns of conversations and texts as Python values, whatever Arrow type they have.
-#
-# Conversations are lists of objects with role and content, or JSON text of that.
+# The functions below give columns of conversations and texts as Python values, whatever Arrow type
+# they have. Conversations are lists of objects with role and content, or JSON text of that.
 
 
 def is_messages(kind: pa.DataType) -> bool:
+    """Whether a column holds lists of objects."""
     t = pa.types
     return (t.is_list(kind) or t.is_large_list(kind) or t.is_list_view(kind)) and t.is_struct(
         kind.value_type
@@ -304,12 +320,12 @@ def is_messages(kind: pa.DataType) -> bool:
 
 
 def is_json(kind: pa.DataType) -> bool:
-    """As core.schema.is_json, which the worker process has no need to import."""
+    """As core.schema.is_json, which the worker process need not import."""
     return isinstance(kind, pa.JsonType)
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether values are strings, JSON among them."""
+    """Whether values are strings, including JSON."""
     t = pa.types
     if is_json(kind):
         return True
@@ -322,16 +338,15 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def values_of(column: pa.Array, *, keep: Sequence[str]) -> list[Json]:
-    """Python values.
+    """Returns the Python values of a column.
 
-    Of structs without the keys that Arrow filled up with nulls, but for those in `keep` of the
-    outermost.
+    Structs have no keys that Arrow filled with nulls, except those in `keep` of the outermost.
     """
     return [value_of(value, keep=keep) for value in plain_of(column)]
 
 
 def plain_of(column: pa.Array) -> list[Json]:
-    """Python values of any column; bytes for text that is no UTF-8."""
+    """Returns the Python values of any column; bytes for text that is not UTF-8."""
     return (
         strings_of(column)
         if is_text(column.type) or pa.types.is_null(column.type)
@@ -340,7 +355,7 @@ def plain_of(column: pa.Array) -> list[Json]:
 
 
 def decoded_of(column: pa.Array) -> list[Json]:
-    """Python values of any column; of JSON by its type what it says."""
+    """Returns the Python values of any column; a column of JSON type is parsed."""
     return (
         [None if text is None else loaded(text) for text in strings_of(column)]
         if is_json(column.type)
@@ -349,7 +364,7 @@ def decoded_of(column: pa.Array) -> list[Json]:
 
 
 def strings_of(column: pa.Array) -> list[Json]:
-    """Texts, None for null, bytes for what is no UTF-8."""
+    """Returns texts, None for null, and bytes for what is not UTF-8."""
     if pa.types.is_null(column.type):
         return [None] * len(column)
     try:
@@ -367,9 +382,15 @@ def _decoded(value: bytes | None) -> str | bytes | None:
 
 
 def conversations_of(path: Path) -> list[tuple[str, Json]]:
-    """The conversations of a file, each with its place: a JSON list of messages, an object with
-    `messages` (or `prompt`, as rows of TRL have it) and what else rows have beside them (`tools`,
-    `system`, `chat_template_kwargs`), or one of these in each line.
+    """Reads the conversations of a file, each with its place.
+
+    The file holds a JSON list of messages; or an object with `messages` (or `prompt`, as rows of
+    TRL have it) and what else rows have beside them (`tools`, `system`, `chat_template_kwargs`); or
+    one of these in each line.
+
+    Raises:
+        SourceError: The file is not UTF-8.
+        ConfigError: It is not JSON.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The worker processes that write prompts by templates: rows go to idle ones, texts come back."""
+"""The worker processes that run templates: sends rows to idle ones and receives their texts."""
 
 from __future__ import annotations
 
@@ -21,21 +21,26 @@ from easypipe.transforms.chat.sandbox import Json, Row
 from easypipe.transforms.chat.spans import Rendered
 from easypipe.transforms.refused import Refused
 
-BATCH_ROWS = 64  # conversations of one request
-BATCH_CHARACTERS = 1 << 20  # at most, where it is of more than one conversation
-LARGE_CALL = 1000  # conversations for which a second worker process is worth its start
+BATCH_ROWS = 64  # the most conversations of one request
+BATCH_CHARACTERS = 1 << 20  # the most characters of a request of more than one conversation
+LARGE_CALL = 1000  # for so many conversations, a second worker process is worth its start
 WORKER = "easypipe.transforms.chat.worker"
-STALL_SECONDS = 120.0  # without an answer, for a worker that may use one second of processor time
+STALL_SECONDS = 120.0  # wait for an answer of a worker, which may use one second of processor time
 
 
 class Hostile(NamedTuple):
-    """A template that cannot be used."""
+    """A worker's answer for a template that cannot be used, and why."""
 
     why: str
 
 
 class Ended(NamedTuple):
-    """A worker that a row ended; it is the one answer to a request. row: counts within that."""
+    """The answer for a worker that a row ended, instead of all answers to its request.
+
+    Attributes:
+        why: What ended it.
+        row: The number of the row within the request.
+    """
 
     why: str
     row: int
@@ -58,13 +63,15 @@ Asked = Row | WrittenTalk
 
 
 def _answer(said: Sequence[Json]) -> Answer:
-    """What a worker says of a row."""
+    """Returns what a worker's JSON says of a row."""
     kinds = {1: Hostile, 2: Refused, 3: Rendered}
     return kinds[len(said)](*said)
 
 
 def _requests(rows: Sequence[Asked]) -> Iterator[list[list[str]]]:
-    """All rows in their order, as the JSON texts that a worker reads, some for each request."""
+    """Yields all rows in their order, as the JSON texts that a worker reads, some for each
+    request.
+    """
     some: list[list[str]] = []
     size = 0
     for row in rows:
@@ -83,10 +90,14 @@ def _requests(rows: Sequence[Asked]) -> Iterator[list[list[str]]]:
 
 
 def asked(spec: Mapping[str, Json], rows: Sequence[Asked]) -> Generator[list[Answer]]:
-    """Answers to all rows, request by request, until one ends a worker.
+    """Yields answers to all rows, request by request, until a row ends a worker.
 
     While answers are read, other workers have the next requests, as far as there are more workers
     than threads that ask.
+
+    Args:
+        spec: What the rows are written with, see worker.py.
+        rows: The rows.
     """
     under_way: deque[tuple[_Worker, int]] = deque()
     try:
@@ -98,12 +109,13 @@ def asked(spec: Mapping[str, Json], rows: Sequence[Asked]) -> Generator[list[Ans
             worker.send(head, json.dumps(request).encode())
         while under_way:
             yield _received(under_way)
-    finally:  # an error, or Ctrl-C: they still have answers to give, which are nobody's
+    finally:  # after an error or Ctrl-C, workers still have answers that no one will read
         for worker, _ in under_way:
             worker.close()
 
 
 def _received(under_way: deque[tuple[_Worker, int]]) -> list[Answer]:
+    """Returns the answers of the worker that was asked first, and makes it idle."""
     worker, count = under_way[0]
     answers = worker.receive(count)
     under_way.popleft()
@@ -115,10 +127,13 @@ def _received(under_way: deque[tuple[_Worker, int]]) -> list[Answer]:
 
 
 class _Worker:
-    def __init__(self) -> None:
-        from multiprocessing.connection import Pipe  # imports sockets, for those who render
+    """One worker process, with the connection to it."""
 
-        # holds the number of the row that it works on
+    def __init__(self) -> None:
+        # imports sockets, so only those who render pay for it
+        from multiprocessing.connection import Pipe
+
+        # This file holds the number of the row that the worker works on.
         self._number = tempfile.TemporaryFile(prefix="easypipe-chat-")  # noqa: SIM115
         package = str(Path(__file__).parents[3])
         known = {
@@ -140,13 +155,19 @@ class _Worker:
         self.gone = False
 
     def send(self, *frames: bytes) -> None:
-        """To a worker that has answered all before, and so reads."""
-        with contextlib.suppress(ConnectionError):  # it is gone, which who reads its answers sees
+        """Sends frames to a worker that has answered all before, and so reads."""
+        # the worker is gone, which `receive` will notice
+        with contextlib.suppress(ConnectionError):
             for frame in frames:
                 self._connection.send_bytes(frame)
 
     def receive(self, count: int) -> list[Answer]:
-        """Answers to `count` rows, or to none but the one it ended at."""
+        """Returns the answers to `count` rows, or only the Ended of the row that the worker ended
+        at.
+
+        Raises:
+            StallError: The worker gives no answer.
+        """
         answers: list[Answer] = []
         while len(answers) < count:
             try:
@@ -162,7 +183,7 @@ class _Worker:
         return answers
 
     def _end(self) -> Ended:
-        """Why the worker is gone."""
+        """Returns why the worker is gone."""
         self.gone = True
         code = self._process.wait()
         why = {
@@ -173,6 +194,7 @@ class _Worker:
         return Ended(why.get(code, f"its process ended with status {code}"), row)
 
     def close(self) -> None:
+        """Ends the process."""
         with _lock:
             _alive.discard(self)
         self._connection.close()
@@ -187,8 +209,13 @@ _lock = threading.Lock()
 
 
 def _take(*, must: bool = True, start: bool = True) -> _Worker | None:
-    """A worker that has nothing to do. must: start one rather than give none; else: None where
-    every core has one at work, or where there would have to be another one and not `start`."""
+    """Returns a worker that has nothing to do.
+
+    Args:
+        must: Whether to start one rather than return None. Otherwise None is returned where every
+            core has a worker at work, or where a new one is needed and `start` is False.
+        start: Whether a new worker may be started.
+    """
     with _lock:
         cores = os.cpu_count() or 1
         if not must and (len(_alive) - len(_idle) >= cores or not (_idle or start)):
@@ -202,8 +229,9 @@ def _take(*, must: bool = True, start: bool = True) -> _Worker | None:
 
 
 def _give(worker: _Worker) -> None:
+    """Makes a worker idle, or closes it where there are enough."""
     with _lock:
-        # one more: a thread finds none where others have taken those of all cores
+        # One more than cores: a thread finds none where others have taken those of all cores.
         if len(_idle) <= (os.cpu_count() or 1):
             _idle.append(worker)
             return
@@ -211,7 +239,7 @@ def _give(worker: _Worker) -> None:
 
 
 def close_workers() -> None:
-    """Ends the idle worker processes; they end with this process anyway."""
+    """Ends the idle worker processes, which end with this process anyway."""
     with _lock:
         idle, _idle[:] = list(_idle), []
     for worker in idle:
@@ -219,7 +247,7 @@ def close_workers() -> None:
 
 
 def _forget_workers() -> None:
-    """In a child process, which has none: two may not read one pipe."""
+    """Forgets all workers in a child process: two processes must not read one pipe."""
     _idle.clear()
     _alive.clear()
 

@@ -1,8 +1,8 @@
-"""Conversations to texts, with what is trained of them, by chat templates in worker processes.
+"""ChatTemplate: writes conversations as texts with trained spans, in worker processes.
 
 A template is a program of strangers, and a thread that runs one cannot be stopped. So templates run
-in a few worker processes (pool.py), whose processor time and memory the system limits; one
-that goes too far ends alone, and is an error that names the row.
+in a few worker processes (pool.py), whose processor time and memory the system limits; one that
+goes too far ends alone, and is an error that names the row.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 log = logging.getLogger("easypipe")
 
 ENGINE_VERSION = 7  # counts up when the same conversation gives other text or other spans
-MOST_ENDED = 5  # rows after each other that end their worker: then it is the template
-# options that keys of caches hold only where they say something else
+MOST_ENDED = 5  # where so many rows in sequence end their worker, the template is to blame
+# Options that came later: fingerprints hold them only where they differ from these values.
 ADDED: Mapping[str, Json] = {
     "train_on_eos": "turn",
     "roles_to_train": ("assistant",),
     "reasoning": "keep",
 }
-OTHER_FILES = ("include", "import", "from", "extends")  # statements of Jinja that read them
+OTHER_FILES = ("include", "import", "from", "extends")  # statements of Jinja that read other files
 
 
 class HostileTemplateError(TokenizerError):
-    """A template that took too long or too much, or reached for what it must not have.
+    """Raised for a template that took too long or too much, or reached for what it must not have.
 
-    `row` counts within the call.
+    Attributes:
+        row: The number of the row within the call.
     """
 
     row: int = 0
@@ -57,28 +58,37 @@ class HostileTemplateError(TokenizerError):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """One chat template with what it is rendered with.
+    r"""One chat template, with what it is rendered with.
 
-    `tool_use` is another one for rows that have tools, where the tokenizer has it.
+    Attributes:
+        source: The text of the template.
+        tool_use: Another template for rows that have tools, where the tokenizer has one.
+        names: Variables of the template: `bos_token`, `eos_token`, ... and chat_template_kwargs.
+        closers: The special tokens of the tokenizer.
+        train_on: Which turns are trained.
+        date: The ISO date that strftime_now gives.
+        origin: Where the template is from, for errors.
+        train_empty_thinking: Whether `<think>\n\n</think>` before an answer is trained.
+        train_on_eos: Which trained turns have their end trained too: turn, last, none.
+        roles_to_train: Whose turns train_on chooses among.
+        reasoning: What happens to the reasoning of messages: keep, mask, per_turn.
     """
 
     source: str
     tool_use: str | None
-    # bos_token, eos_token, ...: strings that the template may print; and chat_template_kwargs
     names: Mapping[str, Json]
-    closers: tuple[str, ...]  # special tokens of the tokenizer
+    closers: tuple[str, ...]
     train_on: str
-    date: str | None  # ISO date that strftime_now tells
+    date: str | None
     origin: str
-    # whether `<think>\n\n</think>` in front of an answer is trained
     train_empty_thinking: bool = True
-    train_on_eos: str = "turn"  # of which trained turns what ends them is trained: turn, last, none
-    roles_to_train: tuple[str, ...] = ("assistant",)  # whose turns train_on chooses among
-    reasoning: str = "keep"  # what becomes of what messages think: keep, mask, per_turn
+    train_on_eos: str = "turn"
+    roles_to_train: tuple[str, ...] = ("assistant",)
+    reasoning: str = "keep"
 
     @property
     def fingerprint(self) -> str:
-        """Of everything that decides text and spans but the rows."""
+        """A digest of everything that decides text and spans, except the rows."""
         return digest("chat", ENGINE_VERSION, *self._spec.values())
 
     @property
@@ -91,34 +101,43 @@ class ChatTemplate:
     def render(
         self, rows: Sequence[Asked | Refused], reader: MessageReader | None = None
     ) -> list[Rendered | Refused]:
-        """Conversations as texts, with what is trained of each.
+        """Writes conversations as texts, with what is trained of each.
 
-        rows: `messages`, a list of dicts, and `tools`, a list or None, and `answers` where the last
-        so many messages answer the others, and `kwargs` that the template sees; or JSON of
-        messages and tools, which `reader` says how to read and to refuse. What is refused already
-        stays so. Thread safe; a thread waits for worker processes.
+        Thread-safe; a thread waits for worker processes.
 
-        Raises HostileTemplateError for a template that does not compile, does what it must not, or
-        goes beyond its limits for five rows after each other (one such row is Refused);
-        StallError where a worker hangs.
+        Args:
+            rows: `messages`, a list of dicts; `tools`, a list or None; `answers` where the last so
+                many messages answer the others; and `kwargs` that the template sees. Or JSON of
+                messages and tools. A row that is refused already stays so.
+            reader: How JSON of messages and tools is read and refused.
+
+        Raises:
+            HostileTemplateError: The template does not compile, does what it must not, or goes
+                beyond its limits for five rows in sequence (a single such row is Refused).
+            StallError: A worker hangs.
         """
         spec = {**self._spec, "reader": asdict(reader or MessageReader())}
         return answers_of(spec, rows, self.origin)
 
     def prompts(self, rows: Sequence[Asked | Refused]) -> list[str | Refused]:
-        """Conversations as texts that open an answer of the assistant; otherwise as `render`."""
+        """Writes conversations as texts that open an answer of the assistant; otherwise as
+        `render`.
+        """
         spec = {**self._spec, "reader": asdict(MessageReader()), "prompt": True}
         answers = answers_of(spec, rows, self.origin)
         return [one if isinstance(one, Refused) else one.text for one in answers]
 
 
 def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
-    """What `template` trains the assistant to end with, seen on a question and an answer.
+    """Returns what `template` trains the assistant to end with, as seen on a question and an
+    answer.
 
     Where it closes a turn with several special tokens, the last is what ends it. Where nothing is
     written there, the EOS token that packing adds is the end. Where what is written is no token of
-    the tokenizer, nothing that ends an answer is trained, and a warning says so. Raises
-    HostileTemplateError.
+    the tokenizer, nothing that ends an answer is trained, and a warning says so.
+
+    Raises:
+        HostileTemplateError: The template went beyond its limits.
     """
     question, answer = "easypipeQuestionProbe", "easypipeAnswerProbe"
     talk = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -137,6 +156,7 @@ def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
 
 @functools.cache
 def _warn_endless(origin: str, tokenizer: str, end: str) -> None:
+    """Warns, once, of a template whose end of a turn is no special token of the tokenizer."""
     log.warning(
         "%s: ends a turn with %r, which is no special token of tokenizer %s. A model "
         "trained on it never stops by itself. Take a tokenizer that has it, or add it to a "
@@ -150,9 +170,12 @@ def _warn_endless(origin: str, tokenizer: str, end: str) -> None:
 def answers_of(
     spec: Mapping[str, Json], rows: Sequence[Asked | Refused], origin: str
 ) -> list[Rendered | Refused]:
-    """What worker processes make of rows with the template of `spec` (see worker.py).
+    """Returns what worker processes make of rows with the template of `spec` (see worker.py).
 
-    origin: what errors call the template.
+    Args:
+        spec: What the rows are written with.
+        rows: The rows.
+        origin: What errors call the template.
     """
     done = {i: row for i, row in enumerate(rows) if isinstance(row, Refused)}
     answers: dict[int, Rendered | Refused] = {**done}
@@ -191,12 +214,19 @@ def load_chat_template(
     kwargs: Mapping[str, Json] = MappingProxyType({}),
     train_on_eos: str = "turn",
 ) -> ChatTemplate:
-    """The tokenizer's own template, or the given one: a file, its text, or a built-in one's name.
+    """Loads the tokenizer's own template, or the given one: a file, its text, or a built-in name.
 
-    kwargs: further variables of the template, as `apply_chat_template` of transformers takes them.
+    Args:
+        tokenizer: The tokenizer.
+        chat_template: The given template; None takes the tokenizer's own.
+        train_on: As in ChatTemplate, like all options that are not described here.
+        kwargs: Further variables of the template, as `apply_chat_template` of transformers takes
+            them.
 
-    Raises TokenizerError where there is none, ConfigError for a file that is not there, a date that
-    is none, kwargs that it does not read, and what `check_whole` raises.
+    Raises:
+        TokenizerError: The tokenizer has no template.
+        ConfigError: A file is missing, a date is invalid, the template does not read kwargs or asks
+            for other files.
     """
     if date is not None:
         check_date(date)
@@ -230,6 +260,7 @@ def load_chat_template(
 
 
 def check_date(date: str) -> None:
+    """Raises ConfigError for what is no ISO date."""
     try:
         datetime.date.fromisoformat(date)
     except ValueError:
@@ -239,7 +270,9 @@ def check_date(date: str) -> None:
 
 
 def wrong_kwargs(kwargs: Mapping[str, Json]) -> tuple[str, str] | None:
-    """(name, why) of a variable that no chat_template_kwargs may set."""
+    """Returns (name, why) for a variable that chat_template_kwargs must not set; None if all are
+    right.
+    """
     for name, value in kwargs.items():
         if name in RESERVED or not name.isidentifier():
             return name, "is no variable that a template can be given"
@@ -251,29 +284,31 @@ def wrong_kwargs(kwargs: Mapping[str, Json]) -> tuple[str, str] | None:
 
 
 def check_kwargs(kwargs: Mapping[str, Json] | None) -> None:
+    """Raises ConfigError for variables that chat_template_kwargs must not set."""
     if (wrong := wrong_kwargs(kwargs or {})) is not None:
         at, problem = f"chat_template_kwargs.{wrong[0]}", wrong[1]
         raise ConfigError(at=at, problem=problem, fix="Give what the template reads as JSON.")
 
 
 def is_jinja(text: str) -> bool:
+    """Whether a text is a Jinja template."""
     return "{%" in text or "{{" in text or "{#" in text
 
 
 def check_whole(template: str | Path | None, at: str, origin: str | None = None) -> None:
     """Raises ConfigError for Jinja that asks for other files, which no template is given.
 
-    Anything but Jinja is passed over. origin: of the template.
+    Anything but Jinja is passed over. `origin` is where the template is from.
     """
     if not isinstance(template, str) or not is_jinja(template):
         return
     import jinja2
 
     try:
-        # read, not compiled: what is hostile is for the worker processes
+        # It is only read, not compiled: what is hostile is for the worker processes.
         tokens = list(jinja2.Environment(autoescape=True).lex(template))
     except jinja2.TemplateSyntaxError:
-        return  # which they tell of
+        return  # the worker processes report it
     code = [(line, kind, text) for line, kind, text in tokens if kind != "whitespace"]
     for (_, begins, _), (line, _, word) in itertools.pairwise(code):
         if begins == "block_begin" and word in OTHER_FILES:
@@ -287,7 +322,11 @@ def check_whole(template: str | Path | None, at: str, origin: str | None = None)
 def given_template(
     template: str | Path, *, at: str, names: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[str, str]:
-    """(source, origin) of a Jinja template: its text, a name among `names`, or a file."""
+    """Returns (source, origin) of a Jinja template: its text, a name among `names`, or a file.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
     text = str(template)
     if isinstance(template, str) and is_jinja(text):
         return without_mark(text), at
@@ -313,7 +352,7 @@ def given_template(
 
 
 def without_mark(template: str) -> str:
-    """A template without the byte-order mark that editors put in front of files.
+    """Returns a template without the byte-order mark that editors put at the beginning of files.
 
     Every row would begin with it.
     """

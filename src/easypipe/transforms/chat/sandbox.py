@@ -1,8 +1,7 @@
-"""Chat templates rendered as `transformers.apply_chat_template` renders them, without it.
+"""Template: renders chat templates as `transformers.apply_chat_template` does, in a sandbox.
 
-Imports nothing but jinja2: this file runs in the worker process of worker.py, which is what
-limits time and memory. The sandbox here keeps templates from attributes and from changing what they
-are given.
+This file imports only jinja2: it runs in the worker process of worker.py, which limits time and
+memory. The sandbox here keeps templates from attributes and from changing what they are given.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-Json = Any  # a value that JSON can hold: it is looked into before it is used
+Json = Any  # a value that JSON can hold; it is checked before it is used
 Row = Message = Mapping[str, Json]
 Span = tuple[int, int]  # first character, and the one behind the last
 
-MOST_CHARACTERS = 1 << 25  # of one rendered conversation
-# names of one thing; the first is what templates read
-# what templates see that no chat_template_kwargs may replace
+MOST_CHARACTERS = 1 << 25  # the longest conversation that may be rendered
+# variables of templates that no chat_template_kwargs may replace
 RESERVED = ("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message")
+# names of the same key; templates read the first
 REASONING = ("reasoning_content", "thinking", "reasoning")
 KEYS_OF_REASONING = frozenset(REASONING)
 
 _OF_DICT = frozenset(dir(dict))
-# the sandbox writes those itself
+# The sandbox itself handles `format`.
 _OF_STR = frozenset(name for name in dir(str) if name[0] != "_" and not name.startswith("format"))
 _OF_LOOP = frozenset(
     ["index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"]
 )
 # as Python writes objects that have no text of their own
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-# what jinja2 says of a method that changes a list or object: some published templates keep lists,
-# and only rows that reach that are refused
+# What jinja2 says of a method that changes a list or object. Some published templates keep lists,
+# and only rows that reach such a method are refused.
 _CHANGES = re.compile(r"access to attribute '[a-z]\w*' of '(list|dict|set)' object is unsafe")
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -51,24 +50,28 @@ NO_MEMORY = "it takes more memory than a template may have"
 
 
 class RenderError(Exception):
-    """The template refused this conversation."""
+    """Raised where the template refuses a conversation."""
 
 
 class LimitError(Exception):
-    """A conversation that takes more than one may."""
+    """Raised for a conversation that takes more than one may."""
 
 
 class HostileError(Exception):
-    """The template did what no template may do; every conversation would meet it."""
+    """Raised where the template does what no template may; every conversation would meet it."""
 
 
 class Template:
-    """A compiled chat template. Not thread safe.
+    """A compiled chat template. Not thread-safe.
 
-    names: what it sees beside messages and tools: `bos_token`, `eos_token`, `enable_thinking`, ...
-    date: the ISO date
-    that `strftime_now` tells; None refuses templates that ask for it. Raises HostileError for a
-    template that does not compile.
+    Args:
+        source: The text of the template.
+        names: What it sees beside messages and tools: `bos_token`, `eos_token`, `enable_thinking`,
+            ...
+        date: The ISO date that `strftime_now` gives; None refuses templates that ask for it.
+
+    Raises:
+        HostileError: The template does not compile.
     """
 
     def __init__(self, source: str, names: Mapping[str, Json], date: str | None = None) -> None:
@@ -88,11 +91,11 @@ class Template:
             raise HostileError(
                 f"it does not compile: {type(error).__name__}: {error}"[:500]
             ) from None
-        # for a chain of one mapping, which every rendering would copy slowly
+        # The globals are a chain of one mapping, which every rendering would copy slowly.
         self._template.globals = dict(self._template.globals)
 
     def with_names(self, names: Mapping[str, Json]) -> Template:
-        """The same template, which sees these names too."""
+        """Returns the same template, which sees these names too."""
         other = copy.copy(self)
         other._names = {**self._names, **names}
         return other
@@ -104,9 +107,20 @@ class Template:
         *,
         prompt: bool = False,
     ) -> tuple[str, list[Span]]:
-        """(text, spans between `{% generation %}` markers as character positions).
+        """Renders a conversation.
 
-        prompt: open an assistant turn at the end.
+        Args:
+            messages: The messages.
+            tools: The tools.
+            prompt: Whether to open an assistant turn at the end.
+
+        Returns:
+            (text, character ranges between `{% generation %}` markers).
+
+        Raises:
+            RenderError: The template refuses the conversation.
+            LimitError: The conversation takes too much.
+            HostileError: The template does what no template may.
         """
         return self.write(
             {
@@ -118,7 +132,9 @@ class Template:
         )
 
     def write(self, variables: Mapping[str, Json]) -> tuple[str, list[Span]]:
-        """`render` of a template that sees these variables, and further names of its own."""
+        """Does `render` for a template that sees these variables, and further names of its
+        own.
+        """
         pieces: list[str] = []
         found: list[tuple[int, str]] = []
         size = 0
@@ -169,7 +185,7 @@ class Template:
         return text, [(start, start + len(inner)) for start, inner in found if inner]
 
     def _printed_address(self, text: str, variables: Mapping[str, Json]) -> str | None:
-        """An address in memory that stands in the text, and in nothing that the template was
+        """Returns an address in memory that the text has and nothing that the template was
         given.
         """
         given = [self._source, *texts_within(variables)]
@@ -180,10 +196,10 @@ class Template:
 
 
 def as_given(messages: Sequence[Message]) -> list[Message]:
-    """Messages as transformers hands them to templates.
+    """Returns messages as transformers hands them to templates.
 
-    They have no keys of null, which many templates would print as the word None, and their
-    reasoning stands under every name that templates read it by.
+    Keys of null are left out, which many templates would print as the word None, and reasoning is
+    under every name by which templates read it.
     """
     result: list[Message] = []
     for message in messages:
@@ -197,7 +213,9 @@ def as_given(messages: Sequence[Message]) -> list[Message]:
 
 
 def texts_within(value: Json, *, keys: bool = True) -> Iterator[str]:
-    """Every text in nested lists and objects. keys: those of objects too."""
+    """Yields every text in nested lists and objects; the keys of objects too, unless `keys` is
+    False.
+    """
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -210,7 +228,9 @@ def texts_within(value: Json, *, keys: bool = True) -> Iterator[str]:
 
 
 class _Markers(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`: what the assistant says."""
+    """The extension for `{% generation %}…{% endgeneration %}`, which marks what the assistant
+    says.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 reads it so)
 
@@ -226,7 +246,7 @@ class _Markers(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict` without its attributes."""
+    """The callable `dict` of templates, without its attributes."""
 
     def __call__(self, *args: Json, **values: Json) -> dict[Json, Json]:
         return dict(*args, **values)
@@ -254,9 +274,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, which here knows at once what it would find out slowly: an attribute of an
-    object is mostly a key of a message.
-    """
+    """jinja2's sandbox, made faster: an attribute of an object is mostly a key of a message."""
 
     def getattr(self, obj: Json, attribute: str) -> Json:
         kind = type(obj)
@@ -268,7 +286,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if (kind is str and attribute in _OF_STR) or (
             kind is LoopContext and attribute in _OF_LOOP
         ):
-            # by the name that a template gives, when it is allowed
+            # The name comes from the template, and is allowed.
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 

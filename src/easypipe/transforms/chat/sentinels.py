@@ -1,11 +1,10 @@
-"""Where a template prints the texts of a conversation, proven by printing other words instead.
+"""Proves where a template prints the texts of a conversation, by printing other words instead.
 
-sentinel  a word that stands nowhere in the conversation, put in place of a message's text
-
-Two renderings are read side by side, one as it is and one with sentinels: what stands between the
-sentinels of the second must stand in the first, with the very text (or its trimmed or JSON-escaped
-form) between. Then the positions of all texts are known, and known to be right. Runs in the worker
-process, as light as can be.
+A sentinel is a word that is nowhere in the conversation, put in place of a message's text. Two
+renderings are read side by side, one as it is and one with sentinels: what is between the sentinels
+of the second must be in the first, with the very text (or its trimmed or JSON-escaped form)
+between. Then the positions of all texts are known, and known to be right. This runs in the worker
+process and imports little.
 """
 
 from __future__ import annotations
@@ -25,35 +24,48 @@ from easypipe.transforms.chat.sandbox import (
     texts_within,
 )
 
-MOST_TRIES = 10_000  # of ways to read two renderings side by side
+MOST_TRIES = 10_000  # the most steps to read two renderings side by side
 
 _THINK = re.compile(r"(</?think>)")
 
 
 class UnprovenError(Exception):
-    """Where the trained text stands cannot be told for certain."""
+    """Raised where it cannot be known for certain where the trained text is."""
 
 
 class Place(NamedTuple):
+    """Where the text behind a sentinel is: from character `start` to `stop`."""
+
     word: str
     start: int
     stop: int
 
 
 class Sentinels:
-    """Sentinels, and what they stand for."""
+    """The sentinels of a conversation, and what they stand for.
+
+    Attributes:
+        value: The text behind each word.
+        owner: The number of the message that each word belongs to.
+        whole: The words that stand for everything that a message says.
+        thoughts: The words that stand for reasoning.
+        of_tools: The words in tool calls.
+        of_calls: For each message, the words of each of its calls.
+        pattern: Matches any sentinel.
+    """
 
     def __init__(self, text: str, messages: Sequence[Message]) -> None:
         self._stem = unused_stem(text, messages)
         self.value: dict[str, str] = {}
         self.owner: dict[str, int] = {}
-        self.whole: set[str] = set()  # words that stand for all that a message says
-        self.thoughts: set[str] = set()  # words that stand for reasoning
+        self.whole: set[str] = set()
+        self.thoughts: set[str] = set()
         self.of_tools: set[str] = set()
-        self.of_calls: dict[int, list[set[str]]] = {}  # by message, the words of each of its calls
+        self.of_calls: dict[int, list[set[str]]] = {}
         self.pattern = re.compile(rf"{self._stem}\d{{5}}x")
 
     def fresh(self, value: str, owner: int, *, whole: bool = False) -> str:
+        """Returns a new word that stands for `value` of message `owner`."""
         word = f"{self._stem}{len(self.value):05d}x"
         self.value[word], self.owner[word] = value, owner
         if whole:
@@ -61,9 +73,9 @@ class Sentinels:
         return word
 
     def replace(self, i: int, message: Message) -> Message:
-        """The message with a word in place of each text in it.
+        """Returns message `i` with a word in place of each text in it.
 
-        Empty texts stay, for templates ask whether there is any.
+        Empty texts stay, since templates ask whether there is any.
         """
         said = message.get("content")
         thinks = not KEYS_OF_REASONING.isdisjoint(message) and any(
@@ -97,7 +109,10 @@ class Sentinels:
         return result
 
     def _spoken(self, said: str, i: int, *, whole: bool) -> str:
-        """Words in place of a text and of the reasoning in it. whole: it is all of the message."""
+        """Returns words in place of a text and of the reasoning in it.
+
+        `whole` says that the text is all of the message.
+        """
         pieces = _THINK.split(said) if "think>" in said else [said]
         for n in range(0, len(pieces), 2):
             if pieces[n].strip():
@@ -107,6 +122,7 @@ class Sentinels:
         return "".join(pieces)
 
     def _call(self, call: Json, i: int) -> Json:
+        """Returns a tool call with words in place of its name and arguments."""
         if not isinstance(call, dict):
             return call
         function = call.get("function")
@@ -118,6 +134,7 @@ class Sentinels:
         return {**call, "function": new} if inner is not call else new
 
     def _leaves(self, node: Json, i: int) -> Json:
+        """Returns a JSON value with words in place of its texts."""
         if isinstance(node, str):
             return self.fresh(node, i) if node.strip() else node
         if isinstance(node, list):
@@ -130,7 +147,7 @@ class Sentinels:
 
 
 def without_reasoning(message: Message) -> Message:
-    """A message as one would have said it who did not think."""
+    """Returns a message as if it had been said without reasoning."""
     said = {key: value for key, value in message.items() if key not in REASONING}
     content = said.get("content")
     if isinstance(content, str):
@@ -149,7 +166,7 @@ def has_reasoning(message: Message) -> bool:
 
 
 def unused_stem(text: str, values: Json) -> str:
-    """A word that stands neither in `text` nor in any text of `values`."""
+    """Returns a word that is neither in `text` nor in any text of `values`."""
     stem = "Sentinel"
     while stem in text or any(stem in one for one in texts_within(values)):
         stem = f"S{hashlib.sha256(stem.encode()).hexdigest()[:12]}"
@@ -157,9 +174,12 @@ def unused_stem(text: str, values: Json) -> str:
 
 
 def align(text: str, other: str, words: Sentinels) -> list[Place]:
-    """Where the texts behind the words stand in `text`.
+    """Finds where the texts behind the words are in `text`.
 
-    Putting them back into `other` gives `text` exactly.
+    Putting them back into `other`, the rendering with sentinels, gives `text` exactly.
+
+    Raises:
+        UnprovenError: That is not possible.
     """
     gaps, found = words.pattern.split(other), words.pattern.findall(other)
     if not text.startswith(gaps[0]):
@@ -197,7 +217,9 @@ def align(text: str, other: str, words: Sentinels) -> list[Place]:
 
 
 def _fits(text: str, at: int, value: str, gap: str, *, last: bool) -> Iterator[tuple[int, int]]:
-    """Forms of `value` that stand in `text` at `at` with `gap` behind them."""
+    """Yields (start, stop) for the forms of `value` that are in `text` at `at` with `gap` behind
+    them.
+    """
     for form in forms_of(value):
         stop = at + len(form)
         if (
@@ -209,8 +231,9 @@ def _fits(text: str, at: int, value: str, gap: str, *, last: bool) -> Iterator[t
 
 
 def forms_of(value: str) -> Iterator[str]:
-    """A text as templates print it: as it is, trimmed, or inside JSON or what Python writes; each
-    form once.
+    """Yields a text as templates may print it, each form once.
+
+    These are the text as it is, trimmed, and inside JSON or as Python's repr writes it.
     """
     yield value
     plain = [

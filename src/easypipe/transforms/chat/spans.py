@@ -1,8 +1,8 @@
-"""Which turns and characters of a rendered conversation are trained: proven, or refused.
+"""Finds which turns and characters of a rendered conversation are trained: proven, or refused.
 
-The conversation is rendered twice: as it is, and with sentinels (sentinels.py), so that it is
-known where each text stands. What ends and begins turns is seen on a probe, and on renderings of
-parts of the conversation. Runs in the worker process, as light as can be.
+The conversation is rendered twice: as it is, and with sentinels (sentinels.py), so that it is known
+where each text is. What ends and begins turns is seen on a probe, and on renderings of parts of the
+conversation. This runs in the worker process and imports little.
 """
 
 from __future__ import annotations
@@ -18,22 +18,26 @@ from easypipe.transforms.chat.sandbox import Message, RenderError, Template
 from easypipe.transforms.chat.sentinels import UnprovenError
 from easypipe.transforms.chat.stops import Turns, num_shared
 
-# what must follow the text: nothing, the EOS token unseen by the loss, or as a target
+# what follows the text: nothing, an EOS that the loss does not see, an EOS as a target
 OPEN, MASKED_END, TRAINED_END = 0, 1, 2
-# a message's own word on whether it is trained; 0 or 1, as OpenAI's files have it
+# keys by which a message says whether it is trained; 0 or 1, as OpenAI's files have it
 FLAG, WEIGHT = "train", "weight"
-# which of its characters are trained, as axolotl's `message_field_training_detail` has it: objects
-# of begin_offset, end_offset (the last character) and train
+# The key by which a message says which of its characters are trained, as axolotl's
+# `message_field_training_detail` has it: objects of begin_offset, end_offset (the last character)
+# and train.
 RANGES = "train_ranges"
 
 
 class Rendered(NamedTuple):
-    """A text with the character ranges of it that are trained.
+    """A text, with the character ranges of it that are trained.
 
-    spans: ascending; lists where they come from a worker process. end: OPEN where the template
-    itself ended the last turn, else the EOS token has to. lost: tokens that were left out before
-    the text was written; fewer than 0 were written twice. goes_on: the conversation does so in
-    another text.
+    Attributes:
+        text: The text.
+        spans: The ranges, ascending; lists where they come from a worker process.
+        end: OPEN where the template itself ended the last turn; else which EOS must follow.
+        lost: How many tokens were left out before the text was written; a negative number stands
+            for tokens that were written twice.
+        goes_on: Whether the conversation continues in another text.
     """
 
     text: str
@@ -44,14 +48,16 @@ class Rendered(NamedTuple):
 
 
 def flag_of(message: Message) -> bool | None:
-    """Whether a message itself says that it is trained; None where it says nothing."""
+    """Returns whether a message itself says that it is trained; None where it says nothing."""
     flag, weight, ranges = (message.get(key) for key in (FLAG, WEIGHT, RANGES))
     said = [bool(value) for value in (weight, ranges) if value is not None]
     return said[0] if flag is None and said else flag
 
 
 def ranges_of(message: Message) -> list[tuple[int, int]] | None:
-    """The characters of a message's content that are trained; None where it does not say."""
+    """Returns the characters of a message's content that are trained; None where it does not
+    say.
+    """
     if not (given := message.get(RANGES)):
         return None
     return [(one["begin_offset"], one["end_offset"] + 1) for one in given if one["train"]]
@@ -60,8 +66,13 @@ def ranges_of(message: Message) -> list[tuple[int, int]] | None:
 def turns_to_train(
     messages: Sequence[Message], train_on: str, roles: Sequence[str], prompt: int = 0
 ) -> list[int]:
-    """The messages behind a prompt of so many that are trained: those of `roles` that train_on
-    chooses, where their own `train` or `weight` does not say.
+    """Returns the numbers of the messages that are trained.
+
+    Args:
+        messages: The conversation.
+        train_on: Which turns are trained where their own `train` or `weight` does not say.
+        roles: Whose turns train_on chooses among.
+        prompt: How many of the first messages are a prompt, which is not trained.
     """
     flags = [flag_of(message) for message in messages]
     turns = [i for i in range(prompt, len(messages)) if messages[i].get("role") in roles]
@@ -77,12 +88,17 @@ def turns_to_train(
 
 @dataclass
 class Spans:
-    """Rendering with spans, for one template.
+    """The renderer with trained spans, for one template.
 
-    closers: the special tokens of the tokenizer. empty_thoughts: whether a thought without words,
-    which templates of models that reason write in front of an answer, is trained. ends: of which
-    trained turns what ends them is trained too: every `turn`, the `last` one, or `none`. roles:
-    whose turns are trained. mask: whether what they think is none of it.
+    Attributes:
+        template: The template.
+        closers: The special tokens of the tokenizer.
+        empty_thoughts: Whether a thought without words is trained, which templates of reasoning
+            models write before an answer.
+        ends: Which trained turns have their end trained too: every `turn`, the `last` one, or
+            `none`.
+        roles: Whose turns are trained.
+        mask: Whether their reasoning is not trained.
     """
 
     template: Template
@@ -103,14 +119,19 @@ class Spans:
         train_on: str,
         answers: int | None = None,
     ) -> Rendered:
-        """The text of a conversation, with the characters that are trained.
+        """Writes a conversation, and finds the characters that are trained.
 
-        train_on: which turns are trained where their own `train` or `weight` does not say;
-        templates are not told of those keys. answers: how many of the last messages answer the
-        others, which are a prompt; None where nobody says.
+        Args:
+            messages: The conversation.
+            tools: Its tools.
+            train_on: Which turns are trained where their own `train` or `weight` does not say;
+                templates do not see those keys.
+            answers: How many of the last messages answer the others, which are a prompt; None where
+                the row does not say.
 
-        Raises RenderError where the template refuses, UnprovenError where it cannot be told what is
-        trained.
+        Raises:
+            RenderError: The template refuses the conversation.
+            UnprovenError: It cannot be known what is trained.
         """
         flagged = messages
         if any(flag_of(message) is not None for message in messages):
@@ -142,7 +163,7 @@ class Spans:
         return Rendered(text, spans, self._end(text, trained=last and kept > 0))
 
     def _without_stop(self, text: str, span: tuple[int, int]) -> tuple[int, int]:
-        """A trained turn without what ends it, where it holds that."""
+        """Returns a trained turn without what ends it, where it holds that."""
         start, stop = span
         for end in (self._turns.stops.middle, self._turns.stops.last):
             if end and text.endswith(end, start, stop):
@@ -153,13 +174,15 @@ class Spans:
     def _behind_prompt(
         self, text: str, prompt: Sequence[Message], tools: Sequence[JsonValue] | None
     ) -> int:
-        """Where in a text the generation prompt of its first messages ends, as far as the text
-        begins with it.
+        """Returns where in a text the generation prompt of its first messages ends.
+
+        Where the text does not begin with that prompt, it is where they begin to differ.
         """
         asked, _ = self.template.render(prompt, tools, prompt=True)
         return len(asked) if text.startswith(asked) else num_shared(asked, text)
 
     def _end(self, text: str, *, trained: bool) -> int:
+        """Returns what must follow a text: OPEN, TRAINED_END or MASKED_END."""
         if self._turns.is_ended(text):
             return OPEN
         return TRAINED_END if trained else MASKED_END
@@ -173,8 +196,13 @@ class Spans:
         trained: list[int],
         partly: Mapping[int, list[tuple[int, int]]],
     ) -> list[tuple[int, int]]:
-        """What is proven with other words in place of everyone's, else with those of the assistant
-        alone replaced: a template may look into what users and tools say.
+        """Returns the trained spans that two renderings prove.
+
+        First the words of all messages are replaced, then those of trained ones alone: a template
+        may look into what users and tools say.
+
+        Raises:
+            UnprovenError: Both fail.
         """
         errors: list[UnprovenError | RenderError] = []
         for everyone in (True, False):

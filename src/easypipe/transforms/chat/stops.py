@@ -1,4 +1,4 @@
-"""What ends and begins the turns of a template, seen on a probe."""
+"""Finds what ends and begins the turns of a template, by rendering a probe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from easypipe.core.values import JsonValue
 from easypipe.transforms.chat.sandbox import Message, RenderError, Template
 
-# special tokens that open something, and what closes it
+# special tokens that open something, and what closes each
 BRACKETS = ((r"<\|(\w+)>", "<{}|>"), (r"<(\w+)>", "</{}>"), (r"\[(\w+)\]", "[/{}]"))
 CLOSING = r"</[^<>\s]+>|<\w+\|>|\[/\w+\]"  # what by its form opens nothing
 OPENED_THOUGHT = re.compile(
@@ -28,13 +28,15 @@ _PROBE_TOOL = {
 
 
 class Stops(NamedTuple):
-    """What ends a turn of the assistant that another follows, and what ends the last one.
+    """What ends the turns of the assistant.
 
-    None where nothing does, or nobody can tell.
-
-    opening: the assistant's header as the generation prompt has it, empty where there is none.
-    leads: what the template writes between that and the words of a turn, longest first: the model
-    has to write it (`<|channel|>final<|message|>`), so it is trained.
+    Attributes:
+        middle: What ends a turn that another follows; None where nothing does, or it cannot be
+            known.
+        last: What ends the last turn; None as for `middle`.
+        opening: The assistant's header as the generation prompt has it; empty where there is none.
+        leads: What the template writes between the header and the words of a turn, longest first.
+            The model has to write it (`<|channel|>final<|message|>`), so it is trained.
     """
 
     middle: str | None
@@ -44,15 +46,17 @@ class Stops(NamedTuple):
 
 
 class Turns:
-    """What ends and begins the turns of one template.
+    """The knowledge of what ends and begins the turns of one template.
 
-    closers: the special tokens of the tokenizer.
+    Args:
+        template: The template.
+        closers: The special tokens of the tokenizer.
     """
 
     def __init__(self, template: Template, closers: Sequence[str]) -> None:
         self.template = template
         words = sorted((re.escape(w) for w in closers if w.strip()), key=len, reverse=True)
-        special = "|".join(words) or r"(?!)"  # which stands nowhere
+        special = "|".join(words) or r"(?!)"  # matches nothing
         self.token = re.compile(special)
         self.closer = re.compile(rf"\s*(?:{special})")
         self.closed = re.compile(rf"(?:{special})\s*\Z")
@@ -66,7 +70,7 @@ class Turns:
     def is_ended(self, text: str) -> bool:
         """Whether the template itself ended the last turn of a text."""
         said = text.rstrip()
-        # its words are not all space
+        # the words of a special token are not all space
         if self.closed.search(text, max(0, len(said) - self._longest)):
             return True
         stop = self.stops.last
@@ -74,11 +78,11 @@ class Turns:
 
     @functools.cached_property
     def stops(self) -> Stops:
-        """What ends the assistant's turns, seen on two questions and their answers."""
+        """What ends the assistant's turns, as seen on two questions and their answers."""
         unknown = Stops(None, None)
         words = [f"easypipe{name}probe" for name in ("One", "Two", "Three", "Four")]
         text, talk, tools = "", [], None
-        # some templates only know typed parts, some only rows with tools
+        # Some templates only know typed parts, some only rows with tools.
         for parts, tools in itertools.product((False, True), (None, [_PROBE_TOOL])):
             talk = [
                 {"role": role, "content": [{"type": "text", "text": word}] if parts else word}
@@ -103,7 +107,7 @@ class Turns:
         }
         middle, last = self._ends(before, gaps, alone)
         if middle and middle != last and self.closer.match(middle) is None:
-            # text that no answer at the end has may open the question behind it
+            # Text that does not follow the last answer may belong to the question behind the first.
             middle = middle if self._follows_whoever(middle, talk[:2], words, tools) else None
         return Stops(middle, last, opening, tuple(sorted(leads - {""}, key=len, reverse=True)))
 
@@ -115,7 +119,9 @@ class Turns:
         *,
         prompt: bool,
     ) -> str:
-        """What the template writes behind a word; nothing where it refuses half a conversation."""
+        """Returns what the template writes behind a word; "" where it refuses half a
+        conversation.
+        """
         try:
             return self.template.render(messages, tools, prompt=prompt)[0].rpartition(word)[2]
         except RenderError:
@@ -128,7 +134,7 @@ class Turns:
         words: Sequence[str],
         tools: Sequence[JsonValue] | None,
     ) -> bool:
-        """Whether a text stands behind an answer, too, that no user's message follows."""
+        """Whether `stop` also follows an answer if the next message is not a user's."""
         _, answer, word, *_ = words
         content = talk[0]["content"]
         parts = [{"type": "text", "text": word}] if isinstance(content, list) else word
@@ -144,8 +150,13 @@ class Turns:
         return bool(found) and all(found)
 
     def _ends(self, before: str, gaps: Sequence[str], alone: str) -> tuple[str | None, str | None]:
-        """(middle, last) of Stops. before: the first word; gaps: behind question, answer, question,
-        answer; alone: behind a question that nothing follows."""
+        """Returns (middle, last) of Stops.
+
+        Args:
+            before: The text before the first word.
+            gaps: The texts behind question, answer, question and answer.
+            alone: The text behind a question that nothing follows.
+        """
         _, between, _, tail = gaps
         ends, follows = self.closer.match(tail), self.closer.match(between)
         last = (ends[0] if ends else tail.rstrip()) or None
@@ -160,11 +171,12 @@ class Turns:
                 last = self._whole_run(before, between, tail, alone, len(last))
             return last, last
         if last is not None and not between.startswith(last) and not ends:
-            # behind it, the header of an answer that is still to come, as behind a question
+            # What is behind it is the header of an answer that is still to come, as behind a
+            # question.
             last = last.removesuffix(alone.strip()).rstrip() or None
             if last is not None and between.startswith(last):
                 return last, last
-        # the header of an answer that is still to come
+        # It is the header of an answer that is still to come.
         if last is not None and last.strip() in gaps[0]:
             ends = last = None
         if follows is not None:
@@ -181,16 +193,17 @@ class Turns:
         return middle, middle if middle is not None and tail.startswith(middle) else None
 
     def _heads(self, token: str, before: str) -> bool:
-        """Whether a special token stands in front of the first word with no text before it."""
+        """Whether a special token is before the first word with no text before it."""
         head, found, _ = before.partition(token)
         return bool(found) and not self.token.sub("", head).strip()
 
     def _whole_run(self, before: str, between: str, tail: str, alone: str, end: int) -> str:
-        """All that ends a turn, in the middle and at the end alike, up to its last special token:
-        those before the one that opens the user's turn.
+        """Returns everything that ends a turn, in the middle and at the end alike.
+
+        It goes up to the last special token before the one that opens the user's turn.
         """
         said, closed = tail.rstrip(), alone.strip()
-        # what ends the turns of users and of the assistant opens none
+        # What ends the turns of both users and the assistant opens none.
         both = between.startswith(said) and said.endswith(closed)
         common = len(said) - len(closed) if both else len(said)
         shared = num_shared(between, tail)
@@ -203,7 +216,7 @@ class Turns:
 
 
 def _opens_among(tokens: Sequence[str]) -> Callable[[str], bool]:
-    """Tells a token that opens what another one of `tokens` closes."""
+    """Returns a test for tokens that open what another one of `tokens` closes."""
     return lambda token: any(
         (name := re.fullmatch(form, token)) and partner.format(name[1]) in tokens
         for form, partner in BRACKETS
@@ -211,6 +224,6 @@ def _opens_among(tokens: Sequence[str]) -> Callable[[str], bool]:
 
 
 def num_shared(one: Sequence[JsonValue], two: Sequence[JsonValue]) -> int:
-    """How many characters, or messages, both begin with."""
+    """Returns how many characters, or messages, both begin with."""
     pairs = zip(one, two, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

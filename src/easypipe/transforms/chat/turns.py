@@ -1,8 +1,11 @@
-"""One conversation made into others: without its oldest turns, or several, in place of one.
+"""Cuts conversations between turns: without the oldest, into pieces, or into samples by turn.
 
-question   a message of the user's that an answer follows; what is cut begins at one
-exchange   a question, and all that follows it up to the next one: answers, calls of tools, results
-piece      the system message and some exchanges, written by the template as a conversation of its own
+In this file:
+    question: A message of the user's that an answer follows; what is cut begins at one.
+    exchange: A question, and all that follows it up to the next one: answers, calls of tools,
+        results.
+    piece: The system message and some exchanges, written by the template as a conversation of its
+        own.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ from easypipe.transforms.tokenizer.lengths import Lengths
 from easypipe.transforms.tokenizer.masked import encode_masked
 from easypipe.transforms.tokenizer.tokenizer import Tokenizer
 
-CUT_BY = "split_turns"  # what the ledger calls those that are cut
+CUT_BY = "split_turns"  # what the ledger calls conversations that were cut
 Sample = tuple["Asked | Refused", "Answer"]  # what was asked for, and what came of it
-# `messages` and `tools`, and with an answer of its own `answers`, as ChatTemplate.render takes them
+# `messages`, `tools` and sometimes `answers`, as ChatTemplate.render takes them
 Request = Mapping[str, Json]
 Answer = Rendered | Refused
 
@@ -38,10 +41,14 @@ def trimmed(
     answers: Sequence[Answer],
     lengths: Lengths,
 ) -> list[Answer]:
-    """The answers, those that are too long rendered anew with as few turns left out as possible.
+    """Renders answers that are too long again, with as few turns left out as possible.
 
-    The system prompt and the last turn of the assistant stay, with the question before it.
-    `Rendered.lost` is how many tokens went. Refused where that is still too long.
+    The system prompt and the last turn of the assistant stay, with the question before it. A
+    conversation is Refused where that is still too long. `asked` is what the answers were rendered
+    from.
+
+    Returns:
+        All answers; `Rendered.lost` says how many tokens were left out.
     """
     assert lengths.limit is not None
     result = list(answers)
@@ -59,7 +66,7 @@ def trimmed(
             f"max_length {lengths.limit}"
         )
         result[i] = Refused(TOO_LONG, detail)
-    # how many turns go: more than low; high is known to be enough
+    # How many turns go: more than low; high is known to be enough.
     low, high = dict.fromkeys(over, 0), {i: len(starts[i]) for i in over}
     tried = {i: high[i] for i in over if high[i]}  # first whether it can be enough at all
     while tried:
@@ -87,12 +94,15 @@ def trimmed(
 
 
 def by_turns(template: ChatTemplate, asked: Sequence[Asked | Refused]) -> list[list[Sample]]:
-    """Of each conversation that holds reasoning a sample for each of its trained turns, which ends
-    with it; of others the whole.
+    """Makes a sample of each trained turn, for conversations that hold reasoning; others stay
+    whole.
 
-    A turn that a later sample writes as its own does, with all in front of it, is trained there.
-    Samples stand in the order of their last turns. A conversation is refused whole. Raises
-    HostileTemplateError.
+    A sample ends with its turn. A turn that a later sample writes in the same way, with all before
+    it, is trained there. Samples are in the order of their last turns. A conversation is refused
+    whole.
+
+    Raises:
+        HostileTemplateError: The template went beyond its limits.
     """
     tried: list[tuple[int, Asked | Refused]] = []
     for row, one in enumerate(asked):
@@ -108,13 +118,13 @@ def by_turns(template: ChatTemplate, asked: Sequence[Asked | Refused]) -> list[l
 
 
 def _until(request: Request, end: int) -> Request:
-    """The conversation up to message `end`, of which that alone is trained."""
+    """Returns the conversation up to message `end`, of which only that message is trained."""
     talk = request["messages"][: end + 1]
     return {**request, "messages": [_with_flag(m, i == end) for i, m in enumerate(talk)]}
 
 
 def _fewest(samples: Sequence[Sample]) -> list[Sample]:
-    """Samples of one turn each, those left out whose turns a later one writes in the same way."""
+    """Leaves out samples of one turn each whose turns a later one writes in the same way."""
     wrong = [one for one in samples if isinstance(one[1], Refused) and not one[1].benign]
     found: list[tuple[Request, Rendered]] = []
     for request, one in reversed([] if wrong or len(samples) == 1 else samples):
@@ -140,13 +150,21 @@ def split_at_turns(
     tokenizer: Tokenizer,
     room: int,
 ) -> list[list[Answer]]:
-    """Of each answer its pieces of at most `room` tokens, in order.
+    """Cuts each answer into pieces of at most `room` tokens, in order.
 
-    An exchange that has more is a piece.
+    An exchange that has more is a piece. The last pieces hold the most exchanges. A piece trains
+    what the whole does, and one without a target is left out. What the template refuses in pieces
+    stays whole, as does what fits.
 
-    The last pieces hold the most exchanges. A piece trains what the whole does, and one without a
-    target is left out. What the template refuses in pieces stays whole, as does what fits.
-    request: what the answer of that number was rendered from. Raises HostileTemplateError.
+    Args:
+        template: The template.
+        answers: The rendered conversations.
+        request: Returns what the answer of that number was rendered from.
+        tokenizer: The tokenizer.
+        room: The most tokens of a piece.
+
+    Raises:
+        HostileTemplateError: The template went beyond its limits.
     """
     result: list[list[Answer]] = [[one] for one in answers]
     long = {
@@ -161,7 +179,7 @@ def split_at_turns(
         if size > room and isinstance(made := request(i), Mapping)
     ]
     cuts = [cut for cut in cuts if cut.left > 1]
-    # what is trained is asked of the pieces alone that are kept
+    # Only pieces that are kept are rendered with what is trained of them.
     everything = dataclasses.replace(template, train_on="all")
     alone = [(cut.row, cut.part(k, k + 1)) for cut in cuts for k in range(cut.left)]
     each = iter(_sizes(_rendered(everything, alone), tokenizer, row=True).tolist())
@@ -185,7 +203,11 @@ def split_at_turns(
 class _Cut:
     """A conversation on its way into pieces, which are cut off its end.
 
-    left: exchanges that are in no piece yet. refused: by the template, in pieces.
+    Attributes:
+        row: The number of the conversation.
+        left: How many exchanges are in no piece yet.
+        pieces: The pieces so far.
+        refused: Whether the template refuses it in pieces.
     """
 
     def __init__(self, row: int, request: Request, train_on: str, size: int) -> None:
@@ -198,15 +220,18 @@ class _Cut:
         self.refused = False
 
     def part(self, start: int, stop: int) -> Request:
-        """Exchanges `start` to `stop` behind the system message."""
+        """Returns exchanges `start` to `stop` behind the system message."""
         edges = [*self._starts, len(self._messages)]
         some = self._messages[edges[start] : edges[stop]]
         return {**self._request, "messages": [*_system(self._messages), *some]}
 
     def weigh(self, each: Sequence[int], room: int) -> bool:
-        """each: tokens of every exchange alone; 0 of one that the template refuses. Returns whether
-        it refuses none."""
-        # what every piece has, such as the system message
+        """Takes the tokens of every exchange alone, 0 for one that the template refuses.
+
+        Returns:
+            Whether the template refuses none.
+        """
+        # tokens that every piece has, such as those of the system message
         self._again = max(0, (sum(each) - self._size) // (len(each) - 1))
         self._costs = np.array(each) - self._again
         self._guess(room)
@@ -214,10 +239,11 @@ class _Cut:
 
     @property
     def next(self) -> Request:
+        """The piece that is tried next."""
         return self.part(self.left - self._count, self.left)
 
     def try_next(self, size: int, room: int) -> None:
-        """size: tokens of `next`, 0 where the template refuses it."""
+        """Takes the tokens of `next`, 0 where the template refuses it."""
         self.refused = not size
         if size > room and self._count > 1:
             self._count -= 1
@@ -227,21 +253,24 @@ class _Cut:
         self._guess(room)
 
     def _guess(self, room: int) -> None:
-        """How many of the last exchanges fit."""
+        """Estimates how many of the last exchanges fit."""
         totals = self._again + np.cumsum(self._costs[: self.left][::-1])
         self._count = max(1, int(np.count_nonzero(totals <= room)))
 
 
-_BEFORE = ("user", "system")  # who speaks in front of what is not the first question
+_BEFORE = ("user", "system")  # who speaks before a message that is not the first question
 
 
 def _system(messages: Sequence[Message]) -> Sequence[Message]:
-    """The system message, or none."""
+    """Returns the system message, or nothing."""
     return messages[: int(messages[0]["role"] == "system")]
 
 
 def _questions(messages: Sequence[Message]) -> list[int]:
-    """Questions but the first message, the last one that before the assistant's last turn."""
+    """Returns the numbers of questions, without the first message.
+
+    The last one is the question before the assistant's last turn.
+    """
     roles = [message["role"] for message in messages]
     answer = max((i for i, role in enumerate(roles) if role == "assistant"), default=-1)
     first = len(_system(messages)) + 1
@@ -249,8 +278,8 @@ def _questions(messages: Sequence[Message]) -> list[int]:
 
 
 def _flagged(messages: Sequence[Message], train_on: str) -> Sequence[Message]:
-    """The messages, each answer with a word on whether it is trained where its place in the whole
-    decides that.
+    """Returns the messages with a flag on each answer, where its place decides whether it is
+    trained.
     """
     if train_on == "assistant":
         return messages
@@ -266,7 +295,7 @@ def _with_flag(message: Message, trained: bool) -> Message:
 
 
 def _rendered(template: ChatTemplate, tried: Sequence[tuple[int, Asked | Refused]]) -> list[Answer]:
-    """tried: with the number of the row, for errors."""
+    """Renders requests; `tried` has the number of the row of each, for errors."""
     try:
         return template.render([request for _, request in tried]) if tried else []
     except HostileTemplateError as error:
@@ -275,8 +304,10 @@ def _rendered(template: ChatTemplate, tried: Sequence[tuple[int, Asked | Refused
 
 
 def _joined(whole: Rendered, pieces: Sequence[Answer], tokenizer: Tokenizer) -> list[Rendered]:
-    """The pieces that have a target. The last turn of each but the last ends as it does in the
-    whole, where it is no last turn.
+    """Returns the pieces that have a target.
+
+    The last turn of each piece but the last ends as it does in the whole, where it is not the last
+    turn.
     """
     made = [(number, piece) for number, piece in enumerate(pieces) if isinstance(piece, Rendered)]
     ends = np.cumsum([len(piece.spans) for _, piece in made])
@@ -297,8 +328,14 @@ def _joined(whole: Rendered, pieces: Sequence[Answer], tokenizer: Tokenizer) -> 
 
 
 def _ended(piece: Rendered, trained: str) -> Rendered:
-    """trained: what the whole trains of the last turn that the piece does. A template may write an
-    end of the whole behind it, or leave out the end of a turn there."""
+    """Gives the last turn of a piece the end that it has in the whole conversation.
+
+    A template may write an end of the whole behind it, or leave out the end of a turn there.
+
+    Args:
+        piece: The piece.
+        trained: What the whole trains of the last turn of the piece.
+    """
     *before, (first, last) = piece.spans
     here = piece.text[first:last]
     if here == trained or not (here.startswith(trained) or trained.startswith(here)):
@@ -309,8 +346,9 @@ def _ended(piece: Rendered, trained: str) -> Rendered:
 
 
 def _sizes(answers: Sequence[Answer], tokenizer: Tokenizer, *, row: bool = False) -> Int64:
-    """Int64[n] tokens of each; 0 of those that are refused. row: with the EOS that packing puts
-    behind one that does not end with it.
+    """Returns Int64[n], the tokens of each answer; 0 for refused ones.
+
+    With `row`, the EOS counts that packing puts behind an answer that does not end with it.
     """
     good = [(i, one) for i, one in enumerate(answers) if isinstance(one, Rendered)]
     texts = pa.array([one.text for _, one in good], pa.large_string())

@@ -1,13 +1,13 @@
-"""The process that runs templates, of chats and of prompts with a label: the system ends a bad one.
+"""The worker process that runs templates of strangers; the system ends it if it goes too far.
 
-Templates are programs of strangers.
+A request has two frames. The first is the JSON of what the rows are written with. The second is
+JSON of the rows, each a list of JSON texts: one object, {"messages": …, "tools": …} or {"fields":
+…}, or messages and tools as a file had them, which are checked here.
 
-A request is two frames: the JSON of what the rows are written with; and JSON of the rows, each a
-list of JSON texts: one object, {"messages": …, "tools": …} or {"fields": …}, or messages and tools
-as a file had them, which are checked here. Answers to some rows are a frame of JSON: for each row
-[text, spans, end], [reason, detail] where it is refused, [detail] for a hostile template. The
-number of the row at hand stands in a file that the reader shares, for when this process is ended.
-Reads until its input ends.
+Answers to some rows are a frame of JSON, with one list for each row: [text, spans, end], or
+[reason, detail] where it is refused, or [detail] for a hostile template. The number of the row in
+progress is written to a file that the reader shares, for when this process is ended. The process
+reads until its input ends.
 """
 
 from __future__ import annotations
@@ -39,19 +39,22 @@ from easypipe.transforms.chat.sentinels import UnprovenError, forms_of, unused_s
 from easypipe.transforms.chat.spans import MASKED_END, TRAINED_END, Rendered, Spans
 from easypipe.transforms.refused import BEYOND_LIMITS, UNPRINTED_REASONING
 
-# of one conversation; SIGPROF ends the process, also in the middle of a call into C
+# processor time of one conversation; SIGPROF ends the process, even in the middle of a call into C
 CPU_SECONDS = 0.75
 MEMORY_BYTES = 1 << 30
-MOST_KINDS = 256  # of chat_template_kwargs for which what ends turns is remembered
-ANSWER_CHARACTERS = 1 << 20  # of texts, after which answers go out though there are more rows
+MOST_KINDS = 256  # so many different chat_template_kwargs have their ends of turns remembered
+# after so many characters of texts, answers are sent although there are more rows
+ANSWER_CHARACTERS = 1 << 20
 
 
 def main() -> None:
+    """Reads requests and answers them until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it closes our input
+    # Ctrl-C is the parent's to handle; it closes our input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    gc.freeze()  # what was imported is never looked through again
+    gc.freeze()  # what was imported is never visited by the garbage collector again
     number_file, connection = int(sys.argv[1]), Connection(int(sys.argv[2]))
     writers: dict[bytes, _Writer] = {}
     with contextlib.suppress(EOFError):
@@ -59,8 +62,9 @@ def main() -> None:
             if spec not in writers:
                 writers[spec] = _Writer(json.loads(spec))
             write = writers[spec]
-            # all: who asks reads nothing before
-            os.pwrite(number_file, bytes(8), 0)  # a row of some hundred MB ends us here, alone
+            # All rows at once, since the asking process reads nothing before.
+            # a row of some hundred MB ends this process here, alone
+            os.pwrite(number_file, bytes(8), 0)
             rows = json.loads(connection.recv_bytes())
             answers: list[Sequence[Json]] = []
             held = 0
@@ -77,7 +81,7 @@ def main() -> None:
 
 
 class _Writer:
-    """What one spec asks for; its templates are compiled when first a row needs them."""
+    """The writer for one spec; its templates are compiled when a row first needs them."""
 
     def __init__(self, spec: Message) -> None:
         self._spec = spec
@@ -86,7 +90,7 @@ class _Writer:
         self._known: dict[tuple[str, str], Spans] = {}
 
     def read(self, texts: Sequence[str]) -> Message | Wrong:
-        """A row for `answer`."""
+        """Parses a row for `answer`, or returns what is wrong with it."""
         try:
             if len(texts) == 1:
                 return json.loads(texts[0])
@@ -99,7 +103,7 @@ class _Writer:
             return "not_json", "nested too deeply"
 
     def answer(self, row: Message | Wrong) -> Sequence[Json]:
-        """[text, spans, end], [reason, detail] or [detail]."""
+        """Returns the answer for a row: [text, spans, end], [reason, detail] or [detail]."""
         if isinstance(row, tuple):
             return row
         try:
@@ -149,13 +153,20 @@ class _Writer:
         return found[:3]
 
     def _loses_reasoning(self, template: Template, talk: Sequence[Message]) -> bool:
-        """Whether a choice is made for what a message thinks that `template` never prints."""
+        """Whether messages hold reasoning that an option speaks of and `template` never
+        prints.
+        """
         thinks = any(one.get("role") == "assistant" and one.get(REASONING[0]) for one in talk)
         chosen = self._spec.get("reasoning", "keep") != "keep"
         return chosen and thinks and not prints_reasoning(template)
 
     def _spans(self, name: str, kwargs: Message) -> Spans:
-        """kwargs: what templates see of a row beside its messages and tools."""
+        """Returns the Spans of a template.
+
+        Args:
+            name: The name of the template in the spec.
+            kwargs: What the template sees of a row beside its messages and tools.
+        """
         key = name, json.dumps(kwargs, sort_keys=True) if kwargs else ""
         if key not in self._known:
             if len(self._known) >= MOST_KINDS:
@@ -172,7 +183,11 @@ class _Writer:
         return self._known[key]
 
     def _template(self, name: str) -> Template:
-        """Raises HostileError for one that does not compile."""
+        """Returns a compiled template of the spec.
+
+        Raises:
+            HostileError: It does not compile.
+        """
         found = self._templates.get(name)
         if found is None:
             try:
@@ -187,7 +202,10 @@ class _Writer:
 
 @functools.lru_cache(MOST_KINDS)
 def prints_reasoning(template: Template) -> bool:
-    """Whether it prints what the last answer thinks, or the last call, as far as it takes them."""
+    """Whether a template prints the reasoning of the last answer, or of a last tool call.
+
+    It is taken to do so where it refuses such messages.
+    """
     probe = "easypipeReasoningProbe"
     question: Message = {"role": "user", "content": "?"}
     answer: Message = {"role": "assistant", "content": "!", "reasoning_content": probe}
@@ -196,20 +214,21 @@ def prints_reasoning(template: Template) -> bool:
         try:
             text, _ = template.render(as_given([question, last]))
         except RenderError:
-            return True  # it cannot be told
+            return True  # it cannot be known
         if probe in text:
             return True
     return False
 
 
 def find_label(template: Template, fields: Message, label: str | None, train_on: str) -> Rendered:
-    """A text of a template of columns, with what is trained of it.
+    """Writes a row of columns, and finds what is trained of the text.
 
-    Trained is what `{% generation %}` marks, else all from the label to the end, else (no
-    label, or train_on="all") all.
+    That is what `{% generation %}` marks, else everything from the label to the end, else (with no
+    label, or train_on="all") everything.
 
-    Raises RenderError where the template refuses, UnprovenError where it cannot be told what is
-    trained.
+    Raises:
+        RenderError: The template refuses the row.
+        UnprovenError: It cannot be known what is trained.
     """
     text, marked = template.write(fields)
     if train_on == "all" or (label is None and not template.marked):
