@@ -1,1 +1,1 @@
-"""From planned rows to batches on a mesh."""
+"""Turns planned, saved or streamed rows into batches, on a mesh where one is given."""

@@ -1,8 +1,9 @@
-"""Rows at rest → batches, and the only label shift there is.
+"""Makes batches from rows at rest; here is the only label shift there is.
 
 `labels[t]` is the token at `t + 1` where that token is of the same segment and a target (its
 `loss_mask` is 1), else -100. So the last token of every segment, padding, and whatever stands
-before a masked token are not trained; a first token is never a target.
+before a masked token are not trained; a first token is never a target. A row at rest has token
+columns without labels, as files and caches hold it.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ class CollateConfig:
 
     @property
     def settings(self) -> JsonObject:
-        """What decides the content of batches, for the states of loaders; what is as ever is left
-        out where older states lack it.
+        """The options that decide the content of batches, for the states of loaders.
+
+        An option at its default is left out where older states lack it.
         """
         return {
             "padding": self.padding,
@@ -103,15 +105,23 @@ class CollateConfig:
 
 
 def collate(rows: Mapping[str, Integers], *, attention_mask: bool = False) -> dict[str, Int32]:
-    """A batch from rows at rest: Int32[rows, slots] `input_ids`, `labels`, `segment_ids`,
-    `position_ids` (and `attention_mask` on request).
+    """Makes a batch from rows at rest.
 
-    rows: `input_ids` and `segment_ids`, integers [rows, slots]; `loss_mask` where not every token
-    is a target; `position_ids`, or they are counted from each segment's start; `look_ahead`,
-    integers [rows], the label of each row's last slot, or -100. All columns of the result are
-    freshly allocated, C-contiguous and 64-byte aligned. Further columns, [rows, slots, ...], are
-    those of tokens and stay with them; loss weights are told of labels. Raises ValueError where the
-    columns differ in shape.
+    Further columns, [rows, slots, ...], belong to tokens and stay with them; loss weights belong to
+    labels and are shifted as these are.
+
+    Args:
+        rows: `input_ids` and `segment_ids`, integers [rows, slots]; `loss_mask` where not every
+            token is a target; `position_ids`, or they are counted from each segment's start;
+            `look_ahead`, integers [rows], the label of each row's last slot, or -100.
+        attention_mask: Adds the column `attention_mask`.
+
+    Returns:
+        Int32[rows, slots] `input_ids`, `labels`, `segment_ids` and `position_ids`, all freshly
+        allocated, C-contiguous and 64-byte aligned.
+
+    Raises:
+        ValueError: The columns differ in shape.
     """
     shape = rows[INPUT_IDS].shape
     values = {name: column for name, column in rows.items() if name not in _AT_REST}
@@ -141,12 +151,12 @@ def collate(rows: Mapping[str, Integers], *, attention_mask: bool = False) -> di
 
 
 def with_asked(batch: dict[str, Int32], rule: CollateConfig) -> dict[str, Int32]:
-    """The columns that `rule` asks for, padded on the side that it names."""
+    """Returns the columns that `rule` asks for, padded on the side that it names."""
     if rule.padding_side == "left":
         # slots behind the last token; 0 in a row without any
         segments = batch[SEGMENT_IDS]
         padding = np.argmax(segments[:, ::-1] > 0, axis=1)
-        # of what moves in from behind the end, the last slot is taken, which is padding
+        # slots that would lie before the first take the last slot, which is padding
         slots = np.maximum(np.arange(segments.shape[1]) - padding[:, None], -1)
         for column in batch.values():
             column[:] = column[np.arange(len(segments))[:, None], slots]
@@ -162,8 +172,14 @@ def with_asked(batch: dict[str, Int32], rule: CollateConfig) -> dict[str, Int32]
 def with_label_weights(
     values: Mapping[str, Array], labels: Int32, last: Integers
 ) -> dict[str, Array]:
-    """Columns of tokens as those of a batch: loss weights are shifted, as labels are, and 0 where
-    there is no label. last: Int[rows], the last token of each row.
+    """Returns columns of tokens as those of a batch.
+
+    Loss weights are shifted, as labels are, and 0 where there is no label.
+
+    Args:
+        values: The columns of tokens.
+        labels: Int32[rows, slots].
+        last: Int[rows], the last token of each row.
     """
     found = {name: column for name, column in values.items() if name != LOOK_AHEAD_WEIGHT}
     if (weights := values.get(LOSS_WEIGHTS)) is None:
@@ -183,11 +199,11 @@ def with_attention_mask(batch: dict[str, Int32]) -> dict[str, Int32]:
 
 
 def fresh_columns(names: Sequence[str], num_rows: int, num_slots: int) -> dict[str, Int32]:
-    """Uninitialised Int32[num_rows, num_slots] arrays, each contiguous and 64-byte aligned, in one
-    new allocation.
+    """Returns uninitialised Int32[num_rows, num_slots] arrays, contiguous and 64-byte aligned.
 
-    Always new memory: `jax.device_put` on a CPU device uses aligned host memory as it stands, so a
-    refilled buffer would change a batch that somebody still holds.
+    All lie in one new allocation. The memory is always new: `jax.device_put` on a CPU device uses
+    aligned host memory as it stands, so a refilled buffer would change a batch that is still in
+    use.
     """
     column = num_rows * num_slots
     # int32s, rounded up so that every column starts on a 64-byte border
@@ -209,8 +225,9 @@ def fresh_columns(names: Sequence[str], num_rows: int, num_slots: int) -> dict[s
 
 
 def as_stack(columns: Mapping[str, Int32]) -> Int32 | None:
-    """Columns that `fresh_columns` laid side by side as one Int32[columns, rows, slots], without a
-    copy; None for any others.
+    """Returns columns that `fresh_columns` laid side by side as one Int32[columns, rows, slots].
+
+    Nothing is copied. It returns None for any other columns.
     """
     first, *others = columns.values()
     memory, row_shape = first.base, first.shape
@@ -244,8 +261,10 @@ def address(array: NDArray[np.generic]) -> int:
 
 
 def row_width(lengths: Integers, rule: CollateConfig, describe_row: str = "row") -> int:
-    """Slots of a batch whose rows hold `lengths` tokens. Raises SourceError for a row that does not
-    fit the rule.
+    """Returns the slots of a batch whose rows hold `lengths` tokens.
+
+    Raises:
+        SourceError: A row does not fit the rule.
     """
     longest = int(lengths.max(initial=0))
     if rule.padding == "max_length":
@@ -275,8 +294,9 @@ def row_width(lengths: Integers, rule: CollateConfig, describe_row: str = "row")
 
 
 def alone_widths(lengths: Integers, rule: CollateConfig) -> Integers:
-    """The slots that each row of `lengths` tokens would have in a batch of its own; of one that no
-    bucket holds, those of the last.
+    """Returns the slots that each row of `lengths` tokens would have in a batch of its own.
+
+    A row that no bucket holds gets the width of the last bucket.
     """
     if rule.length_buckets:
         buckets = np.array(rule.length_buckets)
@@ -286,10 +306,14 @@ def alone_widths(lengths: Integers, rule: CollateConfig) -> Integers:
 
 
 def known_width(rule: CollateConfig, seq_length: int | None) -> int | None:
-    """Slots of every batch, where they can be known before its rows are. Raises ConfigError where
-    packed rows leave `rule` nothing to do.
+    """Returns the slots of every batch where they can be known before its rows are; else None.
 
-    seq_length: of packed rows, else None.
+    Args:
+        rule: How rows are padded.
+        seq_length: The slots of packed rows; None where rows are not packed.
+
+    Raises:
+        ConfigError: The rows are packed and leave `rule` nothing to do.
     """
     if seq_length is None:
         return rule.max_length if rule.padding == "max_length" else None
@@ -310,8 +334,9 @@ def known_width(rule: CollateConfig, seq_length: int | None) -> int | None:
 
 @jit
 def shift_labels(ids, segments, mask, labels):
-    """Writes `labels` Int32[R, T] from `ids`, `segments` Int32[R, T] and `mask` UInt8[R, T], or
-    UInt8[0, 0]: every token is a target.
+    """Writes `labels`, Int32[R, T], from `ids` and `segments`, Int32[R, T].
+
+    `mask` is UInt8[R, T], or UInt8[0, 0] where every token is a target.
     """
     masked = mask.shape[0] > 0
     num_slots = ids.shape[1]
@@ -329,9 +354,7 @@ def shift_labels(ids, segments, mask, labels):
 
 @jit
 def count_positions(segments, positions):
-    """Writes `positions` Int32[R, T]: 0 at each segment's first slot and in padding, counting up
-    within a segment.
-    """
+    """Writes `positions`, Int32[R, T], counted from 0 within each segment; 0 in padding."""
     for r in range(segments.shape[0]):
         count = 0
         for t in range(segments.shape[1]):

@@ -9,8 +9,8 @@ from typing import Any
 from easypipe.core.config import ListOf, config, fields_of
 from easypipe.core.errors import ConfigError, PlacementError, require
 
-MOST_STREAMS = 8  # that a batch has where nothing else is said
-MOST_EPOCHS = 100_000  # of a few documents each, that are planned in a minute
+MOST_STREAMS = 8  # the most streams of a batch where num_streams is not set
+MOST_EPOCHS = 100_000  # so many epochs of a few documents each are planned in a minute
 
 
 @config
@@ -137,13 +137,17 @@ class LoadStageConfig:
 
 
 def default_streams(*batch_sizes: int) -> int:
-    """The largest divisor of all batch sizes up to MOST_STREAMS."""
+    """Returns the largest number of streams, up to MOST_STREAMS, that divides all batch sizes."""
     whole = math.gcd(*batch_sizes)
     return next(count for count in range(min(MOST_STREAMS, whole), 0, -1) if whole % count == 0)
 
 
 def check_streams(num_streams: int, config: LoadStageConfig) -> None:
-    """Raises ConfigError where a batch of some step does not divide into the streams."""
+    """Checks that a batch of every step divides into the streams.
+
+    Raises:
+        ConfigError: `num_streams` does not divide some batch size.
+    """
     sizes = {config.batch_size, *(size for _, size in config.batch_size_schedule)}
     for size in sorted(sizes):
         require(
@@ -156,7 +160,14 @@ def check_streams(num_streams: int, config: LoadStageConfig) -> None:
 
 
 def check_axes(mesh: Mapping[Any, Any]) -> dict[str, int]:
-    """`{axis: size}` with what can be said without devices. Raises PlacementError."""
+    """Checks the axes of a mesh as far as that is possible without devices.
+
+    Returns:
+        `{axis: size}`.
+
+    Raises:
+        PlacementError: An axis has no name or no size, there is none, or several are -1.
+    """
     sizes: dict[str, int] = {}
     for axis, size in mesh.items():
         if (

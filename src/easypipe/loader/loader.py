@@ -1,6 +1,7 @@
 """The Loader: global batch t is rows t * batch_size onward, made ahead, laid out on the mesh.
 
-batch    global, the same whoever reads it; a process makes only its rows of it. Steps (steps.py) says which rows
+batch    global, the same for every process; a process makes only its rows of it. Steps (steps.py)
+         says which rows these are
 row      counted over the whole run (rows.py)
 position a row's place in the order of reading (order.py)
 """
@@ -35,7 +36,14 @@ __all__ = ["AsyncDataLoader", "Batches", "LoadStageConfig", "Loader"]
 
 
 class After(NamedTuple):
-    """What stands behind the first `batch` batches. mark: as the reader that made them tells it."""
+    """What stands behind the first `batch` batches.
+
+    Attributes:
+        batch: The number of batches.
+        row: The number of rows before the next batch.
+        mark: What the reader that made the batches tells of this place; None where the number tells
+            it.
+    """
 
     batch: int
     row: int
@@ -98,22 +106,23 @@ class Loader:
         self._placements = self._place()
         self._local = {size: self._rows_here(size) for size in self._steps.sizes}
         self._width = self._fixed_width()
-        self._latest = After(0, 0)  # of the newest iteration
-        self._mark: Mark | None = None  # how far it has read, behind its end too
-        self._end: Mark | None = None  # of the iteration that makes batches of this object
-        self._restored: LoaderState | None = None  # for the next iteration
-        self._kept: Iterator[Batch] | None = None  # of `next(loader)`, once it has begun
-        self._kept_entry: LoaderState | None = None  # where it begins
-        self._entry: LoaderState | None = None  # of the newest iteration
-        self._newest = 0
+        self._latest = After(0, 0)  # what stands behind the last batch of the newest iteration
+        self._mark: Mark | None = None  # how far that iteration has read, behind its end too
+        self._end: Mark | None = None  # the end that an iteration with this object met
+        self._restored: LoaderState | None = None  # where the next iteration begins
+        self._kept: Iterator[Batch] | None = None  # the iteration of `next(loader)`, once begun
+        self._kept_entry: LoaderState | None = None  # where that iteration begins
+        self._entry: LoaderState | None = None  # where the newest iteration began
+        self._newest = 0  # the number of the newest iteration
 
     def __iter__(self) -> Iterator[Batch]:
         entry, self._restored = self._restored, None
         return self._begin(entry)
 
     def __next__(self) -> Batch:
-        """The next batch of the iteration that the loader keeps: begun at the first batch or, after
-        `restore`, at the restored one.
+        """Returns the next batch of the iteration that the loader keeps.
+
+        That iteration begins at the first batch or, after `restore`, at the restored one.
         """
         if self._kept is None:
             entry, self._kept_entry = self._kept_entry, None
@@ -121,7 +130,13 @@ class Loader:
         return next(self._kept)
 
     def _begin(self, entry: LoaderState | None, *, holding: bool = True) -> Iterator[Batch]:
-        """An iteration. holding: it keeps this loader, which does not keep it."""
+        """Begins an iteration.
+
+        Args:
+            entry: The state that it begins at; None for the first batch.
+            holding: Whether the iteration keeps this loader alive; one that the loader itself keeps
+                must not.
+        """
         self._entry, self._mark = entry, None
         self._latest = After(0, 0) if entry is None else After(entry.batch, entry.row)
         self._newest += 1
@@ -129,8 +144,9 @@ class Loader:
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """The datasets that the column `source_ids` of batches numbers, from 0; () where they have
-        none (`load.source_ids`).
+        """The datasets that the column `source_ids` of batches numbers, from 0.
+
+        It is () where batches have no such column (`load.source_ids`).
         """
         return self.rows.source_names
 
@@ -140,7 +156,11 @@ class Loader:
         return self.rows.by_number
 
     def __len__(self) -> int:
-        """Batches from the first to the last. Raises TypeError where they never end."""
+        """Returns the number of batches from the first to the last.
+
+        Raises:
+            TypeError: The batches never end, or are not counted before they are read.
+        """
         num_rows = self.rows.num_rows
         self.remember()
         if num_rows is None:
@@ -153,10 +173,15 @@ class Loader:
         return steps.full(num_rows) if self.config.drop_last else steps.needed(num_rows)
 
     def rows_of(self, step: int) -> range:
-        """The rows, counted over the run, whose positions batch `step` (from 0) holds: fewer than
-        its size where it is a short last one, which on a mesh is filled up with rows of padding
-        behind them; none behind the end. Raises StateError for a step before the one at which the
-        run was changed (`restore`), whose rows this loader cannot know.
+        """Returns the rows, counted over the run, whose positions batch `step` (from 0) holds.
+
+        A short last batch has fewer than its size; on a mesh it is filled up with rows of padding
+        behind them. Behind the end there are none.
+
+        Raises:
+            StateError: The step is before the one at which the run was changed (`restore`), so this
+                loader cannot know its rows.
+            ConfigError: The rows are read forward.
         """
         steps = self._counted()
         reader = self._by_number(f"step {step}")
@@ -166,22 +191,28 @@ class Loader:
         return range(start, start + (0 if count < size and self.config.drop_last else count))
 
     def map_rows(self, transform: RowTransform, *, version: str) -> Loader:
-        """A loader over the same rows, each changed by `transform(columns, key)`: token dropout,
-        masking at random and the like.
+        """Returns a loader over the same rows, each changed by `transform(columns, key)`.
 
-        columns: Int32[slots] each: `input_ids` and `loss_mask`, which it may write to or return
-        anew, `segment_ids` and `position_ids`, which it may read. Labels are made from what it
-        leaves. key: 64 random bits that depend on the seed, the epoch and the row alone, so that
-        batches do not depend on processes, workers, or where a run was resumed. version: names what
-        the function does; the states of a loader carry it, and are refused by a loader whose
-        transforms are others. The cost is one call for every row.
+        This is for token dropout, masking at random and the like. Labels are made from what the
+        function leaves. The cost is one call for every row.
+
+        Args:
+            transform: A function of (columns, key). columns: Int32[slots] each: `input_ids` and
+                `loss_mask`, which it may write to or return anew, `segment_ids` and `position_ids`,
+                which it may read. key: 64 random bits that depend on the seed, the epoch and the
+                row alone, so that batches do not depend on processes, workers, or where a run was
+                resumed.
+            version: Names what the function does. The states of a loader carry it, and a loader
+                whose transforms are others refuses them.
         """
         return self._twin(MappedRows(self.rows, transform, version, self._seed), self.config)
 
     def of_rank(self, rank: int, world_size: int) -> Loader:
-        """A loader over the rows `rank`, `rank + world_size`, ...: batch t of all ranks together is
-        batch t of one that is world_size times as large. For programs that have ranks and no mesh.
-        With drop_last every rank has as many batches.
+        """Returns a loader over the rows `rank`, `rank + world_size`, ...
+
+        Batch t of all ranks together is batch t of a loader whose batches are world_size times as
+        large. This is for programs that have ranks and no mesh. With drop_last every rank has as
+        many batches.
         """
         return self._twin(
             RankRows(self.rows, rank, world_size, even=self.config.drop_last), self.config
@@ -189,18 +220,22 @@ class Loader:
 
     @property
     def seed(self) -> int:
-        """Of the order, given or drawn."""
+        """The seed of the order, given or drawn."""
         return self._seed
 
     def copy(self, config: LoadStageConfig | None = None) -> Loader:
-        """A loader over the same rows that goes its own way, from the first batch; with other
-        options where a config is given.
+        """Returns a loader over the same rows with its own iterations, from the first batch.
+
+        Args:
+            config: Other options; None keeps those of this loader.
         """
         return self._twin(self.rows, config or self.config)
 
     def batch(self, step: int) -> Batch:
-        """Batch `step` (from 0) as the iteration would yield it, made in this thread. Raises
-        IndexError where there is none.
+        """Makes batch `step` (from 0) in this thread, as the iteration would yield it.
+
+        Raises:
+            IndexError: There is no such batch.
         """
         made = None
         if self.rows_of(step):
@@ -210,12 +245,20 @@ class Loader:
         return made[0]
 
     def explain(self, step: int, row: int | None = None) -> ExplainedBatch:
-        """Which documents stand in batch `step` (from 0; metrics.jsonl calls it step + 1), or in
-        one `row` of it: dataset, file, row, tokens, slots, and the text with its masked parts.
-        Found from the plan alone: it does not matter what was read before, or where.
+        """Returns which documents stand in batch `step`, or in one `row` of it.
 
-        Costs milliseconds where a plan checkpoint stands near, else the scan of the plan up to
-        there, once; see docs/seeing.md. Raises PlanError for a batch or a row that is not there.
+        For each it says dataset, file, row, tokens, slots, and the text with its masked parts. It
+        is found from the plan alone: what was read before, and where, does not matter. This costs
+        milliseconds where a plan checkpoint stands near, else one scan of the plan up to there; see
+        docs/seeing.md.
+
+        Args:
+            step: The batch, from 0; metrics.jsonl calls it step + 1.
+            row: The row of the batch; None for all rows.
+
+        Raises:
+            PlanError: There is no such batch or row.
+            ConfigError: The rows are read forward.
         """
         reader = self._by_number(f"step {step}" if row is None else f"row {row} of step {step}")
         count = len(self.rows_of(step)) if step >= 0 else 0
@@ -227,26 +270,35 @@ class Loader:
         return explained
 
     def remember(self) -> None:
-        """Keeps what was planned so far beside the token cache, so that a later process finds rows
-        near it. `len` and `explain` do too.
+        """Keeps what was planned so far beside the token cache.
+
+        A later process then finds rows near it. `len` and `explain` do this too.
         """
         if self._remember is not None:
             self._remember()
 
     def ledger(self) -> Ledger:
-        """Where everything went that the newest iteration has read in this process up to its last
-        batch, from counters. Raises ConfigError for rows with numbers, whose ledger follows from
-        the plan (`Pipeline.ledger`).
+        """Returns where everything went that the newest iteration has read in this process.
+
+        It covers what was read up to the last batch, from counters.
+
+        Raises:
+            ConfigError: The rows have numbers, so their ledger follows from the plan
+                (`Pipeline.ledger`).
         """
         return self.rows.ledger() if self._mark is None else self._mark.ledger()
 
     def state(self) -> LoaderState:
-        """The state after the batch that was last yielded, whatever is in flight."""
+        """Returns the state after the batch that was last yielded, whatever is in flight."""
         return self._state(self._latest)
 
     def state_at(self, batch: int) -> LoaderState:
-        """The state after the first `batch` batches, computed from the plan: `restore` goes there
-        without reading what stands before.
+        """Returns the state after the first `batch` batches, computed from the plan.
+
+        `restore` goes there without reading what stands before.
+
+        Raises:
+            ConfigError: The rows are read forward.
         """
         return self._state(After(batch, self._row(batch)))
 
@@ -272,12 +324,17 @@ class Loader:
         state: LoaderState | str | bytes | Json,
         allow_changed: Collection[str] = (),
     ) -> None:
-        """Makes the next iteration go on behind `state`, given as it is or as its JSON.
+        """Makes the next iteration go on behind `state`.
 
-        allow_changed: components ("sources", "tokenizer", "config", "plan") that may be others than
-        when it was saved. Rows are then counted on from the state's own row in what there is now,
-        and this state and all later ones record the change. Raises StateError naming what changed
-        since.
+        Args:
+            state: A state, or its JSON.
+            allow_changed: Components ("sources", "tokenizer", "config", "plan") that may differ
+                from those of when it was saved. Rows are then counted on from the state's own row
+                in what there is now, and this state and all later ones record the change.
+
+        Raises:
+            StateError: Something else changed since the state was saved; the message names it.
+            ConfigError: `allow_changed` names no component, or the rows are read forward.
         """
         require(
             not allow_changed or self.can_change,
@@ -319,7 +376,11 @@ class Loader:
         self._newest += 1  # an iteration under way no longer moves `state()`
 
     def _by_number(self, place: str) -> RowReader:
-        """Raises ConfigError where only reading tells what stands at `place`."""
+        """Returns a reader of rows that are found by number.
+
+        Raises:
+            ConfigError: Only reading tells what stands at `place`.
+        """
         require(
             self.rows.by_number,
             "streaming",
@@ -329,7 +390,7 @@ class Loader:
         return self.rows.open()
 
     def _counted(self, entry: LoaderState | None = None) -> Steps:
-        """How the newest iteration counts, or one that begins at `entry`."""
+        """Returns how the newest iteration counts batches, or one that begins at `entry`."""
         entry = entry or self._entry
         if entry is None or not entry.changes:
             return self._steps
@@ -348,7 +409,7 @@ class Loader:
         return Loader(rows, config, seed=self._seed if seed is None else seed, **self._options)
 
     def _ended(self) -> None:
-        """The newest iteration has met the end of the data."""
+        """Is called where the newest iteration has met the end of the data."""
 
     def _check_step(self, step: int, steps: Steps) -> None:
         if step < 0:
@@ -362,7 +423,7 @@ class Loader:
             )
 
     def _row(self, batch: int) -> int:
-        """The row behind the first `batch` batches."""
+        """Returns the row behind the first `batch` batches."""
         reader = self._by_number(f"batch {batch}")
         if self._entry is not None and batch == self._entry.batch:
             # what stands before it may lie in a window that this process never looks at
@@ -371,14 +432,15 @@ class Loader:
         if batch == steps.begin.batch:
             return steps.begin.row
         self._check_step(batch, steps)
-        # of the last of them, which may be a short one
+        # the rows of the last of them, which may be a short batch
         start, stop = steps.start(batch - 1), steps.start(batch)
         return start + reader.available(start, stop)
 
     @cached_property
     def _settings(self) -> JsonObject:
-        """What decides the content of batches, and nothing that does not: mesh, micro-batches,
-        workers and buffers are free to change.
+        """The settings that decide the content of batches, and no others.
+
+        Mesh, micro-batches, workers and buffers are free to change.
         """
         schedule, transforms = self.config.batch_size_schedule, self.rows.transforms
         return {
@@ -396,7 +458,7 @@ class Loader:
 
     @cached_property
     def _words(self) -> JsonObject:
-        """The settings, and what the rows are made of, for whoever reads a refusal."""
+        """The settings, and what the rows are made of, for the messages of refused states."""
         return {**self._settings, **self.rows.words}
 
     @cached_property
@@ -404,7 +466,7 @@ class Loader:
         return {**self.rows.identity, "config": digest(self._settings)}
 
     def _place(self) -> dict[int, Placement]:
-        """Where batches of every size go; nothing without a mesh."""
+        """Returns where batches of every size go; nothing without a mesh."""
         mesh = self.config.mesh
         if mesh is None:
             if not self.config.prefetch_to_device:
@@ -422,8 +484,10 @@ class Loader:
         return {size: place(size) for size in self._steps.sizes}
 
     def _rows_here(self, size: int) -> Int64 | None:
-        """Which rows of a batch of `size` this process makes, in the order in which it lays them;
-        None: all, as they stand.
+        """Returns the rows of a batch of `size` that this process makes, in the order in which it
+        lays them.
+
+        None means all, as they stand.
         """
         placement, pieces = self._placements.get(size), self.accumulation_steps
         if pieces == 1 and (placement is None or placement.whole):
@@ -433,7 +497,11 @@ class Loader:
         return rows if placement is None else rows[placement.local_rows]
 
     def _fixed_width(self) -> int | None:
-        """Slots of every batch, where they can be known before the rows are."""
+        """Returns the slots of every batch, where they can be known before the rows are; else None.
+
+        Raises:
+            PlacementError: Several processes share a batch and none of them knows its width.
+        """
         known = known_width(self.collate, self.rows.seq_length)
         shared = any(
             len(placement.local_rows) < size for size, placement in self._placements.items()
@@ -450,8 +518,12 @@ class Loader:
     def _make(
         self, reader: RowReader, steps: Steps, batch: int, enter: Callable[[str], None]
     ) -> tuple[Batch, After] | None:
-        """Batch number `batch` as this process sees it and what stands behind it, or None past the
-        last. Any thread, any order, where rows have numbers.
+        """Makes batch number `batch` as this process sees it; `enter` is told each stage.
+
+        Where rows have numbers, any thread may call this, in any order.
+
+        Returns:
+            The batch and what stands behind it, or None past the last.
         """
         start, size = steps.at(batch)
         stage = "plan" if self.rows.by_number else "read"
@@ -504,22 +576,25 @@ AsyncDataLoader = Loader  # the name that EasyDeL's API uses
 
 
 class Batches(Iterator[Batch]):
-    """One iteration over a loader. `close()` ends its threads; so does dropping it, as a `break`
-    out of a for loop does.
+    """One iteration over a loader.
+
+    `close()` ends its threads; dropping the iteration does too, as a `break` out of a for loop
+    does.
     """
 
     def __init__(
         self, loader: Loader, entry: LoaderState | None, steps: Steps, *, holding: bool
     ) -> None:
         settings = loader.config
-        # one that the loader keeps must not keep it; any other tells it of its end, though nobody
-        # else may have it: `for batch in module.train_dataloader()`
+        # An iteration that the loader keeps must not keep the loader. Any other keeps it, to report
+        # its end even where nothing else holds the loader:
+        # `for batch in module.train_dataloader()`.
         self._loader = weakref.ref(loader)
         self._held = loader if holding else None
         self._number = loader._newest
         start = 0 if entry is None else entry.batch
         self._none_yet = start == 0
-        # of these rows, whatever pass the loader goes to meanwhile
+        # makes batches of these rows, whatever pass the loader goes to meanwhile
         self._maker = copy.copy(loader)
         workers = settings.prefetch_workers if settings.prefetch_enabled else 0
         local = {
@@ -559,7 +634,7 @@ class Batches(Iterator[Batch]):
             if self._ending.detach() is not None:
                 self._reader.close(wait=False)  # whoever hangs is not waited for
             raise
-        # Ctrl-C as well: whoever gets no batch gets no further one, and no thread stays behind
+        # Ctrl-C comes here as well: no further batch follows, and no thread stays behind.
         except BaseException:
             self._ending()
             raise
@@ -573,6 +648,6 @@ class Batches(Iterator[Batch]):
         self._ending()
 
     def _newest_of(self) -> Loader | None:
-        """The loader, while this is its newest iteration."""
+        """Returns the loader while this is its newest iteration, else None."""
         loader = self._loader()
         return loader if loader is not None and loader._newest == self._number else None

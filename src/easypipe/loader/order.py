@@ -1,5 +1,6 @@
 """The order of rows in batches: permuted within blocks, grouped by length within windows.
-Arithmetic over positions and lengths.
+
+It is arithmetic over positions and lengths.
 
 position a row's place in the order of reading
 block    of `shuffle_buffer_size` positions
@@ -18,22 +19,26 @@ from easypipe.loader.config import LoadStageConfig
 from easypipe.loader.rows.rows import RowReader, Rows
 from easypipe.plan.order import permute
 
-KEPT_WINDOWS = 4  # whose order is kept: threads make batches of two, where one window ends
+# The order of so many windows is kept: where one window ends, threads make batches of two.
+KEPT_WINDOWS = 4
 
 
 class ReadingOrder:
-    """The order of a loader's rows. Law: which row stands at a position follows from rows, config
-    and seed alone.
+    """The order of a loader's rows. Thread safe.
+
+    Law: which row stands at a position follows from rows, config and seed alone.
 
     In a window of W batches of B rows, the rows of its whole batches are sorted by the slots that
     each needs (rows that need as many stay in their order), cut into batches, and these permuted.
-    What fills no batch stays at the end, so drop_last leaves out the same rows. Thread safe. Raises
-    ConfigError for grouping where all rows have one width already.
+    What fills no batch stays at the end, so drop_last leaves out the same rows.
+
+    Raises:
+        ConfigError: Rows are to be grouped by length where all have one width already.
     """
 
     def __init__(self, rows: Rows, config: LoadStageConfig, rule: CollateConfig, seed: int) -> None:
         self._rule, self._batch = rule, config.batch_size
-        # elsewhere documents are shuffled, not rows
+        # where rows are read forward, documents are shuffled, not rows
         self._block = config.shuffle_buffer_size if rows.by_number else None
         self._shuffle_key = None if self._block is None else fold(seed, "loader", "shuffle")
         self._settings = {"shuffle_buffer_size": config.shuffle_buffer_size, **rows.settings}
@@ -52,7 +57,7 @@ class ReadingOrder:
 
     @property
     def settings(self) -> JsonObject:
-        """What decides the order, for the states of loaders."""
+        """The settings that decide the order, for the states of loaders."""
         groups = (
             {}
             if self._groups is None
@@ -61,15 +66,16 @@ class ReadingOrder:
         return {**self._settings, **groups}
 
     def first(self, row: int) -> int:
-        """The first row of the window and the block that `row` is moved within: nothing before it
-        is read from here on.
+        """Returns the first row of the window and the block that `row` is moved within.
+
+        Nothing before it is read from `row` on.
         """
         for size in (self._window, self._block):
             row = row // size * size if size else row
         return row
 
     def rows(self, reader: RowReader, start: int, stop: int) -> Int64:
-        """The rows that stand at positions `start` to `stop`, at least one, and none behind the
+        """Returns the rows that stand at positions `start` to `stop`, at least one, none behind the
         end.
         """
         if not self._window:
@@ -82,7 +88,7 @@ class ReadingOrder:
         return np.concatenate(parts)
 
     def _grouped(self, reader: RowReader, window: int) -> Int64:
-        """The rows of a window in their order."""
+        """Returns the rows of a window in their order."""
         known = self._known.get(window)
         if known is not None:
             return known

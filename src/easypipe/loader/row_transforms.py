@@ -1,4 +1,4 @@
-"""Random changes to single rows, the same whoever makes them.
+"""Random changes to single rows, the same for any number of processes and workers.
 
 row     counted over the whole run (rows.py)
 """
@@ -25,15 +25,19 @@ CHANGEABLE = (INPUT_IDS, LOSS_MASK)
 class RowTransform(Protocol):
     """A function of one row and of random bits.
 
-    Law: what it makes of a row depends on its arguments alone. It is called on several threads at
-    once.
+    Law: what it makes of a row depends on its arguments alone. Several threads call it at once.
     """
 
     def __call__(self, columns: dict[str, Int32], key: int, /) -> Mapping[str, Integers] | None:
-        """columns: Int32[slots] each, `input_ids` and `loss_mask` to write to, `segment_ids` and
-        `position_ids` to read. key: 64 bits, for example of
-        `np.random.Generator(np.random.PCG64(key))`. Returns those of the first two that it made
-        anew, or None.
+        """Changes one row.
+
+        Args:
+            columns: Int32[slots] each: `input_ids` and `loss_mask` to write to, `segment_ids` and
+                `position_ids` to read.
+            key: 64 random bits, for example for `np.random.Generator(np.random.PCG64(key))`.
+
+        Returns:
+            Those of the first two columns that it made anew, or None.
         """
         ...
 
@@ -41,9 +45,12 @@ class RowTransform(Protocol):
 class MappedRows(DerivedRows):
     """The rows of another Rows, each changed by one function.
 
-    The key of a row is `fold(seed, "row_transform", n, epoch, row)`, n counting the transforms
-    below this one. Reading raises SourceError naming the row where the function returns what is no
-    column of it.
+    The key of a row is `fold(seed, "row_transform", n, epoch, row)`, where n counts the transforms
+    below this one. Reading raises SourceError naming the row where the function returns what is not
+    a column of it.
+
+    Raises:
+        ConfigError: `transform` is not callable, or `version` is empty.
     """
 
     def __init__(self, rows: Rows, transform: RowTransform, version: str, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Where a loader stands, small enough to put beside any checkpoint."""
+"""LoaderState: where a loader stands, small enough to put beside any checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from easypipe.loader.steps import Begin
 
 VERSION = 1
 COMPONENTS = ("sources", "tokenizer", "config", "plan")
-MAX_DATASETS = 16  # that a state names: with more it says only that the sources changed
+MAX_DATASETS = 16  # a state names so many; with more it says only that the sources changed
 MAX_CHANGES = 12  # of one run: each is kept in every later state, which has to stay small
 SHORT = 8  # hex digits of a digest that a change keeps
 
@@ -27,20 +27,23 @@ log = logging.getLogger("easypipe")
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderState:
-    """The state after `batch` batches, or before the first. The same for any number of processes,
-    workers and batches in flight.
+    """The state after `batch` batches, or before the first.
 
-    batch: batches that were yielded. row: the first row of the next one, counted over the whole
-    run.
-    components: a digest each of sources, tokenizer, config and plan, so that a refusal can say
-    which changed. config: the settings that decide what stands in a batch, the choices of the plan
-    (`plan.`), and the beginnings of a digest per dataset, in plain words for the same reason.
-    hint: where the plan's scan may start; it changes speed, never a result.
-    changes: what was allowed to differ when the run was resumed, oldest first: `{"batch": 5, "row":
-    40, "sources": [was, is]}` with the beginnings of the two digests. Batches are counted on from
-    the last of them.
-    epoch: of a loader that has passes (EpochLoader), the one under way, in which batches and rows
-    are counted.
+    It is the same for any number of processes, workers and batches in flight.
+
+    Args:
+        batch: The batches that were yielded.
+        row: The first row of the next batch, counted over the whole run.
+        components: A digest each of sources, tokenizer, config and plan, so that a refusal can say
+            which changed.
+        config: The settings that decide what stands in a batch, the choices of the plan (`plan.`),
+            and the beginnings of a digest per dataset, so that a refusal can say what changed.
+        hint: Where the plan's scan may start. It changes speed, never a result.
+        changes: What was allowed to differ when the run was resumed, oldest first: `{"batch": 5,
+            "row": 40, "sources": [was, is]}` with the beginnings of the two digests. Batches are
+            counted on from the last of them.
+        epoch: The pass under way of a loader that has passes (EpochLoader); batches and rows are
+            counted in it.
     """
 
     batch: int
@@ -53,15 +56,16 @@ class LoaderState:
 
     @property
     def begin(self) -> Begin:
-        """Where batches are counted from: the start of the run, or where it last went on with
-        something changed.
+        """Where batches are counted from.
+
+        It is the start of the run, or where the run last went on with something changed.
         """
         return (
             Begin(self.changes[-1]["batch"], self.changes[-1]["row"]) if self.changes else Begin()
         )
 
     def to_json(self) -> str:
-        """One line of JSON, at most 4 KiB, with a checksum."""
+        """Returns one line of JSON, at most 4 KiB, with a checksum."""
         values = {"version": VERSION, **asdict(self)}
         for name in ("changes", "epoch"):
             if not values[name]:
@@ -70,7 +74,11 @@ class LoaderState:
 
     @classmethod
     def from_json(cls, text: str | bytes | Json) -> LoaderState:
-        """Raises StateError where it is not a whole, unaltered state of this version."""
+        """Reads a state that `to_json` wrote.
+
+        Raises:
+            StateError: `text` is not a whole, unaltered state of this version.
+        """
         try:
             values = dict(text) if isinstance(text, Mapping) else json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:
@@ -109,8 +117,10 @@ class LoaderState:
             return pydantic.TypeAdapter(cls).validate_python(values)
 
     def changed(self, components: Mapping[str, str], config: Json) -> tuple[list[str], str]:
-        """The components that are others now than when this state was saved, and in words what
-        changed in them; ([], "") for none.
+        """Returns the components that differ now from when this state was saved, and what changed
+        in them.
+
+        The second value is a sentence for a message; the result is ([], "") where nothing changed.
         """
         names = [name for name in COMPONENTS if self.components.get(name) != components[name]]
         details = [
@@ -129,11 +139,17 @@ class LoaderState:
         config: Json,
         allow_changed: Collection[str] = (),
     ) -> LoaderState:
-        """This state, or what it becomes where a component is another one now than when it was
-        saved, and `allow_changed` names it.
+        """Returns this state, or what it becomes where components changed since it was saved.
 
-        Raises StateError naming every component that changed, and ConfigError for a name in
-        `allow_changed` that is none.
+        Args:
+            components: The digests of now.
+            config: The settings of now.
+            allow_changed: The components that may have changed.
+
+        Raises:
+            StateError: A component changed that `allow_changed` does not name; the message names
+                every component that changed. Or the run was changed too often already.
+            ConfigError: A name in `allow_changed` is not that of a component.
         """
         for name in allow_changed:
             problem = f"a state has no component {name!r}"
@@ -166,7 +182,7 @@ class LoaderState:
             for name in changed
         }
         change = {"batch": self.batch, "row": self.row, **digests}
-        # it would lead into another plan
+        # the hint would lead into another plan
         hint = None if {"sources", "plan"} & set(changed) else self.hint
         return replace(
             self, components=components, config=config, hint=hint, changes=(*self.changes, change)

@@ -168,9 +168,8 @@ def remaining(num_docs: Int64, drawn: Int64, stop: Stop, caps: Sequence[int | No
 
 @jit
 def _draw_into(weights, left, deficits, active, leave, dataset, counts):
-    """Returns (draws made, whether the epoch ended).
-
-    It changes left, deficits, active, dataset and counts in place.
+    """Returns (draws made, whether the epoch ended); changes left, deficits, active, dataset and
+    counts in place.
     """
     num_datasets, limit = weights.shape[0], dataset.shape[0]
     base = np.empty(num_datasets, np.int64)  # the deficit after n draws is base + n * weight

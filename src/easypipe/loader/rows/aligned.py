@@ -1,6 +1,7 @@
-"""Aligned columns into rows: the values of every token, copied to the slot where the token stands.
+"""Aligned columns in rows: the values of every token, copied to the slot where the token stands.
 
-Loss weights are told of labels, as labels are told of tokens: one slot further on.
+Loss weights belong to labels as other values belong to tokens: a weight moves with the label that
+its token becomes.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ from easypipe.loader.rows.gather import NO_CHECKS, Tables, copy, find, token_beh
 from easypipe.plan.window import View
 
 NONE_BEHIND = np.empty((0, 0), np.uint8)
-# no values at rest: the window says them
+# It has no values at rest: the window tells them.
 OF_SOURCES = AlignedColumn(name=SOURCE_IDS, dtype="uint16")
 
 
 def joined_columns(
     each: Sequence[tuple[str, Sequence[AlignedColumn]]],
 ) -> tuple[AlignedColumn, ...]:
-    """The columns of datasets that are mixed, by name; raises ConfigError where they differ."""
+    """Returns the aligned columns of datasets that are mixed, by name.
+
+    Raises:
+        ConfigError: The columns of the datasets differ.
+    """
     found: dict[str, tuple[str, AlignedColumn]] = {}
     for dataset, columns in each:
         for column in columns:
@@ -62,10 +67,14 @@ def _said(column: AlignedColumn) -> str:
 
 
 class ValueWriter:
-    """The values of the aligned columns, for `num_rows` rows of `num_slots` slots: zeros in padding
-    and, but for weights, where an EOS was added.
+    """Collects the values of aligned columns for `num_rows` rows of `num_slots` slots.
 
-    runs: rows are those of strategy "concat". joined: each of those is one segment.
+    They are zeros in padding and, but for weights, where an EOS was added.
+
+    Args:
+        columns: The aligned columns.
+        runs: The rows are those of strategy "concat".
+        joined: Each of those rows is one segment.
     """
 
     def __init__(
@@ -79,7 +88,7 @@ class ValueWriter:
     ) -> None:
         self.columns, self._joined = columns, joined
         self.values = {column.name: column.empty(num_rows, num_slots) for column in columns}
-        # of the label of each row's last slot
+        # the weights of the labels of last slots
         weighted = runs and LOSS_WEIGHTS in self.values
         self.behind = np.ones(num_rows if weighted else 0, np.float32)
 
@@ -91,9 +100,15 @@ class ValueWriter:
         values: Mapping[str, UInt64],
         check: Callable[[Int64], None] | None,
     ) -> None:
-        """Those of `rows` that stand in the window. values: of each column, where those of each
-        part begin; 0 where its dataset has no such column. check: as `Tokens.check`; None: all was
-        checked.
+        """Writes the values of those of `rows` that stand in the window.
+
+        Args:
+            view: The window.
+            rows: Int64[R].
+            tables: Where the documents lie.
+            values: For each column, where the values of each part begin; 0 where its dataset has no
+                such column.
+            check: As `Tokens.check`; None where everything was checked.
         """
         todo = NO_CHECKS if check is None else np.empty((2, ROOM), np.int64)
         for column in self.columns:
@@ -113,12 +128,12 @@ class ValueWriter:
                 check(todo[:, :count])
 
     def at_rest(self) -> dict[str, Array]:
-        """Columns of rows: each value where its token stands."""
+        """Returns the columns at rest: each value where its token stands."""
         ahead = {LOOK_AHEAD_WEIGHT: self.behind} if len(self.behind) else {}
         return {**self.values, **ahead}
 
     def of_batch(self, labels: Int32) -> dict[str, Array]:
-        """Columns of a batch with these labels."""
+        """Returns the columns of a batch with these labels."""
         last = np.full(len(labels), labels.shape[1] - 1)
         return with_label_weights(self.at_rest(), labels, last)
 
@@ -129,9 +144,14 @@ def copy_values(
     tables: Tables,
     addresses: UInt64,
 ) -> Array:
-    """The values of whole documents, which are held: [total] or [total, width].
+    """Returns the values of whole documents that are in memory: [total] or [total, width].
 
-    documents: of each its dataset, its number there, and where its tokens begin in the result.
+    Args:
+        column: The aligned column.
+        documents: For each document its dataset, its number there, and where its tokens begin in
+            the result.
+        tables: Where the documents lie.
+        addresses: Where the values of each part begin.
     """
     out = column.empty(1, int(documents[2][-1]))[0]
     _copy(documents, tables, addresses, _neutral(column), out.reshape(-1).view(np.uint8))
@@ -139,20 +159,26 @@ def copy_values(
 
 
 def _neutral(column: AlignedColumn) -> UInt8:
-    """What a token has of a column that its dataset lacks: its bytes."""
+    """Returns, as bytes, the value of a token whose dataset lacks the column."""
     fill = np.full(max(1, column.width), NEUTRAL.get(column.name, 0), column.kind)
     return fill.view(np.uint8)
 
 
 @jit
 def _write(view, rows, tables, addresses, rule, into, todo):
-    """Copies bytes of values. view, tables: the fields of a View and of Tables. rule: (UInt8[size],
-    what a token has where there is no such column; whether an added EOS has what the token before
-    it has; joined; slots of a row). into: UInt8[R, slots * size] and, where weights of labels
-    behind rows are wanted, UInt8[R, size].
+    """Copies bytes of values.
 
-    Returns how many blocks of `todo` have to be checked first; where there is one, the call is to
-    be repeated.
+    Args:
+        view: The fields of a View.
+        tables: The fields of a Tables.
+        rule: (UInt8[size], the value of a token where there is no such column; whether an added EOS
+            has the value of the token before it; joined; slots of a row).
+        into: UInt8[R, slots * size] and, where weights of labels behind rows are wanted, UInt8[R,
+            size].
+
+    Returns:
+        How many blocks of `todo` have to be checked first; where there is one, the call is to be
+        repeated.
     """
     view, tables = View(*view), Tables(*tables)
     fill, repeat, joined, num_slots = rule
@@ -217,8 +243,10 @@ def _copy(documents, tables, addresses, fill, out):
 
 @jit
 def _take(tables, part, addresses, which, out, todo, unchecked):
-    """Copies what the tokens from a first one on have, as many as `out` (UInt8) has room for.
-    which: (the first token of the part, -1 for none; UInt8[size] where there is no column).
+    """Copies the values of the tokens from a first one on, as many as `out` (UInt8) has room for.
+
+    `which` is (the first token of the part, -1 for none; UInt8[size], the value where there is no
+    column).
     """
     token, fill = which
     size, address = fill.shape[0], addresses[part]

@@ -18,8 +18,13 @@ from easypipe.loader.rows.gather import NO_CHECKS, copy, copy_ids, find, tables
 
 
 class Documents(NamedTuple):
-    """n documents: `ids[offsets[i] : offsets[i + 1]]`. offsets Int64[n+1], ids Int32[total], mask
-    UInt8[total] if asked for. values: of aligned columns, [total] or [total, width].
+    """n documents, of which document i has the tokens `ids[offsets[i] : offsets[i + 1]]`.
+
+    Attributes:
+        offsets: Int64[n+1].
+        ids: Int32[total].
+        mask: UInt8[total] if it was asked for, else empty.
+        values: The values of aligned columns, [total] or [total, width].
     """
 
     offsets: Int64
@@ -36,10 +41,17 @@ def gather_documents(
     with_mask: bool,
     aligned: Sequence[AlignedColumn] = (),
 ) -> Documents:
-    """The stored tokens of documents `docs` (Int64[n]) of the caches numbered `dataset` (Int32[n]);
-    a mask is 1 where a cache has none.
+    """Returns the stored tokens of documents of several caches.
 
-    Raises IndexError for a document that is not there.
+    Args:
+        caches: The token caches.
+        dataset: Int32[n], the number of each document's cache.
+        docs: Int64[n], the number of each document within its cache.
+        with_mask: Whether to read loss masks; a mask is 1 where a cache has none.
+        aligned: The aligned columns to read.
+
+    Raises:
+        IndexError: A document is not in its cache.
     """
     lengths = np.empty(docs.size, np.int64)
     for i, cache in enumerate(caches):

@@ -1,4 +1,4 @@
-"""The gather kernel: tokens of many documents into the rows of one batch, without the GIL.
+"""The gather kernel: copies tokens of many documents into the rows of one batch, without the GIL.
 
 piece    a run of tokens of one document that stands in one row
 part     a mapped file of one dataset's token cache (cache/reader.py)
@@ -24,7 +24,7 @@ from easypipe.loader.collate import shift_labels
 from easypipe.plan.window import View
 
 NO_CHECKS = np.empty((2, 0), np.int64)  # `todo` where everything was checked
-CACHE_LINE = 64  # bytes that memory is read by
+CACHE_LINE = 64  # bytes that the processor reads from memory at a time
 
 
 class Tables(NamedTuple):
@@ -64,21 +64,24 @@ def tables(buffers: Sequence[Buffers]) -> Tables:
 
 
 def eos_ids(eos: int | Sequence[int] | None, datasets: int) -> Int64:
-    """Int64[datasets], as the kernels take it: the id that ends documents of each dataset, -1 where
-    nothing is added.
+    """Returns the id that ends documents of each dataset, -1 where none is added:
+    Int64[datasets].
     """
     return np.full(datasets, -1 if eos is None else eos, np.int64)
 
 
 @jit
 def find(tables, dataset, doc, todo, unchecked):
-    """The part that document `doc` of `dataset` lies in, the last that starts at or before it; its
-    first token there, and the one behind its last.
+    """Finds the part that document `doc` of `dataset` lies in.
 
-    The part is -1 where nothing of it may be believed before its index is checked, which is noted
-    in `todo`. Last come the blocks that are noted there by now.
+    It is the last part that starts at or before the document.
+
+    Returns:
+        The part, -1 where its index has to be checked first, which is then noted in `todo`; the
+        document's first token in the part; the token behind its last; and the blocks that are noted
+        in `todo` by now.
     """
-    # of first_doc: see Tables
+    # a range of first_doc: see Tables
     low, high = tables.first_part[dataset] + dataset, tables.first_part[dataset + 1] + dataset
     while high - low > 1:
         middle = (low + high) // 2
@@ -100,9 +103,14 @@ def find(tables, dataset, doc, todo, unchecked):
 @jit
 def touch(tables, part, span, todo, unchecked):
     """Notes in `todo` the blocks of tokens, and of their flags, that have to be checked first.
-    span: the first token, how many, and the bytes of one. Returns how many are noted by now.
 
-    Called only where `todo` has room: to hand all tables over takes time.
+    It is called only where `todo` has room: to hand all tables over takes time.
+
+    Args:
+        span: The first token, how many, and the bytes of one.
+
+    Returns:
+        How many blocks are noted by now.
     """
     checked, file = tables.checked[part], tables.file[part]
     if checked != 0:
@@ -119,19 +127,25 @@ def touch(tables, part, span, todo, unchecked):
 def write_rows(view, rows, done, tables, rule, columns, todo):
     """Writes those rows of the window that are not done. A row of -1 is all padding.
 
-    view, tables: the fields of a View and of Tables. columns: Int32[R, T] ids, labels if they are
-    wanted, segments, positions, UInt8[R, T] mask unless it is [0, 0], and Int32[R] what
-    `_last_labels` gives, of runs.
+    Nothing is written where a piece is missing or a block has to be checked first.
 
-    rows: Int64[R], done: Bool[R], set for what is written. rule: (eos, pad, hold, want_labels,
-    behind). eos: Int64[D], of each dataset the id that follows the stored tokens where a piece is
-    one longer than they are; -1 where there is none. An added EOS is a target where the token
-    before it is one. hold: held pieces have no targets. behind: (whether rows are runs; whether a
-    run is one segment; slots of a run). Returns the first of `rows` that is not done (R: none),
-    the number of the first piece of the window that the cache does not hold (-1: none), and how
-    many blocks of the files have to be checked first; where there is such a piece or block, nothing
-    is written. todo: Int64[2, n] for those, their parts and their numbers (cache/blocks.py); n =
-    0 asks for no checks.
+    Args:
+        view: The fields of a View.
+        rows: Int64[R].
+        done: Bool[R], set for what is written.
+        tables: The fields of a Tables.
+        rule: (eos, pad, hold, want_labels, behind). eos: Int64[D], as `eos_ids` gives it; it
+            follows where a piece is one longer than its stored tokens, and is a target where the
+            token before it is one. hold: held pieces have no targets. behind: (whether rows are
+            runs; whether a run is one segment; slots of a run).
+        columns: Int32[R, T] ids, labels if they are wanted, segments, positions; UInt8[R, T] mask
+            unless it is [0, 0]; and for runs Int32[R], which `_last_labels` fills.
+        todo: Int64[2, n] for the parts and numbers of blocks to check (cache/blocks.py); n = 0 asks
+            for no checks.
+
+    Returns:
+        The first of `rows` that is not done (R: none), the number of the first piece of the window
+        that the cache does not hold (-1: none), and how many blocks have to be checked first.
     """
     view, tables = View(*view), Tables(*tables)
     eos, pad, hold, want_labels, (runs, _, _) = rule
@@ -188,14 +202,16 @@ def write_rows(view, rows, done, tables, rule, columns, todo):
 
 @jit
 def _find_pieces(view, rows, done, tables, eos, num_slots, todo):
-    """Where the pieces of `rows` lie, Int64[5, n]: the part, the first token in it, how many are
-    stored, whether any of the document stands before the end of the piece, and whether it is held;
-    the first piece that is not there, or -1; and how many blocks of `todo` have to be checked
-    first.
+    """Finds where the pieces of `rows` lie.
 
-    Reads a byte of every cache line of them. Documents lie anywhere in memory, and each would
+    It reads a byte of every cache line of them. Documents lie anywhere in memory, and each would
     otherwise be waited for in turn; these reads do not depend on one another, so that the processor
     has many under way at once.
+
+    Returns:
+        Int64[5, n] (the part, the first token in it, how many are stored, whether any of the
+        document stands before the end of the piece, and whether it is held); the first piece that
+        is not there, or -1; and how many blocks of `todo` have to be checked first.
     """
     count, unchecked, last_row = 0, np.int64(0), view.first_piece.shape[0] - 1
     for r in range(rows.shape[0]):
@@ -244,13 +260,16 @@ def _find_pieces(view, rows, done, tables, eos, num_slots, todo):
 
 @jit
 def _last_labels(view, rows, tables, rule, out, todo, unchecked):
-    """Writes Int32[R] `out`, the label of the last slot, for those of `rows` (Int64[R]) that stand
-    in the window or are -1: the one token behind the row, so that a document that goes on in the
-    next row loses no target where it is cut.
+    """Writes `out`, Int32[R], the label of the last slot of those rows that stand in the window or
+    are -1.
 
-    -100 where the row is not full, nothing follows, or what follows is no target. rule, todo:
-    as in write_rows; where a run is one segment, the token behind a document is the first of
-    the next. Returns how many blocks are noted in `todo` by now.
+    It is the one token behind the row, so that a document that goes on in the next row loses no
+    target where it is cut; where a run is one segment, the token behind a document is the first of
+    the next. It is -100 where the row is not full, nothing follows, or what follows is no target.
+    `rule` and `todo` are those of write_rows.
+
+    Returns:
+        How many blocks are noted in `todo` by now.
     """
     eos, _, _, _, (_, joined, num_slots) = rule
     for r in range(rows.shape[0]):
@@ -268,7 +287,7 @@ def _last_labels(view, rows, tables, rule, out, todo, unchecked):
         if part < 0:
             continue
         place, width = first + at, tables.id_bytes[d]
-        stored = place < end  # else it is the EOS that was added
+        stored = place < end  # if not, the token is the EOS that was added
         token = place if stored else end - 1
         if end > first:
             if todo.shape[1] > 0:
@@ -286,9 +305,13 @@ def _last_labels(view, rows, tables, rule, out, todo, unchecked):
 
 @jit
 def token_behind(view, row, joined, num_slots):
-    """The token behind row `row` of the window, whose label the last slot has: which draw's, and
-    which of its tokens; a draw of -1 where the row is not full, or nothing of its last segment
-    follows. joined, num_slots: as in write_rows.
+    """Returns the token behind row `row` of the window, which is the label of the last slot.
+
+    `joined` and `num_slots` are the last two of `behind` in write_rows.
+
+    Returns:
+        The draw, and which of its tokens; a draw of -1 where the row is not full, or nothing of its
+        last segment follows.
     """
     nothing = np.int64(-1), np.int64(0)
     last = view.first_piece[row + 1] - 1
@@ -320,10 +343,11 @@ def join_segments(segments, positions):
 
 @jit
 def open_pairs(segments, positions, mask):
-    """Parts documents that are two, one behind the other: an answer that was preferred and one that
-    was not. They are drawn, mixed and packed as one, so that both stand in one row. Where the
+    """Makes two segments of documents that hold an answer that was preferred and one that was not.
+
+    The two are drawn, mixed and packed as one document, so that both stand in one row. Where the
     second begins, UInt8[R, T] `mask` is SEGMENT_BREAK, which is cleared; Int32[R, T] `segments` and
-    `positions` are counted anew, so that neither sees the other.
+    `positions` are counted anew, so that neither answer sees the other.
     """
     for r in range(segments.shape[0]):
         before, opened, origin = 0, 0, 0
@@ -342,14 +366,14 @@ def open_pairs(segments, positions, mask):
 
 @jit
 def goes_on_masked(mask_address, first, start):
-    """Whether a piece from token `start` of the document whose first token is `first` of its part
-    is held.
+    """Returns whether the piece from token `start` of a document is held; `first` is its first
+    token.
     """
     return start > 0 and mask_address != 0 and uint8_at(mask_address)[first] == 0
 
 
-# Slices count from 0, so the compiler need not look for negative indices, and makes vector
-# instructions of these loops.
+# These loops run over slices, which count from 0: the compiler need not look for negative indices,
+# and makes vector instructions of them.
 
 
 @jit

@@ -1,11 +1,13 @@
 """Rows of any dataset that gives them by number (images, tuples, dicts), batched by a collator.
 
 The loader, its order, its threads and its states are those of text: this is one more kind of Rows.
-What such a row holds is the dataset's
-affair: columns, lengths and labels are known to the collator alone.
+What such a row holds is the dataset's affair: columns, lengths and labels are known to the collator
+alone.
 
-row     counted over the whole run; row r of a dataset of n is number `r % n` of the order of pass `r // n`
-key     64 random bits of a row, for collators that draw (masks, crops): they depend on seed, pass and row alone
+row     counted over the whole run; row r of a dataset of n is number `r % n` of the order of pass
+        `r // n`
+key     64 random bits of a row, for collators that draw (masks, crops): they depend on seed, pass
+        and row alone
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from easypipe.plan.order import OrderConfig, documents
 
 @runtime_checkable
 class KeyedCollator(Protocol):
-    """A collator that draws: it is called with `keys`, 64 bits for each row, and draws nothing
-    else.
+    """A collator that draws random numbers.
+
+    It is called with `keys`, 64 bits for each row, and draws from nothing else.
     """
 
     def __call__(self, rows: Sequence[Item], *, keys: Sequence[int] | None = None) -> Any: ...
@@ -41,7 +44,7 @@ class KeyedCollator(Protocol):
 
 
 class _Unsized(NumberedRows):
-    """What Rows says of rows whose widths are the collator's affair."""
+    """The part of Rows that is common to rows whose widths only the collator knows."""
 
     seq_length: int | None = None
     pad_token_id = 0
@@ -54,7 +57,11 @@ class _Unsized(NumberedRows):
         return np.zeros(len(rows), np.int32)
 
     def gather(self, rows: Int64, width: int | None = None) -> dict[str, Int32]:
-        """Raises ConfigError: there are no columns at rest."""
+        """Refuses: the rows have no columns at rest.
+
+        Raises:
+            ConfigError: Always.
+        """
         raise ConfigError(
             at=self._name,
             problem="its rows are made into columns by a collator, so there are none at rest to "
@@ -63,8 +70,9 @@ class _Unsized(NumberedRows):
         )
 
     def _collated(self, items: list[Item], rows: Int64, epochs: Int64) -> Any:
-        """The batch of `items`, the real ones of `rows`; rows of -1, which come last, are filled up
-        with nothing.
+        """Returns the batch of `items`, the real ones of `rows`.
+
+        Rows of -1 come last and are filled up with padding.
         """
         real = rows[rows >= 0]
         if not (isinstance(self._collate, KeyedCollator) and self._collate.draws):
@@ -80,16 +88,22 @@ class _Unsized(NumberedRows):
 
 
 class ItemRows(_Unsized, RepeatedRows):
-    """The rows of a map-style dataset (`len()` and `dataset[i]`), in the order in which a Pipeline
-    over a dataset of that name reads them.
+    """The rows of a map-style dataset (`len()` and `dataset[i]`).
 
-    collate: a function of a list of rows to a batch: a dict of arrays, or a tuple of them. One with
-    an attribute `draws` that is true is given `keys` too (KeyedCollator). shuffle: a new keyed
-    permutation every pass; False: in order. num_epochs: None without end. Thread safe where
-    `dataset[i]` and the collator are. States tell another length, fingerprint (where the dataset
-    has one, as those of `datasets` do), collator, seed or order; rows are not hashed, as reading
-    one may cost a decoded image. Reading adds a note with the row's number to what the dataset
-    raises.
+    Their order is the one in which a Pipeline over a dataset of that name reads them. Thread safe
+    where `dataset[i]` and the collator are. States tell another length, fingerprint (where the
+    dataset has one, as those of `datasets` do), collator, seed or order; rows are not hashed, as
+    reading one may cost a decoded image. Reading adds a note with the row's number to what the
+    dataset raises.
+
+    Args:
+        dataset: The dataset.
+        collate: A function from a list of rows to a batch: a dict of arrays, or a tuple of them.
+            One with an attribute `draws` that is true is given `keys` too (KeyedCollator).
+        seed: The seed of the order and of the keys.
+        shuffle: Draws a new keyed permutation every pass; False keeps the order.
+        num_epochs: The passes; None without end.
+        name: The name of the dataset.
     """
 
     def __init__(
@@ -126,7 +140,7 @@ class ItemRows(_Unsized, RepeatedRows):
     def batch(self, rows: Int64, width: int) -> Any:
         real = rows[rows >= 0]
         items = []
-        # whose reading is a call of the user's own code, row by row
+        # each read calls the user's own code, row by row
         for number in self.numbers(real).tolist():
             try:
                 items.append(self._dataset[number])
@@ -136,7 +150,7 @@ class ItemRows(_Unsized, RepeatedRows):
         return self._collated(items, rows, self.epochs(real))
 
     def numbers(self, rows: Int64) -> Int64:
-        """Which rows of the dataset stand at these rows of the run."""
+        """Returns which rows of the dataset stand at these rows of the run."""
         if not rows.size:
             return rows
         first, size = int(rows.min()), np.array([self._size])
@@ -148,14 +162,20 @@ class ItemRows(_Unsized, RepeatedRows):
 
 
 class ForwardRows(_Unsized):
-    """The rows of a dataset that can only be iterated over, from its start every time: exact, and
-    quick where rows are asked for in order.
+    """The rows of a dataset that can only be iterated over, each time from its start.
 
-    dataset: something whose `iter()` begins at the first row and gives the same rows every time. A
-    row behind the one that was read last is reached by reading what lies between, one in front of
-    it by beginning again. collate, seed, name: as ItemRows has them. epoch: which pass this is, for
-    `set_epoch` of datasets that have it, as those that shuffle do. Thread safe; one thread reads at
-    a time.
+    Reading is exact, and quick where rows are asked for in order. A row behind the one that was
+    read last is reached by reading what lies between, one in front of it by beginning again. Thread
+    safe; one thread reads at a time.
+
+    Args:
+        dataset: An object whose `iter()` begins at the first row and gives the same rows every
+            time.
+        collate: As for ItemRows.
+        seed: As for ItemRows.
+        name: As for ItemRows.
+        epoch: The number of this pass, for `set_epoch` of datasets that have it, as those that
+            shuffle do.
     """
 
     num_epochs: int | None = 1
@@ -185,7 +205,7 @@ class ForwardRows(_Unsized):
 
     @property
     def num_rows(self) -> int | None:
-        """Rows in all, for which they have to be read to the end once."""
+        """The rows in all; they have to be read to the end once to be counted."""
         with self._lock:
             while self._total is None:
                 self._reach(self._first + len(self._ahead) + 1024, keep=False)
@@ -245,13 +265,13 @@ class ForwardRows(_Unsized):
 
 
 def fingerprint_of(dataset: Dataset) -> str:
-    """What a dataset says of its content, and its kind."""
+    """Returns the type of a dataset and the fingerprint that it gives itself, if any."""
     own = attribute_of(dataset, "fingerprint", "_fingerprint")
     return f"{type(dataset).__qualname__}:{own if isinstance(own, str) else ''}"
 
 
 def describe_collator(collate: Collate) -> str:
-    """A collator of this package by its options, any other by its name."""
+    """Describes a collator of this package by its options, any other by its name."""
     own = attribute_of(collate, "recipe")
     if own is not None:
         return digest(own)

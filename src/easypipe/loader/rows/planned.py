@@ -1,4 +1,4 @@
-"""Rows that a plan lays out over token caches.
+"""PlannedRows: rows that a plan lays out over token caches.
 
 row    counted over the whole run, all epochs; the same on every process
 """
@@ -33,17 +33,24 @@ _STAYS = contextlib.nullcontext()
 
 
 class PlannedRows(NumberedRows):
-    """The rows of a plan, their tokens copied from memory-mapped caches, or fetched for it where a
-    cache is in a bucket.
+    """The rows of a plan, their tokens copied from memory-mapped caches. Thread safe.
 
-    plan: over the datasets of `caches`, in that order. eos_token_id: follows a document whose piece
-    in the plan is one longer than its stored tokens, one id for all or one for each dataset; None
-    where nothing is added.
-    joined: rows of a stream are one segment each, over the ends of documents. train_continued:
-    pieces that go on with a document of another row keep the targets that its mask says; else those
-    of a document that begins with a prompt have none, but in a stream. Thread safe. Raises
-    PlanError where plan and caches do not belong together; reading raises CacheError naming dataset
-    and document where a cache does not hold what the plan asks for.
+    Where a cache is in a bucket, the tokens are fetched for the batch. Reading raises CacheError
+    naming dataset and document where a cache does not hold what the plan asks for.
+
+    Args:
+        plan: The plan over the datasets of `caches`, in that order.
+        caches: The token caches.
+        eos_token_id: Follows a document whose piece in the plan is one longer than its stored
+            tokens: one id for all datasets or one for each; None where nothing is added.
+        pad_token_id: The token id in padding.
+        joined: Rows of a stream are one segment each, over the ends of documents.
+        train_continued: Pieces that go on with a document of another row keep the targets that its
+            mask says. Without it, those of a document that begins with a prompt have none, except
+            in a stream.
+
+    Raises:
+        PlanError: Plan and caches do not belong together.
     """
 
     def __init__(
@@ -82,7 +89,7 @@ class PlannedRows(NumberedRows):
         self.seq_length = None if plan.spec.pack is None else plan.spec.pack.seq_length
         self.pad_token_id = pad_token_id
         self.num_epochs = plan.spec.num_epochs
-        # one for each dataset of the plan; they own the memory that the tables point to
+        # one cache for each dataset of the plan; they own the memory that the tables point to
         self.caches = tuple(caches)
         self._tables = tables([cache.buffers() for cache in caches])
         self._writer = RowWriter(
@@ -107,7 +114,7 @@ class PlannedRows(NumberedRows):
         self._end: int | None = None  # rows of the run, once the scan has met the end
 
     def with_source_ids(self) -> PlannedRows:
-        """The same rows, whose batches have the column `source_ids`."""
+        """Returns the same rows, with the column `source_ids` in their batches."""
         other = copy.copy(self)
         other.source_names = tuple(dataset.name for dataset in self.plan.datasets)
         other._writer = dataclasses.replace(self._writer, source_ids=True)
@@ -187,7 +194,7 @@ class PlannedRows(NumberedRows):
     def hint(self, row: int) -> Any:
         return self.plan.state_at(row).to_json()
 
-    # As write.Tokens.
+    # The methods below implement write.Tokens.
 
     def window_at(self, row: int) -> tuple[View, Tables]:
         return self.plan.window_at(max(row, 0)).view, self._tables
@@ -196,7 +203,9 @@ class PlannedRows(NumberedRows):
         return self._values
 
     def pinned(self, view: View, rows: Int64) -> contextlib.AbstractContextManager[None]:
-        """Their documents, and the one behind each, whose first token may be a label."""
+        """Pins the documents of the rows, and the one behind each, whose first token may be a
+        label.
+        """
         if not self._paged:
             return _STAYS
         here = rows - view.first_row

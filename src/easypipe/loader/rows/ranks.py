@@ -22,7 +22,11 @@ from easypipe.loader.state import LoaderState
 
 
 def check_rank(rank: int, world_size: int) -> None:
-    """Raises ConfigError where there is no such rank."""
+    """Checks that `rank` is one of `world_size` ranks.
+
+    Raises:
+        ConfigError: There is no such rank.
+    """
     require(
         world_size >= 1 and 0 <= rank < world_size,
         "rank",
@@ -32,7 +36,7 @@ def check_rank(rank: int, world_size: int) -> None:
 
 
 class DerivedRows(Rows, RowReader):
-    """Rows of `below` under other numbers: row n is row `first + n * step + rank` of those."""
+    """The rows of `below` under other numbers: row n is row `first + n * step + rank` of those."""
 
     def __init__(
         self, below: Rows, num_epochs: int | None, *, first: int = 0, step: int = 1, rank: int = 0
@@ -45,15 +49,15 @@ class DerivedRows(Rows, RowReader):
         self._first, self._step, self._rank = first, step, rank
 
     def row_below(self, row: Any) -> Any:
-        """Which of the rows below a row of these is, of a number or of an array of numbers."""
+        """Returns the row below of a row of these; takes a number or an array of numbers."""
         return self.first_below(row) + self._rank
 
     def first_below(self, row: Any) -> Any:
-        """The first of the rows below that `row` or a later one needs, of all ranks."""
+        """Returns the first of the rows below that `row` or a later one needs, of all ranks."""
         return self._first + row * self._step
 
     def _own(self, total: int) -> int:
-        """How many of these are among the first `total` rows below."""
+        """Returns how many of these rows are among the first `total` rows below."""
         return total - self._first
 
     @property
@@ -120,12 +124,17 @@ class DerivedRows(Rows, RowReader):
 
 
 class RankRows(DerivedRows):
-    """The rows `rank`, `rank + world_size`, ... of other rows: each row belongs to one rank, and
-    batch t of all ranks together is rows `t * world_size * batch_size` onward, so what is trained
-    on does not depend on how many ranks there are.
+    """The rows `rank`, `rank + world_size`, ... of other rows.
 
-    even: leave out up to world_size - 1 last rows, so that every rank has as many; else the first
-    ranks may have one more.
+    Each row belongs to one rank, and batch t of all ranks together is rows `t * world_size *
+    batch_size` onward, so what is trained on does not depend on the number of ranks.
+
+    Args:
+        even: Leaves out up to world_size - 1 last rows, so that every rank has as many; otherwise
+            the first ranks may have one more.
+
+    Raises:
+        ConfigError: There is no such rank.
     """
 
     def __init__(self, rows: Rows, rank: int, world_size: int, *, even: bool) -> None:
@@ -136,7 +145,7 @@ class RankRows(DerivedRows):
     @property
     def identity(self) -> Mapping[str, str]:
         below = self.below.identity
-        # one for all ranks: any may save the state
+        # all ranks have one identity: any of them may save the state
         return {**below, "plan": digest("ranks", below["plan"], self._step, self._even)}
 
     def _own(self, total: int) -> int:
@@ -144,8 +153,9 @@ class RankRows(DerivedRows):
 
 
 class PassRows(DerivedRows):
-    """The rows of passes `epoch` to `epoch + num_epochs - 1` (None: and so on) of rows without end,
-    which have `rows_each` in a pass.
+    """The rows of passes `epoch` to `epoch + num_epochs - 1` of rows without end.
+
+    A pass has `rows_each` rows. With num_epochs None the passes go on without end.
     """
 
     def __init__(self, endless: Rows, epoch: int, num_epochs: int | None, rows_each: int) -> None:
@@ -171,8 +181,9 @@ class PassRows(DerivedRows):
 
 
 def innermost(rows: Rows, row: int) -> tuple[Rows, int]:
-    """The rows that no others lie below, and the number there of row `row`: the same for any number
-    of ranks and passes.
+    """Returns the rows that no others lie below, and the number there of row `row`.
+
+    They are the same for any number of ranks and passes.
     """
     while isinstance(rows, DerivedRows):
         rows, row = rows.below, rows.row_below(row)

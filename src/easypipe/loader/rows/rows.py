@@ -1,4 +1,4 @@
-"""Rows and their readers: the two protocols between a loader and what it makes batches of.
+"""Rows and RowReader: the two protocols between a loader and what it makes batches of.
 
 row     counted over the whole run, all epochs; the same on every process
 """
@@ -21,20 +21,24 @@ class Mark(Protocol):
     """What lies behind so many rows of an iteration, where only its reader can tell."""
 
     def hint(self) -> Any:
-        """As `Rows.hint`. Collective where several processes read their own streams."""
+        """Returns what `Rows.hint` returns. Collective where several processes read their own
+        streams.
+        """
         ...
 
     def ledger(self) -> Ledger:
-        """Where everything went that was read up to here."""
+        """Returns where everything went that was read up to here."""
         ...
 
 
 @dataclass(frozen=True)
 class Share:
-    """What of the batches one process makes, for rows that are read forward.
+    """The part of the batches that one process makes, for rows that are read forward.
 
-    local: by the size of a batch, Int64[n], which of its rows are made here; all where it lacks
-    one. workers: threads that may make ahead what no batch asked for; 0 for none.
+    Args:
+        local: By the size of a batch, Int64[n], which of its rows are made here; all rows where a
+            size is missing.
+        workers: The threads that may make ahead what no batch asked for; 0 for none.
     """
 
     local: Mapping[int, Int64] = field(default_factory=dict[int, Int64])
@@ -42,7 +46,7 @@ class Share:
 
 
 class RowReader(Protocol):
-    """Rows as one iteration reads them.
+    """The rows as one iteration reads them.
 
     Law: what a row holds depends on its number alone. A row number of -1 stands for a row of
     padding: no segment, no label. Rows with numbers are read in any order, on any thread; others
@@ -50,71 +54,94 @@ class RowReader(Protocol):
     """
 
     def available(self, start: int, stop: int) -> int:
-        """How many of the rows `start` to `stop` there are: all of them, or as many as stand before
-        the end.
+        """Returns how many of the rows `start` to `stop` there are.
+
+        It is all of them, or as many as stand before the end.
         """
         ...
 
     def lengths(self, rows: Int64) -> Int32:
-        """Tokens of each row, 0 for -1."""
+        """Returns the tokens of each row, 0 for -1."""
         ...
 
     def epochs(self, rows: Int64) -> Int64:
-        """The pass over the data that each row belongs to, from 0; 0 for -1 and where there are no
-        passes.
+        """Returns the pass over the data that each row belongs to, from 0.
+
+        It is 0 for -1 and where there are no passes.
         """
         ...
 
     def gather(self, rows: Int64, width: int | None = None) -> dict[str, Int32]:
-        """Columns at rest, Int32[n, width], in new memory: input_ids, segment_ids, position_ids,
-        and loss_mask where a dataset has one.
+        """Returns columns at rest, in new memory.
 
-        Rows of strategy "concat" have look_ahead too, Int32[n].
-        width: None for `seq_length`, or the longest of these rows.
+        Args:
+            rows: Int64[n].
+            width: The slots; None for `seq_length`, or the longest of these rows.
+
+        Returns:
+            Int32[n, width] input_ids, segment_ids, position_ids, and loss_mask where a dataset has
+            one. Rows of strategy "concat" have look_ahead too, Int32[n].
         """
         ...
 
     def batch(self, rows: Int64, width: int) -> dict[str, Int32]:
-        """`collate(gather(rows, width))`, in one pass where that is faster."""
+        """Returns `collate(gather(rows, width))`, in one pass where that is faster."""
         ...
 
     def arrange(self, rows: Int64) -> Int64:
-        """Neighbouring rows, in the order in which they stand in a batch."""
+        """Returns neighbouring rows in the order in which they stand in a batch."""
         return rows
 
     def mark(self, row: int) -> Mark | None:
-        """What stands behind the first `row` rows, none of which is asked for again; None where the
-        number tells it.
+        """Returns what stands behind the first `row` rows; None where the number tells it.
+
+        None of these rows is asked for again.
         """
         return None
 
     def finish(self, row: int, left_out: int) -> Mark | None:
-        """As `mark`, at the end of the data: `left_out` rows more do not fill a batch."""
+        """Returns the mark at the end of the data, where `left_out` rows more do not fill a
+        batch.
+        """
         return None
 
     def check_some_batch(self) -> None:
         """Raises where an iteration that gave no batch from the first row on is a mistake."""
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the threads that read; wait: until what they have at hand is done."""
+        """Ends the threads that read; with `wait`, it waits until their reads at hand are done."""
 
 
 class Rows(Protocol):
-    """What batches are made of; `open` gives the reader of one iteration."""
+    """What batches are made of; `open` gives the reader of one iteration.
 
-    seq_length: int | None  # slots of every row; None: a row has the length of its document
+    Attributes:
+        seq_length: The slots of every row; None where a row has the length of its document.
+        pad_token_id: The token id in padding.
+        num_epochs: The epochs that the rows are counted over; None without end.
+        lengths_are_free: Whether `lengths` reads integers only, never the rows themselves.
+        by_number: Whether a row is found without reading those before it.
+        transforms: (name, version) of each row transform, the first one first.
+        source_names: The datasets that the column `source_ids` of batches numbers; () where batches
+            have no such column.
+    """
+
+    seq_length: int | None
     pad_token_id: int
-    num_epochs: int | None  # that the rows are counted over; None: without end
-    lengths_are_free: bool = True  # `lengths` reads integers only, never the rows themselves
-    by_number: bool = True  # whether a row is found without reading those before it
-    transforms: tuple[tuple[str, str], ...] = ()  # (name, version) of each, the first one first
-    # the datasets that the column `source_ids` of their batches numbers; () where they have none
+    num_epochs: int | None
+    lengths_are_free: bool = True
+    by_number: bool = True
+    transforms: tuple[tuple[str, str], ...] = ()
     source_names: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of the whole run; None where they never end. May have to look at the whole plan.
-        Raises TypeError where they are not counted before they are read.
+        """The rows of the whole run; None where they never end.
+
+        This may have to look at the whole plan.
+
+        Raises:
+            TypeError: The rows are not counted before they are read.
         """
         ...
 
@@ -125,30 +152,41 @@ class Rows(Protocol):
 
     @property
     def words(self) -> Json:
-        """What `identity` is made of, as far as it is short, so that a refused state can say what
-        changed; {} where nothing has a name.
+        """What `identity` is made of, as far as it is short.
+
+        A refused state can say with it what changed. It is {} where nothing has a name.
         """
         return {}
 
     @property
     def settings(self) -> Json:
-        """What else decides which rows stand in a batch, for the states of loaders."""
+        """The further settings that decide which rows stand in a batch, for the states of
+        loaders.
+        """
         return {}
 
     def open(self, state: LoaderState | None = None, share: Share | None = None) -> RowReader:
-        """A reader of the rows behind `state`, or from the first one on. Raises StateError where
-        the state's hint is none of these rows.
+        """Returns a reader of the rows behind `state`, or from the first one on.
+
+        Raises:
+            StateError: The state's hint is not one of these rows.
         """
         ...
 
     def hint(self, row: int) -> Any:
-        """JSON that lets a later process find `row` without looking at what stands before it; None
-        where it needs none.
+        """Returns JSON that lets a later process find `row` without looking at what stands before
+        it.
+
+        None means that none is needed.
         """
         return None
 
     def ledger(self) -> Ledger:
-        """Of rows that are read forward, where nothing was read yet."""
+        """Returns the ledger of rows that are read forward, where nothing was read yet.
+
+        Raises:
+            ConfigError: The rows have numbers.
+        """
         raise ConfigError(
             at="ledger",
             problem="these rows have numbers: where everything went follows from the plan",
@@ -157,18 +195,18 @@ class Rows(Protocol):
 
 
 class NumberedRows(Rows, RowReader, Protocol):
-    """Rows with numbers, which read themselves: thread safe."""
+    """Rows with numbers, which are their own reader. Thread safe."""
 
     def open(self, state: LoaderState | None = None, share: Share | None = None) -> RowReader:
         return self
 
 
 class RepeatedRows(NumberedRows, Protocol):
-    """Rows of a dataset whose rows are counted, pass behind pass."""
+    """The rows of a dataset whose rows are counted, pass behind pass."""
 
     @property
     def rows_each(self) -> int:
-        """Rows of one pass."""
+        """The rows of one pass."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Rows that already are rows: packed or tokenized files that were saved, and arrays in memory.
+"""Rows that are rows already: packed or tokenized files that were saved, and arrays in memory.
 
 row    counted over all epochs; row `r` of epoch `e` is `e * rows of the source + r`
 block  neighbouring rows that are decoded together, at the source's own cuts
@@ -44,14 +44,16 @@ from easypipe.core.values import Array, Int32, Int64
 from easypipe.loader.collate import collate, count_positions, fresh_columns
 from easypipe.loader.rows.rows import RepeatedRows, default_width
 
-# Arrays in memory as rows that a loader reads.
-
-
 READ_COLUMNS = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS, ATTENTION_MASK, *TARGET_COLUMNS, LOOK_AHEAD)
 
 
 class Arrays(Source):
-    """Arrays in memory as a source of one shard."""
+    """Arrays in memory as a source of one shard.
+
+    Raises:
+        ConfigError: There are no columns, a column is not of integers, or columns differ in their
+            number of rows.
+    """
 
     def __init__(self, columns: Mapping[str, ArrayLike | Sequence[ArrayLike]]) -> None:
         arrays: dict[str, pa.Array] = {}
@@ -106,9 +108,14 @@ log = logging.getLogger("easypipe")
 
 
 class Block(NamedTuple):
-    """Rows `offsets[i]:offsets[i + 1]` of every column. offsets Int64[n+1], columns Int32[total],
-    look_ahead Int32[n] if there is one, ahead_weight Float32[n]. values: of aligned columns, one or
-    several for each token.
+    """Decoded rows: row i has slots `offsets[i]:offsets[i + 1]` of every column.
+
+    Attributes:
+        offsets: Int64[n+1].
+        columns: Int32[total] each.
+        look_ahead: Int32[n], the label of each row's last slot, if there is one.
+        values: The values of aligned columns, one or several for each token.
+        ahead_weight: Float32[n], the loss weight of that label.
     """
 
     offsets: Int64
@@ -125,20 +132,28 @@ class Block(NamedTuple):
 
 
 class StoredRows(RepeatedRows):
-    """Rows of a ShardedSource with `input_ids` (and `segment_ids`, `position_ids`, `loss_mask`
-    where it has them), or of arrays in memory.
+    """Rows of a ShardedSource with `input_ids`, or of arrays in memory.
 
-    rows: a source, or a mapping of such columns to an integer array [rows, slots] or a list of
-    one-dimensional ones.
-    seq_length: slots of every row; None takes it from fixed-size columns, and where there are none
-    a row has the length of its tokens. Without `segment_ids` a row is one segment, as far as its
-    `attention_mask` is 1. A `labels` column must be unshifted, equal to input_ids or -100, and
-    becomes the loss mask, as `completion_mask` and `assistant_masks` do; of several a token is a
-    target that is one in all of them. Other columns are left where they are.
-    num_epochs: None for rows without end.
-    aligned: columns of the source with values for every token, which stand in batches too.
-    cache_bytes: decoded blocks that are kept for the next batch, most recently used first.
-    Reading raises SourceError naming file and row.
+    `segment_ids`, `position_ids` and `loss_mask` are read where the source has them. Without
+    `segment_ids` a row is one segment, as far as its `attention_mask` is 1. A `labels` column must
+    be unshifted, equal to input_ids or -100, and becomes the loss mask, as `completion_mask` and
+    `assistant_masks` do; with several of them a token is a target where it is one in all. Other
+    columns are not read. Reading raises SourceError naming file and row.
+
+    Args:
+        rows: A source, or a mapping of such columns to an integer array [rows, slots] or a list of
+            one-dimensional ones.
+        seq_length: The slots of every row. None takes it from fixed-size columns, and where there
+            are none a row has the length of its tokens.
+        pad_token_id: The token id in padding.
+        num_epochs: None for rows without end.
+        tokenizer_fingerprint: The fingerprint of the tokenizer that made the tokens.
+        cache_bytes: The bytes of decoded blocks that are kept for the next batch, most recently
+            used first.
+        aligned: Columns of the source with values for every token, which stand in batches too.
+
+    Raises:
+        SourceError: The source has no `input_ids`.
     """
 
     lengths_are_free = False
@@ -241,7 +256,10 @@ class StoredRows(RepeatedRows):
 
     @cached_property
     def _index(self) -> _Index:
-        """Where the blocks lie. Reads row numbers only of sources that leave rows out, once."""
+        """Where the blocks lie.
+
+        It reads row numbers only of sources that leave rows out, once.
+        """
         spans: list[tuple[int, int, int]] = []
         counts: list[int] = []
         filtered = ROW_NUMBER in self._source.schema.names
@@ -263,7 +281,7 @@ class StoredRows(RepeatedRows):
         return _Index(spans, offsets_of(counts))
 
     def _find(self, rows: Int64) -> list[_Found | None]:
-        """Where each row lies; None for -1."""
+        """Returns where each row lies; None for -1."""
         index = self._index
         real = rows >= 0
         numbers = np.where(real, rows % max(self.rows_each, 1), 0)
@@ -329,8 +347,9 @@ class StoredRows(RepeatedRows):
         )
 
     def where(self, row: int) -> tuple[int, str, int, tuple[str, ...]]:
-        """(epoch, file, row of that file, datasets of its segments where they were saved with it)
-        of a row of the run.
+        """Returns (epoch, file, row of that file, datasets of its segments) of a row of the run.
+
+        The datasets are those that were saved with the row, if any.
         """
         shard, start, stop, local = self._locate(row % self.rows_each)
         # rows were left out, so they have to be asked for their numbers

@@ -23,16 +23,22 @@ def count_targets(
     joined: bool = False,
     hold: bool = False,
 ) -> Int64:
-    """Int64[2, datasets]: tokens of the first `num_rows` rows that are somebody's label, added EOS
-    tokens included; and those that are none, although their mask says so, because they stand in a
-    held piece (see loader/rows/gather.py).
+    """Counts the tokens of the first `num_rows` rows that are some slot's label.
 
-    joined: the rows are those of one epoch of a stream whose documents are one segment. hold: held
-    pieces have no targets.
+    Args:
+        plan: The plan over the datasets of `caches`.
+        caches: The token caches.
+        num_rows: The rows to count.
+        joined: The rows are those of one epoch of a stream whose documents are one segment.
+        hold: Held pieces (see loader/rows/gather.py) have no targets.
+
+    Returns:
+        Int64[2, datasets]: the tokens that are labels, added EOS tokens included; and those that
+        are none although their mask says so, because they stand in a held piece.
     """
     found = np.zeros((2, len(caches)), np.int64)
     where = tables([cache.buffers() for cache in caches])
-    # else no token is looked at
+    # without a loss mask no token is looked at
     masked = caches if any(LOSS_MASK in cache.schema.names for cache in caches) else ()
     goes_on = plan.spec.pack is not None and plan.spec.pack.concat
     row = 0
@@ -47,7 +53,7 @@ def count_targets(
 
 
 def stream_start(plan: Plan) -> int:
-    """The dataset whose token is the first of the first epoch; -1 where there is no token."""
+    """Returns the dataset of the first token of the first epoch; -1 where there is no token."""
     window = plan.window_at(0) if plan.num_rows != 0 else None
     return -1 if window is None else int(window.dataset[_first_draw(window)])
 
@@ -67,7 +73,7 @@ def _count(pieces, view, tables, rule, todo, found):
         )
         d = view.dataset[draw]
         part, first, end, _ = find(tables, d, view.doc[draw], todo, 0)
-        # The first token of a piece is nobody's next, unless it is that of a row before.
+        # The first token of a piece is no label, unless it is that of a row before.
         skipped = 0 if goes_on and (start > 0 or (joined and draw != begins)) else 1
         if tables.mask[part] == 0:  # every token is a target
             found[0, d] += length - skipped

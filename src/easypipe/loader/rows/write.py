@@ -32,7 +32,7 @@ from easypipe.plan.window import View
 
 AT_REST = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS)
 
-_ROOM = 256  # blocks that are noted at a time: a batch seldom has as many to check
+_ROOM = 256  # blocks to check that are noted at a time: a batch seldom has as many
 
 _NO_LABELS = np.empty((0, 0), dtype=np.int32)
 _NO_MASK = np.empty((0, 0), dtype=np.uint8)
@@ -47,7 +47,9 @@ class Tokens(Protocol):
         ...
 
     def window_at(self, row: int) -> tuple[View, Tables]:
-        """The window that a row stands in, and where its documents lie; any for -1."""
+        """Returns the window that a row stands in, and where its documents lie; any window for
+        -1.
+        """
         ...
 
     def pinned(self, view: View, rows: Int64) -> contextlib.AbstractContextManager[None]:
@@ -60,8 +62,8 @@ class Tokens(Protocol):
         ...
 
     def values_at(self, row: int) -> Mapping[str, UInt64]:
-        """Of the window that a row stands in, where the values of each column begin in each part of
-        its tables.
+        """Returns where the values of each column begin in each part of the tables of a row's
+        window.
         """
         ...
 
@@ -71,13 +73,18 @@ class Tokens(Protocol):
         ...
 
     def check(self, touched: Int64) -> None:
-        """touched: Int64[2, n], parts of the tables, and blocks of them. Raises CacheError where
-        one is damaged.
+        """Checks blocks of the files.
+
+        Args:
+            touched: Int64[2, n], parts of the tables, and blocks of them.
+
+        Raises:
+            CacheError: A block is damaged.
         """
         ...
 
     def missing(self, view: View, piece: int, width: int) -> Exception:
-        """What to raise where a piece of the window is not there."""
+        """Returns the error for a piece of the window that is not there."""
         ...
 
 
@@ -85,11 +92,15 @@ class Tokens(Protocol):
 class RowWriter:
     """How tokens stand in rows.
 
-    eos: Int64[datasets], as `gather.eos_ids` gives them. hold: held pieces have no targets.
-    seq_length: slots of every row, None where it is a document.
-    runs: rows are those of strategy "concat": a document goes on in the next row. joined: each of
-    those is one segment, over the ends of documents. paired: documents are two segments.
-    source_ids: rows have this column.
+    Args:
+        eos: Int64[datasets], as `gather.eos_ids` gives them.
+        pad_token_id: The token id in padding.
+        hold: Held pieces have no targets.
+        seq_length: The slots of every row; None where a row is a document.
+        runs: The rows are those of strategy "concat": a document goes on in the next row.
+        joined: Each of those rows is one segment, over the ends of documents.
+        paired: Documents are two segments.
+        source_ids: Rows have the column `source_ids`.
     """
 
     eos: Int64
@@ -102,7 +113,7 @@ class RowWriter:
     source_ids: bool = False
 
     def gather(self, tokens: Tokens, rows: Int64, width: int) -> dict[str, Int32]:
-        """As RowReader.gather."""
+        """Returns columns at rest (RowReader.gather)."""
         columns = fresh_columns(AT_REST, len(rows), width)
         values = self._values(tokens, rows, width)
         mask, ahead = self._write(tokens, rows, columns, values)
@@ -113,7 +124,7 @@ class RowWriter:
         return columns | {LOOK_AHEAD: ahead} if self.runs else columns
 
     def batch(self, tokens: Tokens, rows: Int64, width: int) -> dict[str, Int32]:
-        """As RowReader.batch."""
+        """Returns the columns of a batch (RowReader.batch)."""
         columns = fresh_columns(BATCH_COLUMNS, len(rows), width)
         values = self._values(tokens, rows, width)
         _, ahead = self._write(tokens, rows, columns, values)
@@ -134,8 +145,11 @@ class RowWriter:
         columns: Mapping[str, Int32],
         values: ValueWriter | None,
     ) -> tuple[UInt8, Int32]:
-        """Fills the columns; the loss mask, UInt8[0, 0] where no dataset has one, and Int32[R] the
-        labels of last slots, of runs.
+        """Fills the columns.
+
+        Returns:
+            The loss mask, UInt8[0, 0] where no dataset has one; and, for runs, Int32[R], the labels
+            of last slots.
         """
         ids, segments, positions = (columns[name] for name in AT_REST)
         labels = columns.get(LABELS, _NO_LABELS)
@@ -152,7 +166,8 @@ class RowWriter:
             row = int(rows[left])
             row = row if row >= 0 else int(rows.max())
             view, tables = tokens.window_at(row)
-            # plain tuples: numba looks at the fields of a named one anew in every call (2 us)
+            # They are plain tuples: numba looks at the fields of a named one anew in every call
+            # (2 us).
             given = (tuple(view), rows, done, tuple(tables), rule, into, todo)
             with tokens.pinned(view, rows):
                 left, bad, count = write_rows(*given)
